@@ -1,0 +1,125 @@
+"""What an experiment has to say about itself: model, loss, data, recipe. Everything else is the service's."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from triaccel_ray.config import ControlConfig, require, require_number
+from triaccel_ray.sources import DataSource
+
+
+class Purpose(StrEnum):
+    """What a run is for, which decides what data exists for it."""
+
+    SEARCH = "search"
+    """Train on the training split, judge on the validation split; the test set is not even opened."""
+    FINAL = "final"
+    """Train on training and validation samples together, judge once, at the end, on the test set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """The samples a run trains on and those it is judged by; disjoint."""
+
+    train: DataSource
+    held_out: DataSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a task is trained: warm-up, then cosine decay to zero, SGD with momentum (Tri-Accel, section 4.3)."""
+
+    epochs: int = 30
+    """Passes over the training samples."""
+    lr: float = 0.1
+    """Peak learning rate, at the control loop's starting batch size."""
+    warmup_epochs: float = 5.0
+    """Epochs of linear warm-up; at most half of `epochs` is used."""
+    momentum: float = 0.9
+    """Momentum of SGD, in [0, 1)."""
+    nesterov: bool = False
+    """Whether the momentum is Nesterov's."""
+    weight_decay: float = 5e-4
+    """L2 penalty on weights of two or more dimensions; norms and biases have none."""
+    label_smoothing: float = 0.0
+    """Probability mass spread evenly over the classes, in [0, 1)."""
+
+    def __post_init__(self) -> None:
+        require_number("epochs", self.epochs, "must be >= 1", low=1)
+        require_number("lr", self.lr, "must be a finite number > 0", low=math.nextafter(0.0, 1.0), high=1e6)
+        require_number("warmup_epochs", self.warmup_epochs, "must be >= 0", low=0.0)
+        require_number("momentum", self.momentum, "must lie in [0, 1)", low=0.0, high=math.nextafter(1.0, 0.0))
+        require_number("weight_decay", self.weight_decay, "must be a finite number >= 0", low=0.0, high=1e6)
+        require_number("label_smoothing", self.label_smoothing, "must lie in [0, 1)", low=0.0, high=0.999999)
+        require(not (self.nesterov and self.momentum == 0), "nesterov", self.nesterov, "needs momentum > 0")
+
+    def lr_factor(self, epoch: float) -> float:
+        """Returns the factor in (0, 1] on `lr` after `epoch` passes over the data, fractional.
+
+        In epochs rather than steps, so that a changing batch size does not move the schedule.
+        """
+        warmup = min(self.warmup_epochs, self.epochs / 2)
+        if epoch < warmup:
+            return max(epoch / warmup, 0.01)
+        progress = min((epoch - warmup) / (self.epochs - warmup), 1.0)
+        return max(0.5 * (1.0 + math.cos(math.pi * progress)), 1e-4)
+
+
+class Task(ABC):
+    """An experiment. Subclass it, and `triaccel run package.module:MyTask` trains it.
+
+    A subclass sets `name`, and `recipe` and `control` where the defaults do not suit; it defines `model` and `data`.
+    """
+
+    name: ClassVar[str] = ""
+    """How users call it, e.g. `cifar10-resnet18`."""
+    recipe: ClassVar[Recipe] = Recipe()
+    """Defaults that the command line can override."""
+    control: ClassVar[ControlConfig] = ControlConfig()
+    """Default thresholds and intervals."""
+
+    def __init__(self, data_dir: Path | None = None) -> None:
+        """Remembers where data files lie; reads nothing yet."""
+        self.data_dir = data_dir
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """Returns a freshly initialised model, on the CPU, drawing from torch's global generator alone."""
+
+    @abstractmethod
+    def data(self, purpose: Purpose) -> Splits:
+        """Returns the samples for `purpose`; for SEARCH without opening anything that holds test samples.
+
+        Raises:
+            FileNotFoundError: data files are missing; the message names them, and where they are to be had.
+        """
+
+    def loss(self, outputs: Any, targets: Tensor, recipe: Recipe) -> Tensor:
+        """Returns the mean loss over the batch, a scalar; cross-entropy unless overridden."""
+        return nn.functional.cross_entropy(outputs.float(), targets, label_smoothing=recipe.label_smoothing)
+
+    def num_correct(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Returns how many samples of the batch are right, a scalar tensor; top-1 unless overridden."""
+        return (outputs.argmax(dim=-1) == targets).sum()
+
+    def optimizer(self, model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+        """Returns the optimizer: SGD with momentum, weight decay on weights of two or more dimensions alone."""
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": recipe.weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.SGD(
+            [group for group in groups if group["params"]],
+            lr=recipe.lr,
+            momentum=recipe.momentum,
+            nesterov=recipe.nesterov,
+        )

@@ -1,0 +1,204 @@
+"""Every knob of the control loop, checked on construction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from triaccel_ray.plan import Precision
+
+CurvatureMethod = Literal["fisher", "ggn", "hessian"]
+LrRule = Literal["none", "sqrt", "linear", "adascale"]
+
+
+def require(condition: bool, name: str, value: Any, rule: str) -> None:
+    """Raises ValueError naming the option, the value found and the rule it breaks, unless `condition` holds."""
+    if not condition:
+        raise ValueError(f"{name} = {value!r}: {rule}")
+
+
+def require_number(name: str, value: float, rule: str, *, low: float = -math.inf, high: float = math.inf) -> None:
+    """Raises ValueError unless `low <= value <= high`; NaN never passes, infinity only where a bound is infinite."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    require(is_number and low <= value <= high, name, value, rule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Rules 1 and 2: which precision each layer computes in (Tri-Accel, section 3.1)."""
+
+    enabled: bool = True
+    """False: every layer stays at `initial`."""
+    initial: Precision = Precision.BF16
+    """Precision before any statistic exists, and of every layer when not enabled."""
+    tau_low: float = 1e-7
+    """Gradient variance below which a layer computes in FP16; >= 0."""
+    tau_high: float = 1e-3
+    """Gradient variance from which a layer computes in FP32; > tau_low, may be infinite."""
+    beta: float = 0.9
+    """Smoothing of the variance, in [0, 1). The paper gives none; 0.9 averages over about 10 steps, well inside one
+    control interval, so that a tick sees the interval it ends and not the ones before."""
+    dwell_ticks: int = 2
+    """Ticks a layer keeps a precision at least, unless curvature or a fault promotes it; >= 0."""
+    patience_ticks: int = 2
+    """Consecutive ticks that must ask for a lower precision before a layer is demoted; >= 1. Promotion needs one."""
+
+    def __post_init__(self) -> None:
+        require_number("tau_low", self.tau_low, "must be a number >= 0", low=0.0)
+        require(not math.isinf(self.tau_low), "tau_low", self.tau_low, "must be finite")
+        require_number("tau_high", self.tau_high, "must be a number >= 0", low=0.0)
+        require(
+            self.tau_low < self.tau_high,
+            "tau_low, tau_high",
+            (self.tau_low, self.tau_high),
+            "tau_low must be smaller than tau_high; exchange them, or set precision off to keep one precision",
+        )
+        require_number("beta", self.beta, "must lie in [0, 1)", low=0.0, high=math.nextafter(1.0, 0.0))
+        require_number("dwell_ticks", self.dwell_ticks, "must be >= 0", low=0)
+        require_number("patience_ticks", self.patience_ticks, "must be >= 1", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvatureConfig:
+    """Rules 3 to 5: eigenvalues, the learning rates that follow them, and promotion (Tri-Accel, section 3.2)."""
+
+    enabled: bool = True
+    """False: nothing is measured, every lr scale is 1, nothing is promoted."""
+    method: CurvatureMethod = "fisher"
+    """`fisher` (one column a sample), `ggn` (one a sample and class) or `hessian` (the paper's power iteration)."""
+    top_k: int = 5
+    """Eigenvalues per layer, k; >= 1."""
+    every_steps: int = 200
+    """T_curv: optimizer steps between measurements; >= 1."""
+    num_samples: int = 32
+    """b_curv: training samples a measurement uses; >= 2."""
+    alpha: float = 0.02
+    """Strength of the lr scaling, >= 0; 0 switches it off. The paper gives none; with eigenvalues of 5 to 50 after a
+    few epochs, 0.02 halves the rate of the steepest layers and leaves the flat ones alone."""
+    tau_curv: float = math.inf
+    """Largest eigenvalue above which a layer is held one precision higher; > 0, infinite: never."""
+    smoothing: float = 0.5
+    """Weight of the past in the moving average over measurements, in [0, 1): sampling noise between batches of 32 is
+    larger than the error of the cheap estimates."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.method in ("fisher", "ggn", "hessian"),
+            "curvature method",
+            self.method,
+            "must be one of fisher, ggn, hessian",
+        )
+        require_number("top_k", self.top_k, "must be >= 1", low=1)
+        require_number("curvature every_steps (T_curv)", self.every_steps, "must be >= 1", low=1)
+        require_number("curvature num_samples (b_curv)", self.num_samples, "must be >= 2", low=2)
+        require_number("alpha", self.alpha, "must be a finite number >= 0", low=0.0, high=1e300)
+        require_number("tau_curv", self.tau_curv, "must be > 0", low=math.nextafter(0.0, 1.0))
+        require_number("smoothing", self.smoothing, "must lie in [0, 1)", low=0.0, high=math.nextafter(1.0, 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """Rule 6: the elastic batch size and the learning rate that follows it (Tri-Accel, section 3.3)."""
+
+    enabled: bool = True
+    """False: the batch size stays at `start`, except while it does not fit."""
+    start: int = 96
+    """Batch size of the first step, and the reference of the lr rule."""
+    minimum: int = 32
+    """Smallest rung of the ladder."""
+    maximum: int = 512
+    """Largest rung of the ladder."""
+    granularity: int = 32
+    """Distance between rungs; the ladder is finite so that captured steps and autotuned kernels are."""
+    step_up: int = 32
+    """Samples added when memory use is below rho_low; a multiple of `granularity`."""
+    step_down: int = 64
+    """Samples removed when memory use is above rho_high; a multiple of `granularity`."""
+    rho_low: float = 0.70
+    """Share of the memory limit below which the batch grows; in [0, rho_high)."""
+    rho_high: float = 0.90
+    """Share of the memory limit above which the batch shrinks; in (rho_low, 1]."""
+    dwell_ticks: int = 1
+    """Ticks a batch size is kept before it grows again; >= 0. Shrinking never waits."""
+    cap_ticks: int = 20
+    """Ticks during which the ladder stays capped below a size that ran out of memory; >= 1."""
+    lr_rule: LrRule = "none"
+    """How the lr follows the batch size B from B_0 = `start`: not at all, sqrt(B/B_0), B/B_0, or AdaScale's gain."""
+    bound_by_noise_scale: bool = False
+    """Whether the batch also stops growing at the gradient noise scale tr(Cov)/|g|^2 (McCandlish et al. 2018)."""
+
+    def __post_init__(self) -> None:
+        require_number("granularity", self.granularity, "must be >= 1", low=1)
+        require_number("batch minimum", self.minimum, "must be >= 1", low=1)
+        require(
+            self.minimum <= self.start <= self.maximum,
+            "batch minimum, start, maximum",
+            (self.minimum, self.start, self.maximum),
+            "must be in ascending order",
+        )
+        for name, value in (
+            ("step_up", self.step_up),
+            ("step_down", self.step_down),
+            ("start - minimum", self.start - self.minimum),
+        ):
+            require(
+                value % self.granularity == 0 and value >= 0,
+                f"batch {name}",
+                value,
+                f"must be a multiple of granularity = {self.granularity}",
+            )
+        require_number("batch step_up", self.step_up, "must be >= 1", low=1)
+        require_number("batch step_down", self.step_down, "must be >= 1", low=1)
+        require_number("rho_low", self.rho_low, "must lie in [0, 1]", low=0.0, high=1.0)
+        require_number("rho_high", self.rho_high, "must lie in [0, 1]", low=0.0, high=1.0)
+        require(
+            self.rho_low < self.rho_high,
+            "rho_low, rho_high",
+            (self.rho_low, self.rho_high),
+            "rho_low must be smaller than rho_high; exchange them, or set batch off to keep one size",
+        )
+        require_number("batch dwell_ticks", self.dwell_ticks, "must be >= 0", low=0)
+        require_number("batch cap_ticks", self.cap_ticks, "must be >= 1", low=1)
+        require(
+            self.lr_rule in ("none", "sqrt", "linear", "adascale"),
+            "lr_rule",
+            self.lr_rule,
+            "must be one of none, sqrt, linear, adascale",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """The one dynamic loss scale, in use while any layer computes in FP16 (Micikevicius et al. 2018)."""
+
+    initial: float = 2.0**16
+    """Scale of the first step; a power of two costs no rounding."""
+    growth_interval: int = 2000
+    """Finite steps in a row after which the scale doubles; it halves at every overflow."""
+
+    def __post_init__(self) -> None:
+        require_number("loss scale initial", self.initial, "must lie in [1, 2**24]", low=1.0, high=2.0**24)
+        require_number("loss scale growth_interval", self.growth_interval, "must be >= 1", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlConfig:
+    """The whole control loop: its rules' thresholds and its clock (Tri-Accel, section 3.4)."""
+
+    every_steps: int = 50
+    """T_ctrl: optimizer steps between ticks; >= 1."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+
+    def __post_init__(self) -> None:
+        require_number("every_steps (T_ctrl)", self.every_steps, "must be >= 1", low=1)
+        needs_noise = self.batch.lr_rule == "adascale" or self.batch.bound_by_noise_scale
+        require(
+            not needs_noise or (self.curvature.enabled and self.curvature.method == "fisher"),
+            "lr_rule, bound_by_noise_scale",
+            (self.batch.lr_rule, self.batch.bound_by_noise_scale),
+            "need the per-sample gradients that curvature method 'fisher' measures; switch curvature on",
+        )

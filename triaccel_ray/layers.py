@@ -1,0 +1,68 @@
+"""Which modules of a model are layers, in the sense of the control loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A module that owns a weight of two or more dimensions, with everything below it.
+
+    Biases and normalisation parameters belong to no layer: their statistics are not watched. Modules that share one
+    weight (an embedding tied to the output projection) are one layer.
+    """
+
+    name: str
+    """Qualified name of the first module, as `model.named_modules()` gives it; `model` for the model itself."""
+    modules: tuple[nn.Module, ...]
+    """The modules that compute with the weight: one, or several that share it."""
+    weights: tuple[nn.Parameter, ...]
+    """Trainable parameters of two or more dimensions, the first module's own first."""
+    fixed_precision: bool = False
+    """True for recurrent modules: they keep flattened weights of their own, which a cast would not reach."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all weights."""
+        return sum(weight.numel() for weight in self.weights)
+
+
+def find_layers(model: nn.Module) -> tuple[Layer, ...]:
+    """Returns the layers of `model` in module order.
+
+    A layer swallows the modules below it, so that a module which reads its children's weights itself, such as
+    `nn.MultiheadAttention`, computes in one precision.
+
+    Raises:
+        ValueError: the model has no trainable weight of two or more dimensions.
+    """
+    found: dict[int, tuple[str, list[nn.Module], tuple[nn.Parameter, ...]]] = {}
+    swallowed: set[int] = set()
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if p.dim() >= 2 and p.requires_grad]
+        if id(module) in swallowed or not own:
+            continue
+        swallowed.update(id(child) for child in module.modules())
+        below = [p for p in module.parameters() if p.dim() >= 2 and p.requires_grad]
+        weights = tuple(dict.fromkeys([*own, *below]))
+        if id(own[0]) in found:
+            found[id(own[0])][1].append(module)
+        else:
+            found[id(own[0])] = (name or "model", [module], weights)
+    if not found:
+        raise ValueError(
+            f"model {type(model).__name__} has no trainable weight of two or more dimensions: there is no layer to "
+            "control; check requires_grad"
+        )
+    return tuple(
+        Layer(
+            name=name,
+            modules=tuple(modules),
+            weights=weights,
+            fixed_precision=any(isinstance(m, nn.RNNBase) for m in modules),
+        )
+        for name, modules, weights in found.values()
+    )

@@ -1,0 +1,111 @@
+"""What was decided: the frozen values that travel from `decide` to `apply`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+
+class Precision(StrEnum):
+    """A layer's compute precision; weights and their optimizer state stay FP32 throughout."""
+
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+    @property
+    def rank(self) -> int:
+        """Position from lowest (0) to highest (2); a *promotion* raises it."""
+        return _RANK[self]
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes of one activation element: 2 for FP16 and BF16, 4 for FP32."""
+        return 4 if self is Precision.FP32 else 2
+
+
+_RANK = MappingProxyType({Precision.FP16: 0, Precision.BF16: 1, Precision.FP32: 2})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How the steps until the next tick are computed.
+
+    A step is a function of `batch_size`, `num_micro_batches` and `precision`; `lr_scale` only changes scalars.
+    """
+
+    batch_size: int
+    """Samples whose gradients are averaged into one optimizer step."""
+    precision: Mapping[str, Precision]
+    """Layer name -> compute precision, in the order of the layers in the model."""
+    lr_scale: Mapping[str, float] = field(default_factory=dict)
+    """Layer name -> factor in (0, 1] on the scheduled learning rate; a layer not named has factor 1."""
+    batch_lr_scale: float = 1.0
+    """Factor on every learning rate that follows the batch size by the configured rule."""
+    num_micro_batches: int = 1
+    """Equal parts in which a batch passes through the model; above 1 only while even the smallest batch does not fit."""
+
+
+class ReasonCode(StrEnum):
+    """Which rule of the control loop changed something, or refused to."""
+
+    OUT_OF_MEMORY = "out_of_memory"
+    APPLY_FAILED = "apply_failed"
+    VARIANCE = "variance"
+    CURVATURE = "curvature"
+    CURVATURE_RELEASED = "curvature_released"
+    LR_SCALE = "lr_scale"
+    MEMORY_LOW = "memory_low"
+    MEMORY_HIGH = "memory_high"
+    HELD_DWELL = "held_dwell"
+    HELD_CAPPED = "held_capped"
+    HELD_ENLARGED = "held_enlarged"
+    HELD_NOISE_SCALE = "held_noise_scale"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason:
+    """One rule that fired: what it looked at, what it compared with, what came of it."""
+
+    code: ReasonCode
+    subject: str
+    """The layer's name, `batch` or `precision`."""
+    text: str
+    """One sentence for a person, with the values."""
+    value: float | None = None
+    """The quantity compared."""
+    threshold: float | None = None
+    """What it was compared with."""
+
+
+class FaultKind(StrEnum):
+    """What went wrong on the device; faults are data that reach the policy at the next tick."""
+
+    OUT_OF_MEMORY = "out_of_memory"
+    APPLY_FAILED = "apply_failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One failure that was survived."""
+
+    kind: FaultKind
+    step: int
+    """Optimizer step during which it happened."""
+    phase: str
+    """`forward_backward`, `optimizer`, `evaluation`, `curvature` or `apply`."""
+    batch_size: int = 0
+    """Batch size in force."""
+    micro_batch_size: int = 0
+    """Samples that passed at once in the end; 0 when the phase has no batch."""
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """What `apply` reports back: the plan now in force, and what could not be done."""
+
+    plan: Plan
+    faults: tuple[Fault, ...] = ()

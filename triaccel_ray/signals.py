@@ -1,0 +1,71 @@
+"""What was measured: the frozen values that travel from `measure` to `decide`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triaccel_ray.plan import Fault
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSignal:
+    """One layer's statistics at a tick."""
+
+    name: str
+    variance: float | None = None
+    """v_l(t): bias-corrected moving average of Var over the elements of the layer's unscaled weight gradient;
+    None before the first finite gradient."""
+    eigenvalues: tuple[float, ...] | None = None
+    """Up to k largest eigenvalues of the layer's curvature block, descending; None when not measured since the last
+    tick."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySignal:
+    """Memory of this process on its device, in bytes."""
+
+    used_bytes: int
+    """What the process holds now, as the driver (NVML) or the operating system (resident set) sees it."""
+    peak_bytes: int
+    """Largest `used_bytes` since the run began."""
+    limit_bytes: int
+    """MemMax: the budget, else what the device has."""
+    allocated_bytes: int = 0
+    """The allocator's live tensors; 0 where the device has no such counter."""
+    allocated_peak_bytes: int = 0
+    """Largest `allocated_bytes` since the run began: what the paper reports."""
+    free_bytes: int = 0
+    """What the device itself has free, other processes included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseSignal:
+    """First two moments of the per-sample gradient g_i over all layers, from one curvature refresh."""
+
+    mean_square_norm: float
+    """|E g|^2, estimated without the bias tr(Cov)/b."""
+    trace_covariance: float
+    """tr Cov[g_i]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """Everything that enters a rule. Replaying the same observations reproduces every decision."""
+
+    step: int
+    """Optimizer steps done."""
+    tick: int
+    """Ticks done before this one."""
+    epoch: float
+    """Passes over the training set, fractional."""
+    layers: tuple[LayerSignal, ...]
+    memory: MemorySignal
+    loss: float | None = None
+    """Mean training loss since the last tick; None when no step was made."""
+    loss_scale: float = 1.0
+    num_skipped: int = 0
+    """Optimizer steps skipped for a non-finite gradient since the run began."""
+    noise: NoiseSignal | None = None
+    """None when not measured since the last tick."""
+    faults: tuple[Fault, ...] = ()
+    """What was survived since the last tick, oldest first."""
