@@ -45,7 +45,7 @@ class Plan:
     batch_lr_scale: float = 1.0
     """Factor on every learning rate that follows the batch size by the configured rule."""
     num_micro_batches: int = 1
-    """Equal parts in which a batch passes through the model; above 1 only while even the smallest batch does not fit."""
+    """Equal parts in which a batch passes through the model; above 1 only while the smallest batch does not fit."""
 
 
 class ReasonCode(StrEnum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from triaccel_ray.plan import Fault
+from triaccel_ray.plan import Fault, Plan, Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,8 @@ class LayerSignal:
     eigenvalues: tuple[float, ...] | None = None
     """Up to k largest eigenvalues of the layer's curvature block, descending; None when not measured since the last
     tick."""
+    supported: tuple[Precision, ...] = tuple(Precision)
+    """What this layer can compute in on this device, FP32 always among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,8 @@ class MemorySignal:
 
     used_bytes: int
     """What the process holds now, as the driver (NVML) or the operating system (resident set) sees it."""
+    window_peak_bytes: int
+    """Largest `used_bytes` since the last tick: MemUsage(t)."""
     peak_bytes: int
     """Largest `used_bytes` since the run began."""
     limit_bytes: int
@@ -34,8 +38,20 @@ class MemorySignal:
     """The allocator's live tensors; 0 where the device has no such counter."""
     allocated_peak_bytes: int = 0
     """Largest `allocated_bytes` since the run began: what the paper reports."""
-    free_bytes: int = 0
-    """What the device itself has free, other processes included."""
+    free_bytes: int | None = None
+    """What the device has free beside all its processes; None where nothing says."""
+
+    @property
+    def attainable_bytes(self) -> int:
+        """The limit, or less when other processes leave less."""
+        if self.free_bytes is None:
+            return self.limit_bytes
+        return min(self.limit_bytes, self.used_bytes + self.free_bytes)
+
+    @property
+    def share(self) -> float:
+        """MemUsage / MemMax: the window's peak over what is attainable."""
+        return self.window_peak_bytes / max(self.attainable_bytes, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +74,8 @@ class Observation:
     """Ticks done before this one."""
     epoch: float
     """Passes over the training set, fractional."""
+    plan: Plan
+    """The plan in force when this was measured."""
     layers: tuple[LayerSignal, ...]
     memory: MemorySignal
     loss: float | None = None

@@ -1,0 +1,83 @@
+"""Rules 3 to 5: smoothing of the eigenvalues, the learning rates that follow them, and which layers they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import zip_longest
+
+from triaccel_ray.config import CurvatureConfig
+from triaccel_ray.decide.state import LayerState
+from triaccel_ray.plan import Reason, ReasonCode
+from triaccel_ray.signals import LayerSignal, NoiseSignal, Observation
+
+
+def remember_curvature(
+    config: CurvatureConfig, observation: Observation, layers: Mapping[str, LayerState]
+) -> tuple[dict[str, LayerState], list[Reason]]:
+    """Returns the layers' states after this tick's measurement, and who is newly held or released (rule 5).
+
+    A layer is held one precision higher while its largest smoothed eigenvalue exceeds tau_curv; only a measurement
+    can release it, so that a layer does not flap between two refreshes.
+    """
+    updated: dict[str, LayerState] = {}
+    reasons: list[Reason] = []
+    for signal in observation.layers:
+        state = layers[signal.name]
+        if not config.enabled or not signal.eigenvalues:
+            updated[signal.name] = state
+            continue
+        eigenvalues = smooth_eigenvalues(config.smoothing, state.eigenvalues, signal.eigenvalues)
+        largest = eigenvalues[0]
+        held = largest > config.tau_curv
+        if held != state.held:
+            reasons.append(_hold_reason(signal, largest, config.tau_curv, held))
+        updated[signal.name] = replace(state, eigenvalues=eigenvalues, held=held)
+    return updated, reasons
+
+
+def smooth_eigenvalues(weight: float, past: tuple[float, ...] | None, measured: tuple[float, ...]) -> tuple[float, ...]:
+    """Returns weight * past + (1 - weight) * measured, element by element in descending order; the first as measured.
+
+    A spectrum that is shorter than the other counts as padded with zeros: the missing eigenvalues are zero.
+    """
+    if past is None:
+        return tuple(sorted(measured, reverse=True))
+    pairs = zip_longest(past, sorted(measured, reverse=True), fillvalue=0.0)
+    return tuple(sorted((weight * old + (1.0 - weight) * new for old, new in pairs), reverse=True))
+
+
+def smooth_noise(weight: float, past: NoiseSignal | None, measured: NoiseSignal | None) -> NoiseSignal | None:
+    """Returns the moving average of both moments; averaging before dividing keeps their ratio from exploding."""
+    if past is None or measured is None:
+        return measured or past
+    return NoiseSignal(
+        mean_square_norm=weight * past.mean_square_norm + (1.0 - weight) * measured.mean_square_norm,
+        trace_covariance=weight * past.trace_covariance + (1.0 - weight) * measured.trace_covariance,
+    )
+
+
+def lr_scale(config: CurvatureConfig, state: LayerState) -> float:
+    """Returns 1 / (1 + alpha max_i lambda_i), rule 4; 1 before a measurement or where the curvature is negative."""
+    if not config.enabled or not state.eigenvalues:
+        return 1.0
+    return 1.0 / (1.0 + config.alpha * max(state.eigenvalues[0], 0.0))
+
+
+def lr_reasons(old: Mapping[str, float], new: Mapping[str, float], layers: Mapping[str, LayerState]) -> list[Reason]:
+    """Returns a reason for each layer whose lr scale changed."""
+    reasons: list[Reason] = []
+    for name, scale in new.items():
+        eigenvalues = layers[name].eigenvalues
+        if scale != old.get(name, 1.0) and eigenvalues:
+            text = f"largest eigenvalue {eigenvalues[0]:.3g}: learning rate times {scale:.3g}"
+            reasons.append(Reason(code=ReasonCode.LR_SCALE, subject=name, text=text, value=eigenvalues[0]))
+    return reasons
+
+
+def _hold_reason(signal: LayerSignal, largest: float, tau_curv: float, held: bool) -> Reason:
+    if held:
+        code, text = ReasonCode.CURVATURE, f"largest eigenvalue {largest:.3g} > tau_curv {tau_curv:.3g}: held higher"
+    else:
+        code, text = ReasonCode.CURVATURE_RELEASED, f"largest eigenvalue {largest:.3g} <= tau_curv {tau_curv:.3g}"
+    return Reason(code=code, subject=signal.name, text=text, value=largest, threshold=tau_curv)

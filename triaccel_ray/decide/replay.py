@@ -1,0 +1,48 @@
+"""Replaying a log: did the loop decide what it says, and what would other thresholds have decided?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.decide.state import ControlState, Decision, initial_decision
+from triaccel_ray.decide.tick import decide
+from triaccel_ray.signals import Observation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """The decisions of a log's observations under some configuration."""
+
+    decisions: tuple[Decision, ...]
+    """One a tick, up to and including the first that differs from the log."""
+    diverged_at: int | None
+    """Index into the log of the first tick whose decision differs; None when all agree.
+
+    From that tick on the recorded observations are no longer what this configuration would have seen.
+    """
+
+
+def replay(config: ControlConfig, log: Sequence[tuple[Observation, Decision]]) -> Replay:
+    """Returns the decisions that `config` takes on the log's observations, valid up to the first divergence.
+
+    Under the configuration that wrote the log every decision is reproduced exactly, state and reasons included; under
+    another one only the plans are compared, for its reasons and memory may differ while the run stays the same.
+    """
+    if not log:
+        return Replay(decisions=(), diverged_at=None)
+    state = first_state(config, log[0][0])
+    decisions: list[Decision] = []
+    for index, (observation, recorded) in enumerate(log):
+        decision = decide(config, observation, state)
+        decisions.append(decision)
+        if decision.plan != recorded.plan:
+            return Replay(decisions=tuple(decisions), diverged_at=index)
+        state = decision.state
+    return Replay(decisions=tuple(decisions), diverged_at=None)
+
+
+def first_state(config: ControlConfig, observation: Observation) -> ControlState:
+    """Returns the state before the first tick, from the layers that its observation names."""
+    return initial_decision(config, [(layer.name, layer.supported) for layer in observation.layers]).state

@@ -1,0 +1,81 @@
+"""Everything the control loop remembers between ticks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.plan import Plan, Precision, Reason
+from triaccel_ray.signals import NoiseSignal
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerState:
+    """What is remembered of one layer."""
+
+    by_variance: Precision
+    """Precision that the variance rule has settled on, before curvature promotes it."""
+    ticks_since_change: int = 0
+    """Ticks since the precision in force last changed."""
+    lower_votes: int = 0
+    """Consecutive ticks whose variance asked for a lower precision."""
+    eigenvalues: tuple[float, ...] | None = None
+    """Moving average over measurements, descending; None before the first."""
+    held: bool = False
+    """Whether curvature holds the layer one precision higher."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchState:
+    """What is remembered of the batch size."""
+
+    ticks_since_change: int = 0
+    """Ticks since the batch size last changed."""
+    cap: int | None = None
+    """Largest size allowed after a failure; None: the ladder's own maximum."""
+    cap_ticks_left: int = 0
+    """Ticks until the cap is lifted."""
+    noise: NoiseSignal | None = None
+    """Moving average over measurements; None before the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlState:
+    """The whole memory of the loop; JSON-serialisable, part of every checkpoint."""
+
+    layers: Mapping[str, LayerState]
+    batch: BatchState = field(default_factory=BatchState)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What a tick decided: the plan, what to remember, and why."""
+
+    plan: Plan
+    state: ControlState
+    reasons: tuple[Reason, ...] = ()
+
+
+def initial_decision(config: ControlConfig, layers: Iterable[tuple[str, tuple[Precision, ...]]]) -> Decision:
+    """Returns the plan and state of the first step, from the layers' names and supported precisions."""
+    precision = {name: nearest_supported(config.precision.initial, supported) for name, supported in layers}
+    plan = Plan(batch_size=config.batch.start, precision=precision, lr_scale=dict.fromkeys(precision, 1.0))
+    # A fresh layer has kept its precision long enough: the first statistic may act at the first tick.
+    state = LayerState(by_variance=config.precision.initial, ticks_since_change=config.precision.dwell_ticks)
+    batch = BatchState(ticks_since_change=config.batch.dwell_ticks)
+    return Decision(
+        plan=plan,
+        state=ControlState(
+            layers={name: replace(state, by_variance=level) for name, level in precision.items()}, batch=batch
+        ),
+    )
+
+
+def nearest_supported(wanted: Precision, supported: tuple[Precision, ...]) -> Precision:
+    """Returns the lowest supported precision that is not below `wanted`; FP32 when there is none."""
+    return min(
+        (level for level in supported if level.rank >= wanted.rank),
+        key=lambda level: level.rank,
+        default=Precision.FP32,
+    )

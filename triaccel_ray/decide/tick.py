@@ -1,0 +1,58 @@
+"""Rule 7: one tick. Faults, precision, learning rate, batch, in this order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batch, retreat
+from triaccel_ray.decide.curvature import lr_reasons, lr_scale, remember_curvature, smooth_noise
+from triaccel_ray.decide.precision import decide_precision
+from triaccel_ray.decide.state import ControlState, Decision
+from triaccel_ray.plan import FaultKind, Plan, Reason, ReasonCode
+from triaccel_ray.signals import Observation
+
+
+def decide(config: ControlConfig, observation: Observation, state: ControlState) -> Decision:
+    """Returns what the next interval is computed with, from what was measured and what is remembered.
+
+    Pure: the same arguments give the same decision, which is what replaying a log relies on. At most one change a
+    tick enlarges memory use (any number of layers promoted together, or the batch grown); retreats are not limited.
+    After a plan that could not be applied, precision keeps what is in force for one tick.
+    """
+    layers, hold_reasons = remember_curvature(config.curvature, observation, state.layers)
+    apply_failed = any(fault.kind is FaultKind.APPLY_FAILED for fault in observation.faults)
+    if apply_failed:
+        precision, precision_reasons = dict(observation.plan.precision), [_apply_failed_reason(observation)]
+    else:
+        precision, layers, precision_reasons = decide_precision(config.precision, observation, layers)
+    enlarged = any(
+        level.bytes_per_element > observation.plan.precision[name].bytes_per_element
+        for name, level in precision.items()
+    )
+
+    scales = {name: lr_scale(config.curvature, layer) for name, layer in layers.items()}
+    scale_reasons = lr_reasons(observation.plan.lr_scale, scales, layers)
+
+    noise = smooth_noise(config.curvature.smoothing, state.batch.noise, observation.noise)
+    batch_state = replace(state.batch, noise=noise)
+    batch: BatchDecision = retreat(config.batch, observation, batch_state) or decide_batch(
+        config.batch, observation, batch_state, enlarged=enlarged
+    )
+    plan = Plan(
+        batch_size=batch.batch_size,
+        num_micro_batches=batch.num_micro_batches,
+        precision=precision,
+        lr_scale=scales,
+        batch_lr_scale=batch_lr_scale(config.batch, batch.batch_size, noise),
+    )
+    return Decision(
+        plan=plan,
+        state=ControlState(layers=layers, batch=batch.state),
+        reasons=(*hold_reasons, *precision_reasons, *scale_reasons, *batch.reasons),
+    )
+
+
+def _apply_failed_reason(observation: Observation) -> Reason:
+    detail = next(fault.detail for fault in observation.faults if fault.kind is FaultKind.APPLY_FAILED)
+    return Reason(code=ReasonCode.APPLY_FAILED, subject="precision", text=f"the last plan failed to apply: {detail}")
