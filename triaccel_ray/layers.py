@@ -1,15 +1,17 @@
-"""Which modules of a model are layers, in the sense of the control loop."""
+"""Which modules of a model are layers, in the sense of the control loop, and how a model is called."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A module that owns a weight of two or more dimensions, with everything below it.
+    """A module that owns a weight of two or more dimensions.
 
     Biases and normalisation parameters belong to no layer: their statistics are not watched. Modules that share one
     weight (an embedding tied to the output projection) are one layer.
@@ -33,8 +35,9 @@ class Layer:
 def find_layers(model: nn.Module) -> tuple[Layer, ...]:
     """Returns the layers of `model` in module order.
 
-    A layer swallows the modules below it, so that a module which reads its children's weights itself, such as
-    `nn.MultiheadAttention`, computes in one precision.
+    A container whose children own weights is no layer, whatever it owns beside them (a class token, say): such
+    parameters stay FP32. `nn.MultiheadAttention` is one layer with everything below it, for it reads its children's
+    weights itself.
 
     Raises:
         ValueError: the model has no trainable weight of two or more dimensions.
@@ -42,12 +45,14 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
     found: dict[int, tuple[str, list[nn.Module], tuple[nn.Parameter, ...]]] = {}
     swallowed: set[int] = set()
     for name, module in model.named_modules():
-        own = [p for p in module.parameters(recurse=False) if p.dim() >= 2 and p.requires_grad]
-        if id(module) in swallowed or not own:
+        own = _weights(module, recurse=False)
+        whole = isinstance(module, nn.MultiheadAttention)
+        is_container = len(_weights(module, recurse=True)) > len(own)
+        if id(module) in swallowed or not own or (is_container and not whole):
             continue
-        swallowed.update(id(child) for child in module.modules())
-        below = [p for p in module.parameters() if p.dim() >= 2 and p.requires_grad]
-        weights = tuple(dict.fromkeys([*own, *below]))
+        if whole:
+            swallowed.update(id(child) for child in module.modules())
+        weights = tuple(_weights(module, recurse=True))
         if id(own[0]) in found:
             found[id(own[0])][1].append(module)
         else:
@@ -66,3 +71,16 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
         )
         for name, modules, weights in found.values()
     )
+
+
+def _weights(module: nn.Module, *, recurse: bool) -> list[nn.Parameter]:
+    return [p for p in module.parameters(recurse=recurse) if p.dim() >= 2 and p.requires_grad]
+
+
+def forward(model: nn.Module, inputs: Any) -> Any:
+    """Returns the model's outputs: a mapping of inputs goes in by name, a tuple or list by position, else as it is."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)

@@ -31,39 +31,48 @@ def ladder(config: BatchConfig) -> tuple[int, ...]:
 def retreat(config: BatchConfig, observation: Observation, state: BatchState) -> BatchDecision | None:
     """Returns the smaller batch that this interval's failures ask for, or None when nothing failed.
 
-    The new size is the largest rung that both passed through the device and lies below the one that failed; the
-    ladder stays capped there for `cap_ticks`. When even the smallest rung passed only in parts, the parts stay.
+    The new size is the largest rung that passed through the device, lies below the one that failed and does not exceed
+    the one in force; the ladder stays capped there for `cap_ticks`. A smallest rung that passed only in parts stays in
+    parts no larger than those that passed.
     """
     plan = observation.plan
     failed = [fault for fault in observation.faults if _speaks_of_batch(fault, plan)]
     if not failed:
         return None
-    smallest_failed = min(fault.batch_size for fault in failed)
-    survived = min((fault.micro_batch_size or fault.batch_size for fault in failed), default=plan.batch_size)
-    below = [size for size in ladder(config) if size < smallest_failed]
-    fitting = [size for size in below if size <= max(survived, config.minimum)]
-    size = max(fitting, default=config.minimum)
-    parts = max(math.ceil(size / survived), 1) if survived < size else 1
-    parts = max(parts, plan.num_micro_batches if size == plan.batch_size else 1)
+    smallest = min(failed, key=lambda fault: fault.batch_size)
+    micro_batches = [fault.micro_batch_size for fault in failed if fault.micro_batch_size > 0]
+    passed = min(micro_batches, default=plan.batch_size)
+    size = _rung(config, min(smallest.batch_size - 1, passed, plan.batch_size))
+    parts = math.ceil(size / passed)
+    if size == plan.batch_size:
+        parts = max(parts, plan.num_micro_batches)
     text = (
-        f"{failed[0].kind.value} in {failed[0].phase} at batch {smallest_failed}, {survived} at once passed: "
-        f"{plan.batch_size} -> {size}" + (f" in {parts} parts" if parts > 1 else "")
+        f"{smallest.kind.value} in {smallest.phase} at batch {smallest.batch_size}"
+        + (f", {passed} at once passed" if micro_batches else "")
+        + f": {plan.batch_size} -> {size}"
+        + (f" in {parts} parts" if parts > 1 else "")
     )
-    code = ReasonCode.OUT_OF_MEMORY if failed[0].kind is FaultKind.OUT_OF_MEMORY else ReasonCode.APPLY_FAILED
+    reason = Reason(
+        code=ReasonCode(smallest.kind.value),
+        subject="batch",
+        text=text,
+        value=float(smallest.batch_size),
+        threshold=float(size),
+    )
     return BatchDecision(
         batch_size=size,
         num_micro_batches=parts,
         state=replace(state, ticks_since_change=0, cap=size, cap_ticks_left=config.cap_ticks),
-        reasons=(Reason(code=code, subject="batch", text=text, value=float(smallest_failed), threshold=float(size)),),
+        reasons=(reason,),
     )
 
 
 def decide_batch(config: BatchConfig, observation: Observation, state: BatchState, *, enlarged: bool) -> BatchDecision:
     """Returns the next interval's batch (Tri-Accel, section 3.3), moved by at most one step.
 
-    `enlarged` says that this tick already raised the bytes a sample takes: growth then waits, for its measurement
-    would be stale. A size left because it used too much memory is closed for `cap_ticks`, as after an out-of-memory
-    error: otherwise a ladder step wider than the band between rho_low and rho_high would swing forever.
+    `enlarged` says that growth waits this tick: a precision was raised or could not be, so the memory measured is not
+    what the larger batch would meet. A size left because it used too much memory is closed for `cap_ticks`, as after an
+    out-of-memory error: otherwise a ladder step wider than the band between rho_low and rho_high would swing forever.
     """
     plan, memory = observation.plan, observation.memory
     state = replace(
@@ -75,20 +84,17 @@ def decide_batch(config: BatchConfig, observation: Observation, state: BatchStat
     keep = BatchDecision(batch_size=plan.batch_size, num_micro_batches=plan.num_micro_batches, state=state)
     if config.enabled and memory.share > config.rho_high:
         return _shrink(config, plan, memory, state)
-    if memory.share >= config.rho_low and config.enabled:
+    if config.enabled and memory.share >= config.rho_low:
         return keep
-    held = _growth_is_held(config, plan, state, enlarged=enlarged)
+    size, parts = _step_up(config, plan)
+    at_top = (size, parts) == (plan.batch_size, plan.num_micro_batches)
+    if at_top or state.ticks_since_change < config.dwell_ticks:
+        return keep
+    size = min(size, state.cap or size)
+    held = _held(config, plan, state, size, enlarged=enlarged)
     if held is not None:
-        return replace(keep, reasons=(held,) if held.text else ())
-    if plan.num_micro_batches > 1:
-        return _grown(plan.batch_size, max(plan.num_micro_batches // 2, 1), plan, memory, config, state)
-    target = min(plan.batch_size + config.step_up, config.maximum) if config.enabled else config.start
-    target = max(size for size in ladder(config) if size <= max(target, plan.batch_size))
-    if state.cap is not None:
-        target = min(target, max(state.cap, plan.batch_size))
-    if target <= plan.batch_size:
-        return keep
-    return _grown(target, 1, plan, memory, config, state)
+        return replace(keep, reasons=(held,))
+    return _grow(config, plan, memory, state, size, parts)
 
 
 def batch_lr_scale(config: BatchConfig, batch_size: int, noise: NoiseSignal | None) -> float:
@@ -97,7 +103,7 @@ def batch_lr_scale(config: BatchConfig, batch_size: int, noise: NoiseSignal | No
     `sqrt` keeps the noise of a step constant (Krizhevsky 2014), `linear` the path per sample (Goyal et al. 2017).
     `adascale` lies between 1 and linear, by how much of the gradient is noise: its gain is
     (s2 + m2) / (s2 / S + m2) with S = B / B_0, s2 = tr Cov / B_0, m2 = |E g|^2 (Johnson et al. 2020, eq. 5); 1 before
-    the first measurement.
+    the first measurement. An unbiased estimate of a moment may be negative and then counts as zero.
     """
     ratio = batch_size / config.start
     if config.lr_rule == "none":
@@ -106,10 +112,10 @@ def batch_lr_scale(config: BatchConfig, batch_size: int, noise: NoiseSignal | No
         return math.sqrt(ratio)
     if config.lr_rule == "linear":
         return ratio
-    if noise is None or noise.trace_covariance + noise.mean_square_norm <= 0:
+    if noise is None:
         return 1.0
-    variance = noise.trace_covariance / config.start
-    return (variance + noise.mean_square_norm) / (variance / ratio + noise.mean_square_norm)
+    variance, square = max(noise.trace_covariance, 0.0) / config.start, max(noise.mean_square_norm, 0.0)
+    return (variance + square) / (variance / ratio + square) if variance + square > 0 else 1.0
 
 
 def noise_scale(noise: NoiseSignal | None) -> float:
@@ -126,44 +132,56 @@ def _speaks_of_batch(fault: Fault, plan: Plan) -> bool:
     return fault.kind is FaultKind.APPLY_FAILED and fault.batch_size > plan.batch_size
 
 
+def _rung(config: BatchConfig, size: int) -> int:
+    """Returns the largest rung that is not above `size`; the smallest one when all are."""
+    return max((rung for rung in ladder(config) if rung <= size), default=config.minimum)
+
+
 def _shrink(config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchState) -> BatchDecision:
-    target = max(plan.batch_size - config.step_down, config.minimum)
-    target = max(size for size in ladder(config) if size <= max(target, config.minimum))
-    parts = plan.num_micro_batches
-    text = f"memory {_share(memory)} > rho_high {config.rho_high:.3g}: {plan.batch_size} -> {target}"
-    if target == plan.batch_size:
-        text = f"memory {_share(memory)} > rho_high {config.rho_high:.3g}, and {target} is the smallest batch"
+    size = _rung(config, plan.batch_size - config.step_down)
+    if size == plan.batch_size:
+        outcome = f", and {size} is the smallest batch"
     else:
+        outcome = f": {plan.batch_size} -> {size}"
         cap = min(plan.batch_size - config.granularity, state.cap or config.maximum)
-        state = replace(state, ticks_since_change=0, cap=max(cap, target), cap_ticks_left=config.cap_ticks)
+        state = replace(state, ticks_since_change=0, cap=cap, cap_ticks_left=config.cap_ticks)
     reason = Reason(
-        code=ReasonCode.MEMORY_HIGH, subject="batch", text=text, value=memory.share, threshold=config.rho_high
+        code=ReasonCode.MEMORY_HIGH,
+        subject="batch",
+        text=f"memory {_share(memory)} > rho_high {config.rho_high:.3g}{outcome}",
+        value=memory.share,
+        threshold=config.rho_high,
     )
-    return BatchDecision(batch_size=target, num_micro_batches=parts, state=state, reasons=(reason,))
+    return BatchDecision(batch_size=size, num_micro_batches=plan.num_micro_batches, state=state, reasons=(reason,))
 
 
-def _growth_is_held(config: BatchConfig, plan: Plan, state: BatchState, *, enlarged: bool) -> Reason | None:
-    """Returns why the batch must not grow now, or None; a reason without text is too ordinary to record."""
-    at_top = plan.batch_size >= (config.maximum if config.enabled else config.start) and plan.num_micro_batches == 1
-    if at_top:
-        return Reason(code=ReasonCode.HELD_CAPPED, subject="batch", text="")
+def _step_up(config: BatchConfig, plan: Plan) -> tuple[int, int]:
+    """Returns the size and the number of parts that use the next more memory, as if nothing held them back."""
+    if plan.num_micro_batches > 1:
+        return plan.batch_size, plan.num_micro_batches // 2
+    size = _rung(config, plan.batch_size + config.step_up) if config.enabled else config.start
+    return max(size, plan.batch_size), 1
+
+
+def _held(config: BatchConfig, plan: Plan, state: BatchState, size: int, *, enlarged: bool) -> Reason | None:
+    """Returns why the batch must not become `size` (or its parts larger) now, or None."""
     if enlarged:
-        text = "waits: a precision was raised at this tick, so the memory measured is stale"
+        text = "waits: at this tick a precision was raised or could not be, so the memory measured is stale"
         return Reason(code=ReasonCode.HELD_ENLARGED, subject="batch", text=text)
     if state.cap is not None and plan.batch_size >= state.cap:
         text = f"capped at {state.cap} for {state.cap_ticks_left} more ticks after too large a batch"
         return Reason(code=ReasonCode.HELD_CAPPED, subject="batch", text=text, threshold=float(state.cap))
-    if state.ticks_since_change < config.dwell_ticks:
-        return Reason(code=ReasonCode.HELD_DWELL, subject="batch", text="")
-    bound = noise_scale(state.noise) if config.bound_by_noise_scale else math.inf
-    if plan.batch_size + config.step_up > bound:
-        text = f"gradient noise scale {bound:.3g}: a larger batch would average nothing more"
-        return Reason(code=ReasonCode.HELD_NOISE_SCALE, subject="batch", text=text, threshold=bound)
+    # What brings back the whole batch, or the start of one that is not elastic, takes the noise scale as it is.
+    grows_beyond = config.enabled and size > plan.batch_size
+    bound = noise_scale(state.noise) if config.bound_by_noise_scale and grows_beyond else math.inf
+    if size > bound:
+        text = f"gradient noise scale {bound:.3g}: a batch of {size} would average nothing more"
+        return Reason(code=ReasonCode.HELD_NOISE_SCALE, subject="batch", text=text, value=float(size), threshold=bound)
     return None
 
 
-def _grown(
-    size: int, parts: int, plan: Plan, memory: MemorySignal, config: BatchConfig, state: BatchState
+def _grow(
+    config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchState, size: int, parts: int
 ) -> BatchDecision:
     change = f"{plan.batch_size} -> {size}" if size != plan.batch_size else f"{plan.num_micro_batches} -> {parts} parts"
     text = f"memory {_share(memory)} < rho_low {config.rho_low:.3g}: {change}"
@@ -173,10 +191,7 @@ def _grown(
         code=ReasonCode.MEMORY_LOW, subject="batch", text=text, value=memory.share, threshold=config.rho_low
     )
     return BatchDecision(
-        batch_size=size,
-        num_micro_batches=parts,
-        state=replace(state, ticks_since_change=0),
-        reasons=(reason,),
+        batch_size=size, num_micro_batches=parts, state=replace(state, ticks_since_change=0), reasons=(reason,)
     )
 
 

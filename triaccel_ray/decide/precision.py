@@ -40,15 +40,37 @@ def decide_precision(
         if not config.enabled:
             plan[signal.name], updated[signal.name] = in_force, layers[signal.name]
             continue
-        state = _settle(config, signal, layers[signal.name])
-        wanted = promoted(state.by_variance) if state.held else state.by_variance
-        chosen = nearest_supported(wanted, signal.supported)
-        changed = chosen is not in_force
-        if changed:
-            reasons.append(_reason(config, signal, state, in_force, chosen))
-        plan[signal.name] = chosen
-        updated[signal.name] = replace(state, ticks_since_change=0 if changed else state.ticks_since_change + 1)
+        before = replace(layers[signal.name], ticks_since_change=layers[signal.name].ticks_since_change + 1)
+        after = _settle(config, signal, before)
+        chosen = _chosen(signal, after)
+        if chosen is not in_force:
+            reasons.append(_reason(config, signal, before, after, f"{in_force.value} -> {chosen.value}"))
+            after = replace(after, ticks_since_change=0)
+        plan[signal.name], updated[signal.name] = chosen, after
     return plan, updated, reasons
+
+
+def keep_precision(
+    observation: Observation, layers: Mapping[str, LayerState]
+) -> tuple[dict[str, Precision], dict[str, LayerState]]:
+    """Returns the precision in force, and states that agree with it, after a plan that could not be applied.
+
+    What the failed plan wanted must be asked for again: by the variance rule after its dwell, by curvature at its next
+    measurement. Tried again at once, a plan that does not fit would be built in vain at every other tick.
+    """
+    plan = {signal.name: observation.plan.precision[signal.name] for signal in observation.layers}
+    updated: dict[str, LayerState] = {}
+    for signal in observation.layers:
+        state = replace(layers[signal.name], ticks_since_change=layers[signal.name].ticks_since_change + 1)
+        if _chosen(signal, state) is not plan[signal.name]:
+            state = replace(state, by_variance=plan[signal.name], held=False, lower_votes=0, ticks_since_change=0)
+        updated[signal.name] = state
+    return plan, updated
+
+
+def _chosen(signal: LayerSignal, state: LayerState) -> Precision:
+    wanted = promoted(state.by_variance) if state.held else state.by_variance
+    return nearest_supported(wanted, signal.supported)
 
 
 def _settle(config: PrecisionConfig, signal: LayerSignal, state: LayerState) -> LayerState:
@@ -65,17 +87,19 @@ def _settle(config: PrecisionConfig, signal: LayerSignal, state: LayerState) -> 
     return replace(state, by_variance=wanted, lower_votes=0)
 
 
-def _reason(
-    config: PrecisionConfig, signal: LayerSignal, state: LayerState, before: Precision, after: Precision
-) -> Reason:
-    if state.held and after.rank > before.rank:
-        text = f"held by curvature: {before.value} -> {after.value}"
-        return Reason(code=ReasonCode.CURVATURE, subject=signal.name, text=text)
-    if signal.variance is None:
-        return Reason(code=ReasonCode.CURVATURE_RELEASED, subject=signal.name, text=f"{before.value} -> {after.value}")
-    # The threshold that separates the two precisions: tau_high above BF16, tau_low below.
-    threshold = config.tau_high if max(before.rank, after.rank) == Precision.FP32.rank else config.tau_low
-    relation = ">=" if after.rank > before.rank else "<"
-    name = "tau_high" if threshold == config.tau_high else "tau_low"
-    text = f"variance {signal.variance:.3g} {relation} {name} {threshold:.3g}: {before.value} -> {after.value}"
+def _reason(config: PrecisionConfig, signal: LayerSignal, before: LayerState, after: LayerState, change: str) -> Reason:
+    if signal.variance is None or after.by_variance is before.by_variance:
+        code, cause = ReasonCode.CURVATURE_RELEASED, "released by curvature"
+        if after.held:
+            code, cause = ReasonCode.CURVATURE, "held by curvature"
+        return Reason(code=code, subject=signal.name, text=f"{cause}: {change}")
+    raised = after.by_variance.rank > before.by_variance.rank
+    # The threshold crossed last on the way: from below to the precision settled on, or from above.
+    if after.by_variance is (Precision.FP32 if raised else Precision.BF16):
+        name, threshold = "tau_high", config.tau_high
+    else:
+        name, threshold = "tau_low", config.tau_low
+    text = f"variance {signal.variance:.3g} {'>=' if raised else '<'} {name} {threshold:.3g}: {change}"
+    if after.held:
+        text += ", held one higher by curvature"
     return Reason(code=ReasonCode.VARIANCE, subject=signal.name, text=text, value=signal.variance, threshold=threshold)

@@ -18,9 +18,10 @@ class Replay:
     decisions: tuple[Decision, ...]
     """One a tick, up to and including the first that differs from the log."""
     diverged_at: int | None
-    """Index into the log of the first tick whose decision differs; None when all agree.
+    """Index into the log of the first tick whose plan differs; None when all agree.
 
-    From that tick on the recorded observations are no longer what this configuration would have seen.
+    After that tick the recorded observations are no longer what this configuration would have seen. 0 without any
+    decision: this configuration starts with another batch size or precision than the log.
     """
 
 
@@ -32,7 +33,11 @@ def replay(config: ControlConfig, log: Sequence[tuple[Observation, Decision]]) -
     """
     if not log:
         return Replay(decisions=(), diverged_at=None)
-    state = first_state(config, log[0][0])
+    first = log[0][0]
+    state = first_state(config, first)
+    initial = {name: layer.by_variance for name, layer in state.layers.items()}
+    if (config.batch.start, initial) != (first.plan.batch_size, first.plan.precision):
+        return Replay(decisions=(), diverged_at=0)
     decisions: list[Decision] = []
     for index, (observation, recorded) in enumerate(log):
         decision = decide(config, observation, state)

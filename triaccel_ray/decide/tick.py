@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from triaccel_ray.config import ControlConfig
+from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batch, retreat
 from triaccel_ray.decide.curvature import lr_reasons, lr_scale, remember_curvature, smooth_noise
-from triaccel_ray.decide.precision import decide_precision
+from triaccel_ray.decide.precision import decide_precision, keep_precision
 from triaccel_ray.decide.state import ControlState, Decision
 from triaccel_ray.plan import FaultKind, Plan, Reason, ReasonCode
 from triaccel_ray.signals import Observation
@@ -18,12 +18,13 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
 
     Pure: the same arguments give the same decision, which is what replaying a log relies on. At most one change a
     tick enlarges memory use (any number of layers promoted together, or the batch grown); retreats are not limited.
-    After a plan that could not be applied, precision keeps what is in force for one tick.
+    After a plan that could not be applied, precision keeps what is in force and nothing is enlarged for one tick.
     """
     layers, hold_reasons = remember_curvature(config.curvature, observation, state.layers)
     apply_failed = any(fault.kind is FaultKind.APPLY_FAILED for fault in observation.faults)
     if apply_failed:
-        precision, precision_reasons = dict(observation.plan.precision), [_apply_failed_reason(observation)]
+        precision, layers = keep_precision(observation, layers)
+        precision_reasons = [_apply_failed_reason(observation)]
     else:
         precision, layers, precision_reasons = decide_precision(config.precision, observation, layers)
     enlarged = any(
@@ -37,7 +38,7 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     noise = smooth_noise(config.curvature.smoothing, state.batch.noise, observation.noise)
     batch_state = replace(state.batch, noise=noise)
     batch: BatchDecision = retreat(config.batch, observation, batch_state) or decide_batch(
-        config.batch, observation, batch_state, enlarged=enlarged
+        config.batch, observation, batch_state, enlarged=enlarged or apply_failed
     )
     plan = Plan(
         batch_size=batch.batch_size,
@@ -49,10 +50,23 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     return Decision(
         plan=plan,
         state=ControlState(layers=layers, batch=batch.state),
-        reasons=(*hold_reasons, *precision_reasons, *scale_reasons, *batch.reasons),
+        reasons=(
+            *hold_reasons,
+            *precision_reasons,
+            *scale_reasons,
+            *batch.reasons,
+            *_batch_lr_reasons(config.batch, observation.plan, plan),
+        ),
     )
 
 
 def _apply_failed_reason(observation: Observation) -> Reason:
     detail = next(fault.detail for fault in observation.faults if fault.kind is FaultKind.APPLY_FAILED)
     return Reason(code=ReasonCode.APPLY_FAILED, subject="precision", text=f"the last plan failed to apply: {detail}")
+
+
+def _batch_lr_reasons(config: BatchConfig, old: Plan, new: Plan) -> list[Reason]:
+    if new.batch_lr_scale == old.batch_lr_scale:
+        return []
+    text = f"rule {config.lr_rule} at batch {new.batch_size}: learning rate times {new.batch_lr_scale:.3g}"
+    return [Reason(code=ReasonCode.LR_SCALE, subject="batch", text=text, value=float(new.batch_size))]

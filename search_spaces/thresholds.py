@@ -1,0 +1,148 @@
+"""The search space of the control loop's thresholds: what Ray Tune samples, and the thresholds a sample means.
+
+Order is a matter of construction, not of rejection: a sample holds one threshold of each pair, and how far the other
+lies from it, so that tau_low < tau_high and rho_low < rho_high whatever is drawn.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ray import tune
+
+from triaccel_ray.config import ControlConfig
+
+ABSOLUTE: Mapping[str, Any] = {
+    "log10_tau_low": tune.uniform(-10.0, -3.0),
+    "log10_tau_ratio": tune.uniform(0.1, 5.0),
+    "rho_high": tune.uniform(0.5, 0.98),
+    "rho_ratio": tune.uniform(0.4, 0.95),
+}
+"""Thresholds on their own scales: tau_high = tau_low x 10^ratio, rho_low = rho_high x ratio."""
+
+CALIBRATED: Mapping[str, Any] = {
+    "tau_low_quantile": tune.uniform(0.0, 1.0),
+    "tau_high_share": tune.uniform(0.0, 1.0),
+    "rho_high_share": tune.uniform(0.1, 1.0),
+    "rho_low_share": tune.uniform(0.1, 0.95),
+}
+"""Thresholds as quantiles of the variances a probe saw, and as shares of the memory above what an idle process holds.
+
+tau_low is the variance at its quantile q, tau_high the one at q + share x (1 - q); rho_high is idle + share x
+(1 - idle), and rho_low the given share of the way from idle to rho_high.
+"""
+
+SPACES: Mapping[str, Mapping[str, Any]] = {"thresholds": CALIBRATED, "thresholds-absolute": ABSOLUTE}
+"""Name on the command line -> dimensions that are always searched."""
+
+OPTIONAL: Mapping[str, Any] = {
+    "alpha": tune.loguniform(1e-3, 1.0),
+    "tau_curv": tune.loguniform(1e-1, 1e3),
+    "t_ctrl": tune.choice([0.5, 1.0, 2.0, 4.0]),
+    "batch_steps": tune.choice(["1:1", "1:2", "2:2", "2:4", "4:4"]),
+}
+"""Dimensions searched on request. `t_ctrl` multiplies the task's interval; `batch_steps` is up:down in rungs."""
+
+NO_FP32_DECADES = 1.0
+"""The calibrated range reaches this far beyond the variances seen, so that a precision can also be left unused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What a short probe saw, on which calibrated thresholds are placed."""
+
+    variances: tuple[float, ...]
+    """v_l(t) of all layers and ticks of the probe, ascending, positive."""
+    idle_share: float
+    """Share of the memory limit that the process holds before its first batch; in [0, 1)."""
+
+    def quantile(self, q: float) -> float:
+        """Returns the variance at quantile q in [0, 1], interpolated on a logarithmic scale.
+
+        The range is extended by one decade at either end: at 0 every layer is above, at 1 every layer below.
+        """
+        logs = [math.log10(v) for v in self.variances]
+        points = [logs[0] - NO_FP32_DECADES, *logs, logs[-1] + NO_FP32_DECADES]
+        position = q * (len(points) - 1)
+        below = min(int(position), len(points) - 2)
+        return float(10.0 ** (points[below] + (position - below) * (points[below + 1] - points[below])))
+
+    def quantile_of(self, variance: float) -> float:
+        """Returns the share of the probe's variances below `variance`."""
+        return bisect.bisect_left(self.variances, variance) / len(self.variances)
+
+
+def calibration(variances: Sequence[float], idle_share: float) -> Calibration:
+    """Returns the calibration from all variances a probe recorded.
+
+    Raises:
+        ValueError: none of them is positive and finite.
+    """
+    usable = tuple(sorted(v for v in variances if v > 0 and math.isfinite(v)))
+    if not usable:
+        raise ValueError(
+            f"variances = {len(variances)} values, none positive: the probe was shorter than one control interval, or "
+            "its gradients vanish; use the space thresholds-absolute"
+        )
+    return Calibration(variances=usable, idle_share=min(max(idle_share, 0.0), 0.99))
+
+
+def search_space(name: str, optional: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the dimensions for Ray Tune.
+
+    Raises:
+        ValueError: the space or an optional dimension is unknown.
+    """
+    if name not in SPACES:
+        raise ValueError(f"space = {name!r}: must be one of {', '.join(SPACES)}")
+    unknown = sorted(set(optional) - set(OPTIONAL))
+    if unknown:
+        raise ValueError(f"dimensions = {', '.join(unknown)}: must be among {', '.join(OPTIONAL)}")
+    return {**SPACES[name], **{dimension: OPTIONAL[dimension] for dimension in optional}}
+
+
+def thresholds(
+    sample: Mapping[str, Any], control: ControlConfig, calibrated_on: Calibration | None = None
+) -> ControlConfig:
+    """Returns `control` with the thresholds that `sample` means; dimensions it does not hold stay as they are."""
+    precision, batch, curvature = control.precision, control.batch, control.curvature
+    every_steps = control.every_steps
+    if "log10_tau_low" in sample:
+        tau_low = 10.0 ** sample["log10_tau_low"]
+        precision = replace(precision, tau_low=tau_low, tau_high=tau_low * 10.0 ** sample["log10_tau_ratio"])
+        rho_high = sample["rho_high"]
+        batch = replace(batch, rho_low=rho_high * sample["rho_ratio"], rho_high=rho_high)
+    if "tau_low_quantile" in sample:
+        if calibrated_on is None:
+            raise ValueError("calibration = None: a sample of quantiles has no meaning without the probe's variances")
+        tau_low, tau_high = _taus(sample, calibrated_on)
+        rho_low, rho_high = _rhos(sample, calibrated_on.idle_share)
+        precision = replace(precision, tau_low=tau_low, tau_high=tau_high)
+        batch = replace(batch, rho_low=rho_low, rho_high=rho_high)
+    if "alpha" in sample:
+        curvature = replace(curvature, alpha=sample["alpha"])
+    if "tau_curv" in sample:
+        curvature = replace(curvature, tau_curv=sample["tau_curv"])
+    if "t_ctrl" in sample:
+        every_steps = max(1, round(control.every_steps * sample["t_ctrl"]))
+    if "batch_steps" in sample:
+        up, down = (int(part) * batch.granularity for part in sample["batch_steps"].split(":"))
+        batch = replace(batch, step_up=up, step_down=down)
+    return replace(control, precision=precision, batch=batch, curvature=curvature, every_steps=every_steps)
+
+
+def _taus(sample: Mapping[str, Any], calibrated_on: Calibration) -> tuple[float, float]:
+    low = sample["tau_low_quantile"]
+    tau_low = calibrated_on.quantile(low)
+    tau_high = calibrated_on.quantile(low + sample["tau_high_share"] * (1.0 - low))
+    # Equal quantiles (a share of 0, or variances that repeat) still have to be two thresholds.
+    return tau_low, max(tau_high, tau_low * (1.0 + 1e-6))
+
+
+def _rhos(sample: Mapping[str, Any], idle: float) -> tuple[float, float]:
+    rho_high = idle + sample["rho_high_share"] * (1.0 - idle)
+    return idle + sample["rho_low_share"] * (rho_high - idle), rho_high

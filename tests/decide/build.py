@@ -1,0 +1,212 @@
+"""Values that the policy's tests are made of: short builders, a simulated machine, and random configurations."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.decide import Decision, decide, initial_decision
+from triaccel_ray.plan import Fault, FaultKind, Plan, Precision
+from triaccel_ray.signals import LayerSignal, MemorySignal, NoiseSignal, Observation
+
+LIMIT = 1000
+IN_BAND = 0.8
+FP16, BF16, FP32 = Precision
+
+
+def plan_of(batch_size: int = 96, num_micro_batches: int = 1, **precision: Precision) -> Plan:
+    return Plan(batch_size=batch_size, num_micro_batches=num_micro_batches, precision=precision or {"conv": BF16})
+
+
+def memory_of(share: float = IN_BAND, *, free_bytes: int | None = None) -> MemorySignal:
+    used = round(share * LIMIT)
+    return MemorySignal(
+        used_bytes=used, window_peak_bytes=used, peak_bytes=used, limit_bytes=LIMIT, free_bytes=free_bytes
+    )
+
+
+def observation_of(
+    plan: Plan, *layers: LayerSignal, share: float = IN_BAND, tick: int = 0, **others: Any
+) -> Observation:
+    """An observation of `plan`; layers that are not given have no statistic."""
+    named = {signal.name: signal for signal in layers}
+    others.setdefault("memory", memory_of(share))
+    return Observation(
+        step=50 * (tick + 1),
+        tick=tick,
+        epoch=0.0,
+        plan=plan,
+        layers=tuple(named.get(name, LayerSignal(name=name)) for name in plan.precision),
+        **others,
+    )
+
+
+def out_of_memory(batch_size: int, micro_batch_size: int = 0, phase: str = "forward_backward") -> Fault:
+    return Fault(
+        kind=FaultKind.OUT_OF_MEMORY, step=1, phase=phase, batch_size=batch_size, micro_batch_size=micro_batch_size
+    )
+
+
+def apply_failed(batch_size: int = 0) -> Fault:
+    return Fault(kind=FaultKind.APPLY_FAILED, step=1, phase="apply", batch_size=batch_size, detail="no step for it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A device whose memory use is affine in the samples that pass at once and in the bytes of each layer."""
+
+    names: tuple[str, ...] = ("conv", "block", "head")
+    supported: tuple[Precision, ...] = tuple(Precision)
+    fixed_bytes: int = 1000
+    bytes_per_sample: int = 10
+    """Bytes a sample takes in each layer at two bytes an element."""
+    limit_bytes: int = 10_000
+    capacity_bytes: float = math.inf
+    """What a step cannot exceed without running out of memory."""
+    free_bytes: int | None = None
+
+    def used_bytes(self, plan: Plan, samples_at_once: int) -> int:
+        words = sum(level.bytes_per_element // 2 for level in plan.precision.values())
+        return self.fixed_bytes + samples_at_once * self.bytes_per_sample * words
+
+    def run(self, plan: Plan) -> tuple[MemorySignal, tuple[Fault, ...]]:
+        """The memory of an interval under `plan`, and the out-of-memory error met on the way."""
+        at_once = largest = math.ceil(plan.batch_size / plan.num_micro_batches)
+        while at_once > 1 and self.used_bytes(plan, at_once) > self.capacity_bytes:
+            at_once //= 2
+        used = self.used_bytes(plan, at_once)
+        memory = MemorySignal(
+            used_bytes=used,
+            window_peak_bytes=used,
+            peak_bytes=used,
+            limit_bytes=self.limit_bytes,
+            free_bytes=self.free_bytes,
+        )
+        return memory, (out_of_memory(plan.batch_size, at_once),) if at_once < largest else ()
+
+
+@dataclass
+class Run:
+    """A closed loop of the policy and a machine; the machine may be exchanged between ticks."""
+
+    config: ControlConfig
+    machine: Machine = field(default_factory=Machine)
+
+    def __post_init__(self) -> None:
+        self.decision = initial_decision(self.config, [(name, self.machine.supported) for name in self.machine.names])
+        self.plan = self.decision.plan
+        self.tick = 0
+
+    def step(self, *layers: LayerSignal, apply_fails: bool = False, **others: Any) -> tuple[Observation, Decision]:
+        """One interval and its tick; with `apply_fails` the plan in force stays and the next tick hears of it."""
+        memory, faults = self.machine.run(self.plan)
+        faults = (*faults, *others.pop("faults", ()))
+        observation = observation_of(self.plan, *layers, tick=self.tick, memory=memory, faults=faults, **others)
+        self.decision = decide(self.config, observation, self.decision.state)
+        if not apply_fails:
+            self.plan = self.decision.plan
+        self.tick += 1
+        return observation, self.decision
+
+    def batch_sizes(self, ticks: int) -> list[int]:
+        """The batch sizes decided by that many quiet ticks."""
+        return [self.step()[1].plan.batch_size for _ in range(ticks)]
+
+
+def eventful_run(
+    config: ControlConfig, machine: Machine, seed: int, ticks: int
+) -> Iterator[tuple[Observation, Decision]]:
+    """A run in which variances walk, eigenvalues come now and then, memory is taken and given back, and things fail."""
+    chance = random.Random(seed)
+    variances = {name: 10.0 ** chance.uniform(-8, -2) for name in machine.names}
+    run = Run(config, machine)
+    pending: tuple[Fault, ...] = ()
+    for tick in range(ticks):
+        measured = tick % 4 == 3
+        layers = []
+        for name in machine.names:
+            variances[name] *= 10.0 ** chance.gauss(0.0, 0.7)
+            eigenvalues = tuple(chance.lognormvariate(1.0, 2.0) for _ in range(3)) if measured else None
+            variance = variances[name] if tick > 0 else None
+            layers.append(
+                LayerSignal(name=name, variance=variance, eigenvalues=eigenvalues, supported=machine.supported)
+            )
+        noise = NoiseSignal(mean_square_norm=chance.gauss(1.0, 1.0), trace_covariance=chance.uniform(0.0, 500.0))
+        if chance.random() < 0.2:
+            taken = chance.choice([None, 0, 100, 1000])
+            capacity = machine.limit_bytes * chance.choice([0.2, 0.5, 1.0])
+            run.machine = replace(machine, free_bytes=taken, capacity_bytes=capacity)
+        fails = chance.random() < 0.1
+        yield run.step(*layers, noise=noise if measured else None, faults=pending, apply_fails=fails)
+        pending = (apply_failed(run.decision.plan.batch_size),) if fails else ()
+
+
+@st.composite
+def precision_configs(draw: st.DrawFn, **fixed: Any) -> PrecisionConfig:
+    low, high = sorted(draw(st.lists(st.floats(1e-8, 1e-1), min_size=2, max_size=2, unique=True)))
+    return PrecisionConfig(
+        **{
+            "initial": draw(st.sampled_from(Precision)),
+            "tau_low": low,
+            "tau_high": high,
+            "dwell_ticks": draw(st.integers(0, 4)),
+            "patience_ticks": draw(st.integers(1, 4)),
+            **fixed,
+        }
+    )
+
+
+@st.composite
+def batch_configs(draw: st.DrawFn, **fixed: Any) -> BatchConfig:
+    granularity = draw(st.integers(1, 40))
+    rungs = draw(st.integers(1, 20))
+    minimum = draw(st.integers(1, 50))
+    rho_low = draw(st.floats(0.0, 0.9))
+    return BatchConfig(
+        **{
+            "enabled": draw(st.booleans()),
+            "granularity": granularity,
+            "minimum": minimum,
+            "start": minimum + granularity * draw(st.integers(0, rungs - 1)),
+            "maximum": minimum + granularity * (rungs - 1) + draw(st.integers(0, granularity - 1)),
+            "step_up": granularity * draw(st.integers(1, 3)),
+            "step_down": granularity * draw(st.integers(1, 3)),
+            "rho_low": rho_low,
+            "rho_high": draw(st.floats(rho_low + 0.05, 1.0)),
+            "dwell_ticks": draw(st.integers(0, 3)),
+            "cap_ticks": draw(st.integers(1, 12)),
+            "lr_rule": draw(st.sampled_from(["none", "sqrt", "linear", "adascale"])),
+            "bound_by_noise_scale": draw(st.booleans()),
+            **fixed,
+        }
+    )
+
+
+@st.composite
+def control_configs(draw: st.DrawFn, **batch: Any) -> ControlConfig:
+    return ControlConfig(
+        precision=draw(precision_configs(enabled=draw(st.sampled_from([True, True, True, False])))),
+        curvature=CurvatureConfig(
+            alpha=draw(st.floats(0.0, 1.0)),
+            tau_curv=draw(st.sampled_from([0.5, 5.0, 50.0, math.inf])),
+            smoothing=draw(st.floats(0.0, 0.9)),
+        ),
+        batch=draw(batch_configs(**batch)),
+    )
+
+
+def machines(**fixed: Any) -> st.SearchStrategy[Machine]:
+    """Machines on which some batch sizes fit and some do not."""
+    drawn: dict[str, st.SearchStrategy[Any]] = {
+        "supported": st.sampled_from([tuple(Precision), (FP16, FP32), (BF16, FP32), (FP32,)]),
+        "fixed_bytes": st.integers(0, 5000),
+        "bytes_per_sample": st.integers(0, 100),
+        "limit_bytes": st.integers(5000, 50_000),
+    }
+    return st.builds(Machine, **(drawn | {name: st.just(value) for name, value in fixed.items()}))

@@ -1,0 +1,273 @@
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.decide.build import IN_BAND, LIMIT, batch_configs, memory_of, observation_of, plan_of
+from triaccel_ray.config import BatchConfig
+from triaccel_ray.decide import BatchState
+from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batch, ladder, noise_scale
+from triaccel_ray.plan import ReasonCode
+from triaccel_ray.signals import NoiseSignal
+
+READY = BatchState(ticks_since_change=100)
+CONFIG = BatchConfig(rho_low=0.7, rho_high=0.9)
+"""Start 96, rungs 32, 64, ..., 512; one rung up, two down."""
+LOW, HIGH = 0.5, 0.95
+
+
+def decided(
+    config: BatchConfig, batch_size: int, share: float = IN_BAND, state: BatchState = READY, *, parts: int = 1, **others
+) -> BatchDecision:
+    enlarged = others.pop("enlarged", False)
+    return decide_batch(
+        config, observation_of(plan_of(batch_size, parts), share=share, **others), state, enlarged=enlarged
+    )
+
+
+@pytest.mark.parametrize(
+    ("minimum", "maximum", "granularity", "rungs"),
+    [(32, 128, 32, (32, 64, 96, 128)), (32, 127, 32, (32, 64, 96)), (5, 5, 32, (5,)), (1, 4, 1, (1, 2, 3, 4))],
+)
+def test_the_ladder_goes_from_minimum_in_equal_rungs(minimum, maximum, granularity, rungs):
+    config = BatchConfig(
+        minimum=minimum,
+        start=minimum,
+        maximum=maximum,
+        granularity=granularity,
+        step_up=granularity,
+        step_down=granularity,
+    )
+    assert ladder(config) == rungs
+
+
+@pytest.mark.parametrize(
+    ("share", "batch_size", "expected"),
+    [
+        (0.0, 96, 128),
+        (0.699, 96, 128),
+        (0.7, 96, 96),
+        (0.8, 96, 96),
+        (0.9, 96, 96),
+        (0.901, 96, 32),
+        (2.0, 512, 448),
+        (0.95, 64, 32),
+        (0.95, 32, 32),
+        (0.5, 512, 512),
+        (0.5, 480, 512),
+    ],
+)
+def test_batch_grows_below_rho_low_and_shrinks_above_rho_high(share, batch_size, expected):
+    decision = decided(CONFIG, batch_size, share)
+    assert decision.batch_size == expected
+    assert decision.num_micro_batches == 1
+
+
+def test_both_changes_say_what_they_compared():
+    (reason,) = decided(CONFIG, 96, LOW).reasons
+    assert (reason.code, reason.value, reason.threshold) == (ReasonCode.MEMORY_LOW, LOW, 0.7)
+    assert "0.500" in reason.text
+    assert reason.text.endswith("< rho_low 0.7: 96 -> 128")
+    (reason,) = decided(CONFIG, 96, HIGH).reasons
+    assert (reason.code, reason.value, reason.threshold) == (ReasonCode.MEMORY_HIGH, HIGH, 0.9)
+    assert reason.text.endswith("> rho_high 0.9: 96 -> 32")
+
+
+def test_the_smallest_batch_says_that_it_cannot_shrink_and_closes_nothing():
+    decision = decided(CONFIG, 32, HIGH)
+    assert "32 is the smallest batch" in decision.reasons[0].text
+    assert decision.state == BatchState(ticks_since_change=101)
+
+
+def test_a_step_beyond_the_top_rung_ends_there():
+    wide = replace(CONFIG, step_up=128, maximum=500)
+    assert decided(wide, 416, LOW).batch_size == 480
+    assert decided(wide, 480, LOW) == decided(wide, 480)
+
+
+@pytest.mark.parametrize(("dwell_ticks", "waits"), [(0, 0), (1, 0), (2, 1), (4, 3)])
+def test_growth_waits_for_the_dwell_and_shrinking_never_does(dwell_ticks, waits):
+    config = replace(CONFIG, dwell_ticks=dwell_ticks)
+    decision = decided(config, 96, LOW)
+    sizes = []
+    for _ in range(waits + 1):
+        decision = decided(config, 128, LOW, decision.state)
+        sizes.append(decision.batch_size)
+    assert sizes == [128] * waits + [160]
+    assert decided(config, 160, HIGH, decision.state).batch_size == 96
+
+
+@pytest.mark.parametrize("cap_ticks", [1, 2, 5])
+def test_a_size_that_took_too_much_is_closed_for_exactly_the_cap(cap_ticks):
+    config = replace(CONFIG, cap_ticks=cap_ticks, step_down=32)
+    decision = decided(config, 128, HIGH)
+    assert decision.batch_size == 96
+    sizes = []
+    for _ in range(cap_ticks):
+        decision = decided(config, decision.batch_size, LOW, decision.state)
+        sizes.append(decision.batch_size)
+    assert sizes == [96] * (cap_ticks - 1) + [128]
+    assert decision.state.cap is None
+
+
+def test_growth_under_a_cap_ends_at_it_and_says_so():
+    wide = replace(CONFIG, step_up=96)
+    decision = decided(wide, 160, HIGH)
+    assert (decision.batch_size, decision.state.cap, decision.state.cap_ticks_left) == (96, 128, 20)
+    decision = decided(wide, 96, LOW, decision.state)
+    assert decision.batch_size == 128
+    decision = decided(wide, 128, LOW, decision.state)
+    assert decision.batch_size == 128
+    (reason,) = decision.reasons
+    assert (reason.code, reason.threshold) == (ReasonCode.HELD_CAPPED, 128.0)
+    assert "for 18 more ticks" in reason.text
+
+
+def test_a_second_shrink_lowers_the_cap_and_never_lifts_it():
+    capped = BatchState(cap=64, cap_ticks_left=3)
+    assert decided(CONFIG, 160, HIGH, capped).state.cap == 64
+    assert decided(CONFIG, 64, HIGH, capped).state == BatchState(cap=32, cap_ticks_left=20)
+
+
+def test_growth_waits_for_a_tick_that_raised_a_precision():
+    decision = decided(CONFIG, 96, LOW, enlarged=True)
+    assert (decision.batch_size, decision.reasons[0].code) == (96, ReasonCode.HELD_ENLARGED)
+    assert decided(CONFIG, 512, LOW, enlarged=True).reasons == ()
+    assert decided(CONFIG, 96, HIGH, enlarged=True).batch_size == 32
+
+
+def test_memory_that_another_process_takes_counts():
+    half = round(0.5 * LIMIT)
+    assert decided(CONFIG, 96, memory=memory_of(0.5, free_bytes=LIMIT)).batch_size == 128
+    assert decided(CONFIG, 96, memory=memory_of(0.5, free_bytes=half // 4)).batch_size == 96
+    assert decided(CONFIG, 96, memory=memory_of(0.5, free_bytes=10)).batch_size == 32
+
+
+def test_the_peak_of_the_interval_decides_not_what_is_held_at_its_end():
+    memory = replace(memory_of(0.1), window_peak_bytes=round(0.95 * LIMIT))
+    assert decided(CONFIG, 96, memory=memory).batch_size == 32
+
+
+def test_disabled_stays_at_start_whatever_the_memory():
+    config = replace(CONFIG, enabled=False)
+    for share in (0.0, LOW, IN_BAND, HIGH, 2.0):
+        decision = decided(config, 96, share)
+        assert (decision.batch_size, decision.num_micro_batches, decision.reasons) == (96, 1, ())
+
+
+def test_disabled_returns_to_start_in_one_step_when_the_cap_is_lifted():
+    config = replace(CONFIG, enabled=False, start=256)
+    capped = BatchState(cap=64, cap_ticks_left=2)
+    held = decided(config, 64, HIGH, capped)
+    assert (held.batch_size, held.reasons[0].code) == (64, ReasonCode.HELD_CAPPED)
+    back = decided(config, 64, HIGH, held.state)
+    assert back.batch_size == 256
+    assert back.reasons[0].text == "the cap after an out-of-memory error is lifted: 64 -> 256"
+
+
+@pytest.mark.parametrize(("parts", "fewer"), [(2, 1), (3, 1), (4, 2), (5, 2)])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_parts_are_joined_by_halves_before_the_batch_grows(enabled, parts, fewer):
+    decision = decided(replace(CONFIG, enabled=enabled, start=32), 32, LOW, parts=parts)
+    assert (decision.batch_size, decision.num_micro_batches) == (32, fewer)
+    assert decision.reasons[0].text.endswith(f"{parts} -> {fewer} parts")
+
+
+NOISY = replace(CONFIG, bound_by_noise_scale=True)
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(128.0, 128), (127.9, 96), (1e9, 128), (0.0, 96)])
+def test_growth_stops_at_the_noise_scale(scale, expected):
+    state = replace(READY, noise=NoiseSignal(mean_square_norm=2.0, trace_covariance=2.0 * scale))
+    decision = decided(NOISY, 96, LOW, state)
+    assert decision.batch_size == expected
+    if expected == 96:
+        assert (decision.reasons[0].code, decision.reasons[0].threshold) == (ReasonCode.HELD_NOISE_SCALE, scale)
+    assert decided(CONFIG, 96, LOW, state).batch_size == 128
+
+
+def test_the_noise_scale_neither_keeps_parts_nor_a_fixed_batch_from_returning():
+    state = replace(READY, noise=NoiseSignal(mean_square_norm=1.0, trace_covariance=1.0))
+    assert decided(NOISY, 32, LOW, state, parts=2).num_micro_batches == 1
+    assert decided(replace(NOISY, enabled=False), 32, LOW, state).batch_size == 96
+
+
+@pytest.mark.parametrize(
+    ("noise", "expected"),
+    [
+        (None, math.inf),
+        (NoiseSignal(mean_square_norm=0.0, trace_covariance=5.0), math.inf),
+        (NoiseSignal(mean_square_norm=-1.0, trace_covariance=5.0), math.inf),
+        (NoiseSignal(mean_square_norm=2.0, trace_covariance=5.0), 2.5),
+    ],
+)
+def test_noise_scale_is_infinite_until_a_signal_shows(noise, expected):
+    assert noise_scale(noise) == expected
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0), ("adascale", 4.0 * (1 + 3) / (1 + 4 * 3))]
+)
+def test_lr_follows_the_batch_by_the_named_rule(rule, expected):
+    config = BatchConfig(start=64, lr_rule=rule)
+    noise = NoiseSignal(mean_square_norm=3.0, trace_covariance=64.0)
+    assert batch_lr_scale(config, 256, noise) == pytest.approx(expected)
+    assert batch_lr_scale(config, 64, noise) == 1.0
+
+
+def test_adascale_is_linear_where_all_is_noise_and_constant_where_none_is():
+    config = BatchConfig(start=64, lr_rule="adascale")
+    assert batch_lr_scale(config, 256, NoiseSignal(mean_square_norm=0.0, trace_covariance=7.0)) == 4.0
+    assert batch_lr_scale(config, 256, NoiseSignal(mean_square_norm=7.0, trace_covariance=0.0)) == 1.0
+    assert batch_lr_scale(config, 256, NoiseSignal(mean_square_norm=0.0, trace_covariance=0.0)) == 1.0
+    assert batch_lr_scale(config, 256, None) == 1.0
+
+
+@given(st.integers(1, 16), st.integers(1, 16), st.floats(-1e3, 1e6), st.floats(-1e3, 1e6))
+def test_adascale_rises_with_the_batch_and_lies_between_one_and_linear(one, other, square, trace):
+    config = BatchConfig(start=32, lr_rule="adascale")
+    noise = NoiseSignal(mean_square_norm=square, trace_covariance=trace)
+    smaller, larger = sorted((one, other))
+    gains = [batch_lr_scale(config, 32 * ratio, noise) for ratio in (smaller, larger)]
+    assert gains[0] <= gains[1] * (1 + 1e-12)
+    assert 1.0 - 1e-12 <= gains[1] <= larger * (1 + 1e-12)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[BatchConfig, int, BatchState]:
+    """A configuration, a batch size in force under it and a state that may stand beside it."""
+    config = draw(batch_configs())
+    size = draw(st.sampled_from(ladder(config)))
+    cap = draw(st.none() | st.sampled_from([rung for rung in ladder(config) if rung >= size]))
+    noise = draw(st.none() | st.builds(NoiseSignal, mean_square_norm=st.floats(0, 9), trace_covariance=st.floats(0, 9)))
+    left = draw(st.integers(1, config.cap_ticks)) if cap is not None else 0
+    return (
+        config,
+        size,
+        BatchState(ticks_since_change=draw(st.integers(0, 5)), cap=cap, cap_ticks_left=left, noise=noise),
+    )
+
+
+@given(situations(), st.floats(0.0, 2.0), st.integers(1, 8), st.booleans())
+def test_the_batch_stays_on_the_ladder_and_moves_at_most_one_step(situation, share, parts, enlarged):
+    config, size, state = situation
+    decision = decided(config, size, share, state, parts=parts, enlarged=enlarged)
+    assert decision.batch_size in ladder(config)
+    assert decision.num_micro_batches in (parts, max(parts // 2, 1))
+    step_up = config.step_up if config.enabled else config.maximum
+    assert size - config.step_down <= decision.batch_size <= size + step_up
+    assert (decision.batch_size, decision.num_micro_batches) == (size, parts) or decision.reasons
+    grows = decision.batch_size > size or decision.num_micro_batches < parts
+    assert not (grows and enlarged)
+    assert not (grows and config.enabled and share > config.rho_low + 1e-3)
+    if state.cap_ticks_left > 1:
+        assert decision.batch_size <= state.cap
+
+
+@given(situations(), st.floats(0.0, 2.0), st.floats(0.0, 2.0))
+def test_more_memory_in_use_never_gives_a_larger_batch(situation, one, other):
+    config, size, state = situation
+    less, more = (decided(config, size, share, state).batch_size for share in sorted((one, other)))
+    assert more <= less or not config.enabled

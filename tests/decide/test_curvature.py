@@ -1,0 +1,192 @@
+import math
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tests.decide.build import BF16, FP16, FP32, Machine, Run, observation_of, plan_of
+from triaccel_ray.config import ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.decide import LayerState
+from triaccel_ray.decide.curvature import (
+    lr_reasons,
+    lr_scale,
+    remember_curvature,
+    smooth_eigenvalues,
+    smooth_noise,
+)
+from triaccel_ray.plan import ReasonCode
+from triaccel_ray.signals import LayerSignal, NoiseSignal
+
+
+def remember(config: CurvatureConfig, state: LayerState, eigenvalues: tuple[float, ...] | None):
+    signal = LayerSignal(name="conv", eigenvalues=eigenvalues)
+    layers, reasons = remember_curvature(config, observation_of(plan_of(), signal), {"conv": state})
+    return layers["conv"], reasons
+
+
+@pytest.mark.parametrize(
+    ("past", "measured", "expected"),
+    [
+        (None, (1.0, 3.0, 2.0), (3.0, 2.0, 1.0)),
+        ((4.0, 2.0), (8.0, 6.0), (5.0, 3.0)),
+        ((4.0, 2.0), (6.0, 8.0), (5.0, 3.0)),
+        ((4.0,), (8.0, 4.0), (5.0, 1.0)),
+        ((4.0, 2.0), (8.0,), (5.0, 1.5)),
+        ((1.0, 0.0), (-8.0, -40.0), (-1.25, -10.0)),
+    ],
+)
+def test_smoothing_averages_in_descending_order_and_pads_with_zeros(past, measured, expected):
+    assert smooth_eigenvalues(0.75, past, measured) == expected
+
+
+def test_no_smoothing_keeps_the_last_measurement():
+    assert smooth_eigenvalues(0.0, (9.0, 9.0), (2.0, 1.0)) == (2.0, 1.0)
+
+
+def test_noise_moments_are_averaged_one_by_one():
+    first = NoiseSignal(mean_square_norm=1.0, trace_covariance=8.0)
+    second = NoiseSignal(mean_square_norm=-3.0, trace_covariance=4.0)
+    assert smooth_noise(0.5, None, None) is None
+    assert smooth_noise(0.5, None, first) is first
+    assert smooth_noise(0.5, first, None) is first
+    assert smooth_noise(0.75, first, second) == NoiseSignal(mean_square_norm=0.0, trace_covariance=7.0)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "eigenvalues", "expected"),
+    [
+        (0.02, (50.0, 1.0), 0.5),
+        (0.5, (2.0,), 0.5),
+        (0.0, (1e9,), 1.0),
+        (0.02, (0.0,), 1.0),
+        (0.02, (-50.0,), 1.0),
+        (0.02, None, 1.0),
+        (0.02, (), 1.0),
+    ],
+)
+def test_lr_scale_follows_the_largest_eigenvalue(alpha, eigenvalues, expected):
+    assert lr_scale(CurvatureConfig(alpha=alpha), LayerState(by_variance=BF16, eigenvalues=eigenvalues)) == expected
+
+
+def test_lr_scale_is_one_when_disabled():
+    state = LayerState(by_variance=BF16, eigenvalues=(50.0,))
+    assert lr_scale(CurvatureConfig(enabled=False, alpha=1.0), state) == 1.0
+
+
+def test_each_changed_lr_scale_has_a_reason():
+    layers = {name: LayerState(by_variance=BF16, eigenvalues=(2.0,)) for name in ("same", "new", "changed")}
+    reasons = lr_reasons({"same": 0.5, "changed": 0.5}, {"same": 0.5, "new": 0.25, "changed": 0.125}, layers)
+    assert [(reason.code, reason.subject, reason.value) for reason in reasons] == [
+        (ReasonCode.LR_SCALE, "new", 2.0),
+        (ReasonCode.LR_SCALE, "changed", 2.0),
+    ]
+    assert reasons[1].text == "largest eigenvalue 2: learning rate times 0.125"
+
+
+@pytest.mark.parametrize(
+    ("largest", "held_before", "held", "codes"),
+    [
+        (math.nextafter(5.0, 9.0), False, True, [ReasonCode.CURVATURE]),
+        (math.nextafter(5.0, 9.0), True, True, []),
+        (5.0, False, False, []),
+        (5.0, True, False, [ReasonCode.CURVATURE_RELEASED]),
+    ],
+)
+def test_a_layer_is_held_above_tau_curv_and_released_at_it(largest, held_before, held, codes):
+    config = CurvatureConfig(tau_curv=5.0, smoothing=0.0)
+    state, reasons = remember(config, LayerState(by_variance=BF16, held=held_before), (largest, 1.0))
+    assert state.held is held
+    assert [reason.code for reason in reasons] == codes
+    assert all((reason.subject, reason.value, reason.threshold) == ("conv", largest, 5.0) for reason in reasons)
+
+
+def test_what_holds_is_the_smoothed_eigenvalue():
+    config = CurvatureConfig(tau_curv=5.0, smoothing=0.5)
+    state, _ = remember(config, LayerState(by_variance=BF16, eigenvalues=(2.0,)), (7.0,))
+    assert (state.eigenvalues, state.held) == ((4.5,), False)
+
+
+@pytest.mark.parametrize("eigenvalues", [None, ()])
+@pytest.mark.parametrize("held", [False, True])
+def test_only_a_measurement_holds_or_releases(held, eigenvalues):
+    state = LayerState(by_variance=BF16, eigenvalues=(9.0,), held=held)
+    assert remember(CurvatureConfig(tau_curv=5.0), state, eigenvalues) == (state, [])
+
+
+def test_disabled_remembers_nothing():
+    state = LayerState(by_variance=BF16)
+    assert remember(CurvatureConfig(enabled=False, tau_curv=5.0), state, (9.0,)) == (state, [])
+
+
+def test_infinite_tau_curv_never_holds():
+    state, _ = remember(CurvatureConfig(), LayerState(by_variance=BF16), (1e300,))
+    assert not state.held
+
+
+def test_a_hold_lasts_from_one_measurement_to_a_later_lower_one():
+    config = ControlConfig(
+        precision=PrecisionConfig(initial=FP16, tau_low=1e-6, tau_high=1e-3, dwell_ticks=3),
+        curvature=CurvatureConfig(tau_curv=5.0, smoothing=0.0),
+    )
+    run = Run(config, Machine(names=("conv",)))
+    seen = []
+    for eigenvalues in [None, (9.0,), None, None, (6.0,), None, (5.0,), None]:
+        run.step(LayerSignal(name="conv", variance=1e-8, eigenvalues=eigenvalues))
+        seen.append(run.plan.precision["conv"])
+    assert seen == [FP16, *[BF16] * 5, FP16, FP16]
+    assert run.plan.lr_scale["conv"] == 1.0 / (1.0 + config.curvature.alpha * 5.0)
+
+
+def test_a_held_layer_still_follows_its_variance_one_level_up():
+    config = ControlConfig(
+        precision=PrecisionConfig(initial=FP16, tau_low=1e-6, tau_high=1e-3, dwell_ticks=1),
+        curvature=CurvatureConfig(tau_curv=5.0),
+    )
+    run = Run(config, Machine(names=("conv",)))
+    seen = []
+    for variance, eigenvalues in [(1e-8, (9.0,)), (1e-4, None), (1e-4, (0.0,)), (1e-4, (0.0,))]:
+        run.step(LayerSignal(name="conv", variance=variance, eigenvalues=eigenvalues))
+        seen.append(run.plan.precision["conv"])
+    assert seen == [BF16, FP32, BF16, BF16]
+
+
+eigenvalues_of_a_layer = st.lists(st.floats(-1e6, 1e30), min_size=1, max_size=5).map(tuple)
+
+
+@given(st.floats(0.0, 1e6), st.lists(eigenvalues_of_a_layer, max_size=5), st.floats(0.0, 0.99))
+def test_lr_scale_lies_above_zero_and_at_most_one(alpha, measurements, smoothing):
+    config = CurvatureConfig(alpha=alpha, smoothing=smoothing)
+    state = LayerState(by_variance=BF16)
+    for measured in measurements:
+        state, _ = remember(config, state, measured)
+        assert 0.0 < lr_scale(config, state) <= 1.0
+
+
+@given(st.floats(0.0, 1e3), st.floats(-1e6, 1e12), st.floats(-1e6, 1e12))
+def test_lr_scale_does_not_rise_with_the_eigenvalue(alpha, one, other):
+    scales = [
+        lr_scale(CurvatureConfig(alpha=alpha), LayerState(by_variance=FP32, eigenvalues=(largest,)))
+        for largest in sorted((one, other))
+    ]
+    assert scales[0] >= scales[1]
+
+
+@given(st.floats(0.0, 0.99), eigenvalues_of_a_layer, eigenvalues_of_a_layer)
+def test_smoothing_stays_between_past_and_measurement(weight, past, measured):
+    past = tuple(sorted(past, reverse=True))
+    smoothed = smooth_eigenvalues(weight, past, measured)
+    assert list(smoothed) == sorted(smoothed, reverse=True)
+    low, high = sorted((past[0], max(measured)))
+    if len(past) == len(measured):
+        assert low - 1e-9 * abs(low) <= smoothed[0] <= high + 1e-9 * abs(high)
+
+
+@given(st.floats(0.0, 0.9), eigenvalues_of_a_layer, st.floats(0.1, 1e6))
+def test_constant_curvature_changes_the_hold_at_most_once(smoothing, measured, tau_curv):
+    assume(not math.isclose(max(measured), tau_curv))  # rounding of the average decides there
+    config = CurvatureConfig(tau_curv=tau_curv, smoothing=smoothing)
+    state, holds = LayerState(by_variance=BF16), []
+    for _ in range(10):
+        state, reasons = remember(config, state, measured)
+        holds.extend(reason.code for reason in reasons)
+    assert holds in ([], [ReasonCode.CURVATURE])

@@ -1,0 +1,256 @@
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.decide.build import BF16, FP16, FP32, observation_of, plan_of, precision_configs
+from triaccel_ray.config import PrecisionConfig
+from triaccel_ray.decide import LayerState
+from triaccel_ray.decide.precision import decide_precision, keep_precision, precision_for_variance, promoted
+from triaccel_ray.decide.state import nearest_supported
+from triaccel_ray.plan import Plan, Precision, Reason, ReasonCode
+from triaccel_ray.signals import LayerSignal
+
+LOW, HIGH = 1e-6, 1e-3
+VARIANCE = {FP16: 1e-8, BF16: 1e-5, FP32: 1e-1}
+"""A variance that asks for each precision under the thresholds above."""
+
+
+def config_of(*, dwell_ticks: int = 0, patience_ticks: int = 1, **others: object) -> PrecisionConfig:
+    return PrecisionConfig(
+        **{"tau_low": LOW, "tau_high": HIGH, "dwell_ticks": dwell_ticks, "patience_ticks": patience_ticks, **others}
+    )
+
+
+def tick(
+    config: PrecisionConfig, in_force: Precision, state: LayerState, variance: float | None, supported=tuple(Precision)
+) -> tuple[Precision, LayerState, list[Reason]]:
+    signal = LayerSignal(name="conv", variance=variance, supported=supported)
+    plan, layers, reasons = decide_precision(config, observation_of(plan_of(conv=in_force), signal), {"conv": state})
+    return plan["conv"], layers["conv"], reasons
+
+
+def follow(config: PrecisionConfig, start: Precision, asked: list[Precision | None]) -> list[Precision]:
+    """The precisions in force after each of the ticks whose variances ask for `asked`, from a fresh layer on."""
+    state, in_force, seen = LayerState(by_variance=start, ticks_since_change=config.dwell_ticks), start, []
+    for wanted in asked:
+        in_force, state, _ = tick(config, in_force, state, None if wanted is None else VARIANCE[wanted])
+        seen.append(in_force)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("variance", "expected"),
+    [
+        (0.0, FP16),
+        (math.nextafter(LOW, 0.0), FP16),
+        (LOW, BF16),
+        (math.nextafter(LOW, 1.0), BF16),
+        (math.nextafter(HIGH, 0.0), BF16),
+        (HIGH, FP32),
+        (1e30, FP32),
+        (math.inf, FP32),
+        (math.nan, FP32),
+    ],
+)
+def test_a_threshold_belongs_to_the_precision_above_it(variance, expected):
+    assert precision_for_variance(config_of(), variance) is expected
+
+
+def test_infinite_tau_high_leaves_only_the_two_lower_precisions():
+    assert precision_for_variance(config_of(tau_high=math.inf), 1e300) is BF16
+
+
+def test_promotion_goes_up_one_level_and_ends_at_fp32():
+    assert [promoted(level) for level in Precision] == [BF16, FP32, FP32]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "supported", "expected"),
+    [
+        (FP16, (FP16, BF16, FP32), FP16),
+        (FP16, (FP32, BF16), BF16),
+        (BF16, (FP16, FP32), FP32),
+        (FP16, (FP32,), FP32),
+        (FP32, (FP16, BF16), FP32),
+        (BF16, (), FP32),
+    ],
+)
+def test_unsupported_precision_gives_way_to_the_next_higher_one(wanted, supported, expected):
+    assert nearest_supported(wanted, supported) is expected
+    state = LayerState(by_variance=wanted)
+    assert tick(config_of(), FP32, state, VARIANCE[wanted], supported)[0] is expected
+
+
+@pytest.mark.parametrize("initial", Precision)
+def test_without_a_statistic_a_layer_stays_at_its_initial_precision(initial):
+    assert follow(config_of(), initial, [None] * 5) == [initial] * 5
+
+
+@pytest.mark.parametrize(
+    ("dwell_ticks", "expected"),
+    [(0, [FP32, BF16, FP32, BF16]), (1, [FP32, BF16, FP32, BF16]), (2, [FP32, FP32, FP32, BF16])],
+)
+def test_a_precision_is_kept_for_the_dwell(dwell_ticks, expected):
+    assert follow(config_of(dwell_ticks=dwell_ticks), BF16, [FP32, BF16, FP32, BF16]) == expected
+
+
+@pytest.mark.parametrize("dwell_ticks", [1, 2, 3, 5])
+def test_a_change_is_followed_by_exactly_the_dwell(dwell_ticks):
+    seen = follow(config_of(dwell_ticks=dwell_ticks), BF16, [FP16, *[FP32] * 8])
+    assert seen == [FP16] * dwell_ticks + [FP32] * (9 - dwell_ticks)
+
+
+@pytest.mark.parametrize(
+    ("patience_ticks", "asked", "expected"),
+    [
+        (1, [FP16], [FP16]),
+        (2, [FP16, FP16], [BF16, FP16]),
+        (3, [FP16, FP16, FP16, FP16], [BF16, BF16, FP16, FP16]),
+        (2, [FP16, BF16, FP16, BF16, FP16], [BF16] * 5),
+        (3, [FP16, FP16, FP32, FP16, FP16], [BF16, BF16, FP32, FP32, FP32]),
+        (9, [FP32], [FP32]),
+    ],
+)
+def test_a_demotion_needs_its_votes_in_a_row_and_a_promotion_one(patience_ticks, asked, expected):
+    assert follow(config_of(patience_ticks=patience_ticks), BF16, asked) == expected
+
+
+def test_votes_begin_anew_after_a_demotion():
+    assert follow(config_of(patience_ticks=2), FP32, [BF16, BF16, FP16, FP16]) == [FP32, BF16, BF16, FP16]
+
+
+def test_votes_cast_during_the_dwell_count():
+    assert follow(config_of(dwell_ticks=3, patience_ticks=2), BF16, [FP32, BF16, BF16, BF16]) == [*[FP32] * 3, BF16]
+
+
+def test_disabled_keeps_precision_and_state():
+    state = LayerState(by_variance=BF16, held=True, lower_votes=1)
+    assert tick(config_of(enabled=False), BF16, state, VARIANCE[FP32]) == (BF16, state, [])
+
+
+@pytest.mark.parametrize(
+    ("by_variance", "held", "expected"),
+    [(FP16, True, BF16), (BF16, True, FP32), (FP32, True, FP32), (FP16, False, FP16)],
+)
+def test_a_held_layer_is_one_level_above_what_its_variance_asks(by_variance, held, expected):
+    state = LayerState(by_variance=by_variance, held=held)
+    assert tick(config_of(), by_variance, state, VARIANCE[by_variance])[0] is expected
+
+
+def test_hold_and_release_do_not_wait_for_the_dwell():
+    config = config_of(dwell_ticks=100)
+    precision, state, reasons = tick(config, BF16, LayerState(by_variance=BF16, held=True), None)
+    assert (precision, reasons[0].code) == (FP32, ReasonCode.CURVATURE)
+    precision, _, reasons = tick(config, FP32, replace(state, held=False), VARIANCE[BF16])
+    assert (precision, reasons[0].code) == (BF16, ReasonCode.CURVATURE_RELEASED)
+
+
+@pytest.mark.parametrize(
+    ("before", "asked", "supported", "code", "threshold", "words"),
+    [
+        (BF16, FP32, tuple(Precision), ReasonCode.VARIANCE, HIGH, ">= tau_high 0.001: bf16 -> fp32"),
+        (FP16, BF16, tuple(Precision), ReasonCode.VARIANCE, LOW, ">= tau_low 1e-06: fp16 -> bf16"),
+        (FP16, FP32, tuple(Precision), ReasonCode.VARIANCE, HIGH, ">= tau_high 0.001: fp16 -> fp32"),
+        (FP32, BF16, tuple(Precision), ReasonCode.VARIANCE, HIGH, "< tau_high 0.001: fp32 -> bf16"),
+        (BF16, FP16, tuple(Precision), ReasonCode.VARIANCE, LOW, "< tau_low 1e-06: bf16 -> fp16"),
+        (FP32, FP16, tuple(Precision), ReasonCode.VARIANCE, LOW, "< tau_low 1e-06: fp32 -> fp16"),
+        (FP16, BF16, (FP16, FP32), ReasonCode.VARIANCE, LOW, ">= tau_low 1e-06: fp16 -> fp32"),
+    ],
+)
+def test_a_reason_names_the_threshold_that_was_crossed(before, asked, supported, code, threshold, words):
+    variance = VARIANCE[asked]
+    _, _, (reason,) = tick(config_of(), before, LayerState(by_variance=before), variance, supported)
+    assert (reason.code, reason.subject, reason.value, reason.threshold) == (code, "conv", variance, threshold)
+    assert words in reason.text
+
+
+def test_a_held_layer_moved_by_its_variance_gives_the_variance_as_reason():
+    _, _, (reason,) = tick(config_of(), BF16, LayerState(by_variance=FP16, held=True), VARIANCE[BF16])
+    assert reason.code is ReasonCode.VARIANCE
+    assert reason.text.endswith("bf16 -> fp32, held one higher by curvature")
+
+
+def test_a_failed_change_is_asked_for_again_only_after_the_dwell():
+    config = config_of(dwell_ticks=3)
+    _, state, _ = tick(config, BF16, LayerState(by_variance=BF16, ticks_since_change=3), VARIANCE[FP32])
+    signal = LayerSignal(name="conv", variance=VARIANCE[FP32])
+    plan, layers = keep_precision(observation_of(plan_of(conv=BF16), signal), {"conv": state})
+    assert plan == {"conv": BF16}
+    state, seen = layers["conv"], []
+    for _ in range(3):
+        precision, state, _ = tick(config, BF16, state, VARIANCE[FP32])
+        seen.append(precision)
+    assert seen == [BF16, BF16, FP32]
+
+
+def test_a_failed_hold_waits_for_the_next_measurement_and_other_layers_lose_nothing():
+    failed, untouched = LayerState(by_variance=FP16, held=True), LayerState(by_variance=BF16, lower_votes=1)
+    observation = observation_of(Plan(batch_size=96, precision={"conv": FP16, "head": BF16}))
+    plan, layers = keep_precision(observation, {"conv": failed, "head": untouched})
+    assert plan == {"conv": FP16, "head": BF16}
+    assert not layers["conv"].held
+    assert layers["head"] == LayerState(by_variance=BF16, lower_votes=1, ticks_since_change=1)
+
+
+variances = st.none() | st.floats(0.0, 1.0)
+states = st.builds(
+    LayerState,
+    by_variance=st.sampled_from(Precision),
+    ticks_since_change=st.integers(0, 5),
+    lower_votes=st.integers(0, 5),
+    held=st.booleans(),
+)
+supports = st.sampled_from([tuple(Precision), (FP16, FP32), (BF16, FP32), (FP32,)])
+
+
+@given(precision_configs(), st.sampled_from(Precision), states, supports, st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+def test_higher_variance_never_gives_lower_precision(config, in_force, state, supported, one, other):
+    lower, higher = (tick(config, in_force, state, value, supported)[0] for value in sorted((one, other)))
+    assert lower.rank <= higher.rank
+
+
+@given(precision_configs(), st.sampled_from(Precision), states, variances, st.floats(1e-3, 1.0), st.floats(1e-3, 1.0))
+def test_lower_thresholds_never_give_lower_precision(config, in_force, state, variance, first, second):
+    shrink_low, shrink_high = sorted((first, second))
+    lowered = config_of(
+        tau_low=config.tau_low * shrink_low,
+        tau_high=config.tau_high * shrink_high,
+        dwell_ticks=config.dwell_ticks,
+        patience_ticks=config.patience_ticks,
+    )
+    assert tick(lowered, in_force, state, variance)[0].rank >= tick(config, in_force, state, variance)[0].rank
+
+
+@given(precision_configs(), states, variances)
+def test_a_hold_raises_by_one_level(config, state, variance):
+    free = tick(config, BF16, replace(state, held=False), variance)[0]
+    assert tick(config, BF16, replace(state, held=True), variance)[0] is promoted(free)
+
+
+@given(precision_configs(), supports, st.sampled_from(Precision), st.lists(variances, max_size=30))
+def test_precisions_are_supported_and_the_variance_rule_keeps_its_dwell(config, supported, initial, seen):
+    in_force = nearest_supported(initial, supported)
+    state = LayerState(by_variance=in_force, ticks_since_change=config.dwell_ticks)
+    changed_at = None
+    for index, variance in enumerate(seen):
+        before = in_force
+        in_force, state, reasons = tick(config, before, state, variance, supported)
+        assert in_force in supported
+        assert [reason.subject for reason in reasons] == ["conv"] * (in_force is not before)
+        if in_force is not before:
+            assert changed_at is None or index - changed_at >= config.dwell_ticks
+            changed_at = index
+
+
+@given(precision_configs(), st.sampled_from(Precision), st.floats(0.0, 1.0))
+def test_a_constant_variance_settles_at_what_it_asks_for(config, initial, variance):
+    state, in_force, changes = LayerState(by_variance=initial), initial, 0
+    for _ in range(config.dwell_ticks + config.patience_ticks + 2):
+        precision, state, _ = tick(config, in_force, state, variance)
+        changes += precision is not in_force
+        in_force = precision
+    assert in_force is precision_for_variance(config, variance)
+    assert changes == (in_force is not initial)

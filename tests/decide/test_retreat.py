@@ -1,0 +1,178 @@
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.decide.build import (
+    Machine,
+    Run,
+    apply_failed,
+    batch_configs,
+    machines,
+    observation_of,
+    out_of_memory,
+    plan_of,
+)
+from triaccel_ray.config import BatchConfig, ControlConfig
+from triaccel_ray.decide import BatchState
+from triaccel_ray.decide.batch import ladder, retreat
+from triaccel_ray.plan import Fault, ReasonCode
+
+CONFIG = BatchConfig(rho_low=0.7, rho_high=0.9, cap_ticks=5)
+"""Start 96, rungs 32, 64, ..., 512."""
+
+
+def retreated(batch_size: int, *faults: Fault, parts: int = 1, config: BatchConfig = CONFIG):
+    return retreat(config, observation_of(plan_of(batch_size, parts), faults=faults), BatchState(ticks_since_change=9))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "parts", "faults", "expected"),
+    [
+        pytest.param(96, 1, [out_of_memory(96, 48)], (32, 1), id="what passed lies between two rungs"),
+        pytest.param(256, 1, [out_of_memory(256, 128)], (128, 1), id="what passed is a rung"),
+        pytest.param(96, 1, [out_of_memory(96, 12)], (32, 3), id="less than the smallest rung passed"),
+        pytest.param(32, 1, [out_of_memory(32, 16)], (32, 2), id="the smallest rung failed"),
+        pytest.param(32, 2, [out_of_memory(32, 8)], (32, 4), id="parts of the smallest rung failed"),
+        pytest.param(32, 1, [out_of_memory(32, 11)], (32, 3), id="parts that do not divide the batch"),
+        pytest.param(32, 1, [out_of_memory(32, 1)], (32, 32), id="one sample at once"),
+        pytest.param(256, 1, [out_of_memory(256, 128), out_of_memory(256, 64)], (64, 1), id="failed again, lower"),
+        pytest.param(256, 1, [out_of_memory(256, 64), out_of_memory(256, 128)], (64, 1), id="in either order"),
+        pytest.param(
+            256, 1, [out_of_memory(256, 128), out_of_memory(100, 100)], (96, 1), id="a short batch failed too"
+        ),
+        pytest.param(96, 1, [out_of_memory(97, 49)], (32, 1), id="the last batch of an epoch took one sample more"),
+        pytest.param(96, 1, [out_of_memory(17, 9)], (32, 4), id="the short last batch of an epoch failed"),
+        pytest.param(96, 1, [out_of_memory(96)], (64, 1), id="a phase without a batch, say the optimizer"),
+        pytest.param(32, 1, [out_of_memory(32)], (32, 1), id="the same at the smallest rung"),
+        pytest.param(32, 4, [out_of_memory(32)], (32, 4), id="the same in parts"),
+        pytest.param(96, 1, [out_of_memory(256, 128)], (96, 1), id="a size above the one in force never enlarges"),
+        pytest.param(96, 1, [apply_failed(128)], (96, 1), id="the larger batch could not be applied"),
+        pytest.param(96, 1, [apply_failed(192)], (96, 1), id="the much larger batch could not be applied"),
+        pytest.param(32, 2, [apply_failed(64)], (32, 2), id="parts stay when growth could not be applied"),
+        pytest.param(96, 1, [apply_failed(128), out_of_memory(96, 64)], (64, 1), id="applying and running both failed"),
+    ],
+)
+def test_a_retreat_goes_to_what_passed(batch_size, parts, faults, expected):
+    decision = retreated(batch_size, *faults, parts=parts)
+    assert (decision.batch_size, decision.num_micro_batches) == expected
+    assert decision.state == BatchState(cap=expected[0], cap_ticks_left=5)
+    (reason,) = decision.reasons
+    smallest = min(faults, key=lambda fault: fault.batch_size)
+    assert reason.code == ReasonCode(smallest.kind.value)
+    assert (reason.value, reason.threshold) == (smallest.batch_size, expected[0])
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [],
+        [out_of_memory(0, 32, phase="curvature")],
+        [out_of_memory(0, 512, phase="evaluation")],
+        [apply_failed(96)],
+        [apply_failed(32)],
+        [apply_failed()],
+    ],
+)
+def test_failures_that_say_nothing_of_the_batch_are_left_to_others(faults):
+    assert retreated(96, *faults) is None
+
+
+def test_the_reason_says_what_failed_and_what_passed():
+    assert retreated(96, out_of_memory(96, 12)).reasons[0].text == (
+        "out_of_memory in forward_backward at batch 96, 12 at once passed: 96 -> 32 in 3 parts"
+    )
+    assert retreated(96, apply_failed(128)).reasons[0].text == "apply_failed in apply at batch 128: 96 -> 96"
+
+
+@given(batch_configs(), st.data())
+def test_a_retreat_shrinks_onto_the_ladder_and_passes_no_more_at_once_than_passed_before(config, data):
+    size = data.draw(st.sampled_from(ladder(config)))
+    parts = data.draw(st.integers(1, size))
+    passed = data.draw(st.integers(1, max(size // (2 * parts), 1)))
+    decision = retreated(size, out_of_memory(size, passed), parts=parts, config=config)
+    assert decision.batch_size in ladder(config)
+    assert decision.batch_size < size or size == config.minimum
+    assert decision.num_micro_batches == 1 or decision.batch_size == config.minimum
+    assert math.ceil(decision.batch_size / decision.num_micro_batches) <= passed
+    assert decision.state.cap == decision.batch_size
+
+
+def test_a_retreat_happens_in_full_at_once_and_with_the_batch_switched_off():
+    run = Run(ControlConfig(batch=replace(CONFIG, start=512, enabled=False)), Machine(capacity_bytes=5000))
+    _, decision = run.step()
+    assert decision.plan.batch_size == 128
+
+
+@pytest.mark.parametrize("cap_ticks", [1, 2, 8])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_cap_holds_for_its_ticks_and_is_then_lifted(enabled, cap_ticks):
+    config = replace(CONFIG, start=128, cap_ticks=cap_ticks, enabled=enabled)
+    run = Run(ControlConfig(batch=config), Machine(limit_bytes=100_000, capacity_bytes=3000))
+    assert run.batch_sizes(1) == [64]
+    run.machine = replace(run.machine, capacity_bytes=math.inf)
+    expected = 96 if enabled else 128
+    assert run.batch_sizes(cap_ticks) == [64] * (cap_ticks - 1) + [expected]
+
+
+def test_a_new_failure_starts_the_cap_anew():
+    config = replace(CONFIG, cap_ticks=4)
+    run = Run(ControlConfig(batch=config), Machine(limit_bytes=100_000))
+    run.step(faults=(out_of_memory(96, 64),))
+    assert run.batch_sizes(2) == [64, 64]
+    run.step(faults=(out_of_memory(64, 32),))
+    assert run.batch_sizes(4) == [32, 32, 32, 64]
+
+
+def test_parts_appear_when_the_smallest_batch_fails_and_go_when_memory_frees():
+    config = ControlConfig(batch=replace(CONFIG, start=32, maximum=64))
+    run = Run(config, Machine(fixed_bytes=0, bytes_per_sample=100, limit_bytes=50_000, capacity_bytes=3000))
+    run.step()
+    assert (run.plan.batch_size, run.plan.num_micro_batches) == (32, 4)
+    run.machine = replace(run.machine, capacity_bytes=math.inf)
+    seen = []
+    for _ in range(8):
+        run.step()
+        seen.append((run.plan.batch_size, run.plan.num_micro_batches))
+    assert seen == [(32, 4)] * 4 + [(32, 2), (32, 1), (64, 1), (64, 1)]
+
+
+def test_a_plan_that_cannot_grow_is_asked_for_once_a_cap():
+    run = Run(ControlConfig(batch=CONFIG), Machine(limit_bytes=100_000))
+    asked, faults = [], ()
+    for tick in range(18):
+        before = run.plan.batch_size
+        _, decision = run.step(faults=faults, apply_fails=True)
+        faults = ()
+        assert run.plan.batch_size == before
+        if decision.plan.batch_size > before:
+            asked.append(tick)
+            faults = (apply_failed(decision.plan.batch_size),)
+    assert asked == [0, 6, 12]
+
+
+@given(batch_configs(), machines(fixed_bytes=0), st.floats(0.05, 1.0))
+def test_a_machine_with_too_little_memory_fails_once_a_cap_at_most(config, machine, fraction):
+    run = Run(ControlConfig(batch=config), replace(machine, capacity_bytes=machine.limit_bytes * fraction))
+    failed_at = []
+    for tick in range(100):
+        observation, decision = run.step()
+        if observation.faults:
+            failed_at.append(tick)
+            assert decision.plan != observation.plan
+            assert run.machine.run(decision.plan)[1] == ()
+    assert all(later - earlier > config.cap_ticks for earlier, later in pairwise(failed_at))
+
+
+@given(batch_configs(enabled=True, bound_by_noise_scale=False), machines(fixed_bytes=0))
+def test_after_a_failure_has_passed_the_batch_grows_back(config, machine):
+    run = Run(ControlConfig(batch=config), replace(machine, capacity_bytes=machine.limit_bytes * 0.1))
+    run.batch_sizes(20)
+    run.machine = machine
+    sizes = run.batch_sizes(200)
+    share = machine.used_bytes(run.plan, run.plan.batch_size) / machine.limit_bytes
+    # It ends where memory use is no longer low, or at the top, or under a cap that a size beyond rho_high has set.
+    assert share >= config.rho_low or sizes[-1] == ladder(config)[-1] or run.decision.state.batch.cap is not None

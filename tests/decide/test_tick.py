@@ -1,0 +1,256 @@
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.decide.build import (
+    BF16,
+    FP16,
+    FP32,
+    Run,
+    apply_failed,
+    control_configs,
+    eventful_run,
+    machines,
+    memory_of,
+    observation_of,
+    out_of_memory,
+)
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.decide import BatchState, Decision, LayerState, decide, initial_decision
+from triaccel_ray.decide.batch import ladder
+from triaccel_ray.plan import FaultKind, Plan, Precision, ReasonCode
+from triaccel_ray.signals import LayerSignal, NoiseSignal, Observation
+
+LOW_MEMORY, HIGH_MEMORY = memory_of(0.1), memory_of(0.95)
+CONFIG = ControlConfig(
+    precision=PrecisionConfig(tau_low=1e-6, tau_high=1e-3, dwell_ticks=1, patience_ticks=1),
+    curvature=CurvatureConfig(tau_curv=5.0, smoothing=0.0, alpha=0.1),
+    batch=BatchConfig(lr_rule="linear"),
+)
+NAMES = [("conv", tuple(Precision)), ("head", tuple(Precision))]
+
+
+def codes(decision: Decision, subject: str) -> list[ReasonCode]:
+    return [reason.code for reason in decision.reasons if reason.subject == subject]
+
+
+def first_tick(config: ControlConfig, *layers: LayerSignal, **others: object) -> Decision:
+    start = initial_decision(config, NAMES)
+    return decide(config, observation_of(start.plan, *layers, **others), start.state)
+
+
+def test_the_initial_plan_is_the_configured_one_at_full_rates():
+    decision = initial_decision(CONFIG, [("conv", tuple(Precision)), ("old", (FP16, FP32))])
+    assert decision.plan == Plan(
+        batch_size=96, precision={"conv": BF16, "old": FP32}, lr_scale={"conv": 1.0, "old": 1.0}
+    )
+    assert decision.state.layers == {
+        "conv": LayerState(by_variance=BF16, ticks_since_change=1),
+        "old": LayerState(by_variance=FP32, ticks_since_change=1),
+    }
+    assert decision.state.batch == BatchState(ticks_since_change=1)
+    assert decision.reasons == ()
+
+
+def test_the_first_statistic_acts_at_the_first_tick():
+    config = replace(CONFIG, precision=replace(CONFIG.precision, dwell_ticks=9), batch=BatchConfig(dwell_ticks=9))
+    assert first_tick(config, LayerSignal(name="conv", variance=1.0)).plan.precision == {"conv": FP32, "head": BF16}
+    assert first_tick(config, memory=LOW_MEMORY).plan.batch_size == 128
+
+
+def test_nothing_to_say_changes_nothing():
+    start = initial_decision(CONFIG, NAMES)
+    decision = decide(CONFIG, observation_of(start.plan), start.state)
+    assert (decision.plan, decision.reasons) == (start.plan, ())
+
+
+@pytest.mark.parametrize("cause", [{"variance": 1.0}, {"eigenvalues": (9.0,)}])
+def test_the_batch_does_not_grow_in_the_tick_that_raises_a_layer_to_fp32(cause):
+    decision = first_tick(CONFIG, LayerSignal(name="conv", **cause), memory=LOW_MEMORY)
+    assert decision.plan.precision["conv"] is FP32
+    assert decision.plan.batch_size == 96
+    assert codes(decision, "batch") == [ReasonCode.HELD_ENLARGED]
+
+
+def test_the_batch_grows_beside_changes_that_take_no_more_bytes():
+    config = replace(CONFIG, precision=replace(CONFIG.precision, initial=FP16))
+    decision = first_tick(config, LayerSignal(name="conv", variance=1e-5), memory=LOW_MEMORY)
+    assert (decision.plan.precision["conv"], decision.plan.batch_size) == (BF16, 128)
+    config = replace(CONFIG, precision=replace(CONFIG.precision, initial=FP32))
+    decision = first_tick(config, LayerSignal(name="conv", variance=1e-8), memory=LOW_MEMORY)
+    assert (decision.plan.precision["conv"], decision.plan.batch_size) == (FP16, 128)
+
+
+def test_retreats_are_not_limited():
+    raised = LayerSignal(name="conv", variance=1.0)
+    assert first_tick(CONFIG, raised, memory=HIGH_MEMORY).plan.batch_size == 32
+    decision = first_tick(CONFIG, raised, memory=LOW_MEMORY, faults=(out_of_memory(96, 64),))
+    assert (decision.plan.precision["conv"], decision.plan.batch_size) == (FP32, 64)
+
+
+def test_the_retreat_precedes_the_rule_of_memory():
+    decision = first_tick(CONFIG, memory=HIGH_MEMORY, faults=(out_of_memory(96, 64),))
+    assert decision.plan.batch_size == 64
+    assert codes(decision, "batch") == [ReasonCode.OUT_OF_MEMORY, ReasonCode.LR_SCALE]
+
+
+def test_reasons_come_in_the_order_of_the_rules():
+    layers = (LayerSignal(name="conv", variance=1e-8, eigenvalues=(2.0,)), LayerSignal(name="head", eigenvalues=(9.0,)))
+    decision = first_tick(CONFIG, *layers, memory=HIGH_MEMORY)
+    assert [(reason.code, reason.subject) for reason in decision.reasons] == [
+        (ReasonCode.CURVATURE, "head"),
+        (ReasonCode.VARIANCE, "conv"),
+        (ReasonCode.CURVATURE, "head"),
+        (ReasonCode.LR_SCALE, "conv"),
+        (ReasonCode.LR_SCALE, "head"),
+        (ReasonCode.MEMORY_HIGH, "batch"),
+        (ReasonCode.LR_SCALE, "batch"),
+    ]
+
+
+def test_the_learning_rates_of_the_plan_follow_curvature_and_batch():
+    decision = first_tick(CONFIG, LayerSignal(name="conv", eigenvalues=(10.0,)), memory=HIGH_MEMORY)
+    assert decision.plan.lr_scale == {"conv": 0.5, "head": 1.0}
+    assert decision.plan.batch_lr_scale == 32 / 96
+    assert "rule linear at batch 32: learning rate times 0.333" in [reason.text for reason in decision.reasons]
+
+
+def test_noise_is_averaged_over_measurements_before_it_is_used():
+    config = ControlConfig(
+        curvature=CurvatureConfig(smoothing=0.5), batch=BatchConfig(start=32, minimum=32, lr_rule="adascale")
+    )
+    start = initial_decision(config, NAMES)
+    plan = replace(start.plan, batch_size=64)
+    state = start.state
+    for square in (0.0, 2.0):
+        noise = NoiseSignal(mean_square_norm=square, trace_covariance=32.0)
+        decision = decide(config, observation_of(plan, noise=noise), state)
+        state = decision.state
+    assert state.batch.noise == NoiseSignal(mean_square_norm=1.0, trace_covariance=32.0)
+    assert decision.plan.batch_lr_scale == (1 + 1) / (0.5 + 1)
+    assert codes(decision, "batch") == [ReasonCode.LR_SCALE]
+
+
+def test_a_plan_that_could_not_be_applied_keeps_the_precision_and_enlarges_nothing():
+    faults = (apply_failed(96),)
+    decision = first_tick(CONFIG, LayerSignal(name="conv", variance=1.0), memory=LOW_MEMORY, faults=faults)
+    assert decision.plan == initial_decision(CONFIG, NAMES).plan
+    assert codes(decision, "precision") == [ReasonCode.APPLY_FAILED]
+    assert "no step for it" in decision.reasons[0].text
+    assert codes(decision, "batch") == [ReasonCode.HELD_ENLARGED]
+
+
+def test_a_plan_that_could_not_be_applied_does_not_keep_memory_from_being_freed():
+    assert first_tick(CONFIG, memory=HIGH_MEMORY, faults=(apply_failed(96),)).plan.batch_size == 32
+
+
+def test_a_precision_that_never_applies_is_not_asked_for_at_every_tick():
+    config = replace(CONFIG, precision=replace(CONFIG.precision, dwell_ticks=4))
+    run, asked, faults = Run(config), [], ()
+    for tick in range(12):
+        signal = LayerSignal(name="conv", variance=1.0)
+        _, decision = run.step(signal, faults=faults, apply_fails=True)
+        wanted = decision.plan.precision["conv"]
+        faults = (apply_failed(96),) if wanted is FP32 else ()
+        asked += [tick] * (wanted is FP32)
+        assert run.plan.precision["conv"] is BF16
+    assert asked == [0, 5, 10]
+
+
+def test_everything_switched_off_keeps_the_initial_plan():
+    config = ControlConfig(
+        precision=PrecisionConfig(enabled=False),
+        curvature=CurvatureConfig(enabled=False, tau_curv=0.1, alpha=1.0),
+        batch=BatchConfig(enabled=False),
+    )
+    layer = LayerSignal(name="conv", variance=1.0, eigenvalues=(9.0,))
+    for memory in (LOW_MEMORY, HIGH_MEMORY):
+        decision = first_tick(config, layer, memory=memory)
+        assert (decision.plan, decision.reasons) == (initial_decision(config, NAMES).plan, ())
+
+
+seeds = st.integers(0, 2**32)
+
+
+@settings(max_examples=25)
+@given(control_configs(), machines(), seeds)
+def test_a_decision_follows_from_its_arguments_and_leaves_them_alone(config, machine, seed):
+    state = None
+    for observation, decision in eventful_run(config, machine, seed, 30):
+        if state is not None:
+            before = copy.deepcopy((config, observation, state))
+            assert decide(config, observation, state) == decision
+            assert (config, observation, state) == before
+        state = decision.state
+
+
+def assert_bounds(config: ControlConfig, observation: Observation, decision: Decision) -> None:
+    old, new = observation.plan, decision.plan
+    assert new.batch_size in ladder(config.batch)
+    assert config.batch.minimum <= new.batch_size <= config.batch.maximum
+    assert 1 <= new.num_micro_batches <= new.batch_size
+    assert new.num_micro_batches == 1 or new.batch_size == config.batch.minimum
+    assert list(new.precision) == list(old.precision)
+    assert all(new.precision[layer.name] in layer.supported for layer in observation.layers)
+    assert all(0.0 < scale <= 1.0 for scale in new.lr_scale.values())
+    assert 0.0 < new.batch_lr_scale <= max(new.batch_size / config.batch.start, 1.0) + 1e-12
+
+
+def assert_enlarges_once(observation: Observation, decision: Decision) -> None:
+    old, new = observation.plan, decision.plan
+    raised = any(
+        new.precision[name].bytes_per_element > old.precision[name].bytes_per_element for name in old.precision
+    )
+    grown = new.batch_size > old.batch_size
+    whole = new.batch_size == old.batch_size and new.num_micro_batches < old.num_micro_batches
+    assert raised + grown + whole <= 1
+    if any(fault.kind is FaultKind.APPLY_FAILED for fault in observation.faults):
+        assert new.precision == old.precision
+        assert not grown
+        assert not whole
+
+
+def assert_reasons(observation: Observation, decision: Decision) -> None:
+    old, new = observation.plan, decision.plan
+    batch_changed = (new.batch_size, new.num_micro_batches) != (old.batch_size, old.num_micro_batches)
+    rules = {ReasonCode.OUT_OF_MEMORY, ReasonCode.APPLY_FAILED, ReasonCode.MEMORY_LOW, ReasonCode.MEMORY_HIGH}
+    assert not batch_changed or rules & set(codes(decision, "batch"))
+    assert (new.batch_lr_scale != old.batch_lr_scale) == (ReasonCode.LR_SCALE in codes(decision, "batch"))
+    rules = {ReasonCode.VARIANCE, ReasonCode.CURVATURE, ReasonCode.CURVATURE_RELEASED}
+    for name, level in new.precision.items():
+        assert level is old.precision[name] or rules & set(codes(decision, name))
+        assert (new.lr_scale[name] != old.lr_scale[name]) == (ReasonCode.LR_SCALE in codes(decision, name))
+
+
+def assert_variances_are_true(decision: Decision) -> None:
+    for reason in decision.reasons:
+        if reason.code is ReasonCode.VARIANCE:
+            assert (reason.value >= reason.threshold) == (">=" in reason.text)
+
+
+@given(control_configs(), machines(), seeds)
+def test_every_tick_of_an_eventful_run_keeps_bounds_enlarges_once_and_gives_reasons(config, machine, seed):
+    for observation, decision in eventful_run(config, machine, seed, 60):
+        assert_bounds(config, observation, decision)
+        assert_enlarges_once(observation, decision)
+        assert_reasons(observation, decision)
+        assert_variances_are_true(decision)
+
+
+@given(control_configs(enabled=True, bound_by_noise_scale=False, cap_ticks=6), machines(), st.floats(0.0, 1e-1))
+def test_constant_observations_bring_the_plan_to_rest(config, machine, variance):
+    band = (config.batch.rho_high - config.batch.rho_low) * machine.limit_bytes
+    # With a band wider than a step of the ladder in FP32 throughout, every size grown into lies in the band.
+    machine = replace(machine, bytes_per_sample=math.floor(band / (config.batch.step_up * len(machine.names) * 2 + 1)))
+    layers = [
+        LayerSignal(name=name, variance=variance, eigenvalues=(7.0,), supported=machine.supported)
+        for name in machine.names
+    ]
+    run = Run(config, machine)
+    plans = [run.step(*layers)[1].plan for _ in range(160)]
+    assert all(plan.batch_size == plans[-1].batch_size for plan in plans[-60:])
+    assert all(plan.precision == plans[-1].precision for plan in plans[12:])

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.measure import dense_curvature as dense
+from triaccel_ray.layers import find_layers
+from triaccel_ray.measure.curvature import PowerIteration, top_eigenvalues
+from triaccel_ray.measure.curvature.gram import layer_grams
+from triaccel_ray.measure.curvature.hessian import power_iteration
+from triaccel_ray.measure.curvature.objective import Objective, measuring
+
+METHODS = ("fisher", "ggn", "hessian")
+NUM_SAMPLES, NUM_CLASSES, VOCABULARY = 6, 3, 7
+# Everything is computed in FP64 and handed over in FP32: what is left is one rounding, relative to the largest value.
+ROUNDING = torch.finfo(torch.float32).eps
+
+
+class ConvNet(nn.Sequential):
+    """Piecewise linear in each layer's weights; in-place ReLUs directly behind convolutions and linear layers."""
+
+    def __init__(self, activation: Callable[[], nn.Module] = lambda: nn.ReLU(inplace=True)) -> None:
+        super().__init__(
+            nn.Conv2d(2, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            activation(),
+            nn.Conv2d(4, 6, (3, 2), stride=2, groups=2, padding=(1, 0), bias=False),
+            activation(),
+            nn.Conv2d(6, 4, 2, dilation=2, padding="same"),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(8, 5),
+            activation(),
+            nn.Linear(5, NUM_CLASSES),
+        )
+
+
+class TokenNet(nn.Module):
+    """A linear layer over a sequence as long as the batch, used twice; the table of tokens is also the output map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 4, padding_idx=2)
+        self.mix = nn.Linear(4, 4)
+        self.out = nn.Linear(4, VOCABULARY, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = F.relu_(self.mix(self.table(tokens)))
+        return self.out(self.mix(hidden).mean(dim=1))
+
+
+class PositionNet(nn.Module):
+    """Position vectors are the same for all samples, and as many as there are samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(VOCABULARY, 4), nn.Embedding(NUM_SAMPLES, 4)
+        self.head = nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1])
+        return self.head(torch.tanh(self.token(tokens) + self.position(places)).mean(dim=1))
+
+
+class AttentionNet(nn.Module):
+    """Sequence first, as `nn.MultiheadAttention` has it by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.head = nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(dim=0))
+
+
+class RecurrentNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(4, 3, batch_first=True)
+        self.head = nn.Linear(3, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.recurrent(x)[0][:, -1])
+
+
+class Bilinear(nn.Module):
+    """A module of nobody's library, with two weights; `decide` makes it look at its data, which vmap refuses."""
+
+    def __init__(self, *, decide: bool = False) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Parameter(torch.randn(5, 3)) for _ in range(2))
+        self.decide = decide
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.decide and bool((x > 1e9).any()):
+            return x @ self.left
+        return (x @ self.left) * (x @ self.right)
+
+
+class FlattenNet(nn.Module):
+    """The linear layer sees samples and positions in one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(5, 4), nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(x.reshape(-1, 5))).view(len(x), -1, 4).mean(dim=1))
+
+
+class LendingNet(nn.Module):
+    """The first layer's weight is used once more outside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(5, 5), nn.Linear(5, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(x)) @ self.first.weight)
+
+
+def smooth_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, label_smoothing=0.1)
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - F.one_hot(targets, outputs.shape[-1])).square().sum(dim=-1).mean()
+
+
+def images() -> Tensor:
+    return torch.randn(NUM_SAMPLES, 2, 5, 5)
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCABULARY, (NUM_SAMPLES, NUM_SAMPLES))
+
+
+def sequences() -> Tensor:
+    return torch.randn(NUM_SAMPLES, 3, 4)
+
+
+def vectors() -> Tensor:
+    return torch.randn(NUM_SAMPLES, 5)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "convolutions": (ConvNet, images),
+    "smooth": (lambda: ConvNet(nn.GELU), images),
+    "tied_tokens": (TokenNet, tokens),
+    "positions": (PositionNet, tokens),
+    "attention": (AttentionNet, sequences),
+    "recurrent": (RecurrentNet, sequences),
+    "foreign": (lambda: nn.Sequential(nn.Linear(5, 5), Bilinear(), nn.Linear(3, 3)), vectors),
+    "deciding": (lambda: nn.Sequential(Bilinear(decide=True), nn.Linear(3, 3)), vectors),
+    "conv1d": (lambda: nn.Sequential(nn.Conv1d(3, 4, 2, padding=1), nn.Flatten(), nn.Linear(20, 3)), sequences),
+    "circular": (
+        lambda: nn.Sequential(nn.Conv2d(2, 2, 3, padding_mode="circular"), nn.Flatten(), nn.Linear(18, 3)),
+        images,
+    ),
+    "flattened": (FlattenNet, lambda: torch.randn(NUM_SAMPLES, 2, 5)),
+    "lent": (LendingNet, vectors),
+    "normed": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 4)), nn.Tanh(), nn.Linear(4, 3)),
+        vectors,
+    ),
+}
+FALLBACK = {"deciding": ("0",), "recurrent": ("recurrent",)}
+"""Which layers of which case nothing but one pass per sample can measure."""
+
+
+@pytest.fixture(autouse=True)
+def _same_draws_everywhere() -> None:
+    torch.manual_seed(0)
+
+
+def make(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor, Tensor]:
+    """The model in eval mode, with normalisation statistics that do something, inputs and targets."""
+    build, draw = CASES[name]
+    model = build().to(dtype).eval()
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.uniform_(0.5, 1.5)
+    inputs = draw()
+    num_outputs = VOCABULARY if name == "tied_tokens" else NUM_CLASSES
+    inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
+    return model, inputs, torch.randint(num_outputs, (NUM_SAMPLES,))
+
+
+def assert_spectrum(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(
+        found.double(), expected, rtol=0.0, atol=ROUNDING * expected.abs().max().item(), check_dtype=False
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("loss", [smooth_cross_entropy, squared_error])
+def test_fisher_is_the_dense_empirical_fisher(name: str, loss: Any) -> None:
+    model, inputs, targets = make(name)
+    layers = find_layers(model)
+    estimate = top_eigenvalues(model, loss, inputs, targets, layers, method="fisher", top_k=4)
+    for layer, found in zip(layers, estimate.eigenvalues, strict=True):
+        assert_spectrum(found, dense.largest(dense.fisher_block(model, loss, inputs, targets, layer), 4))
+    assert estimate.fallback_layers == FALLBACK.get(name, ())
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("loss", [smooth_cross_entropy, squared_error])
+def test_ggn_is_the_dense_gauss_newton_matrix(name: str, loss: Any) -> None:
+    model, inputs, targets = make(name)
+    layers = find_layers(model)
+    estimate = top_eigenvalues(model, loss, inputs, targets, layers, method="ggn", top_k=4)
+    for layer, found in zip(layers, estimate.eigenvalues, strict=True):
+        assert_spectrum(found, dense.largest(dense.ggn_block(model, loss, inputs, targets, layer), 4))
+    assert estimate.fallback_layers == FALLBACK.get(name, ())
+    assert estimate.mean_square_norm is None
+    assert estimate.trace_covariance is None

@@ -1,0 +1,184 @@
+import math
+from dataclasses import FrozenInstanceError
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from triaccel_ray.config import (
+    BatchConfig,
+    ControlConfig,
+    CurvatureConfig,
+    LossScaleConfig,
+    PrecisionConfig,
+    require,
+    require_number,
+)
+
+INF, NAN = math.inf, math.nan
+ABOVE_ONE, BELOW_ZERO = math.nextafter(1.0, 2.0), -math.ulp(0.0)
+
+OUT_OF_RANGE = [
+    (PrecisionConfig, "tau_low", "tau_low", "must be a number >= 0", [BELOW_ZERO, NAN, -INF, True, None, "1e-6"]),
+    (PrecisionConfig, "tau_low", "tau_low", "must be finite", [INF]),
+    (PrecisionConfig, "tau_high", "tau_high", "must be a number >= 0", [BELOW_ZERO, NAN, -INF, True, None, "1e-3"]),
+    (PrecisionConfig, "beta", "beta", "must lie in [0, 1)", [BELOW_ZERO, 1.0, NAN, INF, "0.9"]),
+    (PrecisionConfig, "dwell_ticks", "dwell_ticks", "must be >= 0", [-1, NAN, False, None]),
+    (PrecisionConfig, "patience_ticks", "patience_ticks", "must be >= 1", [0, -3, NAN, True]),
+    (
+        CurvatureConfig,
+        "method",
+        "curvature method",
+        "must be one of fisher, ggn, hessian",
+        ["Fisher", "kfac", "", None],
+    ),
+    (CurvatureConfig, "top_k", "top_k", "must be >= 1", [0, -1, NAN]),
+    (CurvatureConfig, "every_steps", "curvature every_steps (T_curv)", "must be >= 1", [0, -1, NAN]),
+    (CurvatureConfig, "num_samples", "curvature num_samples (b_curv)", "must be >= 2", [1, 0, -1, NAN]),
+    (CurvatureConfig, "alpha", "alpha", "must be a finite number >= 0", [BELOW_ZERO, INF, NAN]),
+    (CurvatureConfig, "tau_curv", "tau_curv", "must be > 0", [0.0, -1.0, -INF, NAN]),
+    (CurvatureConfig, "smoothing", "smoothing", "must lie in [0, 1)", [BELOW_ZERO, 1.0, NAN, INF]),
+    (BatchConfig, "granularity", "granularity", "must be >= 1", [0, -32, NAN]),
+    (BatchConfig, "minimum", "batch minimum", "must be >= 1", [0, -32, NAN]),
+    (BatchConfig, "step_up", "batch step_up", "must be >= 1", [0]),
+    (BatchConfig, "step_up", "batch step_up", "must be a multiple of granularity = 32", [16, 33, -32, NAN]),
+    (BatchConfig, "step_down", "batch step_down", "must be >= 1", [0]),
+    (BatchConfig, "step_down", "batch step_down", "must be a multiple of granularity = 32", [16, 65, -64, NAN]),
+    (BatchConfig, "rho_low", "rho_low", "must lie in [0, 1]", [BELOW_ZERO, ABOVE_ONE, INF, NAN]),
+    (BatchConfig, "rho_high", "rho_high", "must lie in [0, 1]", [BELOW_ZERO, ABOVE_ONE, INF, NAN]),
+    (BatchConfig, "dwell_ticks", "batch dwell_ticks", "must be >= 0", [-1, NAN]),
+    (BatchConfig, "cap_ticks", "batch cap_ticks", "must be >= 1", [0, -1, NAN]),
+    (BatchConfig, "lr_rule", "lr_rule", "must be one of none, sqrt, linear, adascale", ["Linear", "", None]),
+    (LossScaleConfig, "initial", "loss scale initial", "must lie in [1, 2**24]", [0.5, 2.0**24 + 2, INF, NAN]),
+    (LossScaleConfig, "growth_interval", "loss scale growth_interval", "must be >= 1", [0, -1, NAN]),
+    (ControlConfig, "every_steps", "every_steps (T_ctrl)", "must be >= 1", [0, -50, NAN]),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "name", "rule", "value"),
+    [
+        pytest.param(config, field, name, rule, value, id=f"{config.__name__}.{field}={value!r}")
+        for config, field, name, rule, values in OUT_OF_RANGE
+        for value in values
+    ],
+)
+def test_a_bad_value_is_refused_with_name_value_and_rule(config, field, name, rule, value):
+    with pytest.raises(ValueError, match=" = ") as error:
+        config(**{field: value})
+    assert str(error.value) == f"{name} = {value!r}: {rule}"
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "message"),
+    [
+        (
+            PrecisionConfig,
+            {"tau_low": 1e-3, "tau_high": 1e-6},
+            "tau_low, tau_high = (0.001, 1e-06): tau_low must be smaller than tau_high; exchange them, or set "
+            "precision off to keep one precision",
+        ),
+        (
+            PrecisionConfig,
+            {"tau_low": 1e-3, "tau_high": 1e-3},
+            "tau_low, tau_high = (0.001, 0.001): tau_low must be smaller than tau_high; exchange them, or set "
+            "precision off to keep one precision",
+        ),
+        (
+            BatchConfig,
+            {"rho_low": 0.9, "rho_high": 0.7},
+            "rho_low, rho_high = (0.9, 0.7): rho_low must be smaller than rho_high; exchange them, or set batch off to "
+            "keep one size",
+        ),
+        (
+            BatchConfig,
+            {"rho_low": 0.8, "rho_high": 0.8},
+            "rho_low, rho_high = (0.8, 0.8): rho_low must be smaller than rho_high; exchange them, or set batch off to "
+            "keep one size",
+        ),
+        (
+            BatchConfig,
+            {"minimum": 128},
+            "batch minimum, start, maximum = (128, 96, 512): must be in ascending order",
+        ),
+        (BatchConfig, {"start": 544}, "batch minimum, start, maximum = (32, 544, 512): must be in ascending order"),
+        (BatchConfig, {"maximum": 64}, "batch minimum, start, maximum = (32, 96, 64): must be in ascending order"),
+        (BatchConfig, {"start": NAN}, "batch minimum, start, maximum = (32, nan, 512): must be in ascending order"),
+        (BatchConfig, {"maximum": NAN}, "batch minimum, start, maximum = (32, 96, nan): must be in ascending order"),
+        (BatchConfig, {"minimum": INF}, "batch minimum, start, maximum = (inf, 96, 512): must be in ascending order"),
+        (BatchConfig, {"start": 100}, "batch start - minimum = 68: must be a multiple of granularity = 32"),
+        (BatchConfig, {"minimum": 24}, "batch start - minimum = 72: must be a multiple of granularity = 32"),
+        (BatchConfig, {"granularity": 48}, "batch step_up = 32: must be a multiple of granularity = 48"),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused(config, fields, message):
+    with pytest.raises(ValueError, match=" = ") as error:
+        config(**fields)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("batch", "values"),
+    [
+        (BatchConfig(lr_rule="adascale"), "('adascale', False)"),
+        (BatchConfig(bound_by_noise_scale=True), "('none', True)"),
+        (BatchConfig(lr_rule="adascale", bound_by_noise_scale=True), "('adascale', True)"),
+    ],
+)
+@pytest.mark.parametrize(
+    "curvature", [CurvatureConfig(enabled=False), CurvatureConfig(method="ggn"), CurvatureConfig(method="hessian")]
+)
+def test_rules_that_need_the_gradient_noise_need_the_fisher(batch, values, curvature):
+    with pytest.raises(ValueError, match=" = ") as error:
+        ControlConfig(batch=batch, curvature=curvature)
+    assert str(error.value) == (
+        f"lr_rule, bound_by_noise_scale = {values}: need the per-sample gradients that curvature method 'fisher' "
+        "measures; switch curvature on"
+    )
+    assert ControlConfig(batch=batch).batch is batch
+    assert ControlConfig(curvature=curvature).curvature is curvature
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (PrecisionConfig, {"tau_low": 0.0, "tau_high": INF, "beta": 0.0, "dwell_ticks": 0, "patience_ticks": 1}),
+        (PrecisionConfig, {"tau_low": 0, "tau_high": math.ulp(0.0), "beta": math.nextafter(1.0, 0.0)}),
+        (CurvatureConfig, {"top_k": 1, "every_steps": 1, "num_samples": 2, "alpha": 0.0, "smoothing": 0.0}),
+        (CurvatureConfig, {"tau_curv": math.ulp(0.0), "smoothing": math.nextafter(1.0, 0.0)}),
+        (CurvatureConfig, {"tau_curv": INF, "method": "hessian"}),
+        (BatchConfig, {"minimum": 1, "start": 1, "maximum": 1, "granularity": 1}),
+        (BatchConfig, {"rho_low": 0.0, "rho_high": 1.0, "dwell_ticks": 0, "cap_ticks": 1}),
+        (BatchConfig, {"maximum": 500}),
+        (LossScaleConfig, {"initial": 1.0, "growth_interval": 1}),
+        (LossScaleConfig, {"initial": 2.0**24}),
+        (ControlConfig, {"every_steps": 1}),
+    ],
+)
+def test_the_bounds_themselves_are_allowed(config, fields):
+    built = config(**fields)
+    assert {name: getattr(built, name) for name in fields} == fields
+
+
+def test_a_configuration_is_frozen_and_takes_no_positions():
+    with pytest.raises(FrozenInstanceError):
+        ControlConfig().every_steps = 1
+    with pytest.raises(TypeError):
+        ControlConfig(50)
+
+
+def test_require_raises_only_when_the_condition_fails():
+    require(True, "k", 1, "must be odd")
+    with pytest.raises(ValueError, match=r"^k = 2: must be odd$"):
+        require(False, "k", 2, "must be odd")
+
+
+@settings(deadline=None)
+@given(st.floats(), st.floats(allow_nan=False), st.floats(allow_nan=False))
+def test_a_number_passes_exactly_within_its_bounds(value, one, other):
+    low, high = sorted((one, other))
+    if low <= value <= high:
+        require_number("x", value, "in bounds", low=low, high=high)
+    else:
+        with pytest.raises(ValueError, match=r"^x = .*: in bounds$"):
+            require_number("x", value, "in bounds", low=low, high=high)

@@ -1,0 +1,79 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from trainables.registry import TASKS
+from trainables.task import Purpose
+from triaccel_ray.sources import DataSource, TensorSource
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder with CIFAR-10's binary training files, images of noise, and no test file."""
+    folder = tmp_path_factory.mktemp("cifar") / "cifar-10-batches-bin"
+    folder.mkdir()
+    noise = np.random.default_rng(0)
+    for number in range(1, 6):
+        records = noise.integers(0, 256, (10_000, 3073), dtype=np.uint8)
+        records[:, 0] = np.arange(10_000) % 10
+        records.tofile(folder / f"data_batch_{number}.bin")
+    return folder.parent
+
+
+@pytest.fixture
+def with_test_file(data_dir: Path) -> Iterator[Path]:
+    path = data_dir / "cifar-10-batches-bin" / "test_batch.bin"
+    np.zeros((10_000, 3073), dtype=np.uint8).tofile(path)
+    yield data_dir
+    path.unlink()
+
+
+def _keys(source: DataSource) -> set[bytes]:
+    """Returns the first pixels of every image, which in noise are as good as its identity."""
+    assert isinstance(source, TensorSource)
+    return {image.tobytes() for image in source.inputs[:, :, 0, :8].contiguous().numpy()}
+
+
+def test_a_search_holds_out_500_training_images_a_class_and_needs_no_test_file(data_dir: Path) -> None:
+    splits = TASKS["cifar10-resnet18"](data_dir).data(Purpose.SEARCH)
+    assert (len(splits.train), len(splits.held_out)) == (45_000, 5_000)
+    assert isinstance(splits.held_out, TensorSource)
+    assert torch.bincount(splits.held_out.targets).tolist() == [500] * 10
+    assert len(_keys(splits.train) | _keys(splits.held_out)) == 50_000
+    again = TASKS["cifar10-efficientnet-b0"](data_dir).data(Purpose.SEARCH)
+    assert _keys(again.held_out) == _keys(splits.held_out)
+
+
+def test_a_final_run_without_the_test_file_says_which_one_is_missing(data_dir: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"not found: test_batch.bin\)"):
+        TASKS["cifar10-resnet18"](data_dir).data(Purpose.FINAL)
+
+
+def test_a_final_run_trains_on_everything_and_is_judged_by_the_test_file(with_test_file: Path) -> None:
+    splits = TASKS["cifar10-resnet18"](with_test_file).data(Purpose.FINAL)
+    assert (len(splits.train), len(splits.held_out)) == (50_000, 10_000)
+    assert isinstance(splits.held_out, TensorSource)
+    assert splits.held_out.inputs.max() == 0
+
+
+def test_batches_are_prepared_and_augmented_for_training_alone(data_dir: Path) -> None:
+    indices = torch.arange(4)
+    for name, edge in (("cifar10-resnet18", 32), ("cifar10-efficientnet-b0", 224)):
+        splits = TASKS[name](data_dir).data(Purpose.SEARCH)
+        plain, targets = splits.train.batch(indices, None)
+        augmented, _ = splits.train.batch(indices, torch.Generator().manual_seed(0))
+        assert plain.shape == augmented.shape == (4, 3, edge, edge)
+        assert plain.dtype == torch.float32
+        assert plain.is_contiguous(memory_format=torch.channels_last)
+        assert targets.dtype == torch.int64
+        assert not torch.equal(plain, augmented)
+        held_out, _ = splits.held_out.batch(indices, torch.Generator().manual_seed(0))
+        assert torch.equal(held_out, splits.held_out.batch(indices, None)[0])
+
+
+def test_cifar100_does_not_take_cifar10s_files_for_its_own(data_dir: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="CIFAR-100: no complete set of files"):
+        TASKS["cifar100-resnet18"](data_dir).data(Purpose.SEARCH)

@@ -1,0 +1,162 @@
+import dataclasses
+import functools
+import hashlib
+import http.server
+import io
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainables.cifar_download import default_data_dir, obtain
+from trainables.cifar_files import HOMEPAGE, CifarSet, cifar_set
+
+CIFAR10, CIFAR100 = cifar_set(10), cifar_set(100)
+NOBODY = "http://127.0.0.1:9/archive.tar.gz"
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class names it so
+        pass
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """Yields a folder and the address under which a server on this machine gives out what lies in it."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    handler = functools.partial(_Quiet, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield folder, f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def _archive(path: Path, names: list[str]) -> str:
+    """Writes an archive with small files of these names; returns its checksum."""
+    with tarfile.open(path, "w:gz") as tar:
+        for name in names:
+            member = tarfile.TarInfo(name)
+            member.size = len(name)
+            tar.addfile(member, io.BytesIO(name.encode()))
+    return hashlib.md5(path.read_bytes()).hexdigest()
+
+
+def _served_set(served: tuple[Path, str], names: list[str], md5: str | None = None) -> CifarSet:
+    folder, address = served
+    found = _archive(folder / "archive.tar.gz", names)
+    return dataclasses.replace(CIFAR10, url=f"{address}/archive.tar.gz", url_md5=md5 or found)
+
+
+def _official_names() -> list[str]:
+    layout = CIFAR10.python
+    return [f"{layout.folder}/{name}" for name in ("batches.meta", *layout.train, layout.test)]
+
+
+def test_an_empty_folder_is_filled_by_download_and_nothing_lands_outside(
+    tmp_path: Path, served: tuple[Path, str]
+) -> None:
+    cifar = _served_set(served, [*_official_names(), "../escaped", str(tmp_path / "escaped-too")])
+    data_dir = tmp_path / "data"
+    data_dir.mkdir()
+    found = obtain(cifar, data_dir, with_test=True)
+    assert found.path == data_dir / "cifar-10-batches-py"
+    assert {path.name for path in found.path.iterdir()} == {*found.needed(with_test=True)}
+    assert (found.path / "test_batch").read_text() == "cifar-10-batches-py/test_batch"
+    assert {path.name for path in tmp_path.iterdir()} == {"data", "served"}
+    assert [path for path in data_dir.iterdir() if path != found.path and path.is_dir()] == []
+
+
+def test_the_default_is_a_cache_that_is_filled_once(
+    tmp_path: Path, served: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cifar = _served_set(served, _official_names())
+    first = obtain(cifar, None, with_test=False)
+    assert first.path.parent == default_data_dir() == tmp_path / "cache" / "triaccel" / "data"
+    assert obtain(dataclasses.replace(cifar, url=NOBODY), None, with_test=True).path == first.path
+
+
+def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
+    assert default_data_dir() == Path.home() / ".cache" / "triaccel" / "data"
+
+
+def test_processes_that_start_together_download_once(tmp_path: Path, served: tuple[Path, str]) -> None:
+    cifar = _served_set(served, _official_names())
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(obtain(cifar, tmp_path / "data", with_test=True)))
+        for _ in range(4)
+    ]
+    (tmp_path / "data").mkdir()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found.path for found in results] == [tmp_path / "data" / "cifar-10-batches-py"] * 4
+
+
+@pytest.mark.parametrize("cifar", [CIFAR10, CIFAR100])
+def test_a_failed_download_names_every_file_the_source_and_the_option(cifar: CifarSet, tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(FileNotFoundError) as error:
+        obtain(dataclasses.replace(cifar, url=NOBODY), tmp_path, with_test=True)
+    assert time.monotonic() - started < 5
+    message = str(error.value)
+    for layout in (cifar.python, cifar.binary):
+        assert f"{tmp_path / layout.folder}: {', '.join((*layout.train, layout.test))} (none found)" in message
+    for part in (cifar.title, NOBODY, "Connection refused", HOMEPAGE, "--data-dir"):
+        assert part in message
+
+
+def test_a_failed_download_can_be_tried_again(tmp_path: Path, served: tuple[Path, str]) -> None:
+    cifar = _served_set(served, _official_names())
+    with pytest.raises(FileNotFoundError):
+        obtain(dataclasses.replace(cifar, url=NOBODY), tmp_path, with_test=False)
+    (tmp_path / "served" / "archive.tar.gz").rename(tmp_path / "served" / "moved")
+    data_dir = tmp_path / "data"
+    data_dir.mkdir()
+    with pytest.raises(FileNotFoundError, match="HTTPError: HTTP Error 404"):
+        obtain(cifar, data_dir, with_test=False)
+    (tmp_path / "served" / "moved").rename(tmp_path / "served" / "archive.tar.gz")
+    assert obtain(cifar, data_dir, with_test=False).missing(with_test=True) == ()
+
+
+def test_an_archive_that_is_not_the_published_one_is_refused(tmp_path: Path, served: tuple[Path, str]) -> None:
+    data_dir = tmp_path / "data"
+    data_dir.mkdir()
+    with pytest.raises(FileNotFoundError, match=f"has the md5 checksum .*: must have {'0' * 32}"):
+        obtain(_served_set(served, _official_names(), md5="0" * 32), data_dir, with_test=False)
+    assert not (data_dir / "cifar-10-batches-py").exists()
+
+
+def test_an_archive_without_the_files_is_refused(tmp_path: Path, served: tuple[Path, str]) -> None:
+    data_dir = tmp_path / "data"
+    data_dir.mkdir()
+    with pytest.raises(FileNotFoundError, match="does not hold all of them"):
+        obtain(_served_set(served, ["other/data_batch_1"]), data_dir, with_test=False)
+
+
+def test_a_named_folder_that_does_not_exist_is_neither_created_nor_filled(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"absent is not an existing folder(.|\n)*data_batch_1.bin"):
+        obtain(CIFAR10, tmp_path / "absent", with_test=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_downloaded_beside_a_users_files(tmp_path: Path) -> None:
+    (tmp_path / "data_batch_1.bin").touch()
+    with pytest.raises(FileNotFoundError, match="is not empty, so nothing was downloaded") as error:
+        obtain(CIFAR10, tmp_path, with_test=False)
+    assert "(not found: data_batch_2.bin, data_batch_3.bin, data_batch_4.bin, data_batch_5.bin)" in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["data_batch_1.bin"]

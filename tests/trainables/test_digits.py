@@ -1,0 +1,94 @@
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainables.digits import Digits
+from trainables.task import Purpose
+from triaccel_ray.layers import find_layers
+from triaccel_ray.sources import DataSource, TensorSource
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _images(source: DataSource) -> set[bytes]:
+    inputs, _ = source.batch(torch.arange(len(source)), None)
+    return {image.numpy().tobytes() for image in inputs}
+
+
+def _labels(source: DataSource) -> Tensor:
+    return source.batch(torch.arange(len(source)), None)[1]
+
+
+def test_splits_are_disjoint_and_complete() -> None:
+    search, final = Digits().data(Purpose.SEARCH), Digits().data(Purpose.FINAL)
+    train, validation, test = _images(search.train), _images(search.held_out), _images(final.held_out)
+    assert (len(train), len(validation), len(test)) == (1079, 359, 359)
+    assert len(train | validation | test) == 1797
+    assert _images(final.train) == train | validation
+
+
+def test_splits_are_stratified() -> None:
+    search, final = Digits().data(Purpose.SEARCH), Digits().data(Purpose.FINAL)
+    everything = torch.bincount(_labels(final.train)) + torch.bincount(_labels(final.held_out))
+    for part in (search.held_out, final.held_out):
+        assert (torch.bincount(_labels(part)) - everything * 359 / 1797).abs().max() <= 1
+
+
+def test_splits_do_not_depend_on_the_seed_of_the_run() -> None:
+    torch.manual_seed(1)
+    first = Digits().data(Purpose.SEARCH)
+    torch.manual_seed(2)
+    second = Digits().data(Purpose.SEARCH)
+    for name in ("train", "held_out"):
+        indices = torch.arange(len(getattr(first, name)))
+        for a, b in zip(*(getattr(splits, name).batch(indices, None) for splits in (first, second)), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_nothing_that_a_search_holds_reaches_a_test_sample() -> None:
+    search, test = Digits().data(Purpose.SEARCH), _images(Digits().data(Purpose.FINAL).held_out)
+    for source in (search.train, search.held_out):
+        assert isinstance(source, TensorSource)
+        # the memory behind the tensor, not only what the tensor shows of it
+        behind = torch.tensor(source.inputs.untyped_storage(), dtype=torch.uint8).numpy().tobytes()
+        assert len(behind) == len(source) * 64 * 4
+        assert not any(image in behind for image in test)
+
+
+def test_the_model_is_small_and_drawn_from_the_global_generator() -> None:
+    torch.manual_seed(3)
+    first = Digits().model()
+    torch.manual_seed(3)
+    second = Digits().model()
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert first(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    assert [layer.name for layer in find_layers(first)] == ["conv1", "conv2", "conv3", "linear"]
+
+
+def test_a_few_epochs_of_plain_sgd_learn_the_digits() -> None:
+    task = Digits()
+    splits = task.data(Purpose.SEARCH)
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = task.optimizer(model, task.recipe)
+    num_steps = math.ceil(len(splits.train) / task.control.batch.start)
+    for _ in range(4):
+        for indices in torch.randperm(len(splits.train)).chunk(num_steps):
+            inputs, targets = splits.train.batch(indices, None)
+            optimizer.zero_grad()
+            task.loss(model(inputs), targets, task.recipe).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        inputs, targets = splits.held_out.batch(torch.arange(len(splits.held_out)), None)
+        accuracy = task.num_correct(model(inputs), targets).item() / len(targets)
+    assert accuracy >= 0.90

@@ -1,0 +1,102 @@
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainables.digits import Digits
+from trainables.registry import TASKS, load_task
+
+MODULE = """
+from torch import nn
+from trainables.digits import Digits
+from trainables.task import Task
+
+class Mine(Digits):
+    name = "mine"
+
+class Half(Task):
+    name = "half"
+    def model(self):
+        return nn.Linear(1, 1)
+
+class Nameless(Digits):
+    name = ""
+
+class Stubborn(Digits):
+    name = "stubborn"
+    def __init__(self):
+        pass
+
+class Plain:
+    pass
+"""
+
+
+@pytest.fixture
+def working_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yields a working directory that is not on the module path, and forgets the modules imported from it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.startswith("own_"):
+            del sys.modules[name]
+
+
+def _write(folder: Path, module: str, text: str) -> None:
+    (folder / f"{module}.py").write_text(text)
+
+
+def test_bundled_tasks_are_found_by_the_names_they_give_themselves(tmp_path: Path) -> None:
+    for name, task_class in TASKS.items():
+        task = load_task(name, tmp_path)
+        assert type(task) is task_class
+        assert task.name == name
+        assert task.data_dir == tmp_path
+
+
+def test_a_task_of_ones_own_is_imported_from_the_working_directory(working_dir: Path) -> None:
+    _write(working_dir, "own_task", MODULE)
+    task = load_task("own_task:Mine", working_dir)
+    assert isinstance(task, Digits)
+    assert (task.name, task.data_dir) == ("mine", working_dir)
+
+
+def test_a_task_in_a_package_is_imported_by_its_dotted_name(working_dir: Path) -> None:
+    (working_dir / "own_package").mkdir()
+    _write(working_dir / "own_package", "inner", MODULE)
+    assert load_task("own_package.inner:Mine", None).name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "cifar10-resnet-18",
+            r"'cifar10-resnet-18': no such task, did you mean cifar10-resnet18\?.*package.module:Class",
+        ),
+        ("zebra", r"'zebra': no such task. Bundled are digits, cifar10-resnet18, .*package.module:Class"),
+        ("no_such_module:Mine", "there is no module no_such_module, neither in"),
+        ("trainables.nothing:Mine", "there is no module trainables.nothing, neither in"),
+        ("own_task:Mien", r"own_task has no Mien; the tasks defined there: Mine, Half, Nameless, Stubborn"),
+        ("own_task:Plain", "Plain must be a subclass of trainables.task.Task"),
+        ("own_task:Half", r"Half must define the method\(s\) data"),
+        ("own_task:Nameless", "Nameless must set the attribute name"),
+        ("own_task:Stubborn", r"must be constructible as Stubborn\(data_dir\)"),
+        ("own_task.py:Mine", "not its file"),
+        ("./own_task:Mine", "not its file"),
+        ("own_task:", "not its file"),
+        ("own_needs:Mine", "own_needs imports zebra_library, which is not installed"),
+        ("own_broken:Mine", r"importing own_broken raised NameError: name 'undefined' .*own_broken.py:2\)"),
+        ("own_syntax:Mine", r"importing own_syntax raised SyntaxError: .*own_syntax.py, line 1"),
+    ],
+)
+def test_what_is_no_task_is_refused_with_the_reason(working_dir: Path, name: str, message: str) -> None:
+    _write(working_dir, "own_task", MODULE)
+    _write(working_dir, "own_needs", "import zebra_library\n")
+    _write(working_dir, "own_broken", "x = 1\ny = undefined\n")
+    _write(working_dir, "own_syntax", "class\n")
+    with pytest.raises(ValueError, match=message):
+        load_task(name, None)

@@ -1,0 +1,101 @@
+"""CIFAR-10 and CIFAR-100 with ResNet-18 and EfficientNet-B0, the experiments of Tri-Accel's section 4."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from torch import Tensor, nn
+
+from trainables.cifar_download import obtain
+from trainables.cifar_files import cifar_set
+from trainables.images import PrepareImages, random_crop_and_flip
+from trainables.models import Stem, efficientnet_b0, resnet18
+from trainables.split import stratified_split
+from trainables.task import Purpose, Recipe, Splits, Task
+from triaccel_ray.sources import TensorSource
+
+_SPLIT_SEED = 2026
+"""Of the task, not of the run: every run, whatever its seed, is judged by the same samples."""
+_NUM_VALIDATION = 5_000
+_CHANNEL_MEAN = {10: (0.4914, 0.4822, 0.4465), 100: (0.5071, 0.4865, 0.4409)}
+_CHANNEL_STD = {10: (0.2470, 0.2435, 0.2616), 100: (0.2673, 0.2564, 0.2762)}
+
+
+class CifarTask(Task):
+    """The data of either set: 45,000 training and 5,000 validation images, or all 50,000 and the 10,000 for testing.
+
+    Images stay uint8; cropping, flipping, normalising and resizing happen on the device, a batch at a time.
+    """
+
+    num_classes: ClassVar[Literal[10, 100]] = 10
+    input_size: ClassVar[int | None] = None
+    """Edge in pixels to which the 32 x 32 images are resized; None leaves them."""
+
+    def data(self, purpose: Purpose) -> Splits:
+        """Returns the samples for `purpose`; for SEARCH the file with test images need not even exist."""
+        final = purpose is Purpose.FINAL
+        folder = obtain(cifar_set(self.num_classes), self.data_dir, with_test=final)
+        images, labels = folder.read_train()
+        if final:
+            return self._splits((images, labels), folder.read_test())
+        train, validation = stratified_split(labels, _NUM_VALIDATION, _SPLIT_SEED)
+        return self._splits((images[train], labels[train]), (images[validation], labels[validation]))
+
+    def _splits(self, train: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor]) -> Splits:
+        prepare = PrepareImages(_CHANNEL_MEAN[self.num_classes], _CHANNEL_STD[self.num_classes], self.input_size)
+        return Splits(
+            train=TensorSource(*train, prepare=prepare, augment=random_crop_and_flip),
+            held_out=TensorSource(*held_out, prepare=prepare),
+        )
+
+
+class Cifar10ResNet18(CifarTask):
+    """ResNet-18 with the 3 x 3 stem that suits small images."""
+
+    name: ClassVar[str] = "cifar10-resnet18"
+    stem: ClassVar[Stem] = "cifar"
+    recipe: ClassVar[Recipe] = Recipe(epochs=30, lr=0.15, nesterov=True, weight_decay=5e-4, label_smoothing=0.1)
+
+    def model(self) -> nn.Module:
+        """Returns the network, 11.2 million parameters."""
+        return resnet18(self.num_classes, self.stem)
+
+
+class Cifar100ResNet18(Cifar10ResNet18):
+    """The same on CIFAR-100."""
+
+    name: ClassVar[str] = "cifar100-resnet18"
+    num_classes: ClassVar[Literal[10, 100]] = 100
+
+
+class Cifar10ResNet18ImagenetStem(Cifar10ResNet18):
+    """ResNet-18 as torchvision builds it for ImageNet: the form that the paper's memory figures fit."""
+
+    name: ClassVar[str] = "cifar10-resnet18-imagenet-stem"
+    stem: ClassVar[Stem] = "imagenet"
+
+
+class Cifar100ResNet18ImagenetStem(Cifar10ResNet18ImagenetStem):
+    """The same on CIFAR-100."""
+
+    name: ClassVar[str] = "cifar100-resnet18-imagenet-stem"
+    num_classes: ClassVar[Literal[10, 100]] = 100
+
+
+class Cifar10EfficientNetB0(CifarTask):
+    """EfficientNet-B0 on images resized to the 224 x 224 that it was designed for."""
+
+    name: ClassVar[str] = "cifar10-efficientnet-b0"
+    input_size: ClassVar[int | None] = 224
+    recipe: ClassVar[Recipe] = Recipe(epochs=30, lr=0.1, nesterov=True, weight_decay=5e-4, label_smoothing=0.1)
+
+    def model(self) -> nn.Module:
+        """Returns the network, 4.0 million parameters."""
+        return efficientnet_b0(self.num_classes)
+
+
+class Cifar100EfficientNetB0(Cifar10EfficientNetB0):
+    """The same on CIFAR-100."""
+
+    name: ClassVar[str] = "cifar100-efficientnet-b0"
+    num_classes: ClassVar[Literal[10, 100]] = 100

@@ -1,0 +1,85 @@
+"""Handwritten digits, 8 x 8 pixels, with scikit-learn's own copy: trains anywhere in seconds, without a download."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from trainables.split import stratified_split
+from trainables.task import Purpose, Recipe, Splits, Task
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.sources import TensorSource
+
+_SPLIT_SEED = 2026
+"""Of the task, not of the run: every run, whatever its seed, is judged by the same samples."""
+_NUM_TEST = 359
+_NUM_VALIDATION = 359
+_MEAN, _STD = 0.305, 0.376
+"""Of all pixels, scaled to [0, 1]."""
+
+
+class Digits(Task):
+    """1,797 real images of digits (Alpaydin and Kaynak 1998), 60% training, 20% validation, 20% test samples.
+
+    0.46 million multiply-adds a sample, so that FP16, which a CPU merely emulates, stays bearable.
+    """
+
+    name: ClassVar[str] = "digits"
+    recipe: ClassVar[Recipe] = Recipe(epochs=12, lr=0.05, warmup_epochs=2.0, nesterov=True)
+    control: ClassVar[ControlConfig] = ControlConfig(
+        every_steps=4,  # an epoch has 12 steps
+        # The smoothed variance falls from 3e-3 at the first step to 3e-8 at the last. tau_high ends FP32 after two to
+        # four epochs, the first layer last; tau_low lets the deep layers enter FP16 in the last epochs alone, because
+        # a step in FP16 costs a CPU ten in FP32.
+        precision=PrecisionConfig(tau_low=5e-8, tau_high=1e-4),
+        curvature=CurvatureConfig(every_steps=20),
+        batch=BatchConfig(start=96, minimum=32, maximum=256, granularity=32),
+    )
+
+    def model(self) -> nn.Module:
+        """Returns three convolutions with BatchNorm, 16, 32 and 32 channels, and a linear classifier."""
+        return nn.Sequential(
+            OrderedDict(
+                conv1=nn.Conv2d(1, 16, 3, padding=1, bias=False),
+                norm1=nn.BatchNorm2d(16),
+                relu1=nn.ReLU(),
+                conv2=nn.Conv2d(16, 32, 3, padding=1, bias=False),
+                norm2=nn.BatchNorm2d(32),
+                relu2=nn.ReLU(),
+                pool=nn.MaxPool2d(2),
+                conv3=nn.Conv2d(32, 32, 3, padding=1, bias=False),
+                norm3=nn.BatchNorm2d(32),
+                relu3=nn.ReLU(),
+                flatten=nn.Flatten(),
+                linear=nn.Linear(32 * 4 * 4, 10),
+            )
+        )
+
+    def data(self, purpose: Purpose) -> Splits:
+        """Returns the samples for `purpose`; test samples are dropped before anything is built from the others.
+
+        Nothing is augmented: a shift by one pixel cost 0.4 points of validation accuracy in 12 epochs.
+        """
+        images, labels = _load()
+        rest, test = stratified_split(labels, _NUM_TEST, _SPLIT_SEED)
+        if purpose is Purpose.FINAL:
+            return Splits(train=_source(images, labels, rest), held_out=_source(images, labels, test))
+        images, labels = images[rest], labels[rest]
+        train, validation = stratified_split(labels, _NUM_VALIDATION, _SPLIT_SEED)
+        return Splits(train=_source(images, labels, train), held_out=_source(images, labels, validation))
+
+
+def _load() -> tuple[Tensor, Tensor]:
+    """Returns all images, float32 [1797, 1, 8, 8], normalised, and their labels, int64 [1797]."""
+    from sklearn.datasets import load_digits  # here: it takes a second, which other tasks need not spend
+
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)
+    return (images / 16 - _MEAN) / _STD, torch.tensor(digits.target, dtype=torch.int64)
+
+
+def _source(images: Tensor, labels: Tensor, indices: Tensor) -> TensorSource:
+    return TensorSource(images[indices], labels[indices])

@@ -1,0 +1,115 @@
+"""Finds a task by the name a user types."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+
+from trainables import cifar
+from trainables.digits import Digits
+from trainables.task import Task
+
+TASKS: Mapping[str, type[Task]] = MappingProxyType(
+    {
+        task.name: task
+        for task in (
+            Digits,
+            cifar.Cifar10ResNet18,
+            cifar.Cifar10ResNet18ImagenetStem,
+            cifar.Cifar10EfficientNetB0,
+            cifar.Cifar100ResNet18,
+            cifar.Cifar100ResNet18ImagenetStem,
+            cifar.Cifar100EfficientNetB0,
+        )
+    }
+)
+"""The bundled tasks by name."""
+
+_OWN_FORM = "package.module:Class"
+
+
+def load_task(name: str, data_dir: Path | None) -> Task:
+    """Returns the task called `name`: a bundled one, or a user's own as `package.module:Class`.
+
+    Raises:
+        ValueError: there is no such task, or what the name leads to is not a complete one; the message says why.
+    """
+    task_class = _import_class(name) if ":" in name else TASKS.get(name)
+    if task_class is None:
+        close = difflib.get_close_matches(name, TASKS, n=1)
+        raise ValueError(
+            f"task = {name!r}: no such task{f', did you mean {close[0]}?' if close else '.'} Bundled are "
+            f"{', '.join(TASKS)}; a task of your own is named {_OWN_FORM}"
+        )
+    try:
+        return task_class(data_dir)
+    except TypeError as error:
+        raise ValueError(
+            f"task = {name!r}: must be constructible as {task_class.__name__}(data_dir): {error}"
+        ) from error
+
+
+def _import_class(name: str) -> type[Task]:
+    """Returns the class that `package.module:Class` names, after checking that it is a complete task."""
+    module_name, _, class_name = name.partition(":")
+    if module_name.endswith(".py") or not all(part.isidentifier() for part in (*module_name.split("."), class_name)):
+        raise ValueError(
+            f"task = {name!r}: must be {_OWN_FORM}, with the name by which Python imports the module, not its file: "
+            "for ./my_package/my_module.py that is my_package.my_module:MyTask"
+        )
+    module = _import_module(name, module_name)
+    found = getattr(module, class_name, None)
+    if found is None:
+        offered = ", ".join(_task_names(module)) or "none"
+        raise ValueError(f"task = {name!r}: {module_name} has no {class_name}; the tasks defined there: {offered}")
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise ValueError(f"task = {name!r}: {class_name} must be a subclass of {Task.__module__}.{Task.__name__}")
+    if inspect.isabstract(found):
+        absent = ", ".join(sorted(found.__abstractmethods__))
+        raise ValueError(f"task = {name!r}: {class_name} must define the method(s) {absent}")
+    if not found.name:
+        raise ValueError(f"task = {name!r}: {class_name} must set the attribute name, e.g. name = 'my-task'")
+    return found
+
+
+def _import_module(name: str, module_name: str) -> ModuleType:
+    """Returns the module, looked for in the working directory too, as `python -m` would."""
+    if {"", os.getcwd()}.isdisjoint(sys.path):
+        sys.path.insert(0, os.getcwd())
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise ValueError(
+                f"task = {name!r}: there is no module {error.name}, neither in {os.getcwd()} nor installed"
+            ) from error
+        raise ValueError(f"task = {name!r}: {module_name} imports {error.name}, which is not installed") from error
+    except Exception as error:  # whatever a user's file raises is the answer to the question whether it can be loaded
+        raise ValueError(
+            f"task = {name!r}: importing {module_name} raised {type(error).__name__}: {error}{_line_of(error)}"
+        ) from error
+
+
+def _line_of(error: Exception) -> str:
+    """Returns where an import failed, if the error does not say so itself, as ` (file:line)`."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or isinstance(error, SyntaxError):
+        return ""
+    return f" ({last.tb_frame.f_code.co_filename}:{last.tb_lineno})"
+
+
+def _task_names(module: ModuleType) -> list[str]:
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
+    ]

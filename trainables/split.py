@@ -1,0 +1,49 @@
+"""Holds samples out of a training set, the same ones every time."""
+
+from __future__ import annotations
+
+import hashlib
+
+from torch import Tensor, tensor
+
+from triaccel_ray.config import require
+
+
+def stratified_split(labels: Tensor, num_held_out: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Returns the indices of the samples kept and of those held out, both ascending int64 [n - h] and [h].
+
+    `labels` is an integer tensor [n], h is `num_held_out`. Of the n_c samples of class c, h n_c / n are held out, up
+    or down to a whole number so that they add up to exactly h: down first, then one more where most was cut off.
+
+    Which samples of a class are held out follows from a hash of `seed` and their index: unlike a random generator's
+    stream, that is the same in every version of every library, so that results stay comparable.
+
+    Raises:
+        ValueError: labels are not a vector, or `num_held_out` leaves nothing on one side.
+    """
+    require(labels.dim() == 1, "labels", tuple(labels.shape), "must be a vector, one label per sample")
+    num_samples = len(labels)
+    require(
+        0 < num_held_out < num_samples,
+        "num_held_out",
+        num_held_out,
+        f"must lie between 1 and {num_samples - 1}, so that both parts of the {num_samples} samples have some",
+    )
+    members: dict[int, list[int]] = {}
+    for index, label in enumerate(labels.tolist()):
+        members.setdefault(label, []).append(index)
+    counts = {label: num_held_out * len(indices) // num_samples for label, indices in members.items()}
+    by_remainder = sorted(members, key=lambda label: (-(num_held_out * len(members[label]) % num_samples), label))
+    for label in by_remainder[: num_held_out - sum(counts.values())]:
+        counts[label] += 1
+    held_out = {
+        index
+        for label, indices in members.items()
+        for index in sorted(indices, key=lambda index: _rank(seed, index))[: counts[label]]
+    }
+    kept = [index for index in range(num_samples) if index not in held_out]
+    return tensor(kept), tensor(sorted(held_out))
+
+
+def _rank(seed: int, index: int) -> bytes:
+    return hashlib.sha256(f"{seed}:{index}".encode()).digest()

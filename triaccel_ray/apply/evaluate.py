@@ -1,0 +1,97 @@
+"""Judging a model on held-out samples, in parts when they do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from triaccel_ray.apply.step import Loss, is_out_of_memory
+from triaccel_ray.layers import forward
+from triaccel_ray.plan import Fault, FaultKind
+from triaccel_ray.sources import DataSource
+
+Metric = Callable[[Any, Tensor], Tensor]
+"""Maps outputs and targets to the number of correct samples, a scalar tensor."""
+
+
+def count_top1(outputs: Any, targets: Tensor) -> Tensor:
+    """Returns how many samples have their largest output at the target's index."""
+    return (outputs.argmax(dim=-1) == targets).sum()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A model's quality on held-out samples."""
+
+    accuracy: float
+    """Percent correct."""
+    loss: float
+    """Mean over the samples."""
+    num_samples: int
+    faults: tuple[Fault, ...] = ()
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    loss: Loss,
+    source: DataSource,
+    metric: Metric,
+    *,
+    device: torch.device,
+    batch_size: int,
+    step: int,
+    release_memory: Callable[[], None],
+) -> Evaluation:
+    """Returns accuracy and loss over all samples of `source`, each seen once, in eval mode and FP32.
+
+    On an out-of-memory error the samples that failed are tried again in batches half as large.
+
+    Raises:
+        torch.OutOfMemoryError, MemoryError: not even a single sample fits.
+    """
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    faults: list[Fault] = []
+    cursor = 0
+    try:
+        while cursor < len(source):
+            indices = torch.arange(cursor, min(cursor + batch_size, len(source)))
+            try:
+                inputs, targets = source.batch(indices, None)
+                outputs = forward(model, inputs)
+                totals[0] += metric(outputs, targets)
+                totals[1] += loss(outputs, targets).double() * len(indices)
+                cursor += len(indices)
+                continue
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or len(indices) == 1:
+                    raise
+                detail = str(error).splitlines()[0]
+            inputs = targets = outputs = None
+            batch_size = max(len(indices) // 2, 1)
+            release_memory()
+            faults.append(
+                Fault(
+                    kind=FaultKind.OUT_OF_MEMORY,
+                    step=step,
+                    phase="evaluation",
+                    micro_batch_size=batch_size,
+                    detail=detail,
+                )
+            )
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    correct, loss_sum = totals.tolist()
+    return Evaluation(
+        accuracy=100.0 * correct / len(source),
+        loss=loss_sum / len(source),
+        num_samples=len(source),
+        faults=tuple(faults),
+    )

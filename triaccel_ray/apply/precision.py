@@ -1,0 +1,161 @@
+"""Each layer computes in the precision its plan names; everything between layers follows the data it receives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from triaccel_ray.layers import Layer
+from triaccel_ray.plan import Precision
+
+DTYPES: Mapping[Precision, torch.dtype] = {
+    Precision.FP16: torch.float16,
+    Precision.BF16: torch.bfloat16,
+    Precision.FP32: torch.float32,
+}
+
+_SINGLE_DTYPE_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_NORMS = (*_SINGLE_DTYPE_NORMS, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
+
+
+def supported_precisions(layer: Layer, device: torch.device) -> tuple[Precision, ...]:
+    """Returns what `layer` can compute in on `device`, FP32 always among them.
+
+    BF16 counts as supported on a GPU only where the hardware has it: the emulation on older ones is slower than FP32.
+    """
+    if layer.fixed_precision:
+        return (Precision.FP32,)
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return (Precision.FP16, Precision.FP32)
+    return tuple(Precision)
+
+
+class LayerPrecision:
+    """Casts a layer's inputs and weights on entry, so that it computes, and returns, in its own precision.
+
+    Weights stay FP32 parameters: the cast is part of the graph, and their gradients arrive in FP32. Batch
+    normalisation and activations take what they are given. Layer, group and RMS normalisation demand one dtype and
+    have their parameters cast to that of their input. Operations between layers that multiply matrices (attention
+    written out, say) could meet two precisions; they run under `torch.autocast` to the plan's most common low one.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[Layer]) -> None:
+        """Wraps the layers' forward functions; `remove` undoes it."""
+        self._device_type = next(model.parameters()).device.type
+        self._glue: torch.dtype | None = None
+        self._dtypes: dict[str, torch.dtype] = {layer.name: torch.float32 for layer in layers}
+        self._suspended = False
+        self._wrapped: list[nn.Module] = []
+        inside: set[int] = set()
+        for layer in layers:
+            for module in layer.modules:
+                self._wrap_layer(module, layer.name)
+                inside.update(id(child) for child in module.modules())
+        for module in model.modules():
+            if isinstance(module, _SINGLE_DTYPE_NORMS) and id(module) not in inside:
+                self._wrap_norm(module)
+
+    def set(self, precision: Mapping[str, Precision]) -> None:
+        """Puts the layers' precisions into force.
+
+        Raises:
+            KeyError: a name is not a layer's.
+        """
+        unknown = sorted(set(precision) - set(self._dtypes))
+        if unknown:
+            raise KeyError(f"layers {unknown} are not in the model")
+        self._dtypes.update({name: DTYPES[level] for name, level in precision.items()})
+        low = [dtype for dtype in self._dtypes.values() if dtype is not torch.float32]
+        # BF16 wins a tie: it cannot overflow.
+        self._glue = max((torch.bfloat16, torch.float16), key=low.count) if low else None
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        """Whether any layer computes in FP16, whose gradients underflow without a scale."""
+        return torch.float16 in self._dtypes.values()
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Returns a context for the forward pass, inside which precisions apply between layers too."""
+        enabled = self._glue is not None and not self._suspended
+        with torch.autocast(self._device_type, dtype=self._glue or torch.bfloat16, enabled=enabled):
+            yield
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Returns a context inside which everything computes in FP32, whatever the plan."""
+        before, self._suspended = self._suspended, True
+        try:
+            yield
+        finally:
+            self._suspended = before
+
+    def remove(self) -> None:
+        """Gives every module its own forward function back."""
+        for module in self._wrapped:
+            module.__dict__.pop("forward", None)
+        self._wrapped.clear()
+
+    def _wrap_layer(self, module: nn.Module, name: str) -> None:
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._suspended:
+                return original(*args, **kwargs)
+            dtype = self._dtypes[name]
+            with torch.autocast(self._device_type, enabled=False), _parameters_as(module, dtype):
+                return original(*_cast(args, dtype), **_cast(kwargs, dtype))
+
+        self._install(module, forward)
+
+    def _wrap_norm(self, module: nn.Module) -> None:
+        original = module.forward
+
+        def forward(inputs: Tensor) -> Any:
+            if self._suspended:
+                return original(inputs)
+            with torch.autocast(self._device_type, enabled=False), _parameters_as(module, inputs.dtype):
+                return original(inputs)
+
+        self._install(module, forward)
+
+    def _install(self, module: nn.Module, forward: Any) -> None:
+        module.__dict__["forward"] = forward
+        self._wrapped.append(module)
+
+
+@contextlib.contextmanager
+def _parameters_as(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Lets the floating-point parameters of `module` and of the modules below it appear in `dtype`.
+
+    Norms below it keep theirs unless `module` is the norm itself.
+    """
+    if dtype is torch.float32:
+        yield
+        return
+    saved: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
+    try:
+        for part in module.modules():
+            if part is module or not isinstance(part, _NORMS):
+                saved.append((part, part._parameters))
+                part._parameters = {name: _cast(p, dtype) for name, p in part._parameters.items()}
+        yield
+    finally:
+        for part, parameters in saved:
+            part._parameters = parameters
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(item, dtype) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value

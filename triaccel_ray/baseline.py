@@ -1,0 +1,157 @@
+"""What the control loop is compared with: FP32, and automatic mixed precision as PyTorch's tutorial writes it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from triaccel_ray.apply.evaluate import Evaluation, Metric, count_top1, evaluate
+from triaccel_ray.apply.feed import Feed
+from triaccel_ray.apply.step import Loss
+from triaccel_ray.checkpoint import random_states, set_random_states
+from triaccel_ray.layers import find_layers, forward
+from triaccel_ray.loop import EpochStats, Schedule
+from triaccel_ray.measure.memory import memory_meter
+from triaccel_ray.measure.timing import EpochClock
+from triaccel_ray.plan import Plan, Precision
+from triaccel_ray.sources import as_source
+
+Baseline = Literal["fp32", "amp"]
+
+
+class BaselineLoop:
+    """Trains `model` at one batch size, in FP32 or under `torch.autocast`; nothing adapts.
+
+    AMP is FP16 with `torch.amp.GradScaler` on a GPU, as the tutorial has it, and BF16 without a scaler on a CPU.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        data: Any,
+        *,
+        method: Baseline,
+        batch_size: int,
+        schedule: Schedule | None = None,
+        memory_budget: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Takes the arguments of `ControlLoop`, with the method and batch size instead of thresholds.
+
+        Raises:
+            ValueError: the budget leaves nothing to compute with.
+        """
+        self.device = next(model.parameters()).device
+        self.model, self.optimizer, self._loss = model, optimizer, loss
+        self._schedule = schedule or (lambda epoch: 1.0)
+        self._base_lrs = [group["lr"] for group in optimizer.param_groups]
+        self.memory = memory_meter(self.device, memory_budget)
+        self.feed = Feed(as_source(data).to(self.device), seed=seed, device=self.device)
+        self.memory.require_room()
+        self._dtype = torch.float16 if self.device.type == "cuda" else torch.bfloat16
+        self._autocast = method == "amp"
+        use_scaler = self._autocast and self._dtype is torch.float16
+        self._scaler = torch.amp.GradScaler(self.device.type, enabled=use_scaler)
+        low = Precision.FP16 if self._dtype is torch.float16 else Precision.BF16
+        uniform = low if self._autocast else Precision.FP32
+        self.plan = Plan(batch_size=batch_size, precision={layer.name: uniform for layer in find_layers(model)})
+        """The plan in force, for reports: constant."""
+        self._clock = EpochClock(self.device)
+        self._epoch_loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._epoch_steps = 0
+        self.num_steps = 0
+        """Optimizer steps done."""
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps skipped for an overflow; the scaler halves its scale at each and never says how often."""
+        return 0
+
+    @property
+    def epoch_seconds_so_far(self) -> float:
+        """Seconds that the present epoch has taken, without waiting for the device."""
+        return self._clock.glance()
+
+    def step(self) -> None:
+        """Makes one step, as the tutorial does."""
+        epoch = self.feed.position
+        for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = base * self._schedule(epoch)
+        self.model.train()
+        inputs, targets = self.feed.source.batch(self.feed.take(self.plan.batch_size), self.feed.generator)
+        with torch.autocast(self.device.type, dtype=self._dtype, enabled=self._autocast):
+            loss = self._loss(forward(self.model, inputs), targets)
+        self.memory.check()
+        self._scaler.scale(loss).backward()
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.num_steps += 1
+        self._epoch_steps += 1
+        self._epoch_loss += loss.detach().double() * len(targets)
+
+    def train_epoch(self) -> EpochStats:
+        """Makes the steps that are left of the present epoch and returns what they amount to."""
+        epoch = self.feed.epoch
+        self._clock.start()
+        while self.feed.epoch == epoch:
+            self.step()
+        stats = EpochStats(
+            epoch=self.feed.epoch,
+            loss=self._epoch_loss.item() / len(self.feed.source),
+            num_steps=self._epoch_steps,
+            num_samples=len(self.feed.source),
+            seconds=self._clock.finish(),
+        )
+        self._epoch_loss.zero_()
+        self._epoch_steps = 0
+        return stats
+
+    def evaluate(self, data: Any, metric: Metric = count_top1) -> Evaluation:
+        """Returns accuracy and mean loss on `data`, computed in FP32 and eval mode, each sample seen once.
+
+        In batches of the size that trains, so that judging never takes more memory than training.
+        """
+        return evaluate(
+            self.model,
+            self._loss,
+            as_source(data).to(self.device),
+            metric,
+            device=self.device,
+            batch_size=self.plan.batch_size,
+            step=self.num_steps,
+            release_memory=self.memory.release,
+        )
+
+    def close(self) -> None:
+        """Does nothing: the model was never changed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns everything a resumed run needs to equal an uninterrupted one."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self._scaler.state_dict(),
+            "feed": self.feed.state_dict(),
+            "counters": [self.num_steps, self._epoch_steps],
+            "epoch_loss": self._epoch_loss.clone(),
+            "epoch_seconds": self._clock.seconds(),
+            "memory_peak": self.memory.peak_bytes,
+            "random": random_states(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from where `state_dict` was taken."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._scaler.load_state_dict(state["scaler"])
+        self.feed.load_state_dict(state["feed"])
+        self.num_steps, self._epoch_steps = state["counters"]
+        self._epoch_loss.copy_(state["epoch_loss"])
+        self._clock.restore(state["epoch_seconds"])
+        self.memory.peak_bytes = max(self.memory.peak_bytes, state["memory_peak"])
+        set_random_states(state["random"])

@@ -1,0 +1,86 @@
+"""Checkpoints: whole or not there, loaded without running code, random states included."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FORMAT = 1
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used; the message names the file, what is wrong and the way out."""
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Writes `state` (tensors, numbers, strings, lists and dicts of them) to `path`, atomically.
+
+    The file appears under its name only when it is whole on the disk, so a crash leaves the one before.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            torch.save({"format": FORMAT, "state": state}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Returns the state saved at `path`, all tensors on the CPU; `load_state_dict` moves them where they belong.
+
+    Raises:
+        CheckpointError: the file is missing, damaged or of another format.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint {path} does not exist: name the folder of a run that has saved one")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises whatever the damaged bytes provoke
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"checkpoint {path} is damaged ({first_line[:120]}): delete it to start over, or restore an older copy"
+        ) from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT or "state" not in content:
+        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise CheckpointError(f"checkpoint {path} has format {found!r}: this version reads format {FORMAT}")
+    state: dict[str, Any] = content["state"]
+    return state
+
+
+def random_states() -> dict[str, Any]:
+    """Returns the states of torch's, Python's and (when in use) NumPy's and CUDA's global generators."""
+    version, internal, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": [version, list(internal), gauss],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        states["numpy"] = [name, np.asarray(keys).tolist(), position, has_gauss, cached]
+    return states
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Restores what `random_states` returned."""
+    torch.set_rng_state(states["torch"])
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if states["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])
+    if "numpy" in states:
+        import numpy as np
+
+        name, keys, position, has_gauss, cached = states["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))

@@ -1,0 +1,126 @@
+"""Frozen dataclasses to JSON and back, strictly typed: what is read has the shape that the class declares."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from enum import Enum
+from functools import cache
+from typing import Any, TypeVar, get_args, get_origin
+
+T = TypeVar("T")
+
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def encode(value: Any) -> Any:
+    """Returns `value` as dicts, lists, strings and numbers; non-finite floats become the strings nan, inf, -inf.
+
+    Raises:
+        TypeError: a part is neither a dataclass, mapping, sequence, enum nor a JSON scalar.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): encode(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [encode(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return next(
+            text for text, number in _NON_FINITE.items() if number == value or (text == "nan" and value != value)
+        )
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{type(value).__name__} has no JSON form: {value!r}")
+
+
+def decode(cls: type[T], data: Any, where: str = "") -> T:
+    """Returns the instance of `cls` that `encode` turned into `data`.
+
+    Raises:
+        ValueError: a field is missing, unknown or of the wrong type; the message says where.
+    """
+    return typing.cast(T, _decode(cls, data, where or cls.__name__))
+
+
+def _decode(kind: Any, data: Any, where: str) -> Any:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return data
+    if origin in (types.UnionType, typing.Union):
+        return _decode_union(arguments, data, where)
+    if origin is typing.Literal:
+        return _expect(data in arguments, data, data, where, f"one of {', '.join(map(str, arguments))}")
+    if origin is tuple:
+        _expect(isinstance(data, list), data, data, where, "a list")
+        kinds = (arguments[0],) * len(data) if arguments[-1] is Ellipsis else arguments
+        _expect(len(kinds) == len(data), data, data, where, f"a list of {len(kinds)}")
+        return tuple(
+            _decode(each, item, f"{where}[{i}]") for i, (each, item) in enumerate(zip(kinds, data, strict=True))
+        )
+    if origin in (Mapping, dict):
+        _expect(isinstance(data, dict), data, data, where, "an object")
+        return {_decode(arguments[0], k, where): _decode(arguments[1], v, f"{where}.{k}") for k, v in data.items()}
+    if dataclasses.is_dataclass(kind):
+        return _decode_dataclass(kind, data, where)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        _expect(data in [member.value for member in kind], data, data, where, f"one of {[m.value for m in kind]}")
+        return kind(data)
+    return _decode_scalar(kind, data, where)
+
+
+def _decode_union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
+    if data is None and type(None) in kinds:
+        return None
+    remaining = [kind for kind in kinds if kind is not type(None)]
+    for kind in remaining[:-1]:
+        try:
+            return _decode(kind, data, where)
+        except ValueError:
+            continue
+    return _decode(remaining[-1], data, where)
+
+
+def _decode_dataclass(cls: Any, data: Any, where: str) -> Any:
+    _expect(isinstance(data, dict), data, data, where, "an object")
+    hints = _hints(cls)
+    unknown = sorted(set(data) - set(hints))
+    _expect(not unknown, None, unknown, where, f"only the fields {', '.join(hints)}")
+    required = {
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    }
+    missing = sorted(required - set(data))
+    _expect(not missing, None, f"no {', '.join(missing)}", where, "all required fields")
+    return cls(**{name: _decode(hints[name], item, f"{where}.{name}") for name, item in data.items()})
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(cls)}
+    return {name: kind for name, kind in typing.get_type_hints(cls).items() if name in names}
+
+
+def _decode_scalar(kind: Any, data: Any, where: str) -> Any:
+    if kind is float:
+        if isinstance(data, str) and data in _NON_FINITE:
+            return _NON_FINITE[data]
+        is_number = isinstance(data, int | float) and not isinstance(data, bool)
+        return _expect(is_number, float(data) if is_number else None, data, where, "a number")
+    if kind is int:
+        return _expect(isinstance(data, int) and not isinstance(data, bool), data, data, where, "an integer")
+    if kind in (str, bool):
+        return _expect(isinstance(data, kind), data, data, where, f"a {kind.__name__}")
+    raise TypeError(f"{where}: {kind!r} cannot be read from JSON")
+
+
+def _expect(condition: bool, result: Any, found: Any, where: str, rule: str) -> Any:
+    if not condition:
+        raise ValueError(f"{where} = {found!r}: must be {rule}")
+    return result

@@ -1,0 +1,298 @@
+"""The control loop: an ordinary model, optimizer and data source trained under one policy (Tri-Accel, section 3.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from triaccel_ray.apply.actuators import Actuators
+from triaccel_ray.apply.evaluate import Evaluation, Metric, count_top1, evaluate
+from triaccel_ray.apply.feed import Feed
+from triaccel_ray.apply.loss_scale import LossScale
+from triaccel_ray.apply.optimizer import LayerwiseOptimizer
+from triaccel_ray.apply.precision import LayerPrecision, supported_precisions
+from triaccel_ray.apply.step import Loss, Step, is_out_of_memory
+from triaccel_ray.checkpoint import random_states, set_random_states
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.decide import ControlState, decide, initial_decision
+from triaccel_ray.events import EventLog, Tick
+from triaccel_ray.jsonable import decode, encode
+from triaccel_ray.layers import find_layers
+from triaccel_ray.measure.curvature import top_eigenvalues
+from triaccel_ray.measure.memory import memory_meter
+from triaccel_ray.measure.moments import GradientMoments
+from triaccel_ray.measure.sensors import Sensors
+from triaccel_ray.measure.timing import EpochClock
+from triaccel_ray.plan import Fault, FaultKind, Plan
+from triaccel_ray.sources import as_source
+
+Schedule = Callable[[float], float]
+"""Maps epochs trained, fractional, to a factor on the optimizer's learning rates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochStats:
+    """One pass over the training samples."""
+
+    epoch: int
+    """Epochs done, from 1."""
+    loss: float
+    """Mean over the samples, as they were met."""
+    num_steps: int
+    num_samples: int
+    seconds: float
+    """Wall-clock, the device synchronised at both ends."""
+
+
+class ControlLoop:
+    """Trains `model` and adapts precision, learning rate and batch size as it goes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        data: Any,
+        *,
+        config: ControlConfig | None = None,
+        schedule: Schedule | None = None,
+        memory_budget: int | None = None,
+        seed: int = 0,
+        log: EventLog | None = None,
+        on_tick: Callable[[Tick], None] | None = None,
+    ) -> None:
+        """Takes over the training of `model` on the device where its parameters are.
+
+        Args:
+            model: any module; its layers are found by `find_layers`.
+            optimizer: any PyTorch optimizer over the model's parameters. Fused ones skip an overflow without asking
+                the host.
+            loss: maps (outputs, targets) to the mean loss; outputs arrive in FP32.
+            data: the training samples: a (inputs, targets) pair of tensors, a map-style data set, or a `DataSource`.
+            config: thresholds and intervals; the defaults when None.
+            schedule: factor on the learning rates by epoch; a PyTorch scheduler of your own works as well.
+            memory_budget: bytes this process may hold on the device; the whole device when None.
+            seed: of the order of the samples, the augmentation and the curvature's samples.
+            log: where every tick is appended; nowhere when None.
+            on_tick: called with each tick, after it has been logged.
+
+        Raises:
+            ValueError: the model has no layer, or the budget leaves nothing to compute with.
+        """
+        self.config = config or ControlConfig()
+        self.device = next(model.parameters()).device
+        self.model, self._loss, self._log, self._on_tick = model, loss, log, on_tick
+        self._schedule = schedule or (lambda epoch: 1.0)
+        self._layers = find_layers(model)
+        self.memory = memory_meter(self.device, memory_budget)
+        self.optimizer = LayerwiseOptimizer(optimizer, self._layers)
+        self.feed = Feed(as_source(data).to(self.device), seed=seed, device=self.device)
+        self.loss_scale = LossScale(self.config.loss_scale, self.device)
+        self._curvature_samples = torch.Generator().manual_seed(seed)
+        self.memory.require_room()
+
+        named = [(layer.name, supported_precisions(layer, self.device)) for layer in self._layers]
+        first = initial_decision(self.config, named)
+        self.state: ControlState = first.state
+        moments = GradientMoments(self._layers, self.optimizer.parameters, beta=self.config.precision.beta)
+        self.sensors = Sensors(named, moments, self.memory, self.device)
+        self._precision = LayerPrecision(model, self._layers)
+        self._step = Step(
+            model,
+            loss,
+            self.feed,
+            self._precision,
+            check_memory=self.memory.check,
+            release_memory=self.memory.release,
+        )
+        self._actuators = Actuators(first.plan, self._precision, self._step)
+        self._clock = EpochClock(self.device)
+        self._epoch_loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._epoch_steps = 0
+        self.num_steps = 0
+        """Optimizer steps done, skipped ones included."""
+        self.num_ticks = 0
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._actuators.plan
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps skipped for an overflow so far; waits for the device."""
+        return int(self.loss_scale.num_skipped.item())
+
+    @property
+    def epoch_seconds_so_far(self) -> float:
+        """Seconds that the present epoch has taken, without waiting for the device."""
+        return self._clock.glance()
+
+    def step(self) -> None:
+        """Makes one optimizer step, and the tick and the curvature measurement that fall due after it."""
+        plan, epoch = self.plan, self.feed.position
+        self.model.train()
+        indices = self.feed.take(plan.batch_size)
+        active = self._precision.needs_loss_scale
+        scale = self.loss_scale.factor(active)
+        outcome = self._step.run(indices, scale, step=self.num_steps)
+        found = self.sensors.moments.update(scale)
+        self.optimizer.step(
+            self._schedule(epoch) * plan.batch_lr_scale,
+            plan.lr_scale,
+            loss_scale=scale if active else None,
+            found_nonfinite=found,
+        )
+        if active:
+            self.loss_scale.update(found)
+        self.num_steps += 1
+        self._epoch_steps += 1
+        self._epoch_loss += outcome.loss_sum
+        self.sensors.record_step(outcome.loss_sum, outcome.num_samples, outcome.faults)
+        if self.config.curvature.enabled and self.num_steps % self.config.curvature.every_steps == 0:
+            self._measure_curvature()
+        if self.num_steps % self.config.every_steps == 0:
+            self.tick()
+
+    def tick(self) -> Tick:
+        """Measures, decides, applies, records; returns the record."""
+        observation = self.sensors.read(
+            plan=self.plan,
+            step=self.num_steps,
+            tick=self.num_ticks,
+            epoch=self.feed.position,
+            loss_scale=self.loss_scale.factor(self._precision.needs_loss_scale),
+            num_skipped=self.loss_scale.num_skipped,
+        )
+        decision = decide(self.config, observation, self.state)
+        applied = self._actuators.apply(decision.plan, step=self.num_steps)
+        self.state = decision.state
+        self.sensors.record_faults(applied.faults)
+        self.num_ticks += 1
+        tick = Tick(observation=observation, decision=decision, applied=applied)
+        if self._log is not None:
+            self._log.append(tick)
+        if self._on_tick is not None:
+            self._on_tick(tick)
+        return tick
+
+    def train_epoch(self) -> EpochStats:
+        """Makes the steps that are left of the present epoch and returns what they amount to."""
+        epoch = self.feed.epoch
+        self._clock.start()
+        while self.feed.epoch == epoch:
+            self.step()
+        seconds = self._clock.finish()
+        stats = EpochStats(
+            epoch=self.feed.epoch,
+            loss=self._epoch_loss.item() / len(self.feed.source),
+            num_steps=self._epoch_steps,
+            num_samples=len(self.feed.source),
+            seconds=seconds,
+        )
+        self._epoch_loss.zero_()
+        self._epoch_steps = 0
+        return stats
+
+    def evaluate(self, data: Any, metric: Metric = count_top1) -> Evaluation:
+        """Returns accuracy and mean loss on `data`, computed in FP32 and eval mode, each sample seen once.
+
+        In batches of the size that trains, so that judging never takes more memory than training.
+        """
+        with self._precision.suspended():
+            result = evaluate(
+                self.model,
+                self._loss,
+                as_source(data).to(self.device),
+                metric,
+                device=self.device,
+                batch_size=self.plan.batch_size,
+                step=self.num_steps,
+                release_memory=self.memory.release,
+            )
+        self.sensors.record_faults(result.faults)
+        return result
+
+    def close(self) -> None:
+        """Gives the model its own forward functions back; it can be used on as any other."""
+        self._precision.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns everything a resumed run needs to equal an uninterrupted one."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.optimizer.state_dict(),
+            "feed": self.feed.state_dict(),
+            "loss_scale": self.loss_scale.state_dict(),
+            "sensors": self.sensors.state_dict(),
+            "curvature_samples": self._curvature_samples.get_state(),
+            "control": encode(self.state),
+            "plan": encode(self.plan),
+            "counters": [self.num_steps, self.num_ticks, self._epoch_steps],
+            "epoch_loss": self._epoch_loss.clone(),
+            "epoch_seconds": self._clock.seconds(),
+            "memory_peak": self.memory.peak_bytes,
+            "random": random_states(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from where `state_dict` was taken.
+
+        Raises:
+            ValueError, RuntimeError: the state belongs to another model or data set.
+        """
+        self.model.load_state_dict(state["model"])
+        self.optimizer.optimizer.load_state_dict(state["optimizer"])
+        self.feed.load_state_dict(state["feed"])
+        self.loss_scale.load_state_dict(state["loss_scale"])
+        self.sensors.load_state_dict(state["sensors"])
+        self._curvature_samples.set_state(state["curvature_samples"])
+        self.state = decode(ControlState, state["control"])
+        self._actuators = Actuators(decode(Plan, state["plan"]), self._precision, self._step)
+        self.num_steps, self.num_ticks, self._epoch_steps = state["counters"]
+        self._epoch_loss.copy_(state["epoch_loss"])
+        self._clock.restore(state["epoch_seconds"])
+        self.memory.peak_bytes = max(self.memory.peak_bytes, state["memory_peak"])
+        set_random_states(state["random"])
+
+    def _measure_curvature(self) -> None:
+        """Measures every layer's largest eigenvalues on plain training samples, for the next tick to read."""
+        config = self.config.curvature
+        count = min(config.num_samples, len(self.feed.source))
+        indices = torch.randperm(len(self.feed.source), generator=self._curvature_samples)[:count]
+        try:
+            with self._precision.suspended():
+                inputs, targets = self.feed.source.batch(indices, None)
+                estimate = top_eigenvalues(
+                    self.model,
+                    self._loss,
+                    inputs,
+                    targets,
+                    self._layers,
+                    method=config.method,
+                    top_k=config.top_k,
+                    generator=self._device_generator(),
+                )
+            self.sensors.record_curvature(estimate)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            detail = str(error).splitlines()[0]
+            fault = Fault(
+                kind=FaultKind.OUT_OF_MEMORY,
+                step=self.num_steps,
+                phase="curvature",
+                micro_batch_size=count,
+                detail=detail,
+            )
+            self.sensors.record_faults([fault])
+            self.memory.release()
+
+    def _device_generator(self) -> torch.Generator:
+        """Returns a generator on the device, seeded from the saved one so that a resumed run draws the same."""
+        seed = torch.randint(2**31, (), generator=self._curvature_samples).item()
+        return torch.Generator(device=self.device).manual_seed(int(seed))

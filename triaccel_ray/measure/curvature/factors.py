@@ -1,0 +1,221 @@
+"""Gram matrices of linear, convolution and embedding layers, from the outer products that their gradients sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from triaccel_ray.layers import Layer
+from triaccel_ray.measure.curvature.capture import Call
+
+_TRAFFIC = 16
+"""Multiply-adds in the time that one element takes to be written and read again: the order of magnitude on GPUs and
+CPUs alike. It only moves the choice between two ways of like cost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of one layer's columns: b samples with q columns each; a weight of g groups of o rows of k elements."""
+
+    b: int
+    q: int
+    g: int
+    o: int
+    k: int
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """The columns of one call of a layer, as sums of outer products over positions t = 1..T.
+
+        column[i, c] = sum_t left[i, c, t] (x) right[i, c, t]
+
+    One factor comes from the call's input and is the same for all columns c of a sample i, the other is the gradient
+    with respect to the call's output. Both are made for a slice of s samples when asked for, since an unfolded image
+    is many times the image.
+    """
+
+    num_positions: int
+    """T."""
+    left: Callable[[slice], Tensor]
+    """The factor along the weight's rows: [s, g, q, T, o]; or int64 row numbers [s, T], where it is one-hot."""
+    right: Callable[[slice], Tensor]
+    """The factor along the rest of the weight: [s, g, q or 1, T, k]."""
+    is_one_hot: bool = False
+    """Whether `left` gives row numbers."""
+
+
+def is_factorizable(layer: Layer, call: Call) -> bool:
+    """Whether the call is a linear map of its one argument, whose gradient is known here in closed form.
+
+    A `forward` put on the instance counts as a wrapper around the class's own (it casts, or moves to a device).
+    """
+    module, kind = call.module, type(call.module)
+    if len(layer.weights) != 1 or getattr(module, "weight", None) is not layer.weights[0]:
+        return False
+    if list(call.arguments) != [0] or 0 not in call.argument_dims or len(call.edges) != 1:
+        return False
+    if isinstance(module, nn.Embedding):
+        # max_norm changes the weight, scale_grad_by_freq weighs a row by how often the whole batch names it.
+        return kind.forward is nn.Embedding.forward and module.max_norm is None and not module.scale_grad_by_freq
+    if isinstance(module, nn.Conv2d):
+        is_stock = kind.forward is nn.Conv2d.forward and type(module)._conv_forward is nn.Conv2d._conv_forward
+        return is_stock and module.padding_mode == "zeros" and call.args[0].dim() == 4
+    return kind.forward is nn.Linear.forward
+
+
+def factorize(call: Call, gradients: Tensor, dtype: torch.dtype) -> Factors:
+    """Returns the factors of a factorizable call; `gradients` are those with respect to its output, [b, q, ...]."""
+    inputs = call.args[0].detach().movedim(call.argument_dims[0], 0)
+    gradients = gradients.to(dtype)
+    if isinstance(call.module, nn.Embedding):
+        return _embedding(call.module, inputs, gradients)
+    if isinstance(call.module, nn.Conv2d):
+        return _conv2d(call.module, inputs.to(dtype), gradients)
+    return _linear(inputs.to(dtype), gradients)
+
+
+def factor_gram(factors: Sequence[Factors], shape: Shape, chunk_bytes: int) -> Tensor:
+    """Returns the Gram matrix [b q, b q] of the columns summed over calls; the index is i q + c.
+
+    In one of two ways, whichever costs less: from the columns themselves, formed for some rows of the weight at a
+    time; or without forming them, as <l (x) r, l' (x) r'> = <l, l'> <r, r'>, summed over all pairs of positions. The
+    second suits few positions (a linear layer without a sequence, late convolutions) and large vocabularies.
+    """
+    if _is_pairing_cheaper(factors, shape):
+        return _gram_by_pairs(factors, shape, chunk_bytes)
+    return _gram_by_columns(factors, shape, chunk_bytes)
+
+
+def _linear(inputs: Tensor, gradients: Tensor) -> Factors:
+    k, q, o = inputs.shape[-1], gradients.shape[1], gradients.shape[-1]
+    num_positions = inputs[0].numel() // k
+    return Factors(
+        num_positions=num_positions,
+        left=lambda samples: gradients[samples].reshape(-1, 1, q, num_positions, o),
+        right=lambda samples: inputs[samples].reshape(-1, 1, 1, num_positions, k),
+    )
+
+
+def _embedding(module: nn.Embedding, indices: Tensor, gradients: Tensor) -> Factors:
+    q, k = gradients.shape[1], gradients.shape[-1]
+    flat = indices.flatten(1) if indices.dim() > 1 else indices.unsqueeze(1)
+    num_positions = flat.shape[1]
+    rows = gradients.reshape(-1, 1, q, num_positions, k)
+    if module.padding_idx is not None:
+        rows = rows * (flat != module.padding_idx)[:, None, None, :, None]
+    return Factors(
+        num_positions=num_positions,
+        left=lambda samples: flat[samples],
+        right=lambda samples: rows[samples],
+        is_one_hot=True,
+    )
+
+
+def _conv2d(module: nn.Conv2d, inputs: Tensor, gradients: Tensor) -> Factors:
+    g, q, num_positions = module.groups, gradients.shape[1], gradients[0, 0, 0].numel()
+    kernel, dilation, stride = (
+        cast("tuple[int, int]", v) for v in (module.kernel_size, module.dilation, module.stride)
+    )
+    if isinstance(module.padding, str):
+        total = [0 if module.padding == "valid" else d * (size - 1) for d, size in zip(dilation, kernel, strict=True)]
+        inputs = F.pad(inputs, (total[1] // 2, total[1] - total[1] // 2, total[0] // 2, total[0] - total[0] // 2))
+        padding = (0, 0)
+    else:
+        padding = cast("tuple[int, int]", module.padding)
+
+    def left(samples: slice) -> Tensor:
+        return gradients[samples].reshape(-1, q, g, gradients.shape[2] // g, num_positions).permute(0, 2, 1, 4, 3)
+
+    def right(samples: slice) -> Tensor:
+        patches = F.unfold(inputs[samples], kernel, dilation, padding, stride)
+        return patches.view(len(patches), g, 1, -1, num_positions).transpose(-1, -2)
+
+    return Factors(num_positions=num_positions, left=left, right=right)
+
+
+def _is_pairing_cheaper(factors: Sequence[Factors], shape: Shape) -> bool:
+    """Compares multiply-adds, and elements moved at their price in multiply-adds."""
+    if len({f.is_one_hot for f in factors}) > 1:
+        return False  # an embedding tied to a linear layer: their products do not separate into pairs of one kind
+    columns, positions = shape.b * shape.q, sum(f.num_positions for f in factors)
+    pairs = (columns * positions) ** 2
+    products = pairs * shape.k if factors[0].is_one_hot else pairs * shape.o + pairs // shape.q**2 * shape.k
+    by_pairs = shape.g * (products + pairs * _TRAFFIC)
+    by_columns = shape.g * columns * shape.o * shape.k * (positions + columns + _TRAFFIC)
+    return by_pairs < by_columns
+
+
+def _gram_by_columns(factors: Sequence[Factors], shape: Shape, chunk_bytes: int) -> Tensor:
+    everything = factors[0].right(slice(0, 1))
+    itemsize, num_columns = everything.element_size(), shape.b * shape.q
+    gram = everything.new_zeros(num_columns, num_columns)
+    bytes_per_row = num_columns * shape.g * shape.k * itemsize
+    bytes_per_sample = shape.g * shape.k * itemsize * max(f.num_positions for f in factors)
+    for rows in _slices(shape.o, chunk_bytes // bytes_per_row):
+        blocks = []
+        for samples in _slices(shape.b, chunk_bytes // bytes_per_sample):
+            block = _columns(factors[0], samples, rows, shape)
+            for other in factors[1:]:
+                block += _columns(other, samples, rows, shape)
+            blocks.append(block)
+        columns = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+        gram.addmm_(columns, columns.T)
+    return gram
+
+
+def _columns(factors: Factors, samples: slice, rows: slice, shape: Shape) -> Tensor:
+    """Returns the columns of some samples, restricted to some rows of the weight in each group: [s q, g * rows * k]."""
+    left, right = factors.left(samples), factors.right(samples)
+    num_samples, num_rows = len(left), rows.stop - rows.start
+    if not factors.is_one_hot:
+        # [s, g, q * rows, T] @ [s, g, T, k]: the columns of a sample share its right factor, so that none is copied.
+        stacked = left[..., rows].transpose(-1, -2).reshape(num_samples, shape.g, shape.q * num_rows, -1)
+        product = (stacked @ right.squeeze(2)).view(num_samples, shape.g, shape.q, num_rows, shape.k)
+        return product.transpose(1, 2).reshape(num_samples * shape.q, -1)
+    num_columns = num_samples * shape.q
+    # One row more than asked for takes in what belongs to other rows: a boolean index would wait for the device.
+    is_inside = (left >= rows.start) & (left < rows.stop)
+    row = torch.where(is_inside, left - rows.start, num_rows).repeat_interleave(shape.q, dim=0)
+    offset = torch.arange(num_columns, device=row.device).unsqueeze(1) * (num_rows + 1)
+    table = right.new_zeros(num_columns * (num_rows + 1), shape.k)
+    table.index_add_(0, (row + offset).flatten(), right.reshape(-1, shape.k))
+    return table.view(num_columns, num_rows + 1, shape.k)[:, :-1].reshape(num_columns, -1)
+
+
+def _gram_by_pairs(factors: Sequence[Factors], shape: Shape, chunk_bytes: int) -> Tensor:
+    # Calls of one layer sum into one column, as positions do: they are further positions.
+    everything = slice(0, shape.b)
+    left = torch.cat([f.left(everything) for f in factors], dim=-1 if factors[0].is_one_hot else -2)
+    right = torch.cat([f.right(everything) for f in factors], dim=-2)
+    num_positions, num_columns = right.shape[-2], shape.b * shape.q
+    gram = right.new_zeros(shape.b, shape.q, shape.b, shape.q)
+    bytes_per_sample = shape.g * num_columns * shape.q * num_positions**2 * right.element_size()
+    for samples in _slices(shape.b, chunk_bytes // bytes_per_sample):
+        products = _inner(left[samples], left) * _inner(right[samples], right)
+        gram[samples] = products.sum(dim=(0, 3, 6))
+    return gram.view(num_columns, num_columns)
+
+
+def _inner(some: Tensor, others: Tensor) -> Tensor:
+    """Returns all inner products of factors [s, g, p, T, d] with [b, g, p, T, d]: [g, s, p, T, b, p, T].
+
+    Row numbers [s, T] and [b, T] have product 1 where they are equal, 0 elsewhere.
+    """
+    if some.dim() == 2:
+        return some[None, :, None, :, None, None, None] == others[None, None, None, None, :, None, :]
+    s, g, p, t, _ = some.shape
+    a = some.transpose(0, 1).reshape(g, s * p * t, -1)
+    b = others.transpose(0, 1).reshape(g, len(others) * p * t, -1)
+    return (a @ b.transpose(1, 2)).view(g, s, p, t, len(others), p, t)
+
+
+def _slices(stop: int, size: int) -> Iterator[slice]:
+    """Returns slices that cover 0..stop in pieces of `size`, at least 1 each."""
+    step = max(1, size)
+    return (slice(start, min(start + step, stop)) for start in range(0, stop, step))

@@ -1,0 +1,260 @@
+"""Memory of this process on its device, as the user pays for it, and the cap that enforces a budget."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import psutil
+import pynvml
+import torch
+
+from triaccel_ray.signals import MemorySignal
+
+MIB = 2**20
+
+
+class BudgetExceededError(MemoryError):
+    """The process grew beyond its memory budget: the CPU's counterpart of `torch.OutOfMemoryError`."""
+
+
+class MemoryMeter(ABC):
+    """Reads what the process holds on its device, remembers the peaks, and keeps it below `limit_bytes`."""
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        """Takes the budget, or the whole device when None.
+
+        Raises:
+            ValueError: the budget is not positive, or larger than the device.
+        """
+        total = self.total_bytes()
+        if budget_bytes is not None and not 0 < budget_bytes <= total:
+            raise ValueError(
+                f"memory budget = {_mib(budget_bytes)}: must be positive and at most the {_mib(total)} of {self.name}"
+            )
+        self.has_budget = budget_bytes is not None
+        self.limit_bytes = budget_bytes or total
+        self.window_peak_bytes = self.peak_bytes = 0
+        self.sample()
+
+    name: str
+    """The device, for messages."""
+    allocated_peak_bytes = 0
+    """Largest the allocator has held since the run began; 0 where there is no such counter."""
+
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """Returns the device's whole memory."""
+
+    @abstractmethod
+    def sample(self) -> int:
+        """Returns what the process holds now, and remembers it in the peaks."""
+
+    @abstractmethod
+    def refresh_peaks(self) -> int:
+        """Returns what the process holds now; peaks between two samples, where the system keeps them, count too."""
+
+    @abstractmethod
+    def read(self) -> MemorySignal:
+        """Returns the window's figures and begins a new window."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises the device's out-of-memory error when the process is beyond its budget."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Gives freed memory back to the device."""
+
+    def require_room(self) -> None:
+        """Checks, with model, optimizer and data in place, that the budget leaves anything to compute with.
+
+        Raises:
+            ValueError: it does not; the message says what is held already.
+        """
+        self.release()
+        used = self.sample()
+        if used >= self.limit_bytes:
+            raise ValueError(
+                f"memory budget = {_mib(self.limit_bytes)}: the process already holds {_mib(used)} on {self.name} with "
+                "runtime, model, optimizer and data, before the first batch; give a larger budget or a smaller model"
+            )
+
+    def _remember(self, used: int) -> int:
+        self.window_peak_bytes = max(self.window_peak_bytes, used)
+        self.peak_bytes = max(self.peak_bytes, used)
+        return used
+
+
+class ResidentMemory(MemoryMeter):
+    """On a CPU: the resident set, its peak from the kernel's high-water mark where that can be reset."""
+
+    name = "this machine"
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        """Starts a new high-water mark."""
+        self._process = psutil.Process()
+        _reset_high_water()
+        super().__init__(budget_bytes)
+
+    def total_bytes(self) -> int:
+        """Returns the machine's physical memory."""
+        return int(psutil.virtual_memory().total)
+
+    def sample(self) -> int:
+        """Returns the resident set."""
+        return self._remember(int(self._process.memory_info().rss))
+
+    def refresh_peaks(self) -> int:
+        """Returns the resident set; the kernel's high-water mark goes into the peaks."""
+        used = self.sample()
+        self._remember(_high_water() or used)
+        return used
+
+    def read(self) -> MemorySignal:
+        """Returns the window's figures and begins a new window at the present resident set."""
+        used = self.refresh_peaks()
+        signal = MemorySignal(
+            used_bytes=used,
+            window_peak_bytes=self.window_peak_bytes,
+            peak_bytes=self.peak_bytes,
+            limit_bytes=self.limit_bytes,
+            free_bytes=int(psutil.virtual_memory().available),
+        )
+        _trim_heap()
+        _reset_high_water()
+        self.window_peak_bytes = self.sample()
+        return signal
+
+    def check(self) -> None:
+        """Raises BudgetExceededError when the resident set is beyond an explicit budget."""
+        if self.has_budget and self.sample() > self.limit_bytes:
+            used = self.sample()
+            raise BudgetExceededError(f"the process holds {_mib(used)} of a budget of {_mib(self.limit_bytes)}")
+
+    def release(self) -> None:
+        """Returns the heap's free pages to the system, where the C library can."""
+        gc.collect()
+        _trim_heap()
+
+
+class CudaMemory(MemoryMeter):
+    """On a GPU: the driver's figure for this process (NVML), CUDA context and graph pools included."""
+
+    def __init__(self, device: torch.device, budget_bytes: int | None) -> None:
+        """Finds the device in NVML by its UUID, so that CUDA_VISIBLE_DEVICES does not matter, and sets the cap."""
+        self._device = device
+        properties = torch.cuda.get_device_properties(device)
+        self.name = properties.name
+        pynvml.nvmlInit()
+        self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
+        torch.zeros(1, device=device)  # creates the context, so that it counts from the first sample on
+        torch.cuda.reset_peak_memory_stats(device)
+        super().__init__(budget_bytes)
+        self._set_cap(budget_bytes)
+
+    def total_bytes(self) -> int:
+        """Returns the device's memory."""
+        return int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).total)
+
+    def sample(self) -> int:
+        """Returns the driver's figure for this process; where it hides processes, the allocator's pool."""
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        own = [p.usedGpuMemory for p in processes if p.pid == os.getpid() and p.usedGpuMemory]
+        return self._remember(int(own[0]) if own else torch.cuda.memory_reserved(self._device))
+
+    def refresh_peaks(self) -> int:
+        """Returns the driver's figure for this process.
+
+        The allocator's largest pool, plus what the process holds outside it, goes into the peaks: the pool is what the
+        driver sees, and it may have been given back between two samples.
+        """
+        used = self.sample()
+        outside = max(used - torch.cuda.memory_reserved(self._device), 0)
+        self._remember(torch.cuda.max_memory_reserved(self._device) + outside)
+        self.allocated_peak_bytes = max(self.allocated_peak_bytes, torch.cuda.max_memory_allocated(self._device))
+        return used
+
+    def read(self) -> MemorySignal:
+        """Returns the window's figures and begins a new window."""
+        used = self.refresh_peaks()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        signal = MemorySignal(
+            used_bytes=used,
+            window_peak_bytes=self.window_peak_bytes,
+            peak_bytes=self.peak_bytes,
+            limit_bytes=self.limit_bytes,
+            allocated_bytes=torch.cuda.memory_allocated(self._device),
+            allocated_peak_bytes=self.allocated_peak_bytes,
+            free_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).free),
+        )
+        self.window_peak_bytes = used
+        return signal
+
+    def check(self) -> None:
+        """Does nothing: the allocator itself refuses to grow beyond the cap."""
+
+    def release(self) -> None:
+        """Gives the allocator's unused blocks back to the driver."""
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def _set_cap(self, budget_bytes: int | None) -> None:
+        """Limits the allocator to the budget less what the process holds outside it, the CUDA context above all."""
+        if budget_bytes is None:
+            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
+            return
+        outside = max(self.sample() - torch.cuda.memory_reserved(self._device), 0)
+        if budget_bytes <= outside:
+            raise ValueError(
+                f"memory budget = {_mib(budget_bytes)}: the CUDA context alone takes {_mib(outside)} on {self.name}"
+            )
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min((budget_bytes - outside) / total, 1.0), self._device)
+
+
+def memory_meter(device: torch.device, budget_bytes: int | None) -> MemoryMeter:
+    """Returns the meter for `device`; see `MemoryMeter` for the errors."""
+    return CudaMemory(device, budget_bytes) if device.type == "cuda" else ResidentMemory(budget_bytes)
+
+
+def _load_libc() -> ctypes.CDLL | None:
+    """Returns glibc where it offers malloc_trim, else None."""
+    try:
+        libc = ctypes.CDLL(None)
+        return libc if hasattr(libc, "malloc_trim") else None
+    except OSError:
+        return None
+
+
+_LIBC = _load_libc()
+
+
+def _trim_heap() -> None:
+    if _LIBC is not None:
+        _LIBC.malloc_trim(0)
+
+
+def _high_water() -> int | None:
+    """Returns the kernel's peak of the resident set since the last reset, None where there is no such file."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    line = next((line for line in status.splitlines() if line.startswith("VmHWM:")), None)
+    return int(line.split()[1]) * 1024 if line else None
+
+
+def _reset_high_water() -> None:
+    """Lowers the kernel's peak to the present resident set; without the right to, the peak only ever grows."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / MIB:.0f} MiB"

@@ -1,0 +1,71 @@
+"""A single run on an actor that owns its device: a thin shell around `Worker`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from triaccel_ray.events import Epoch
+from triaccel_ray.service.spec import RunSpec
+from triaccel_ray.service.worker import CHECKPOINT, Status, Worker
+
+
+class RunActor:
+    """Builds, trains and ends one run; `status` answers while an epoch is under way."""
+
+    def __init__(self, spec: RunSpec, folder: str) -> None:
+        """Remembers what to do; `setup` does it, so that its errors reach the caller as they are."""
+        self._spec, self._folder = spec, Path(folder)
+        self._worker: Worker | None = None
+
+    def setup(self, *, resume: bool) -> int:
+        """Builds the run, or restores it from its checkpoint; returns the epochs done."""
+        self._worker = worker = Worker(self._spec, self._folder)
+        if resume and (self._folder / CHECKPOINT).exists():
+            worker.restore(self._folder / CHECKPOINT)
+        else:
+            worker.start(replace_existing=resume)
+        return worker.loop.feed.epoch
+
+    def train_epoch(self) -> Epoch:
+        """Trains one epoch and writes a checkpoint."""
+        worker = self._get()
+        record = worker.train_epoch()
+        worker.save(self._folder / CHECKPOINT)
+        return record
+
+    def finish(self) -> dict[str, float]:
+        """Ends the run and returns its results."""
+        worker = self._get()
+        results = worker.finish()
+        worker.close()
+        return results
+
+    def status(self) -> Status | None:
+        """Returns a glance at the run; None before it is built or after it has ended."""
+        try:
+            return None if self._worker is None else self._worker.status()
+        except AttributeError:  # closed between two looks
+            return None
+
+    def _get(self) -> Worker:
+        if self._worker is None:
+            raise RuntimeError("the run is not set up: call setup first")
+        return self._worker
+
+
+def start_actor(spec: RunSpec, folder: Path, *, num_gpus: float) -> Any:
+    """Returns a handle to a new actor for the run, with `num_gpus` GPUs and one CPU of its own.
+
+    Two threads: one trains, the other answers `status`.
+    """
+    remote = ray.remote(num_cpus=1, num_gpus=num_gpus, max_concurrency=2)(RunActor)
+    return remote.remote(spec, str(folder))
+
+
+def original_error(error: Exception) -> Exception:
+    """Returns the exception that an actor's method raised, without Ray's wrapping."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, Exception) else error

@@ -1,0 +1,80 @@
+"""Reaching Ray: the cluster that is named, or one started on this machine for the time of the command."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Iterator
+
+import ray
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+class ClusterUnavailableError(ValueError):
+    """No Ray cluster answers at the address given."""
+
+
+@contextlib.contextmanager
+def cluster(address: str | None, *, num_cpus: int | None = None) -> Iterator[None]:
+    """Connects to the Ray cluster at `address`; starts one on this machine when None, and stops it at the end.
+
+    Raises:
+        ClusterUnavailableError: nothing answers at the address.
+    """
+    if address is not None:
+        _require_reachable(address)
+    # Ray's workers start elsewhere: a user's own task has to be importable from where the command was given.
+    paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0"}
+    try:
+        ray.init(
+            address=address or "local",
+            num_cpus=num_cpus if address is None else None,
+            include_dashboard=False if address is None else None,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            runtime_env={"env_vars": environment},
+        )
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ClusterUnavailableError(_message(address or "this machine", first_line)) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def gpus_available() -> bool:
+    """Returns whether the connected cluster has a GPU."""
+    return bool(ray.cluster_resources().get("GPU", 0))
+
+
+def _require_reachable(address: str) -> None:
+    """Tries the port first: Ray itself would wait for minutes."""
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if address == "auto" or not separator:
+        if address not in ("auto", "local"):
+            raise ClusterUnavailableError(_message(address, "an address is host:port or auto"))
+        return
+    try:
+        number = int(port)
+        with socket.create_connection((host.strip("[]"), number), timeout=CONNECT_TIMEOUT_S):
+            return
+    except (OSError, ValueError, OverflowError) as error:
+        raise ClusterUnavailableError(_message(address, str(error))) from error
+
+
+def _message(address: str, reason: str) -> str:
+    return (
+        f"address = {address!r}: no Ray cluster answers there ({reason}); start one with `ray start --head`, or leave "
+        "--address out to run on this machine"
+    )
+
+
+def describe() -> str:
+    """Returns the connected cluster's version and resources in one line."""
+    resources = ray.cluster_resources()
+    return f"{ray.__version__}, {resources.get('CPU', 0):.0f} CPUs, {resources.get('GPU', 0):.0f} GPUs"

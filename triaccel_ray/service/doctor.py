@@ -1,0 +1,148 @@
+"""Is this machine ready? One check a line, each with what to do when it fails."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from pathlib import Path
+
+PACKAGES = ("torch", "torchvision", "triton", "ray", "mlflow", "optuna", "nvidia-ml-py", "scikit-learn", "rich")
+TOP_LEVEL = ("triaccel_ray", "trainables", "kernels", "search_spaces")
+OWN_DISTRIBUTION = "triaccel-ray"
+
+
+class Verdict(StrEnum):
+    """How a check came out."""
+
+    OK = "ok"
+    NOTE = "note"
+    """Works, with less than it could."""
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One check's result."""
+
+    subject: str
+    verdict: Verdict
+    text: str
+
+
+def examine(storage: Path, tracking_uri: str | None, address: str | None) -> Iterator[Finding]:
+    """Yields one finding a check; none of them raises."""
+    checks: list[Callable[[], Finding]] = [
+        _python,
+        *[lambda name=name: _package(name) for name in PACKAGES],  # type: ignore[misc]  # mypy cannot type defaults
+        *[lambda name=name: _name_owner(name) for name in TOP_LEVEL],  # type: ignore[misc]  # likewise
+        _gpu,
+        _nvml,
+        _triton,
+        lambda: _ray(address),
+        lambda: _tracking(storage, tracking_uri),
+        lambda: _disk(storage),
+    ]
+    for check in checks:
+        try:
+            yield check()
+        except Exception as error:  # a check that breaks is a finding, not the end of the others
+            text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+            subject = getattr(check, "__name__", "check").strip("_<>")
+            yield Finding(subject=subject, verdict=Verdict.PROBLEM, text=text)
+
+
+def _python() -> Finding:
+    text = f"{platform.python_version()} at {sys.executable}"
+    return Finding(subject="python", verdict=Verdict.OK if sys.version_info >= (3, 11) else Verdict.PROBLEM, text=text)
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(subject=name, verdict=Verdict.OK, text=version(name))
+    except PackageNotFoundError:
+        text = f"not installed; `pip install {name}`, or install this package anew"
+        return Finding(subject=name, verdict=Verdict.PROBLEM, text=text)
+
+
+def _name_owner(name: str) -> Finding:
+    """Looks for another distribution that installs a top-level package of our name."""
+    owners = sorted(set(packages_distributions().get(name, [])) - {OWN_DISTRIBUTION})
+    spec = importlib.util.find_spec(name)
+    found = Path(spec.origin).parent if spec is not None and spec.origin else None
+    expected = Path(__file__).resolve().parents[2] / name
+    if owners:
+        text = f"{', '.join(owners)} also installs a package `{name}`; uninstall it, or use an environment of its own"
+        return Finding(subject=f"name {name}", verdict=Verdict.PROBLEM, text=text)
+    if found is None or found.resolve() != expected:
+        text = f"`import {name}` finds {found or 'nothing'}, not {expected}; leave that folder, or remove its package"
+        return Finding(subject=f"name {name}", verdict=Verdict.PROBLEM, text=text)
+    return Finding(subject=f"name {name}", verdict=Verdict.OK, text="ours")
+
+
+def _gpu() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        text = "none visible to PyTorch: everything runs on the CPU, where FP16 is emulated and slow"
+        return Finding(subject="gpu", verdict=Verdict.NOTE, text=text)
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    bf16 = "BF16 in hardware" if torch.cuda.is_bf16_supported(including_emulation=False) else "no BF16: FP16 and FP32"
+    return Finding(subject="gpu", verdict=Verdict.OK, text=f"{', '.join(names)}; {bf16}; CUDA {torch.version.cuda}")
+
+
+def _nvml() -> Finding:
+    import pynvml
+    import torch
+
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        free = pynvml.nvmlDeviceGetMemoryInfo(handle).free
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        return Finding(subject="nvml", verdict=Verdict.OK, text=f"driver {driver}, {free / 2**30:.1f} GiB free")
+    except pynvml.NVMLError as error:
+        verdict = Verdict.PROBLEM if torch.cuda.is_available() else Verdict.NOTE
+        return Finding(subject="nvml", verdict=verdict, text=f"{error}; memory is the process's resident set instead")
+
+
+def _triton() -> Finding:
+    import torch
+
+    if importlib.util.find_spec("triton") is None:
+        return Finding(subject="triton runs", verdict=Verdict.NOTE, text="not on this platform: PyTorch's own kernels")
+    if not torch.cuda.is_available():
+        return Finding(subject="triton runs", verdict=Verdict.NOTE, text="no GPU to run on; its interpreter is there")
+    import triton
+
+    target = triton.runtime.driver.active.get_current_target()
+    return Finding(subject="triton runs", verdict=Verdict.OK, text=f"{target.backend} sm_{target.arch}")
+
+
+def _ray(address: str | None) -> Finding:
+    from triaccel_ray.service.cluster import ClusterUnavailableError, cluster, describe
+
+    try:
+        with cluster(address):
+            return Finding(subject="ray starts", verdict=Verdict.OK, text=describe())
+    except ClusterUnavailableError as error:
+        return Finding(subject="ray starts", verdict=Verdict.PROBLEM, text=str(error))
+
+
+def _tracking(storage: Path, tracking_uri: str | None) -> Finding:
+    from triaccel_ray.service.session import open_tracker
+
+    tracker = open_tracker(storage, tracking_uri)
+    return Finding(subject="mlflow store", verdict=Verdict.OK, text=tracker.safe_uri)
+
+
+def _disk(storage: Path) -> Finding:
+    existing = next(path for path in [storage.absolute(), *storage.absolute().parents] if path.exists())
+    free = shutil.disk_usage(existing).free
+    verdict = Verdict.OK if free > 2 * 2**30 else Verdict.NOTE
+    return Finding(subject="disk", verdict=verdict, text=f"{free / 2**30:.0f} GiB free at {existing}")

@@ -1,0 +1,104 @@
+"""What MLflow is told of each record of an event log: names and values, and nothing about how they get there.
+
+Metrics have the optimizer step as their step, those of an epoch too: curves of ticks and epochs share one axis, and
+the metric `epoch` says which step ended which epoch. What a run ends with is a metric `final/...` at step 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from triaccel_ray.events import End, Epoch, Start, Tick
+from triaccel_ray.jsonable import encode
+from triaccel_ray.plan import Precision
+from triaccel_ray.score import BYTES_PER_GB
+
+_REFUSED = re.compile(r"[^\w.\- :/]")
+"""Characters that MLflow takes in no name."""
+
+
+def metrics_of(record: Tick | Epoch | End) -> dict[str, float]:
+    """Returns the metrics of one record; what was not measured is left out. 1 GB is 10^9 bytes."""
+    if isinstance(record, Tick):
+        values = _tick_metrics(record)
+    elif isinstance(record, Epoch):
+        values = _epoch_metrics(record)
+    else:
+        values = {f"final/{legal_name(name)}": value for name, value in record.results.items()}
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def step_of(record: Tick | Epoch | End) -> int:
+    """Returns the optimizer step that the record's metrics belong to."""
+    if isinstance(record, Tick):
+        return record.observation.step
+    return record.step if isinstance(record, Epoch) else 0
+
+
+def params_of(start: Start) -> dict[str, str]:
+    """Returns the run's settings: the control loop's with dots between levels, then recipe and budget."""
+    settings = {**_flatten(encode(start.control)), **start.parameters}
+    return {legal_name(name): str(value) for name, value in settings.items()}
+
+
+def tags_of(start: Start) -> dict[str, str]:
+    """Returns what runs are filtered by, under the plain names that make good columns: task, method, seed, ..."""
+    return {legal_name(name): value for name, value in start.info.items()}
+
+
+def legal_name(name: str) -> str:
+    """Returns `name` with an underscore for each character that MLflow refuses."""
+    return _REFUSED.sub("_", name)
+
+
+def _tick_metrics(tick: Tick) -> dict[str, float | None]:
+    seen, memory, plan = tick.observation, tick.observation.memory, tick.applied.plan
+    levels = list(plan.precision.values())
+    scales = [plan.lr_scale.get(name, 1.0) for name in plan.precision]
+    layers = tick.decision.state.layers.values()
+    eigenvalues = [layer.eigenvalues[0] for layer in layers if layer.eigenvalues]
+    return {
+        "train/loss": seen.loss,
+        "control/batch_size": plan.batch_size,
+        "control/micro_batches": plan.num_micro_batches,
+        "memory/used_gb": memory.used_bytes / BYTES_PER_GB,
+        "memory/window_peak_gb": memory.window_peak_bytes / BYTES_PER_GB,
+        "memory/peak_gb": memory.peak_bytes / BYTES_PER_GB,
+        "memory/allocated_peak_gb": memory.allocated_peak_bytes / BYTES_PER_GB,
+        "memory/share": memory.share,
+        **{f"layers/{level.value}": levels.count(level) for level in Precision},
+        "curvature/largest_eigenvalue": max(eigenvalues, default=None),
+        "curvature/layers_held": sum(layer.held for layer in layers),
+        "lr/scale_min": min(scales, default=None),
+        "lr/scale_mean": sum(scales) / len(scales) if scales else None,
+        "lr/batch_scale": plan.batch_lr_scale,
+        "loss_scale": seen.loss_scale,
+        "skipped_steps": seen.num_skipped,
+        "faults": len(seen.faults),
+    }
+
+
+def _epoch_metrics(epoch: Epoch) -> dict[str, float | None]:
+    # A baseline has no ticks: its batch size and the allocator's peak are known from its epochs alone.
+    return {
+        "epoch": epoch.epoch,
+        "train/epoch_loss": epoch.train_loss,
+        "val/accuracy": epoch.held_out_accuracy,
+        "val/loss": epoch.held_out_loss,
+        "seconds_per_epoch": epoch.seconds,
+        "images_per_second": epoch.images_per_second,
+        "control/batch_size": epoch.batch_size,
+        "memory/peak_gb": epoch.peak_bytes / BYTES_PER_GB,
+        "memory/allocated_peak_gb": epoch.allocated_peak_bytes / BYTES_PER_GB,
+        "skipped_steps": epoch.num_skipped,
+        "score": epoch.score,
+    }
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat

@@ -1,0 +1,69 @@
+"""What a search maximises: one of the figures, among configurations that learn as well as the AMP baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from triaccel_ray.config import require, require_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What is known of a configuration after an epoch."""
+
+    accuracy: float
+    """Percent of the validation samples."""
+    seconds: float
+    """Per epoch, mean of the last five."""
+    peak_gb: float
+    """Process peak on the device, 10^9 bytes."""
+    score: float
+
+
+_VALUES: Final[Mapping[str, Callable[[Figures], float]]] = {
+    "score": lambda figures: figures.score,
+    "accuracy": lambda figures: figures.accuracy,
+    "time": lambda figures: 1.0 / figures.seconds,
+    "memory": lambda figures: 1.0 / figures.peak_gb,
+}
+
+OBJECTIVES: Final = (*_VALUES, "pareto")
+"""Names on the command line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """A figure to maximise under the condition that accuracy is within `margin` of the AMP baseline's.
+
+    Without the condition the score could be won by a fast model that learned nothing.
+    """
+
+    name: str = "score"
+    """One of OBJECTIVES; `pareto` searches accuracy, time and memory at once."""
+    margin: float = 1.0
+    """Percentage points of validation accuracy that may be given up; >= 0."""
+    reference: tuple[float, ...] = ()
+    """Validation accuracy of the AMP baseline after each epoch, in percent; empty: no condition."""
+
+    def __post_init__(self) -> None:
+        require(self.name in OBJECTIVES, "objective", self.name, f"must be one of {', '.join(OBJECTIVES)}")
+        require_number("margin", self.margin, "must lie in [0, 100] percentage points", low=0.0, high=100.0)
+
+    def shortfall(self, epoch: int, accuracy: float) -> float:
+        """Returns the percentage points missing to the baseline at the same epoch less the margin; 0 when feasible."""
+        if not self.reference:
+            return 0.0
+        baseline = self.reference[min(epoch, len(self.reference)) - 1]
+        return max(baseline - self.margin - accuracy, 0.0)
+
+    def value(self, epoch: int, figures: Figures) -> float:
+        """Returns what the search maximises: the figure, positive; or minus the shortfall, which is below every figure.
+
+        So infeasible configurations are ordered too, by how much they lack, and early epochs can be compared.
+        """
+        shortfall = self.shortfall(epoch, figures.accuracy)
+        if shortfall > 0.0:
+            return -shortfall
+        return _VALUES["score" if self.name == "pareto" else self.name](figures)

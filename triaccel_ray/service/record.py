@@ -1,0 +1,96 @@
+"""Reading a run back from its folder: the event log is the only source."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from triaccel_ray.events import End, Epoch, LogError, Start, Tick, read_events
+from triaccel_ray.jsonable import decode
+from triaccel_ray.score import BYTES_PER_GB, mean_epoch_seconds
+from triaccel_ray.service.objective import Figures
+from triaccel_ray.service.spec import RunSpec
+from triaccel_ray.service.worker import EVENTS, SPEC
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """Everything known of one run."""
+
+    folder: Path
+    spec: RunSpec
+    start: Start
+    ticks: tuple[Tick, ...]
+    epochs: tuple[Epoch, ...]
+    end: End | None
+    """None while the run goes on, or when it was cut off."""
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.folder.name
+
+    @property
+    def status(self) -> str:
+        """`finished`, `stopped`, `failed (cause)` or `unfinished`."""
+        if self.end is None:
+            return "unfinished"
+        return f"failed ({self.end.cause})" if self.end.status == "failed" else self.end.status
+
+    @property
+    def figures(self) -> Figures | None:
+        """The figures after the last epoch; None before the first, or where accuracy is unknown or zero."""
+        accuracy = self.end.results.get("accuracy") if self.end else None
+        if not self.epochs:
+            return None
+        last = self.epochs[-1]
+        accuracy = last.held_out_accuracy if accuracy is None else accuracy
+        if accuracy is None:
+            return None
+        seconds = mean_epoch_seconds([epoch.seconds for epoch in self.epochs])
+        peak_gb = last.peak_bytes / BYTES_PER_GB
+        return Figures(accuracy=accuracy, seconds=seconds, peak_gb=peak_gb, score=accuracy / (seconds * peak_gb))
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Returns the run in `folder`.
+
+    Raises:
+        LogError: the folder holds no run, or its log or spec is damaged.
+    """
+    if not (folder / EVENTS).exists():
+        raise LogError(f"folder {folder} holds no run ({EVENTS} is missing): name a run's folder")
+    spec = read_spec(folder)
+    records = [event.record for event in read_events(folder / EVENTS)]
+    if not records or not isinstance(records[0], Start):
+        raise LogError(f"event log {folder / EVENTS} does not begin with a start record: it is damaged or was cut")
+    return RunRecord(
+        folder=folder,
+        spec=spec,
+        start=records[0],
+        ticks=tuple(r for r in records if isinstance(r, Tick)),
+        epochs=tuple(r for r in records if isinstance(r, Epoch)),
+        end=next((r for r in reversed(records) if isinstance(r, End)), None),
+    )
+
+
+def read_spec(folder: Path) -> RunSpec:
+    """Returns the spec of the run in `folder`.
+
+    Raises:
+        LogError: it is missing or damaged.
+    """
+    path = folder / SPEC
+    try:
+        return decode(RunSpec, json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise LogError(
+            f"{path} cannot be read ({error}): the run cannot be continued or reported without it"
+        ) from error
+
+
+def runs_below(folder: Path) -> Iterator[Path]:
+    """Yields the folders of all runs at or below `folder`, in name order."""
+    yield from sorted(path.parent for path in folder.rglob(EVENTS))

@@ -1,0 +1,106 @@
+"""Carrying out a set of runs, each on an actor of its own; Ray decides where and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from triaccel_ray.events import Epoch
+from triaccel_ray.service.actor import original_error, start_actor
+from triaccel_ray.service.spec import RunSpec
+from triaccel_ray.service.worker import Status
+
+STATUS_INTERVAL_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glance:
+    """What is known of one run of a set while it is under way."""
+
+    name: str
+    status: Status | None = None
+    last: Epoch | None = None
+    results: Mapping[str, float] | None = None
+    error: Exception | None = None
+
+
+OnGlance = Callable[[Glance], None]
+
+
+def run_all(
+    specs: Mapping[str, RunSpec],
+    root: Path,
+    *,
+    num_gpus: float,
+    on_glance: OnGlance,
+    resume: bool = False,
+) -> dict[str, Mapping[str, float] | Exception]:
+    """Returns the results of every run, or the exception that ended it, by name.
+
+    Each run has the folder `root / name`. As many train at once as the cluster has room for.
+    """
+    drives = {name: _Drive(name, spec, root / name, num_gpus, resume) for name, spec in specs.items()}
+    outcomes: dict[str, Mapping[str, float] | Exception] = {}
+    while drives:
+        pending = {drive.pending: name for name, drive in drives.items()}
+        ready, _ = ray.wait(list(pending), num_returns=1, timeout=STATUS_INTERVAL_S)
+        for reference in ready:
+            name = pending[reference]
+            glance = drives[name].advance()
+            on_glance(glance)
+            if glance.results is not None or glance.error is not None:
+                outcomes[name] = glance.error or glance.results or {}
+                drives.pop(name).close()
+        for drive in drives.values():
+            status = drive.glance()
+            if status is not None:
+                on_glance(status)
+    return outcomes
+
+
+class _Drive:
+    """One run's calls, one after the other."""
+
+    def __init__(self, name: str, spec: RunSpec, folder: Path, num_gpus: float, resume: bool) -> None:
+        self._name, self._num_epochs = name, spec.recipe.epochs
+        self._actor = start_actor(spec, folder, num_gpus=num_gpus)
+        self.pending: Any = self._actor.setup.remote(resume=resume)
+        self._status: Any = None
+        self._epochs_done: int | None = None
+        self._finishing = False
+
+    def advance(self) -> Glance:
+        """Takes the pending call's result and makes the next call."""
+        try:
+            result = ray.get(self.pending)
+        except Exception as error:  # whatever the run raised is its outcome
+            return Glance(name=self._name, error=original_error(error))
+        if self._finishing:
+            return Glance(name=self._name, results=result)
+        last = result if isinstance(result, Epoch) else None
+        self._epochs_done = result.epoch if isinstance(result, Epoch) else int(result)
+        self._finishing = self._epochs_done >= self._num_epochs
+        self.pending = self._actor.finish.remote() if self._finishing else self._actor.train_epoch.remote()
+        return Glance(name=self._name, last=last)
+
+    def glance(self) -> Glance | None:
+        """Returns the status that was asked for at the last call, if it has come, and asks again."""
+        if self._epochs_done is None:
+            return None
+        before, self._status = self._status, self._status or self._actor.status.remote()
+        if before is None or not ray.wait([before], timeout=0)[0]:
+            return None
+        self._status = None
+        try:
+            status = ray.get(before)
+        except Exception:  # the run's own call reports what is wrong
+            return None
+        return None if status is None else Glance(name=self._name, status=status)
+
+    def close(self) -> None:
+        """Ends the actor, and with it the device's memory."""
+        ray.kill(self._actor)

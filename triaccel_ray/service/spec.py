@@ -1,0 +1,136 @@
+"""What a single run is asked to do, as a value that travels to the machine that does it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from trainables.registry import load_task
+from trainables.task import Purpose, Recipe
+from triaccel_ray.config import BatchConfig, ControlConfig, require, require_number
+from triaccel_ray.plan import Precision
+
+METHODS: Mapping[str, str] = {
+    "fp32": "FP32, as a tutorial writes it",
+    "amp": "automatic mixed precision, as a tutorial writes it",
+    "engine-amp": "one low precision for all layers, on this product's engine",
+    "dynamic-batch": "FP32 with the elastic batch size alone",
+    "dynamic-precision": "precision per layer alone",
+    "dynamic-both": "precision per layer and elastic batch size, no curvature",
+    "triaccel": "the full control loop",
+    "probe": "one low precision, statistics recorded, nothing adapted",
+}
+"""Name of a training method -> what it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """One run: a task, a method, a seed, and every setting in force."""
+
+    task: str
+    """Name of a bundled task, or `package.module:Class`."""
+    method: str = "triaccel"
+    """One of METHODS."""
+    purpose: Purpose = Purpose.SEARCH
+    """Which data exists for this run."""
+    seed: int = 0
+    """Of initialisation, order and augmentation; the validation split does not depend on it."""
+    recipe: Recipe = field(default_factory=Recipe)
+    control: ControlConfig = field(default_factory=ControlConfig)
+    memory_budget_bytes: int | None = None
+    """MemMax; the whole device when None."""
+    memory_headroom_bytes: int | None = None
+    """In place of a budget: bytes on top of what the process holds before the first batch."""
+    data_dir: str | None = None
+    """Where data files lie; the task's own cache when None."""
+    device: str = "auto"
+    """`auto`, `cpu` or `cuda`; auto takes the GPU where there is one."""
+
+    def __post_init__(self) -> None:
+        require(self.method in METHODS, "method", self.method, f"must be one of {', '.join(METHODS)}")
+        require_number("seed", self.seed, "must lie in [0, 2**31)", low=0, high=2**31 - 1)
+        require(self.device in ("auto", "cpu", "cuda"), "device", self.device, "must be one of auto, cpu, cuda")
+        if self.memory_budget_bytes is not None:
+            require_number("memory budget (bytes)", self.memory_budget_bytes, "must be positive", low=1)
+            require(
+                self.memory_headroom_bytes is None,
+                "memory headroom",
+                self.memory_headroom_bytes,
+                "give a budget or a headroom, not both",
+            )
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device that the run uses.
+
+        Raises:
+            ValueError: `cuda` is asked for where there is none.
+        """
+        available = torch.cuda.is_available()
+        require(self.device != "cuda" or available, "device", self.device, "no CUDA device is visible; leave it out")
+        return torch.device("cuda" if available and self.device != "cpu" else "cpu")
+
+    @property
+    def method_control(self) -> ControlConfig:
+        """The control configuration with the parts off that the method does without."""
+        control = self.control
+        off = {
+            "precision": replace(control.precision, enabled=False),
+            "curvature": replace(control.curvature, enabled=False),
+            "batch": replace(control.batch, enabled=False, lr_rule="none", bound_by_noise_scale=False),
+        }
+        if self.method in ("engine-amp", "probe", "fp32", "amp"):
+            return replace(control, **off)
+        if self.method == "dynamic-batch":
+            fp32 = replace(off["precision"], initial=Precision.FP32)
+            batch = _without_noise(control)
+            return replace(control, precision=fp32, curvature=off["curvature"], batch=batch)
+        if self.method == "dynamic-precision":
+            return replace(control, curvature=off["curvature"], batch=off["batch"])
+        if self.method == "dynamic-both":
+            return replace(control, curvature=off["curvature"], batch=_without_noise(control))
+        return control
+
+
+def run_spec(task_name: str, *, data_dir: Path | None, recipe: Mapping[str, object], **settings: object) -> RunSpec:
+    """Returns the spec of a run of `task_name`: the task's own recipe and thresholds where nothing else is said.
+
+    Raises:
+        ValueError: the task is unknown, or a setting breaks its rule.
+    """
+    task = load_task(task_name, data_dir)
+    settings.setdefault("control", task.control)
+    given = {name: value for name, value in recipe.items() if value is not None}
+    return RunSpec(
+        task=task_name,
+        data_dir=None if data_dir is None else str(data_dir.expanduser().absolute()),
+        recipe=replace(task.recipe, **given),  # type: ignore[arg-type]  # names checked by the dataclass
+        **settings,  # type: ignore[arg-type]  # likewise
+    )
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Returns hardware and versions, for the record."""
+    info = {
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "device": device.type,
+        "python": platform.python_version(),
+        "host": platform.node(),
+    }
+    for package in ("torch", "triton", "triaccel-ray"):
+        try:
+            info[package] = version(package)
+        except PackageNotFoundError:
+            info[package] = "not installed"
+    return info
+
+
+def _without_noise(control: ControlConfig) -> BatchConfig:
+    batch = control.batch
+    rule = "sqrt" if batch.lr_rule == "adascale" else batch.lr_rule
+    return replace(batch, lr_rule=rule, bound_by_noise_scale=False)

@@ -1,0 +1,255 @@
+"""The MLflow store: whether it can be reached, its first use, and the runs in it.
+
+Everything goes through one `MlflowClient`; MLflow's process-wide state (tracking URI, active run) is never touched, so
+a user's own MLflow code in the same process is not disturbed. MLflow takes seconds to import and is imported at first
+use: a command that records nothing does not wait for it.
+"""
+
+from __future__ import annotations
+
+import base64
+import getpass
+import http.client
+import os
+import re
+import sqlite3
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from filelock import FileLock
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+RUN_KEY_TAG = "triaccel.run_key"
+"""Tag by which a run is found again when its id was lost between creation and the disk."""
+
+PROBE_TIMEOUT_S = 3.0
+
+_WAY_OUT = "start a server there (`mlflow server`), or leave --tracking-uri out to record in a local SQLite file"
+_SQLITE = "sqlite:///"
+
+
+class TrackingUnavailableError(ValueError):
+    """The tracking store named by the user cannot be used; the message says which, why, and what to do."""
+
+
+class Tracker:
+    """Owns the client of one tracking store."""
+
+    def __init__(self, uri: str, artifact_root: Path) -> None:
+        """Remembers where to record; nothing is opened before the first use.
+
+        Args:
+            uri: `sqlite:///FILE`, `http://HOST:PORT` or `https://...`, with `USER:PASSWORD@` if need be.
+            artifact_root: folder of artifacts for a SQLite store; a server knows its own place.
+        """
+        path = _sqlite_path(uri)
+        self.uri = uri if path is None else f"{_SQLITE}{path}"
+        self.artifact_root = artifact_root.absolute()
+        self._path = path
+
+    @property
+    def display_uri(self) -> str:
+        """The URI without user and password, fit for messages and files."""
+        return re.sub("://.*@", "://***@", self.uri, flags=re.DOTALL)
+
+    def mask(self, text: str) -> str:
+        """Returns `text` without user and password of the store's URI, or of any other in it."""
+        return re.sub(r"://[^\s'\"]*@", "://***@", text.replace(self.uri, self.display_uri))
+
+    def check(self) -> None:
+        """Returns if the store can be used: a server answers within three seconds, or the file can be written.
+
+        Raises:
+            TrackingUnavailableError: it cannot.
+        """
+        if self._path is not None:
+            self._check_file(self._path)
+        elif urlsplit(self.uri).scheme in ("http", "https"):
+            self._probe()
+        else:
+            raise self._unavailable("must begin with sqlite:///, http:// or https://")
+
+    def prepare(self) -> None:
+        """Creates the store if it is new; any number of processes may do so at the same time.
+
+        Raises:
+            TrackingUnavailableError: the store cannot be used.
+        """
+        self.check()
+        _ = self.client
+
+    @cached_property
+    def client(self) -> MlflowClient:
+        """The client, its store created and of this MLflow's version.
+
+        Raises:
+            TrackingUnavailableError: the store was made by another version of MLflow.
+        """
+        _set_environment()
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+
+        if self._path is None:
+            return MlflowClient(tracking_uri=self.uri)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # First use creates the tables; done by several at once it fails ("duplicate column name").
+        with FileLock(f"{self._path}.lock"):
+            try:
+                client = MlflowClient(tracking_uri=self.uri)
+                client.search_experiments(max_results=1)
+            except MlflowException as error:
+                raise self._unavailable(self.mask(str(error))) from error
+        return client
+
+    def experiment_id(self, name: str) -> str:
+        """Returns the id of the experiment, created if need be, also when others create it at the same time.
+
+        Raises:
+            ValueError: it was deleted in MLflow and still holds its name.
+        """
+        from mlflow.exceptions import MlflowException
+
+        found = self.client.get_experiment_by_name(name)
+        if found is None:
+            location = None if self._path is None else self.artifact_root.as_uri()
+            try:
+                return str(self.client.create_experiment(name, artifact_location=location))
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+                found = self.client.get_experiment_by_name(name)
+        if found is None or found.lifecycle_stage != "active":
+            raise ValueError(
+                f"experiment = {name!r}: was deleted in MLflow ({self.display_uri}); restore it with "
+                "`mlflow experiments restore`, or choose another name"
+            )
+        return str(found.experiment_id)
+
+    def open_run(
+        self,
+        experiment: str,
+        name: str,
+        *,
+        key: str,
+        tags: Mapping[str, str] | None = None,
+        parent_id: str | None = None,
+        start_ms: int | None = None,
+    ) -> str:
+        """Returns the id of the run that carries `key`, created (status RUNNING) if there is none.
+
+        Args:
+            experiment: the experiment's name.
+            name: of a new run.
+            key: what the run is found by again; unique in the experiment, without quotes.
+            tags: of a new run.
+            parent_id: the run that a new run is shown under.
+            start_ms: Unix time at which a new run began; now when None.
+        """
+        experiment_id = self.experiment_id(experiment)
+        found = self.client.search_runs([experiment_id], f"tags.`{RUN_KEY_TAG}` = '{key}'", max_results=1)
+        if found:
+            return str(found[0].info.run_id)
+        given = {**(tags or {}), RUN_KEY_TAG: key, "mlflow.user": _user(), "mlflow.source.name": "triaccel"}
+        if parent_id is not None:
+            given["mlflow.parentRunId"] = parent_id
+        start = time.time_ns() // 1_000_000 if start_ms is None else start_ms
+        run = self.client.create_run(experiment_id, start_time=start, tags=given, run_name=name)
+        return str(run.info.run_id)
+
+    def _check_file(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                writable = os.access(path.parent, os.W_OK)
+            elif path.is_file():
+                writable = os.access(path, os.W_OK)
+            else:
+                raise self._unavailable("is not a file; name a file in that folder")
+        except OSError as error:
+            raise self._unavailable(
+                f"cannot be created ({error.strerror}); name a file in a folder of yours"
+            ) from error
+        if not writable:
+            raise self._unavailable("cannot be written; name a file in a folder of yours")
+        if path.exists():
+            tables = self._tables(path)
+            if tables and "experiments" not in tables:
+                raise self._unavailable(
+                    f"is a database of something else (tables {', '.join(sorted(tables)[:3])}, ...)"
+                )
+
+    def _tables(self, path: Path) -> set[str]:
+        try:
+            connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
+            try:
+                return {
+                    str(row[0]) for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+                }
+            finally:
+                connection.close()
+        except sqlite3.DatabaseError as error:
+            raise self._unavailable(f"is not a SQLite database ({error}); name another file") from error
+
+    def _probe(self) -> None:
+        try:
+            parts = urlsplit(self.uri)
+            _ = parts.port  # raises where the port is not a number
+        except ValueError as error:
+            raise self._unavailable(f"is not a URI ({self.mask(str(error))})") from error
+        if not parts.hostname:
+            raise self._unavailable("names no host")
+        host = parts.netloc.rpartition("@")[2]
+        request = urllib.request.Request(f"{parts.scheme}://{host}{parts.path.rstrip('/')}/health")
+        if parts.password is not None:
+            login = f"{unquote(parts.username or '')}:{unquote(parts.password)}".encode()
+            request.add_header("Authorization", f"Basic {base64.b64encode(login).decode()}")
+        try:
+            with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S):
+                return
+        except urllib.error.HTTPError as error:
+            raise self._unavailable(f"what answers there is no MLflow server (/health: {error.code})") from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise self._unavailable(f"no MLflow server answers there ({self.mask(str(error))})") from error
+
+    def _unavailable(self, rule: str) -> TrackingUnavailableError:
+        return TrackingUnavailableError(f"tracking uri = {self.display_uri!r}: {rule}; {_WAY_OUT}")
+
+
+def _sqlite_path(uri: str) -> Path | None:
+    """Returns the absolute path of a SQLite URI's file, else None."""
+    name = uri.removeprefix(_SQLITE)
+    return Path(name).absolute() if uri.startswith(_SQLITE) and name and name != ":memory:" else None
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError, ImportError):  # a container's user may have no name
+        return "unknown"
+
+
+def _set_environment() -> None:
+    """Sets the environment variables that MLflow reads, each only where the user has not.
+
+    MLflow has no other place for them: they hold for the whole process and its children.
+    """
+    defaults = {
+        # Whoever ships has the log on the disk and tries again later, so a single call need not insist. MLflow's own
+        # seven retries would hold a thread for minutes.
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+        # A run's address, printed at its end, would tear the command's own output.
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+        # Usage reports to MLflow's makers: not sent in a user's name without being asked.
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)

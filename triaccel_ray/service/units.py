@@ -1,0 +1,38 @@
+"""Amounts of memory as people write and read them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+_FACTORS: Final[Mapping[str, int]] = {
+    "": 1,
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", start=1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+}
+
+
+def parse_bytes(text: str) -> int:
+    """Returns the number of bytes in `text`: a positive number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB.
+
+    Raises:
+        ValueError: it is no such amount.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = {name.lower(): factor for name, factor in _FACTORS.items()}.get(match[2].lower()) if match else None
+    amount = int(float(match[1]) * unit) if match and unit else 0
+    if amount <= 0:
+        raise ValueError(f"amount of memory = {text!r}: must be a positive number with a unit, such as 2GiB or 1500MB")
+    return amount
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Returns `num_bytes` in the largest binary unit that leaves at least one whole, to three digits."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= factor:
+            return (
+                f"{num_bytes / factor:.3g} {unit}" if num_bytes < 1000 * factor else f"{num_bytes / factor:.0f} {unit}"
+            )
+    return f"{num_bytes:.0f} B"

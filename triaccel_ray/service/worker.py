@@ -1,0 +1,334 @@
+"""One run on one device: a plain class that knows neither Ray nor MLflow."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import math
+import os
+import random
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainables.registry import load_task
+from trainables.task import Purpose
+from triaccel_ray.apply.step import Loss, is_out_of_memory
+from triaccel_ray.baseline import BaselineLoop
+from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from triaccel_ray.events import End, Epoch, EventLog, LogError, Record, Start
+from triaccel_ray.jsonable import encode
+from triaccel_ray.layers import forward
+from triaccel_ray.loop import ControlLoop
+from triaccel_ray.measure.memory import memory_meter
+from triaccel_ray.plan import Precision
+from triaccel_ray.score import BYTES_PER_GB, TIMED_EPOCHS, efficiency_score, mean_epoch_seconds
+from triaccel_ray.service.objective import Figures
+from triaccel_ray.service.spec import RunSpec, environment
+
+CHECKPOINT = "checkpoint.pt"
+EVENTS = "events.jsonl"
+SPEC = "spec.json"
+
+
+class NonFiniteLossError(RuntimeError):
+    """The training loss is no longer a number: the run has diverged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """A glance at a run while it trains."""
+
+    epoch: float
+    num_epochs: int
+    images_per_second: float
+    batch_size: int
+    used_bytes: int
+    limit_bytes: int
+    layers_per_precision: dict[str, int]
+    accuracy: float | None
+
+
+class Worker:
+    """Trains one run epoch by epoch, writes its event log, saves and restores it."""
+
+    def __init__(self, spec: RunSpec, folder: Path) -> None:
+        """Builds model, data and loop; everything the run writes goes below `folder`.
+
+        Raises:
+            ValueError, FileNotFoundError: the spec cannot be carried out; the message says why.
+        """
+        self.spec, self.folder = spec, folder
+        self.device = spec.torch_device
+        _seed_everything(spec.seed)
+        self._task = load_task(spec.task, None if spec.data_dir is None else Path(spec.data_dir))
+        self._splits = self._task.data(spec.purpose)
+        self.idle_bytes = 0
+        """What the process held with model and libraries in place, before the first batch."""
+        self.loop = self._build_loop()
+        self._log: EventLog | None = None
+        self._epoch_seconds: deque[float] = deque(maxlen=TIMED_EPOCHS)
+        self.last: Epoch | None = None
+        """The last epoch's record."""
+        self.ended = False
+        """Whether the log has its last record."""
+
+    @property
+    def figures(self) -> Figures:
+        """The figures after the last epoch, on the validation samples.
+
+        Raises:
+            ValueError: no epoch has been judged.
+        """
+        last = self.last
+        if last is None or last.held_out_accuracy is None or last.score is None:
+            raise ValueError("figures: no epoch of this run has been judged on validation samples")
+        return Figures(
+            accuracy=last.held_out_accuracy,
+            seconds=mean_epoch_seconds(list(self._epoch_seconds)),
+            peak_gb=last.peak_bytes / BYTES_PER_GB,
+            score=last.score,
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether all epochs are done."""
+        return self.loop.feed.epoch >= self.spec.recipe.epochs
+
+    def start(self, *, replace_existing: bool = False) -> None:
+        """Begins a new event log, with the spec beside it.
+
+        `replace_existing` is for a run that died before its first checkpoint and begins again.
+
+        Raises:
+            ValueError: the folder holds a run already.
+        """
+        if (self.folder / EVENTS).exists() and not replace_existing:
+            raise ValueError(f"folder {self.folder} holds a run already: resume it, or choose another name")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / SPEC, json.dumps(encode(self.spec), indent=2))
+        self._open_log(keep=0)
+        self._append(self._start_record())
+
+    def train_epoch(self) -> Epoch:
+        """Trains one epoch, judges it on the validation samples (not on test samples), and returns the record.
+
+        Raises:
+            NonFiniteLossError: the loss is not a number any more; the log says so.
+            torch.OutOfMemoryError, MemoryError: not even one sample fits; likewise.
+        """
+        try:
+            stats = self.loop.train_epoch()
+            if not math.isfinite(stats.loss):
+                raise NonFiniteLossError(f"the training loss of epoch {stats.epoch} is {stats.loss}")
+            judged = self._evaluate() if self.spec.purpose is Purpose.SEARCH else None
+        except Exception as error:
+            self._append(End(status="failed", cause=cause_of(error), message=str(error)[:500]))
+            raise
+        self._epoch_seconds.append(stats.seconds)
+        memory = self.loop.memory
+        memory.refresh_peaks()
+        record = Epoch(
+            epoch=stats.epoch,
+            step=self.loop.num_steps,
+            train_loss=stats.loss,
+            held_out_accuracy=None if judged is None else judged.accuracy,
+            held_out_loss=None if judged is None else judged.loss,
+            seconds=stats.seconds,
+            images_per_second=stats.num_samples / stats.seconds,
+            batch_size=self.loop.plan.batch_size,
+            peak_bytes=memory.peak_bytes,
+            allocated_peak_bytes=memory.allocated_peak_bytes,
+            num_skipped=self.loop.num_skipped,
+            score=None if judged is None else self._score(judged.accuracy),
+        )
+        self._append(record)
+        self.last = record
+        return record
+
+    def finish(self) -> dict[str, float]:
+        """Judges the finished run (for a final run: reads the test set, once), ends the log, returns the results."""
+        last = self.last
+        if last is None:
+            raise ValueError("epochs = 0: a run is finished after at least one epoch")
+        accuracy, loss = last.held_out_accuracy, last.held_out_loss
+        if accuracy is None or loss is None:
+            judged = self._evaluate()
+            accuracy, loss = judged.accuracy, judged.loss
+        results = {
+            "accuracy": accuracy,
+            "loss": loss,
+            "seconds_per_epoch": mean_epoch_seconds(list(self._epoch_seconds)),
+            "peak_gb": last.peak_bytes / BYTES_PER_GB,
+            "allocated_peak_gb": last.allocated_peak_bytes / BYTES_PER_GB,
+            "score": self._score(accuracy),
+            "idle_share": self.idle_bytes / self.loop.memory.limit_bytes,
+            "idle_gb": self.idle_bytes / BYTES_PER_GB,
+            "limit_gb": self.loop.memory.limit_bytes / BYTES_PER_GB,
+            "epochs": float(last.epoch),
+        }
+        self._append(End(status="finished", results=results))
+        return results
+
+    def stop(self) -> None:
+        """Ends the log of a run that is cut short on purpose."""
+        self._append(End(status="stopped"))
+
+    def close(self) -> None:
+        """Lets go of model, data and memory."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+        self.loop.close()
+        memory = self.loop.memory
+        del self.loop, self._splits
+        gc.collect()
+        memory.release()
+
+    def save(self, path: Path) -> None:
+        """Writes a checkpoint that `restore` goes on from."""
+        state = {
+            "spec": json.dumps(encode(self.spec)),
+            "loop": self.loop.state_dict(),
+            "num_records": 0 if self._log is None else self._log.num_records,
+            "epoch_seconds": list(self._epoch_seconds),
+            "last": None if self.last is None else encode(self.last),
+        }
+        save_checkpoint(path, state)
+
+    def restore(self, path: Path) -> None:
+        """Goes on from the checkpoint at `path`; the event log is cut back to it.
+
+        Raises:
+            CheckpointError: the checkpoint is missing or damaged, or belongs to another run.
+        """
+        state = load_checkpoint(path)
+        if state["spec"] != json.dumps(encode(self.spec)):
+            raise CheckpointError(f"checkpoint {path} belongs to a run with other settings: resume that one instead")
+        try:
+            self._open_log(keep=state["num_records"])
+        except LogError as error:
+            raise CheckpointError(f"checkpoint {path} does not fit its run: {error}") from error
+        self.loop.load_state_dict(state["loop"])
+        self._epoch_seconds.extend(state["epoch_seconds"])
+        if state["last"] is not None:
+            self.last = Epoch(**state["last"])
+
+    def status(self) -> Status:
+        """Returns a glance at the run; safe to call from another thread while it trains."""
+        loop = self.loop
+        levels = list(loop.plan.precision.values())
+        elapsed = loop.epoch_seconds_so_far
+        done = (loop.feed.position - int(loop.feed.position)) * len(loop.feed.source)
+        rate = done / elapsed if done and elapsed else (self.last.images_per_second if self.last else 0.0)
+        return Status(
+            epoch=loop.feed.position,
+            num_epochs=self.spec.recipe.epochs,
+            images_per_second=rate,
+            batch_size=loop.plan.batch_size,
+            used_bytes=loop.memory.window_peak_bytes,
+            limit_bytes=loop.memory.limit_bytes,
+            layers_per_precision={level.value: levels.count(level) for level in Precision},
+            accuracy=None if self.last is None else self.last.held_out_accuracy,
+        )
+
+    def _build_loop(self) -> ControlLoop | BaselineLoop:
+        spec, recipe = self.spec, self.spec.recipe
+        model = self._task.model().to(self.device)
+        optimizer = self._task.optimizer(model, recipe)
+        loss = partial(self._task.loss, recipe=recipe)
+        self.idle_bytes = self._warm_up(model, loss)
+        _seed_everything(spec.seed)
+        budget = spec.memory_budget_bytes
+        if spec.memory_headroom_bytes is not None:
+            budget = self.idle_bytes + spec.memory_headroom_bytes
+        if spec.method in ("fp32", "amp"):
+            return BaselineLoop(
+                model,
+                optimizer,
+                loss,
+                self._splits.train,
+                method="fp32" if spec.method == "fp32" else "amp",
+                batch_size=spec.control.batch.start,
+                schedule=recipe.lr_factor,
+                memory_budget=budget,
+                seed=spec.seed,
+            )
+        return ControlLoop(
+            model,
+            optimizer,
+            loss,
+            self._splits.train,
+            config=spec.method_control,
+            schedule=recipe.lr_factor,
+            memory_budget=budget,
+            seed=spec.seed,
+            on_tick=self._append,
+        )
+
+    def _warm_up(self, model: nn.Module, loss: Loss) -> int:
+        """Returns what the process holds once everything that loads lazily has been loaded.
+
+        Two samples pass through a copy of the model: libraries, handles and workspaces take hundreds of MiB at the
+        first operation, which would otherwise pass for the memory of the first batch.
+        """
+        duplicate = copy.deepcopy(model).eval()
+        inputs, targets = self._splits.train.to(self.device).batch(torch.arange(2), None)
+        loss(forward(duplicate, inputs), targets).backward()
+        del duplicate, inputs, targets
+        meter = memory_meter(self.device, None)
+        meter.release()
+        return meter.sample()
+
+    def _start_record(self) -> Start:
+        spec = self.spec
+        info = {"task": spec.task, "method": spec.method, "seed": str(spec.seed), "purpose": spec.purpose.value}
+        recipe: dict[str, Any] = {f"recipe.{name}": value for name, value in encode(spec.recipe).items()}
+        return Start(
+            control=spec.method_control,
+            info={**info, **environment(self.device)},
+            parameters={**recipe, "memory_limit_bytes": self.loop.memory.limit_bytes},
+        )
+
+    def _evaluate(self) -> Any:
+        return self.loop.evaluate(self._splits.held_out, self._task.num_correct)
+
+    def _score(self, accuracy: float) -> float:
+        peak_gb = self.loop.memory.peak_bytes / BYTES_PER_GB
+        return efficiency_score(accuracy, mean_epoch_seconds(list(self._epoch_seconds)), peak_gb)
+
+    def _open_log(self, *, keep: int) -> None:
+        self._log = EventLog(self.folder / EVENTS, keep=keep)
+
+    def _append(self, record: Record) -> None:
+        if self._log is not None:
+            self._log.append(record)
+            self.ended = isinstance(record, End)
+
+
+def cause_of(error: BaseException) -> str:
+    """Returns the class of a failure: `out_of_memory`, `non_finite` or `bug`."""
+    if is_out_of_memory(error):
+        return "out_of_memory"
+    return "non_finite" if isinstance(error, NonFiniteLossError) else "bug"
+
+
+def _seed_everything(seed: int) -> None:
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes `text` to `path`, which holds either the old text or all of the new."""
+    partial_path = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial_path.write_text(text)
+    partial_path.replace(path)
