@@ -19,22 +19,19 @@ from triaccel_ray.config import ControlConfig
 ABSOLUTE: Mapping[str, Any] = {
     "log10_tau_low": tune.uniform(-10.0, -3.0),
     "log10_tau_ratio": tune.uniform(0.1, 5.0),
-    "rho_high": tune.uniform(0.5, 0.98),
-    "rho_ratio": tune.uniform(0.4, 0.95),
+    "rho_high": tune.uniform(0.3, 0.98),
+    "rho_ratio": tune.uniform(0.2, 0.95),
 }
 """Thresholds on their own scales: tau_high = tau_low x 10^ratio, rho_low = rho_high x ratio."""
 
 CALIBRATED: Mapping[str, Any] = {
     "tau_low_quantile": tune.uniform(0.0, 1.0),
     "tau_high_share": tune.uniform(0.0, 1.0),
-    "rho_high_share": tune.uniform(0.1, 1.0),
-    "rho_low_share": tune.uniform(0.1, 0.95),
+    "rho_high": ABSOLUTE["rho_high"],
+    "rho_ratio": ABSOLUTE["rho_ratio"],
 }
-"""Thresholds as quantiles of the variances a probe saw, and as shares of the memory above what an idle process holds.
-
-tau_low is the variance at its quantile q, tau_high the one at q + share x (1 - q); rho_high is idle + share x
-(1 - idle), and rho_low the given share of the way from idle to rho_high.
-"""
+"""tau as quantiles of the variances that a probe saw: tau_low is the variance at its quantile q, tau_high the one at
+q + share x (1 - q). Memory has a natural scale, its limit: rho as above."""
 
 SPACES: Mapping[str, Mapping[str, Any]] = {"thresholds": CALIBRATED, "thresholds-absolute": ABSOLUTE}
 """Name on the command line -> dimensions that are always searched."""
@@ -57,8 +54,6 @@ class Calibration:
 
     variances: tuple[float, ...]
     """v_l(t) of all layers and ticks of the probe, ascending, positive."""
-    idle_share: float
-    """Share of the memory limit that the process holds before its first batch; in [0, 1)."""
 
     def quantile(self, q: float) -> float:
         """Returns the variance at quantile q in [0, 1], interpolated on a logarithmic scale.
@@ -76,7 +71,7 @@ class Calibration:
         return bisect.bisect_left(self.variances, variance) / len(self.variances)
 
 
-def calibration(variances: Sequence[float], idle_share: float) -> Calibration:
+def calibration(variances: Sequence[float]) -> Calibration:
     """Returns the calibration from all variances a probe recorded.
 
     Raises:
@@ -88,7 +83,7 @@ def calibration(variances: Sequence[float], idle_share: float) -> Calibration:
             f"variances = {len(variances)} values, none positive: the probe was shorter than one control interval, or "
             "its gradients vanish; use the space thresholds-absolute"
         )
-    return Calibration(variances=usable, idle_share=min(max(idle_share, 0.0), 0.99))
+    return Calibration(variances=usable)
 
 
 def search_space(name: str, optional: Sequence[str] = ()) -> dict[str, Any]:
@@ -114,15 +109,14 @@ def thresholds(
     if "log10_tau_low" in sample:
         tau_low = 10.0 ** sample["log10_tau_low"]
         precision = replace(precision, tau_low=tau_low, tau_high=tau_low * 10.0 ** sample["log10_tau_ratio"])
-        rho_high = sample["rho_high"]
-        batch = replace(batch, rho_low=rho_high * sample["rho_ratio"], rho_high=rho_high)
     if "tau_low_quantile" in sample:
         if calibrated_on is None:
             raise ValueError("calibration = None: a sample of quantiles has no meaning without the probe's variances")
         tau_low, tau_high = _taus(sample, calibrated_on)
-        rho_low, rho_high = _rhos(sample, calibrated_on.idle_share)
         precision = replace(precision, tau_low=tau_low, tau_high=tau_high)
-        batch = replace(batch, rho_low=rho_low, rho_high=rho_high)
+    if "rho_high" in sample:
+        rho_high = sample["rho_high"]
+        batch = replace(batch, rho_low=rho_high * sample["rho_ratio"], rho_high=rho_high)
     if "alpha" in sample:
         curvature = replace(curvature, alpha=sample["alpha"])
     if "tau_curv" in sample:
@@ -141,8 +135,3 @@ def _taus(sample: Mapping[str, Any], calibrated_on: Calibration) -> tuple[float,
     tau_high = calibrated_on.quantile(low + sample["tau_high_share"] * (1.0 - low))
     # Equal quantiles (a share of 0, or variances that repeat) still have to be two thresholds.
     return tau_low, max(tau_high, tau_low * (1.0 + 1e-6))
-
-
-def _rhos(sample: Mapping[str, Any], idle: float) -> tuple[float, float]:
-    rho_high = idle + sample["rho_high_share"] * (1.0 - idle)
-    return idle + sample["rho_low_share"] * (rho_high - idle), rho_high

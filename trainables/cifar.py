@@ -12,6 +12,7 @@ from trainables.images import PrepareImages, random_crop_and_flip
 from trainables.models import Stem, efficientnet_b0, resnet18
 from trainables.split import stratified_split
 from trainables.task import Purpose, Recipe, Splits, Task
+from triaccel_ray.config import ControlConfig, PrecisionConfig
 from triaccel_ray.sources import TensorSource
 
 _SPLIT_SEED = 2026
@@ -55,6 +56,11 @@ class Cifar10ResNet18(CifarTask):
     name: ClassVar[str] = "cifar10-resnet18"
     stem: ClassVar[Stem] = "cifar"
     recipe: ClassVar[Recipe] = Recipe(epochs=30, lr=0.15, nesterov=True, weight_decay=5e-4, label_smoothing=0.1)
+    control: ClassVar[ControlConfig] = ControlConfig(
+        # Variances run from 1e-7 in the deep layers to 2e-3 in the first and the last one at the first step, and from
+        # 5e-8 to 2e-5 at mid-training: FP32 for those two while they settle, FP16 for the deep half.
+        precision=PrecisionConfig(tau_low=1e-6, tau_high=1e-3)
+    )
 
     def model(self) -> nn.Module:
         """Returns the network, 11.2 million parameters."""
@@ -88,6 +94,11 @@ class Cifar10EfficientNetB0(CifarTask):
     name: ClassVar[str] = "cifar10-efficientnet-b0"
     input_size: ClassVar[int | None] = 224
     recipe: ClassVar[Recipe] = Recipe(epochs=30, lr=0.1, nesterov=True, weight_decay=5e-4, label_smoothing=0.1)
+    control: ClassVar[ControlConfig] = ControlConfig(
+        # In the first steps variances run from 1e-6 to 5, with a median of 2e-4: depthwise convolutions have few
+        # weights, each with a large gradient.
+        precision=PrecisionConfig(tau_low=1e-5, tau_high=1e-1)
+    )
 
     def model(self) -> nn.Module:
         """Returns the network, 4.0 million parameters."""

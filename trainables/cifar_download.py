@@ -105,8 +105,9 @@ def _unpack(archive: Path, goal: CifarFolder, staging: Path) -> None:
 def _explanation(cifar: CifarSet, root: Path, reason: str, *, with_test: bool) -> str:
     lines = [f"{cifar.title}: no complete set of files, and {reason}. Looked for all files of one of these lines:"]
     for place in places(cifar, root):
-        missing = place.missing(with_test)
-        names = place.needed(with_test)
+        missing, names = place.missing(with_test), place.needed(with_test)
+        if place.path == root and missing == names and root.name != place.layout.folder:
+            continue  # looked into as well, but nothing suggests that its user meant it
         state = "none found" if missing == names else f"not found: {', '.join(missing)}"
         lines.append(f"  {place.path}: {', '.join(names)} ({state})")
     lines.append(f"Get them from {HOMEPAGE} (Python or binary version), unpack them, and name the folder: --data-dir")

@@ -168,7 +168,7 @@ def _read_python(path: Path, md5: str, label_key: str) -> tuple[npt.NDArray[Any]
             f"runs what is in it; get the Python version again from {HOMEPAGE}"
         )
     with warnings.catch_warnings():
-        # numpy 2.4 objects to how Python 2 wrote its dtypes into these files
+        # numpy 2.4.0 to 2.4.4 object to how Python 2 wrote dtypes into these files
         warnings.simplefilter("ignore", np.exceptions.VisibleDeprecationWarning)
         entry = pickle.loads(content, encoding="latin1")
     return entry["data"].reshape(-1, *_IMAGE_SHAPE), np.asarray(entry[label_key], dtype=np.int64)

@@ -108,7 +108,8 @@ class Task(ABC):
 
     def num_correct(self, outputs: Any, targets: Tensor) -> Tensor:
         """Returns how many samples of the batch are right, a scalar tensor; top-1 unless overridden."""
-        return (outputs.argmax(dim=-1) == targets).sum()
+        correct: Tensor = outputs.argmax(dim=-1) == targets
+        return correct.sum()
 
     def optimizer(self, model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         """Returns the optimizer: SGD with momentum, weight decay on weights of two or more dimensions alone."""

@@ -38,6 +38,8 @@ class MemorySignal:
     """The allocator's live tensors; 0 where the device has no such counter."""
     allocated_peak_bytes: int = 0
     """Largest `allocated_bytes` since the run began: what the paper reports."""
+    idle_bytes: int = 0
+    """What the process held, model and libraries in place, before its first batch: no batch size changes it."""
     free_bytes: int | None = None
     """What the device has free beside all its processes; None where nothing says."""
 
@@ -50,8 +52,13 @@ class MemorySignal:
 
     @property
     def share(self) -> float:
-        """MemUsage / MemMax: the window's peak over what is attainable."""
-        return self.window_peak_bytes / max(self.attainable_bytes, 1)
+        """MemUsage / MemMax, both above what the idle process holds.
+
+        So the thresholds speak of what batches take: a CUDA context or a Python runtime, which the paper's allocator
+        figures leave out too, does not shift them, while the limit itself includes both.
+        """
+        taken = self.window_peak_bytes - self.idle_bytes
+        return max(taken, 0) / max(self.attainable_bytes - self.idle_bytes, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from triaccel_ray.config import BatchConfig
 from triaccel_ray.decide import BatchState
 from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batch, ladder, noise_scale
 from triaccel_ray.plan import ReasonCode
-from triaccel_ray.signals import NoiseSignal
+from triaccel_ray.signals import MemorySignal, NoiseSignal
 
 READY = BatchState(ticks_since_change=100)
 CONFIG = BatchConfig(rho_low=0.7, rho_high=0.9)
@@ -73,6 +73,20 @@ def test_both_changes_say_what_they_compared():
     (reason,) = decided(CONFIG, 96, HIGH).reasons
     assert (reason.code, reason.value, reason.threshold) == (ReasonCode.MEMORY_HIGH, HIGH, 0.9)
     assert reason.text.endswith("> rho_high 0.9: 96 -> 32")
+
+
+def test_a_reason_gives_memory_in_gib():
+    memory = MemorySignal(
+        used_bytes=4 * 2**30,
+        window_peak_bytes=4 * 2**30,
+        peak_bytes=4 * 2**30,
+        limit_bytes=8 * 2**30,
+        idle_bytes=2**30,
+        free_bytes=3 * 2**30,
+    )
+    assert decided(CONFIG, 96, memory=memory).reasons[0].text == (
+        "memory 0.500 (3.00 of 6.00 GiB above the idle process) < rho_low 0.7: 96 -> 128"
+    )
 
 
 def test_the_smallest_batch_says_that_it_cannot_shrink_and_closes_nothing():
@@ -201,6 +215,7 @@ def test_the_noise_scale_neither_keeps_parts_nor_a_fixed_batch_from_returning():
         (NoiseSignal(mean_square_norm=0.0, trace_covariance=5.0), math.inf),
         (NoiseSignal(mean_square_norm=-1.0, trace_covariance=5.0), math.inf),
         (NoiseSignal(mean_square_norm=2.0, trace_covariance=5.0), 2.5),
+        (NoiseSignal(mean_square_norm=0.5, trace_covariance=5.0), 10.0),
     ],
 )
 def test_noise_scale_is_infinite_until_a_signal_shows(noise, expected):

@@ -74,8 +74,9 @@ def test_lr_scale_is_one_when_disabled():
 
 
 def test_each_changed_lr_scale_has_a_reason():
-    layers = {name: LayerState(by_variance=BF16, eigenvalues=(2.0,)) for name in ("same", "new", "changed")}
-    reasons = lr_reasons({"same": 0.5, "changed": 0.5}, {"same": 0.5, "new": 0.25, "changed": 0.125}, layers)
+    layers = {name: LayerState(by_variance=BF16, eigenvalues=(2.0,)) for name in ("same", "new", "full", "changed")}
+    after = {"same": 0.5, "new": 0.25, "full": 1.0, "changed": 0.125}
+    reasons = lr_reasons({"same": 0.5, "changed": 0.5}, after, layers)
     assert [(reason.code, reason.subject, reason.value) for reason in reasons] == [
         (ReasonCode.LR_SCALE, "new", 2.0),
         (ReasonCode.LR_SCALE, "changed", 2.0),

@@ -187,11 +187,12 @@ def test_a_failed_change_is_asked_for_again_only_after_the_dwell():
 
 
 def test_a_failed_hold_waits_for_the_next_measurement_and_other_layers_lose_nothing():
-    failed, untouched = LayerState(by_variance=FP16, held=True), LayerState(by_variance=BF16, lower_votes=1)
+    failed = LayerState(by_variance=FP16, held=True, lower_votes=3, ticks_since_change=7, eigenvalues=(9.0,))
+    untouched = LayerState(by_variance=BF16, lower_votes=1)
     observation = observation_of(Plan(batch_size=96, precision={"conv": FP16, "head": BF16}))
     plan, layers = keep_precision(observation, {"conv": failed, "head": untouched})
     assert plan == {"conv": FP16, "head": BF16}
-    assert not layers["conv"].held
+    assert layers["conv"] == LayerState(by_variance=FP16, eigenvalues=(9.0,))
     assert layers["head"] == LayerState(by_variance=BF16, lower_votes=1, ticks_since_change=1)
 
 

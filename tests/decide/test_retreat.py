@@ -45,6 +45,7 @@ def retreated(batch_size: int, *faults: Fault, parts: int = 1, config: BatchConf
             256, 1, [out_of_memory(256, 128), out_of_memory(100, 100)], (96, 1), id="a short batch failed too"
         ),
         pytest.param(96, 1, [out_of_memory(97, 49)], (32, 1), id="the last batch of an epoch took one sample more"),
+        pytest.param(128, 1, [out_of_memory(97, 97)], (96, 1), id="the size just above a rung failed"),
         pytest.param(96, 1, [out_of_memory(17, 9)], (32, 4), id="the short last batch of an epoch failed"),
         pytest.param(96, 1, [out_of_memory(96)], (64, 1), id="a phase without a batch, say the optimizer"),
         pytest.param(32, 1, [out_of_memory(32)], (32, 1), id="the same at the smallest rung"),
@@ -85,6 +86,7 @@ def test_the_reason_says_what_failed_and_what_passed():
     assert retreated(96, out_of_memory(96, 12)).reasons[0].text == (
         "out_of_memory in forward_backward at batch 96, 12 at once passed: 96 -> 32 in 3 parts"
     )
+    assert retreated(32, out_of_memory(32, 16)).reasons[0].text.endswith(": 32 -> 32 in 2 parts")
     assert retreated(96, apply_failed(128)).reasons[0].text == "apply_failed in apply at batch 128: 96 -> 96"
 
 

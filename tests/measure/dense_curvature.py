@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, hessian, jacrev
+from torch.autograd.functional import hessian, jacobian
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from triaccel_ray.layers import Layer
 from triaccel_ray.measure.curvature.objective import Loss
@@ -29,18 +31,19 @@ def fisher_block(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, 
 
 def ggn_block(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, layer: Layer) -> Tensor:
     outputs_of, weights = _as_function(model, inputs, layer)
-    jacobian = jacrev(outputs_of)(weights)
+    slopes = jacobian(outputs_of, weights)
     outputs = outputs_of(weights)
     blocks = []
     for i in range(len(targets)):
-        curvature = hessian(lambda z, i=i: loss(z.unsqueeze(0), targets[i : i + 1]))(outputs[i])
-        blocks.append(jacobian[i].T @ curvature @ jacobian[i])
+        curvature = hessian(lambda z, i=i: loss(z.unsqueeze(0), targets[i : i + 1]), outputs[i])
+        blocks.append(slopes[i].T @ curvature @ slopes[i])
     return torch.stack(blocks).mean(dim=0)
 
 
 def hessian_block(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, layer: Layer) -> Tensor:
     outputs_of, weights = _as_function(model, inputs, layer)
-    return hessian(lambda w: loss(outputs_of(w), targets))(weights)
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+        return hessian(lambda w: loss(outputs_of(w), targets), weights)
 
 
 def largest(block: Tensor, top_k: int, *, by_magnitude: bool = False) -> Tensor:

@@ -117,8 +117,7 @@ class _Python2Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, np.dtype):
-            _, (code, *_), state = obj.__reduce__()  # type: ignore[misc]  # numpy types it as a string or a tuple
-            return np.dtype, (code, 0, 1), state
+            return np.dtype, (obj.str[1:], 0, 1), (3, "|", None, None, None, -1, -1, 0)
         return NotImplemented
 
 

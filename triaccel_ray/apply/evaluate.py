@@ -20,7 +20,8 @@ Metric = Callable[[Any, Tensor], Tensor]
 
 def count_top1(outputs: Any, targets: Tensor) -> Tensor:
     """Returns how many samples have their largest output at the target's index."""
-    return (outputs.argmax(dim=-1) == targets).sum()
+    correct: Tensor = (outputs.argmax(dim=-1) == targets).sum()
+    return correct
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +64,13 @@ def evaluate(
         while cursor < len(source):
             indices = torch.arange(cursor, min(cursor + batch_size, len(source)))
             try:
-                inputs, targets = source.batch(indices, None)
-                outputs = forward(model, inputs)
-                totals[0] += metric(outputs, targets)
-                totals[1] += loss(outputs, targets).double() * len(indices)
+                totals += _judge(model, loss, source, metric, indices)
                 cursor += len(indices)
                 continue
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or len(indices) == 1:
                     raise
                 detail = str(error).splitlines()[0]
-            inputs = targets = outputs = None
             batch_size = max(len(indices) // 2, 1)
             release_memory()
             faults.append(
@@ -88,10 +85,18 @@ def evaluate(
     finally:
         for module, mode in training.items():
             module.training = mode
-    correct, loss_sum = totals.tolist()
+    num_correct, loss_sum = totals.tolist()
     return Evaluation(
-        accuracy=100.0 * correct / len(source),
+        accuracy=100.0 * num_correct / len(source),
         loss=loss_sum / len(source),
         num_samples=len(source),
         faults=tuple(faults),
     )
+
+
+def _judge(model: nn.Module, loss: Loss, source: DataSource, metric: Metric, indices: Tensor) -> Tensor:
+    """Returns number of correct samples and sum of losses, fp64 [2]; both or, on an error, neither."""
+    inputs, targets = source.batch(indices, None)
+    outputs = forward(model, inputs)
+    correct = metric(outputs, targets).double()
+    return torch.stack([correct, loss(outputs, targets).double() * len(indices)])

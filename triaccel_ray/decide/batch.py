@@ -196,4 +196,5 @@ def _grow(
 
 
 def _share(memory: MemorySignal) -> str:
-    return f"{memory.share:.3f} ({memory.window_peak_bytes / GIB:.2f} of {memory.attainable_bytes / GIB:.2f} GiB)"
+    taken, room = memory.window_peak_bytes - memory.idle_bytes, memory.attainable_bytes - memory.idle_bytes
+    return f"{memory.share:.3f} ({taken / GIB:.2f} of {room / GIB:.2f} GiB above the idle process)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.decide.state import ControlState, Decision, initial_decision
@@ -20,8 +20,8 @@ class Replay:
     diverged_at: int | None
     """Index into the log of the first tick whose plan differs; None when all agree.
 
-    After that tick the recorded observations are no longer what this configuration would have seen. 0 without any
-    decision: this configuration starts with another batch size or precision than the log.
+    After that tick the recorded observations are no longer what this configuration would have seen. A configuration
+    that starts with another batch size or precision than the log differs at 0, with its initial plan as the decision.
     """
 
 
@@ -37,7 +37,8 @@ def replay(config: ControlConfig, log: Sequence[tuple[Observation, Decision]]) -
     state = first_state(config, first)
     initial = {name: layer.by_variance for name, layer in state.layers.items()}
     if (config.batch.start, initial) != (first.plan.batch_size, first.plan.precision):
-        return Replay(decisions=(), diverged_at=0)
+        plan = replace(first.plan, batch_size=config.batch.start, precision=initial)
+        return Replay(decisions=(Decision(plan=plan, state=state),), diverged_at=0)
     decisions: list[Decision] = []
     for index, (observation, recorded) in enumerate(log):
         decision = decide(config, observation, state)

@@ -37,6 +37,8 @@ class MemoryMeter(ABC):
             )
         self.has_budget = budget_bytes is not None
         self.limit_bytes = budget_bytes or total
+        self.idle_bytes = 0
+        """What the process holds before its first batch; set by `require_room`."""
         self.window_peak_bytes = self.peak_bytes = 0
         self.sample()
 
@@ -76,7 +78,7 @@ class MemoryMeter(ABC):
             ValueError: it does not; the message says what is held already.
         """
         self.release()
-        used = self.sample()
+        used = self.idle_bytes = self.sample()
         if used >= self.limit_bytes:
             raise ValueError(
                 f"memory budget = {_mib(self.limit_bytes)}: the process already holds {_mib(used)} on {self.name} with "
@@ -122,6 +124,7 @@ class ResidentMemory(MemoryMeter):
             window_peak_bytes=self.window_peak_bytes,
             peak_bytes=self.peak_bytes,
             limit_bytes=self.limit_bytes,
+            idle_bytes=self.idle_bytes,
             free_bytes=int(psutil.virtual_memory().available),
         )
         _trim_heap()
@@ -187,6 +190,7 @@ class CudaMemory(MemoryMeter):
             window_peak_bytes=self.window_peak_bytes,
             peak_bytes=self.peak_bytes,
             limit_bytes=self.limit_bytes,
+            idle_bytes=self.idle_bytes,
             allocated_bytes=torch.cuda.memory_allocated(self._device),
             allocated_peak_bytes=self.allocated_peak_bytes,
             free_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).free),

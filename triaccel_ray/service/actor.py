@@ -61,8 +61,8 @@ def start_actor(spec: RunSpec, folder: Path, *, num_gpus: float) -> Any:
 
     Two threads: one trains, the other answers `status`.
     """
-    remote = ray.remote(num_cpus=1, num_gpus=num_gpus, max_concurrency=2)(RunActor)
-    return remote.remote(spec, str(folder))
+    actor: Any = ray.remote(RunActor)
+    return actor.options(num_cpus=1, num_gpus=num_gpus, max_concurrency=2).remote(spec, str(folder))
 
 
 def original_error(error: Exception) -> Exception:

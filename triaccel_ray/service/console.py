@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,12 +13,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from triaccel_ray.service.record import RunRecord
 from triaccel_ray.service.runs import Glance
 from triaccel_ray.service.spec import RunSpec
+from triaccel_ray.service.tables import Grid
 from triaccel_ray.service.units import format_bytes
 
-out = Console(highlight=False, soft_wrap=False)
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 """Results: standard output."""
 err = Console(highlight=False, stderr=True)
 """Progress and messages: standard error, so that results can be piped."""
@@ -145,28 +146,12 @@ class TrialProgress(Progress, tune.Callback):
 _TRIAL_CELLS = (("accuracy", "{:.2f}"), ("seconds_per_epoch", "{:.3f}"), ("peak_gb", "{:.3f}"), ("score", "{:.2f}"))
 
 
-def run_table(title: str, runs: Iterable[tuple[str, RunRecord, bool]], *, thresholds: bool) -> Table:
-    """Returns a table of runs: (label, run, whether feasible), with their thresholds when asked for."""
-    columns = ["run", "status"]
-    if thresholds:
-        columns += ["tau_low", "tau_high", "rho_low", "rho_high"]
-    table = _plain_table(*columns, "epochs", "accuracy %", "s/epoch", "peak GB", "score")
-    table.title = title
-    for label, run, feasible in runs:
-        control, figures = run.spec.control, run.figures
-        cells = [label, run.status]
-        if thresholds and run.spec.method == "triaccel":
-            cells += [f"{control.precision.tau_low:.2e}", f"{control.precision.tau_high:.2e}"]
-            cells += [f"{control.batch.rho_low:.3f}", f"{control.batch.rho_high:.3f}"]
-        elif thresholds:
-            cells += ["", "", "", ""]
-        cells.append(str(run.epochs[-1].epoch) if run.epochs else "0")
-        if figures is None:
-            cells += ["", "", "", ""]
-        else:
-            cells += [f"{figures.accuracy:.2f}" + ("" if feasible else " *"), f"{figures.seconds:.3f}"]
-            cells += [f"{figures.peak_gb:.3f}", f"{figures.score:.2f}"]
-        table.add_row(*cells)
+def rich_table(grid: Grid, *, title: str = "") -> Table:
+    """Returns the grid for the terminal."""
+    table = _plain_table(*grid.header)
+    table.title, table.caption = title or None, grid.note or None
+    for row in grid.rows:
+        table.add_row(*row)
     return table
 
 
@@ -188,9 +173,3 @@ def _precisions(counts: Mapping[str, int]) -> str:
 def _bar(share: float, width: int = 12) -> str:
     filled = round(min(max(share, 0.0), 1.0) * width)
     return "█" * filled + "░" * (width - filled)
-
-
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table."""
-    lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"

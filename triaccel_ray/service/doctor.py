@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 
@@ -39,8 +40,8 @@ def examine(storage: Path, tracking_uri: str | None, address: str | None) -> Ite
     """Yields one finding a check; none of them raises."""
     checks: list[Callable[[], Finding]] = [
         _python,
-        *[lambda name=name: _package(name) for name in PACKAGES],  # type: ignore[misc]  # mypy cannot type defaults
-        *[lambda name=name: _name_owner(name) for name in TOP_LEVEL],  # type: ignore[misc]  # likewise
+        *(partial(_package, name) for name in PACKAGES),
+        *(partial(_name_owner, name) for name in TOP_LEVEL),
         _gpu,
         _nvml,
         _triton,
@@ -138,7 +139,7 @@ def _tracking(storage: Path, tracking_uri: str | None) -> Finding:
     from triaccel_ray.service.session import open_tracker
 
     tracker = open_tracker(storage, tracking_uri)
-    return Finding(subject="mlflow store", verdict=Verdict.OK, text=tracker.safe_uri)
+    return Finding(subject="mlflow store", verdict=Verdict.OK, text=tracker.display_uri)
 
 
 def _disk(storage: Path) -> Finding:

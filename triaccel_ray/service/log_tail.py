@@ -34,6 +34,8 @@ class LogTail:
         A block counts as read once the next one is asked for: whoever fails on it gets it again.
         """
         stamp = self._stamp()
+        if stamp is None:
+            return
         with self.path.open("rb") as file:
             if not self._is_continued(file):
                 self.restart()

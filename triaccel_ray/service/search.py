@@ -7,8 +7,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import optuna
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search.optuna import OptunaSearch
@@ -24,13 +25,15 @@ from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.trial import ThresholdTrial, TrialContext
 from triaccel_ray.service.worker import EVENTS, write_atomically
 
+T = TypeVar("T")
+
 SEARCH = "search.json"
 PREPARED = "prepared.json"
 BASELINES = "baselines"
 TRIALS = "trials"
 TUNE = "tune"
 PROBE_EPOCHS = 3
-MIN_HEADROOM_BYTES = 64 * 2**20
+MIN_HEADROOM_BYTES = 32 * 2**20
 """Below this the noise of a resident set would decide about batch sizes."""
 
 
@@ -52,8 +55,6 @@ class SearchSpec:
     """Percentage points below the AMP baseline that stay feasible."""
     seed: int = 0
     """Of the sampler."""
-    num_gpus: float = 0.0
-    """GPUs a trial owns."""
 
     def __post_init__(self) -> None:
         search_space(self.space, self.optional)
@@ -98,7 +99,7 @@ def begin_search(spec: SearchSpec, folder: Path) -> None:
     write_atomically(folder / SEARCH, json.dumps(encode(spec), indent=2))
 
 
-def prepare(spec: SearchSpec, folder: Path, *, on_glance: OnGlance) -> Prepared:
+def prepare(spec: SearchSpec, folder: Path, *, num_gpus: float, on_glance: OnGlance) -> Prepared:
     """Returns what the trials need to know, from the baselines FP32 and AMP and the probe; runs those not yet run.
 
     Raises:
@@ -106,7 +107,7 @@ def prepare(spec: SearchSpec, folder: Path, *, on_glance: OnGlance) -> Prepared:
     """
     path = folder / PREPARED
     if path.exists():
-        return _read(Prepared, path)
+        return read_value(Prepared, path)
     base = spec.base
     specs = {"fp32": replace(base, method="fp32"), "amp": replace(base, method="amp")}
     if spec.space == "thresholds":
@@ -114,7 +115,7 @@ def prepare(spec: SearchSpec, folder: Path, *, on_glance: OnGlance) -> Prepared:
         specs["probe"] = replace(base, method="probe", recipe=replace(base.recipe, epochs=epochs))
     done = {name: run for name in specs if (run := _finished(folder / BASELINES / name)) is not None}
     missing = {name: each for name, each in specs.items() if name not in done}
-    outcomes = run_all(missing, folder / BASELINES, num_gpus=spec.num_gpus, on_glance=on_glance, resume=True)
+    outcomes = run_all(missing, folder / BASELINES, num_gpus=num_gpus, on_glance=on_glance, resume=True)
     for name, outcome in outcomes.items():
         if isinstance(outcome, Exception):
             raise ValueError(f"the baseline {name} failed: {outcome}") from outcome
@@ -125,7 +126,13 @@ def prepare(spec: SearchSpec, folder: Path, *, on_glance: OnGlance) -> Prepared:
 
 
 def tune_trials(
-    spec: SearchSpec, prepared: Prepared, folder: Path, *, callbacks: Sequence[tune.Callback] = (), resume: bool = False
+    spec: SearchSpec,
+    prepared: Prepared,
+    folder: Path,
+    *,
+    num_gpus: float,
+    callbacks: Sequence[tune.Callback] = (),
+    resume: bool = False,
 ) -> None:
     """Runs the trials under Ray Tune; with `resume`, those that have not finished.
 
@@ -138,11 +145,10 @@ def tune_trials(
         calibration=prepared.calibration,
         folder=str(folder / TRIALS),
     )
-    trainable = tune.with_resources(
-        tune.with_parameters(ThresholdTrial, context=context), {"cpu": 1, "gpu": spec.num_gpus}
-    )
+    trainable = tune.with_resources(tune.with_parameters(ThresholdTrial, context=context), {"cpu": 1, "gpu": num_gpus})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Tune and Optuna announce their own deprecations to whoever uses them
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
         if resume and tune.Tuner.can_restore(str(folder / TUNE)):
             tuner = tune.Tuner.restore(str(folder / TUNE), trainable, resume_unfinished=True, restart_errored=True)
         else:
@@ -162,8 +168,8 @@ def read_search(folder: Path) -> SearchRecord:
     trials = [run for path in sorted((folder / TRIALS).glob("*")) if (run := _readable(path))]
     return SearchRecord(
         folder=folder,
-        spec=_read(SearchSpec, folder / SEARCH),
-        prepared=_read(Prepared, folder / PREPARED) if (folder / PREPARED).exists() else None,
+        spec=read_value(SearchSpec, folder / SEARCH),
+        prepared=read_value(Prepared, folder / PREPARED) if (folder / PREPARED).exists() else None,
         baselines=baselines,
         trials=tuple(trials),
     )
@@ -192,17 +198,16 @@ def _prepared(spec: SearchSpec, runs: Mapping[str, RunRecord]) -> Prepared:
     objective = Objective(name=spec.objective, margin=spec.margin, reference=reference)
     results = amp.end.results if amp.end else {}
     idle_bytes = int(results["idle_gb"] * 1e9)
-    headroom, limit = None, spec.base.memory_budget_bytes
-    if limit is None:
+    headroom = spec.base.memory_headroom_bytes
+    if spec.base.memory_budget_bytes is None and headroom is None:
         # Room to grow, not the whole device: on a large one no threshold would ever be met.
         headroom = max(2 * (amp.epochs[-1].peak_bytes - idle_bytes), MIN_HEADROOM_BYTES)
-        limit = idle_bytes + headroom
     calibrated_on = None
     if "probe" in runs:
         variances = [
             layer.variance for tick in runs["probe"].ticks for layer in tick.observation.layers if layer.variance
         ]
-        calibrated_on = calibration(variances, idle_bytes / limit)
+        calibrated_on = calibration(variances)
     return Prepared(objective=objective, calibration=calibrated_on, headroom_bytes=headroom)
 
 
@@ -250,7 +255,12 @@ def _readable(folder: Path) -> RunRecord | None:
     return read_run(folder) if (folder / EVENTS).exists() else None
 
 
-def _read(cls: Any, path: Path) -> Any:
+def read_value(cls: type[T], path: Path) -> T:
+    """Returns the value of class `cls` that the file at `path` holds.
+
+    Raises:
+        LogError: it cannot be read, or holds something else.
+    """
     try:
         return decode(cls, json.loads(path.read_text()))
     except (OSError, ValueError) as error:

@@ -1,8 +1,7 @@
 """From event logs to MLflow: a thread of the driver that follows the logs of all runs below a folder.
 
-The training processes write their logs and know nothing of MLflow. What was shipped is kept beside each log, in
-`mlflow.json`: an outage loses nothing, a restarted driver goes on where the last one stopped, and a resumed run goes on
-in the MLflow run that it had.
+The training processes write their logs and know nothing of MLflow. What has arrived is noted beside each log: an outage
+loses nothing, a restarted driver goes on where the last one stopped, and a resumed run continues its MLflow run.
 """
 
 from __future__ import annotations
@@ -14,56 +13,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from filelock import FileLock
-
-from triaccel_ray.service.log_tail import LogTail
+from triaccel_ray.service.shipment import EVENTS, Label, Shipment
 from triaccel_ray.service.tracking import Tracker
 
-EVENTS = "events.jsonl"
-SHIPPED = "mlflow.json"
-FIGURES = "figures"
-ARTIFACTS = (EVENTS, "spec.json", FIGURES)
-"""What is uploaded of a run's folder when the run ends."""
-
-METRICS_PER_CALL = 1000
-PARAMS_PER_CALL = 100
-"""MLflow's own limits."""
 LONGEST_PAUSE_S = 60.0
-LOCK_TIMEOUT_S = 10.0
-
-_STATUS: Mapping[str, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+LONGEST_MESSAGE = 500
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parent:
-    """The run of the whole search or comparison, which the runs below the folder are shown under."""
+    """The run of a whole search or comparison, which the runs below its folder are shown under."""
 
     name: str
     tags: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shipped:
-    """What is on record of one folder's run: the content of its `mlflow.json`."""
-
-    store: str
-    """Where it is on record: another store gets everything from the beginning."""
-    key: str
-    """Tag that the MLflow run is found by; fixed before the run is created."""
-    run_id: str | None = None
-    """None until MLflow has assigned it."""
-    cursor: int = -1
-    """Sequence of the last event shipped; ends do not count, for a resumed run writes on in their place."""
-    start_ms: int | None = None
-    """Time of the start record shipped last."""
-    end_ms: int | None = None
-    """Time of the end record shipped; None while the run goes on."""
-
-
 class Shipper:
-    """Ships the event logs at and below `root`; whatever the store does, no exception leaves it."""
+    """Ships the event logs at and below a folder; whatever the store does, no exception leaves it."""
 
     def __init__(
         self, tracker: Tracker, root: Path, *, experiment: str, parent: Parent | None = None, interval_s: float = 2.0
@@ -74,15 +42,16 @@ class Shipper:
             tracker: where to.
             root: a run's folder, or one with many runs' folders below it.
             experiment: the MLflow experiment of all runs.
-            parent: the run that stands for `root` itself and has the others as children; it ends when the log in
-                `root` does. None: `root` is an ordinary run, if it has a log.
+            parent: the run that stands for `root` and has the others as children. It ends when an end record is
+                written to a log in `root`, and is open again when that log is cut back. None: `root` is an ordinary
+                run, if it has a log.
             interval_s: pause between two looks at the logs; grows up to a minute while the store fails.
         """
         self.last_error: str | None = None
-        """What went wrong in the last pass, secrets masked; None when all went well."""
-        self._tracker, self._root, self._experiment = tracker, root.absolute(), experiment
-        self._parent, self._parent_id, self._interval_s = parent, None, interval_s
-        self._tails: dict[Path, LogTail] = {}
+        """What went wrong in the last pass, without secrets; None when all went well."""
+        self._tracker, self._root, self._interval_s = tracker, root.absolute(), interval_s
+        self._experiment, self._parent = experiment, parent
+        self._shipments: dict[Path, Shipment] = {}
         self._turn = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -94,7 +63,7 @@ class Shipper:
         self._thread.start()
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """Ends the thread after the pass it is in; what is not shipped stays for the next `flush` or process."""
+        """Ends the thread after the pass it is in; what has not arrived waits for the next `flush` or process."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -102,8 +71,7 @@ class Shipper:
 
     def flush(self, timeout_s: float) -> bool:
         """Ships everything written so far; returns whether that succeeded. A call under way may outlast the timeout."""
-        deadline = time.monotonic() + timeout_s
-        pause_s = 0.2
+        deadline, pause_s = time.monotonic() + timeout_s, 0.2
         while True:
             self.ship_once()
             left_s = deadline - time.monotonic()
@@ -113,22 +81,22 @@ class Shipper:
             pause_s *= 2.0
 
     def ship_once(self) -> int:
-        """Ships what is new in all logs and returns the number of events; failures are left in `last_error`."""
+        """Ships what is new in all logs and returns the number of events; a failure is left in `last_error`."""
         with self._turn:
             num_events, error = 0, None
+            folder = self._root
             try:
-                if self._parent is not None and self._parent_id is None:
-                    num_events += self._ship_run(self._root)
+                parent_id = None if self._parent is None else self._shipment(self._root).open()
                 for folder in self._folders():
                     try:
-                        num_events += self._ship_run(folder)
-                    # Whatever store, network or a damaged log raise: training does not depend on it.
+                        num_events += self._shipment(folder).ship(parent_id if folder != self._root else None)
                     except Exception as failure:
                         error = self._describe(folder, failure)
+                        # One run's trouble is its own; the store's is everyone's, and ends the pass.
                         self._tracker.check()
+            # Whatever MLflow, its store, the network or the disk raise: training does not depend on it.
             except Exception as failure:
-                # The store itself is out of reach: the other runs would only wait for the same.
-                error = self._describe(self._root, failure)
+                error = error or self._describe(folder, failure)
             self._report(error)
             return num_events
 
@@ -139,19 +107,35 @@ class Shipper:
             failures = 0 if self.last_error is None else min(failures + 1, 10)
 
     def _folders(self) -> list[Path]:
-        """Returns the folders with a log, the parent's last: it ends after its children."""
-        found = {path.parent for path in self._root.rglob(EVENTS)} - {self._root}
-        # A store's copies of logs are no runs.
+        """Returns the folders with a log, children first: their parent ends after them."""
+        # The store's own copies of logs are no runs.
         stored = self._tracker.artifact_root
-        runs = sorted(folder for folder in found if stored not in folder.parents)
-        return [*runs, self._root] if (self._root / EVENTS).exists() else runs
+        found = {path.parent for path in self._root.rglob(EVENTS) if stored not in path.parents}
+        return sorted(found, key=lambda folder: (folder == self._root, folder))
 
-    def _ship_run(self, folder: Path) -> int:
-        tail = self._tails.setdefault(folder, LogTail(folder / EVENTS))
-        is_parent = self._parent is not None and folder == self._root
-        if not tail.changed and not (is_parent and self._parent_id is None):
-            return 0
-        # Two drivers may follow the same folder: one that was given up, and the one that took over.
-        with FileLock(folder / f".{SHIPPED}.lock", timeout=LOCK_TIMEOUT_S):
-            ...
-        return 0
+    def _shipment(self, folder: Path) -> Shipment:
+        if folder not in self._shipments:
+            parent = self._parent if folder == self._root else None
+            key = self._root.name if folder == self._root else f"{self._root.name}/{folder.relative_to(self._root)}"
+            label = Label(
+                experiment=self._experiment,
+                name=folder.name if parent is None else parent.name,
+                key=key.replace("'", "_"),
+                tags={} if parent is None else parent.tags,
+            )
+            self._shipments[folder] = Shipment(self._tracker, folder, label)
+        return self._shipments[folder]
+
+    def _describe(self, folder: Path, failure: Exception) -> str:
+        text = f"{folder.name}: {type(failure).__name__}: {failure}"
+        return self._tracker.mask(text)[:LONGEST_MESSAGE]
+
+    def _report(self, error: str | None) -> None:
+        if error is not None:
+            for shipment in self._shipments.values():
+                shipment.verify_again()
+            if self.last_error is None:
+                _logger.warning("MLflow: %s; training goes on, the event logs keep everything", error)
+        elif self.last_error is not None:
+            _logger.info("MLflow: everything has arrived")
+        self.last_error = error

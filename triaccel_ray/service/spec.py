@@ -78,23 +78,16 @@ class RunSpec:
     @property
     def method_control(self) -> ControlConfig:
         """The control configuration with the parts off that the method does without."""
-        control = self.control
-        off = {
-            "precision": replace(control.precision, enabled=False),
-            "curvature": replace(control.curvature, enabled=False),
-            "batch": replace(control.batch, enabled=False, lr_rule="none", bound_by_noise_scale=False),
-        }
-        if self.method in ("engine-amp", "probe", "fp32", "amp"):
-            return replace(control, **off)
-        if self.method == "dynamic-batch":
-            fp32 = replace(off["precision"], initial=Precision.FP32)
-            batch = _without_noise(control)
-            return replace(control, precision=fp32, curvature=off["curvature"], batch=batch)
-        if self.method == "dynamic-precision":
-            return replace(control, curvature=off["curvature"], batch=off["batch"])
-        if self.method == "dynamic-both":
-            return replace(control, curvature=off["curvature"], batch=_without_noise(control))
-        return control
+        if self.method == "triaccel":
+            return self.control
+        precision, batch = self.control.precision, _without_noise(self.control.batch)
+        if self.method not in ("dynamic-precision", "dynamic-both"):
+            initial = Precision.FP32 if self.method in ("fp32", "dynamic-batch") else precision.initial
+            precision = replace(precision, enabled=False, initial=initial)
+        if self.method not in ("dynamic-batch", "dynamic-both"):
+            batch = replace(batch, enabled=False, lr_rule="none")
+        curvature = replace(self.control.curvature, enabled=False)
+        return replace(self.control, precision=precision, curvature=curvature, batch=batch)
 
 
 def run_spec(task_name: str, *, data_dir: Path | None, recipe: Mapping[str, object], **settings: object) -> RunSpec:
@@ -130,7 +123,7 @@ def environment(device: torch.device) -> dict[str, str]:
     return info
 
 
-def _without_noise(control: ControlConfig) -> BatchConfig:
-    batch = control.batch
+def _without_noise(batch: BatchConfig) -> BatchConfig:
+    """Returns `batch` with nothing that needs the curvature's per-sample gradients."""
     rule = "sqrt" if batch.lr_rule == "adascale" else batch.lr_rule
     return replace(batch, lr_rule=rule, bound_by_noise_scale=False)

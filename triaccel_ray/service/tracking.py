@@ -74,6 +74,8 @@ class Tracker:
             self._check_file(self._path)
         elif urlsplit(self.uri).scheme in ("http", "https"):
             self._probe()
+        elif self.uri.startswith(_SQLITE):
+            raise self._unavailable("names no file")
         else:
             raise self._unavailable("must begin with sqlite:///, http:// or https://")
 
@@ -91,11 +93,10 @@ class Tracker:
         """The client, its store created and of this MLflow's version.
 
         Raises:
-            TrackingUnavailableError: the store was made by another version of MLflow.
+            TrackingUnavailableError: the SQLite file cannot be opened, or was made by another version of MLflow.
         """
         _set_environment()
         from mlflow import MlflowClient
-        from mlflow.exceptions import MlflowException
 
         if self._path is None:
             return MlflowClient(tracking_uri=self.uri)
@@ -105,8 +106,8 @@ class Tracker:
             try:
                 client = MlflowClient(tracking_uri=self.uri)
                 client.search_experiments(max_results=1)
-            except MlflowException as error:
-                raise self._unavailable(self.mask(str(error))) from error
+            except Exception as error:  # MLflow, SQLAlchemy and Alembic each raise their own
+                raise self._unavailable(f"cannot be opened ({self.mask(str(error))})") from error
         return client
 
     def experiment_id(self, name: str) -> str:

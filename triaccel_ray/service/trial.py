@@ -36,8 +36,10 @@ class ThresholdTrial(tune.Trainable):
     _worker: Worker | None = None
     _started = False
 
-    def setup(self, config: dict[str, Any], context: TrialContext) -> None:
+    def setup(self, config: dict[str, Any], context: TrialContext | None = None) -> None:
         """Builds the run that the sampled thresholds mean."""
+        if context is None:
+            raise TypeError("context = None: pass one by tune.with_parameters(ThresholdTrial, context=...)")
         self._context = context
         self._build(config)
 

@@ -69,8 +69,6 @@ class Worker:
         _seed_everything(spec.seed)
         self._task = load_task(spec.task, None if spec.data_dir is None else Path(spec.data_dir))
         self._splits = self._task.data(spec.purpose)
-        self.idle_bytes = 0
-        """What the process held with model and libraries in place, before the first batch."""
         self.loop = self._build_loop()
         self._log: EventLog | None = None
         self._epoch_seconds: deque[float] = deque(maxlen=TIMED_EPOCHS)
@@ -168,8 +166,7 @@ class Worker:
             "peak_gb": last.peak_bytes / BYTES_PER_GB,
             "allocated_peak_gb": last.allocated_peak_bytes / BYTES_PER_GB,
             "score": self._score(accuracy),
-            "idle_share": self.idle_bytes / self.loop.memory.limit_bytes,
-            "idle_gb": self.idle_bytes / BYTES_PER_GB,
+            "idle_gb": self.loop.memory.idle_bytes / BYTES_PER_GB,
             "limit_gb": self.loop.memory.limit_bytes / BYTES_PER_GB,
             "epochs": float(last.epoch),
         }
@@ -243,11 +240,11 @@ class Worker:
         model = self._task.model().to(self.device)
         optimizer = self._task.optimizer(model, recipe)
         loss = partial(self._task.loss, recipe=recipe)
-        self.idle_bytes = self._warm_up(model, loss)
+        idle_bytes = self._warm_up(model, loss)
         _seed_everything(spec.seed)
         budget = spec.memory_budget_bytes
         if spec.memory_headroom_bytes is not None:
-            budget = self.idle_bytes + spec.memory_headroom_bytes
+            budget = idle_bytes + spec.memory_headroom_bytes
         if spec.method in ("fp32", "amp"):
             return BaselineLoop(
                 model,

@@ -26,12 +26,13 @@ class Call:
     """What was returned, shapes in place of tensors."""
     edges: tuple[GradientEdge | None, ...]
     """Where the gradient with respect to each output arrives; None for what takes no gradient. An edge, unlike the
-    tensor, still means the module's own output after the model has changed that in place (`nn.ReLU(inplace=True)`)."""
+    tensor, still means the module's own output after the model has changed that in place (`nn.ReLU(inplace=True)`).
+    The edge of a view is cut off by such a change: the walk below then finds the weight outside the call."""
     sources: tuple[Node, ...]
     """The graph's nodes that made the arguments."""
     understood: bool
-    """False if the arguments or the outputs nest, or the call recorded no graph: per-sample gradients cannot be had
-    from the call alone."""
+    """False if the arguments or the outputs nest, or it is unclear which part of them belongs to which sample: the
+    call alone does not tell per-sample gradients."""
     argument_dims: dict[int | str, int] = field(default_factory=dict)
     """Which dimension of a tensor argument is the samples; without those that all samples share."""
     output_dims: tuple[int | None, ...] = ()
@@ -49,17 +50,18 @@ class Call:
 
 
 def record_calls(run: Callable[[], Any], modules: Sequence[nn.Module]) -> tuple[Any, list[Call]]:
-    """Returns what `run` returns, and the calls that it made of `modules`, in order. Its hooks are gone afterwards."""
+    """Returns what `run` returns, and the calls that it made of `modules` with gradients on, in order.
+
+    No hook of its own outlasts it, whether it returns or raises.
+    """
     calls: list[Call] = []
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        # The edge of a view leaves the graph when the view is changed in place; a copy's edge stays.
-        if isinstance(output, Tensor) and output.requires_grad and output._is_view():
-            output = output.clone()
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
         arguments: dict[int | str, Any] = dict(enumerate(args))
         arguments.update(kwargs.items())
         calls.append(_call(module, arguments, output))
-        return output
 
     # Prepended, so that it sees what `forward` itself returned, before any other hook changes it.
     handles = [m.register_forward_hook(hook, with_kwargs=True, prepend=True) for m in dict.fromkeys(modules)]
@@ -124,12 +126,17 @@ def find_weight_uses(root: Tensor, calls: Sequence[Call]) -> WeightUses:
     """Walks the graph of `root` once and returns which parameters it uses, and inside which of `calls`.
 
     A walk starts at `root`, at every call's outputs and at every call's arguments, and ends where another starts.
+
+    Raises:
+        ValueError: a part of the graph is hidden in a reentrant checkpoint, whose weights would seem to have no part.
     """
-    starts: dict[Node, Call | None] = {} if root.grad_fn is None else {root.grad_fn: None}
-    starts.update({node: None for call in calls for node in call.sources})
-    starts.update({edge.node: call for call in calls for edge in call.edges if edge is not None})
     inside: dict[Call, set[int]] = {call: set() for call in calls}
     outside: set[int] = set()
+    if root.grad_fn is None:
+        return WeightUses(inside=inside, outside=outside)
+    starts: dict[Node, Call | None] = {root.grad_fn: None}
+    starts.update({node: None for call in calls for node in call.sources})
+    starts.update({edge.node: call for call in calls for edge in call.edges if edge is not None})
     seen: set[tuple[Node, Call | None]] = set()
     stack = list(starts.items())
     while stack:
@@ -137,6 +144,8 @@ def find_weight_uses(root: Tensor, calls: Sequence[Call]) -> WeightUses:
         if (node, owner) in seen:
             continue
         seen.add((node, owner))
+        if node.name() == "CheckpointFunctionBackward":
+            raise ValueError("model calls torch.utils.checkpoint with use_reentrant = True: must be False")
         parameter = getattr(node, "variable", None)  # only the nodes of leaves have one
         if parameter is not None:
             (outside if owner is None else inside[owner]).add(id(parameter))
@@ -158,8 +167,7 @@ def _call(module: nn.Module, arguments: dict[int | str, Any], output: Any) -> Ca
         sources=tuple(
             value.grad_fn for value in arguments.values() if isinstance(value, Tensor) and value.grad_fn is not None
         ),
-        understood=torch.is_grad_enabled()
-        and all(isinstance(value, (Tensor, *_PLAIN)) for value in arguments.values())
+        understood=all(isinstance(value, (Tensor, *_PLAIN)) for value in arguments.values())
         and all(isinstance(value, (Tensor, *_PLAIN)) for value in outputs),
     )
 

@@ -119,24 +119,34 @@ def _embedding(module: nn.Embedding, indices: Tensor, gradients: Tensor) -> Fact
 
 def _conv2d(module: nn.Conv2d, inputs: Tensor, gradients: Tensor) -> Factors:
     g, q, num_positions = module.groups, gradients.shape[1], gradients[0, 0, 0].numel()
-    kernel, dilation, stride = (
-        cast("tuple[int, int]", v) for v in (module.kernel_size, module.dilation, module.stride)
-    )
-    if isinstance(module.padding, str):
-        total = [0 if module.padding == "valid" else d * (size - 1) for d, size in zip(dilation, kernel, strict=True)]
-        inputs = F.pad(inputs, (total[1] // 2, total[1] - total[1] // 2, total[0] // 2, total[0] - total[0] // 2))
-        padding = (0, 0)
-    else:
-        padding = cast("tuple[int, int]", module.padding)
+    vertical, horizontal = _zero_padding(module)
 
     def left(samples: slice) -> Tensor:
         return gradients[samples].reshape(-1, q, g, gradients.shape[2] // g, num_positions).permute(0, 2, 1, 4, 3)
 
     def right(samples: slice) -> Tensor:
-        patches = F.unfold(inputs[samples], kernel, dilation, padding, stride)
-        return patches.view(len(patches), g, 1, -1, num_positions).transpose(-1, -2)
+        padded = F.pad(inputs[samples], (*horizontal, *vertical))
+        # All patches in one view, copied once: F.unfold starts a kernel for every sample.
+        sample, channel, *pixel = padded.stride()
+        inside = [step * stride for step, stride in zip(module.dilation, pixel, strict=True)]
+        between = [step * stride for step, stride in zip(module.stride, pixel, strict=True)]
+        sizes = (*padded.shape[:2], *module.kernel_size, *gradients.shape[3:])
+        patches = padded.as_strided(sizes, (sample, channel, *inside, *between))
+        return patches.reshape(len(padded), g, 1, -1, num_positions).transpose(-1, -2)
 
     return Factors(num_positions=num_positions, left=left, right=right)
+
+
+def _zero_padding(module: nn.Conv2d) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns how many zeros the convolution puts above and below, left and right."""
+    if module.padding == "valid":
+        return (0, 0), (0, 0)
+    if module.padding == "same":
+        totals = [d * (size - 1) for d, size in zip(module.dilation, module.kernel_size, strict=True)]
+        vertical, horizontal = ((total // 2, total - total // 2) for total in totals)
+        return vertical, horizontal
+    above, beside = cast("tuple[int, int]", module.padding)
+    return (above, above), (beside, beside)
 
 
 def _is_pairing_cheaper(factors: Sequence[Factors], shape: Shape) -> bool:

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from triaccel_ray.config import require_number
 from triaccel_ray.layers import Layer
+from triaccel_ray.measure.curvature.capture import find_weight_uses
 from triaccel_ray.measure.curvature.objective import Objective
 
 
@@ -48,6 +49,7 @@ def hessian_eigenvalues(
     weights = [weight for layer in layers for weight in layer.weights if weight.requires_grad]
     with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels have no second derivative
         value = objective.value(objective.outputs())
+        find_weight_uses(value, [])  # for its refusal of graphs that hide weights
         slopes: Sequence[Tensor | None] = [None] * len(weights)
         if value.requires_grad:
             slopes = torch.autograd.grad(value, weights, create_graph=True, allow_unused=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -42,7 +43,9 @@ def module_gram(layer: Layer, cotangents: Cotangents, shape: tuple[int, int], ch
         parts = [_call_columns(layer, call, tensors, samples) for call, tensors in cotangents.items()]
         return [parts[0] if len(parts) == 1 else torch.stack(parts).sum(dim=0)]
 
-    with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels have no batching rule
+    # The fused attention kernels have no batching rule; what else has none runs one by one, as is fitting here.
+    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
         for call in cotangents:
             _require_replaceable(layer, call)
         return _blocked_grams(columns, [layer], shape, chunk_bytes)[0]

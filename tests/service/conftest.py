@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.service.stores import Server
+from triaccel_ray.service.tracking import Tracker
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A running server; a test that stops it starts it again."""
+    server = Server(tmp_path_factory.mktemp("server"))
+    server.start()
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def sqlite_tracker(tmp_path_factory: pytest.TempPathFactory) -> Tracker:
+    """One SQLite store for all tests, for a new one takes seconds; each test has an experiment of its own."""
+    folder = tmp_path_factory.mktemp("a store")
+    tracker = Tracker(f"sqlite:///{folder / 'mlflow.db'}", folder / "artifacts")
+    tracker.prepare()
+    return tracker
+
+
+@pytest.fixture
+def experiment(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A name that no other test uses."""
+    return f"{request.node.name} {tmp_path.name}"

@@ -1,0 +1,118 @@
+"""Real MLflow stores for the tests, and what is read back from them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from triaccel_ray.service.tracking import Tracker, TrackingUnavailableError
+
+START_TIMEOUT_S = 60.0
+
+
+@dataclass
+class Server:
+    """An MLflow server on this machine, with one worker and a SQLite file; it can be stopped and started again."""
+
+    folder: Path
+    port: int = 0
+    _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def uri(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Begins to start; `wait` returns when it answers."""
+        self.port = self.port or free_port()
+        options = {
+            "--host": "127.0.0.1",
+            "--port": str(self.port),
+            "--workers": "1",
+            "--backend-store-uri": f"sqlite:///{self.folder / 'server.db'}",
+            "--artifacts-destination": str(self.folder / "server-artifacts"),
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mlflow", "server", *(part for option in options.items() for part in option)],
+            cwd=self.folder,
+            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"},
+            stdout=subprocess.DEVNULL,
+            stderr=(self.folder / "server.log").open("ab"),
+            start_new_session=True,
+        )
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                return Tracker(self.uri, self.folder).check()
+            except TrackingUnavailableError:
+                assert self._process is not None
+                assert self._process.poll() is None, (self.folder / "server.log").read_text()
+                assert time.monotonic() < deadline, (self.folder / "server.log").read_text()
+                time.sleep(0.1)
+
+    def stop(self) -> None:
+        """Ends the server and its worker."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One run as MLflow has it."""
+
+    id: str
+    name: str
+    status: str
+    start_ms: int
+    end_ms: int | None
+    params: Mapping[str, str]
+    tags: Mapping[str, str]
+    keys: frozenset[str]
+    """Names of the metrics."""
+
+
+def runs(tracker: Tracker, experiment: str) -> list[Recorded]:
+    """All runs of the experiment that are not deleted, oldest first."""
+    found: list[Any] = tracker.client.search_runs([tracker.experiment_id(experiment)], order_by=["start_time ASC"])
+    return [
+        Recorded(
+            id=run.info.run_id,
+            name=run.info.run_name,
+            status=run.info.status,
+            start_ms=run.info.start_time,
+            end_ms=run.info.end_time,
+            params=run.data.params,
+            tags=run.data.tags,
+            keys=frozenset(run.data.metrics),
+        )
+        for run in found
+    ]
+
+
+def only_run(tracker: Tracker, experiment: str) -> Recorded:
+    (run,) = runs(tracker, experiment)
+    return run
+
+
+def history(tracker: Tracker, run_id: str, key: str) -> list[tuple[int, int, float]]:
+    """All points of a metric: step, time in milliseconds, value; in the order of time."""
+    points = tracker.client.get_metric_history(run_id, key)
+    return sorted(((point.step, point.timestamp, point.value) for point in points), key=lambda point: point[1])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,176 @@
+"""The command `triaccel`: parses, dispatches, and turns what a user can mend into one message and exit status 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, TypeAlias
+
+import tyro
+
+from triaccel_ray.service.options import Flat, RunName, TaskName, Thresholds, Training, Where
+
+USER_ERRORS = (ValueError, TypeError, FileNotFoundError, PermissionError, NotADirectoryError)
+"""What the boundary raises for input that a user can mend; anything else is a bug and shows its traceback."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Train one job on one actor that owns one GPU, or the CPU."""
+
+    task: tyro.conf.Positional[TaskName]
+    """A bundled task (`triaccel doctor --tasks` lists them), or package.module:Class."""
+    method: Literal["triaccel", "fp32", "amp", "engine-amp", "dynamic-batch", "dynamic-precision", "dynamic-both"] = (
+        "triaccel"
+    )
+    """How to train."""
+    seed: int = 0
+    """Of initialisation, order and augmentation."""
+    final: bool = False
+    """Train on training and validation samples together, and read the test set once, at the end."""
+    name: str | None = None
+    """The run's name. Default: made of task, method and time."""
+    experiment: str = "triaccel-runs"
+    """MLflow experiment."""
+    training: Flat[Training] = field(default_factory=Training)
+    thresholds: Flat[Thresholds] = field(default_factory=Thresholds)
+    where: Flat[Where] = field(default_factory=Where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Find thresholds on the validation split: FP32 and AMP baselines first, then Tri-Accel trials under Ray Tune."""
+
+    task: tyro.conf.Positional[TaskName]
+    """A bundled task, or package.module:Class."""
+    space: Literal["thresholds", "thresholds-absolute"] = "thresholds"
+    """Calibrated from a short probe's variances, or on absolute scales."""
+    also: tuple[Literal["alpha", "tau_curv", "t_ctrl", "batch_steps"], ...] = ()
+    """Further dimensions to search."""
+    trials: int = 16
+    """Configurations to try."""
+    objective: Literal["score", "accuracy", "time", "memory", "pareto"] = "score"
+    """What to maximise, among configurations within --margin of the AMP baseline's accuracy."""
+    margin: float = 1.0
+    """Percentage points of validation accuracy that may be given up."""
+    seed: int = 0
+    """Of the sampler and of every run."""
+    name: str | None = None
+    """The search's name. Default: made of task, space and time."""
+    experiment: str = "triaccel-searches"
+    """MLflow experiment."""
+    training: Flat[Training] = field(default_factory=Training)
+    thresholds: Flat[Thresholds] = field(default_factory=Thresholds)
+    where: Flat[Where] = field(default_factory=Where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Compare FP32, AMP, Tri-Accel and its ablations over seeds; the test set is read once, by each final run."""
+
+    task: tyro.conf.Positional[TaskName]
+    """A bundled task, or package.module:Class."""
+    methods: str = "fp32,amp,engine-amp,triaccel"
+    """Methods, separated by commas."""
+    ablation: bool = False
+    """Also dynamic-batch, dynamic-precision and dynamic-both."""
+    seeds: int = 3
+    """Runs of each method, with seeds from 0."""
+    name: str | None = None
+    """The comparison's name. Default: made of task and time."""
+    experiment: str = "triaccel-comparisons"
+    """MLflow experiment."""
+    training: Flat[Training] = field(default_factory=Training)
+    thresholds: Flat[Thresholds] = field(default_factory=Thresholds)
+    where: Flat[Where] = field(default_factory=Where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Show a run, a search or a comparison: tables here, pictures and one page in its folder."""
+
+    name: tyro.conf.Positional[RunName]
+    """Name in the storage folder, or a folder."""
+    where: Flat[Where] = field(default_factory=Where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """Show why a run decided what it did; with other thresholds, where it would have decided otherwise."""
+
+    name: tyro.conf.Positional[RunName]
+    """Name in the storage folder, or a run's folder."""
+    reasons: int = 20
+    """Reasons shown at most."""
+    thresholds: Flat[Thresholds] = field(default_factory=Thresholds)
+    where: Flat[Where] = field(default_factory=Where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """Go on with a run, search or comparison that was cut off; records what a tracking outage left behind."""
+
+    name: tyro.conf.Positional[RunName]
+    """Name in the storage folder, or a folder."""
+    experiment: str | None = None
+    """MLflow experiment, where it was not the default."""
+    where: Flat[Where] = field(default_factory=Where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ui:
+    """Open the MLflow UI on what is recorded, on this machine alone unless told otherwise."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 5000
+    """Port to listen on."""
+    where: Flat[Where] = field(default_factory=Where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Check GPU, NVML, Triton, Ray, MLflow, versions, and the names of our packages."""
+
+    tasks: bool = False
+    """List the bundled tasks instead."""
+    where: Flat[Where] = field(default_factory=Where)
+
+
+Command: TypeAlias = (
+    Annotated[Run, tyro.conf.subcommand("run")]
+    | Annotated[Search, tyro.conf.subcommand("search")]
+    | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Replay, tyro.conf.subcommand("replay")]
+    | Annotated[Resume, tyro.conf.subcommand("resume")]
+    | Annotated[Ui, tyro.conf.subcommand("ui")]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command; exits with 0 when done, 1 when something is not ready or failed, 2 on bad input."""
+    command = tyro.cli(
+        Command,
+        prog="triaccel",
+        description="An elastic experiment service on Ray.",
+        args=arguments,
+    )
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Tune's own tables, even when told to be silent
+    # After parsing: help and mistakes in options should not wait for Ray and MLflow to load.
+    from triaccel_ray.service import commands
+    from triaccel_ray.service.console import err
+
+    try:
+        sys.exit(commands.execute(command))
+    except USER_ERRORS as error:
+        if os.environ.get("TRIACCEL_TRACEBACK"):
+            raise
+        err.print("triaccel:", str(error), style="red", markup=False, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        err.print("stopped; `triaccel resume NAME` goes on from the last checkpoint", style="yellow")
+        sys.exit(130)

@@ -1,0 +1,270 @@
+"""What each command does, in the order in which a person would tell it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import singledispatch
+from pathlib import Path
+from typing import Any
+
+from trainables.registry import TASKS, load_task
+from trainables.task import Purpose
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.events import End, EventLog, LogError, Start
+from triaccel_ray.service import cli
+from triaccel_ray.service.actor import original_error
+from triaccel_ray.service.cluster import cluster, gpus_available
+from triaccel_ray.service.comparison import (
+    ABLATION,
+    COMPARISON,
+    ComparisonSpec,
+    begin_comparison,
+    read_comparison,
+    summaries,
+    unfinished,
+)
+from triaccel_ray.service.console import RunProgress, TrialProgress, err, out, rich_table
+from triaccel_ray.service.doctor import Verdict, examine
+from triaccel_ray.service.options import Where
+from triaccel_ray.service.record import read_run, read_spec
+from triaccel_ray.service.replay import reasons_grid, verdict
+from triaccel_ray.service.runs import run_all
+from triaccel_ray.service.search import SEARCH, SearchSpec, begin_search, best_trial, prepare, read_search, tune_trials
+from triaccel_ray.service.session import checked_name, new_name, open_tracker, recording, tracking_uri_of
+from triaccel_ray.service.shipper import Parent
+from triaccel_ray.service.spec import METHODS, RunSpec
+from triaccel_ray.service.translation import spec_from
+from triaccel_ray.service.views import view_comparison, view_run, view_search
+from triaccel_ray.service.worker import EVENTS
+
+_VERDICT_STYLE: Mapping[Verdict, str] = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}
+
+
+@singledispatch
+def execute(command: Any) -> int:
+    """Carries out one command and returns its exit status."""
+    raise TypeError(f"{type(command).__name__} is not a command")
+
+
+@execute.register
+def _(command: cli.Run) -> int:
+    purpose = Purpose.FINAL if command.final else Purpose.SEARCH
+    spec = spec_from(
+        command.task,
+        command.training,
+        command.thresholds,
+        method=command.method,
+        seed=command.seed,
+        purpose=purpose,
+    )
+    folder = _storage(command.where) / new_name(command.name, command.task, command.method)
+    if folder.exists():
+        raise ValueError(
+            f"name = {folder.name!r}: {folder} exists already and is left as it is; choose another --name, or go on "
+            f"with `triaccel resume {folder.name}`"
+        )
+    return _train(spec, folder, command.where, command.experiment, resume=False)
+
+
+@execute.register
+def _(command: cli.Search) -> int:
+    base = spec_from(command.task, command.training, command.thresholds, method="triaccel", seed=command.seed)
+    folder = _storage(command.where) / new_name(command.name, command.task, command.space)
+    spec = SearchSpec(
+        base=base,
+        space=command.space,
+        optional=command.also,
+        num_trials=command.trials,
+        objective=command.objective,
+        margin=command.margin,
+        seed=command.seed,
+    )
+    return _search(spec, folder, command.where, command.experiment, resume=False)
+
+
+@execute.register
+def _(command: cli.Compare) -> int:
+    methods = [word.strip() for word in command.methods.split(",") if word.strip()]
+    methods += [method for method in ABLATION if command.ablation and method not in methods]
+    base = spec_from(
+        command.task, command.training, command.thresholds, method="triaccel", seed=0, purpose=Purpose.FINAL
+    )
+    spec = ComparisonSpec(base=base, methods=tuple(methods), num_seeds=command.seeds)
+    folder = _storage(command.where) / new_name(command.name, command.task, "comparison")
+    return _compare(spec, folder, command.where, command.experiment, resume=False)
+
+
+@execute.register
+def _(command: cli.Resume) -> int:
+    folder = _find(command.name, command.where)
+    if (folder / SEARCH).exists():
+        experiment = command.experiment or cli.Search.experiment
+        return _search(read_search(folder).spec, folder, command.where, experiment, resume=True)
+    if (folder / COMPARISON).exists():
+        spec, _ = read_comparison(folder)
+        return _compare(spec, folder, command.where, command.experiment or cli.Compare.experiment, resume=True)
+    return _train(read_spec(folder), folder, command.where, command.experiment or cli.Run.experiment, resume=True)
+
+
+@execute.register
+def _(command: cli.Report) -> int:
+    folder = _find(command.name, command.where)
+    if (folder / SEARCH).exists():
+        view_search(read_search(folder))
+    elif (folder / COMPARISON).exists():
+        view_comparison(folder, summaries(*read_comparison(folder)))
+    else:
+        view_run(read_run(folder))
+    return 0
+
+
+@execute.register
+def _(command: cli.Replay) -> int:
+    run = read_run(_find(command.name, command.where))
+    control = command.thresholds.onto(run.start.control)
+    lines = list(verdict(run, control))
+    out.print(rich_table(reasons_grid(run, most=command.reasons), title=f"{run.name}: decisions and their reasons"))
+    for line in lines:
+        out.print(line, soft_wrap=True)
+    return 0
+
+
+@execute.register
+def _(command: cli.Ui) -> int:
+    tracker = open_tracker(command.where.storage_path, command.where.tracking_uri)
+    if tracker.uri.startswith("http"):
+        out.print(f"the tracking server has its own UI: {tracker.display_uri}")
+        return 0
+    out.print(f"MLflow UI on http://{command.host}:{command.port} (Ctrl-C ends it), store {tracker.display_uri}")
+    if command.host not in ("127.0.0.1", "localhost", "::1"):
+        err.print(f"--host {command.host}: everybody who reaches this machine can read and delete runs", style="yellow")
+    sys.stdout.flush()
+    # One worker and no job executor: a fifth of the memory, a third of the time to start.
+    os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
+    words = ["server", "--backend-store-uri", tracker.uri, "--host", command.host, "--port", str(command.port)]
+    return subprocess.run([sys.executable, "-m", "mlflow", *words, "--workers", "1"], check=False).returncode
+
+
+@execute.register
+def _(command: cli.Doctor) -> int:
+    if command.tasks:
+        for name in TASKS:
+            task = load_task(name, None)
+            out.print(f"{name:40} {task.recipe.epochs} epochs, batch {task.control.batch.start}")
+        return 0
+    worst = Verdict.OK
+    for finding in examine(command.where.storage_path, command.where.tracking_uri, command.where.address):
+        style = _VERDICT_STYLE[finding.verdict]
+        out.print(f"[{style}]{finding.verdict.value:8}[/{style}] {finding.subject:22} ", end="")
+        out.print(finding.text, markup=False, soft_wrap=True)
+        worst = Verdict.PROBLEM if Verdict.PROBLEM in (worst, finding.verdict) else worst
+    return 1 if worst is Verdict.PROBLEM else 0
+
+
+def _train(spec: RunSpec, folder: Path, where: Where, experiment: str, *, resume: bool) -> int:
+    tracker = open_tracker(where.storage_path, where.tracking_uri)
+    if resume and read_run(folder).status == "finished":
+        with recording(tracker, folder, experiment=experiment):
+            out.print(f"{folder.name} is finished; what was not yet recorded is being recorded")
+        return 0
+    with cluster(where.address), recording(tracker, folder, experiment=experiment):
+        specs = {folder.name: spec}
+        with RunProgress(f"{spec.task}: {METHODS[spec.method]}", specs) as progress:
+            outcomes = run_all(specs, folder.parent, num_gpus=_num_gpus(spec), on_glance=progress.update, resume=resume)
+    outcome = outcomes[folder.name]
+    if isinstance(outcome, Exception):
+        raise original_error(outcome)
+    view_run(read_run(folder))
+    _point_to(folder, where)
+    return 0
+
+
+def _search(spec: SearchSpec, folder: Path, where: Where, experiment: str, *, resume: bool) -> int:
+    tracker = open_tracker(where.storage_path, where.tracking_uri)
+    if not resume:
+        begin_search(spec, folder)
+    info = {"task": spec.base.task, "kind": "search", "space": spec.space, "objective": spec.objective}
+    log = _open_parent_log(folder, spec.base.control, info)
+    try:
+        with recording(tracker, folder, experiment=experiment, parent=Parent(name=folder.name, tags=info)):
+            with cluster(where.address):
+                num_gpus = _num_gpus(spec.base)
+                base = spec.base
+                title = f"{base.task}: baselines and probe"
+                with RunProgress(title, {}) as progress:
+                    prepared = prepare(spec, folder, num_gpus=num_gpus, on_glance=progress.update)
+                with TrialProgress(f"{base.task}: {spec.num_trials} trials", spec.num_trials) as trials:
+                    tune_trials(spec, prepared, folder, num_gpus=num_gpus, callbacks=[trials], resume=resume)
+            record = read_search(folder)
+            view_search(record)
+            best = best_trial(record)
+            results = {} if best is None or best.end is None else best.end.results
+            log.append(End(status="finished", results=results))
+    finally:
+        log.close()
+    _point_to(folder, where)
+    return 0 if best is not None else 1
+
+
+def _compare(spec: ComparisonSpec, folder: Path, where: Where, experiment: str, *, resume: bool) -> int:
+    tracker = open_tracker(where.storage_path, where.tracking_uri)
+    if not resume:
+        begin_comparison(spec, folder)
+    _, runs = read_comparison(folder)
+    info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.methods)}
+    log = _open_parent_log(folder, spec.base.control, info)
+    try:
+        with recording(tracker, folder, experiment=experiment, parent=Parent(name=folder.name, tags=info)):
+            todo = unfinished(spec, runs)
+            with cluster(where.address), RunProgress(f"{spec.base.task}: comparison", todo) as progress:
+                num_gpus = _num_gpus(spec.base)
+                outcomes = run_all(todo, folder, num_gpus=num_gpus, on_glance=progress.update, resume=True)
+            rows = summaries(*read_comparison(folder))
+            view_comparison(folder, rows)
+            log.append(End(status="finished"))
+    finally:
+        log.close()
+    failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Exception)}
+    for name, error in failed.items():
+        err.print(f"{name} failed: {error}", style="red", markup=False, soft_wrap=True)
+    _point_to(folder, where)
+    return 1 if failed else 0
+
+
+def _storage(where: Where) -> Path:
+    return where.storage_path.expanduser().absolute()
+
+
+def _find(name: str, where: Where) -> Path:
+    """Returns the folder that `name` means: one in the storage folder, or a path."""
+    folder = Path(name) if os.sep in name else _storage(where) / checked_name(name)
+    if not folder.is_dir():
+        raise LogError(f"name = {name!r}: there is no folder {folder}; names are the folders in {_storage(where)}")
+    return folder.absolute()
+
+
+def _num_gpus(spec: RunSpec) -> float:
+    """Returns the GPUs a run owns: one where the cluster has any and the run may use it."""
+    return 1.0 if spec.device != "cpu" and gpus_available() else 0.0
+
+
+def _open_parent_log(folder: Path, control: ControlConfig, info: Mapping[str, str]) -> EventLog:
+    """Returns the log that stands for the whole of a search or comparison, its start record written."""
+    path = folder / EVENTS
+    if path.exists():
+        return EventLog(path, keep=1)
+    log = EventLog(path)
+    log.append(Start(control=control, info=info))
+    return log
+
+
+def _point_to(folder: Path, where: Where) -> None:
+    """Says where everything is and how to look at it."""
+    storage = "" if where == Where() else f" --storage-path {where.storage_path}"
+    tracker_uri = tracking_uri_of(where.storage_path, where.tracking_uri)
+    shown = tracker_uri if "@" not in tracker_uri else "the tracking server"
+    out.print(f"files: {folder}\nrecorded in: {shown}", soft_wrap=True)
+    out.print(f"look: triaccel ui{storage}    again: triaccel report {folder.name}{storage}", soft_wrap=True)

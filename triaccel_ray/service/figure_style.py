@@ -1,0 +1,76 @@
+"""How all pictures look: colours that are told apart without colour vision, light axes, titles at the left.
+
+Matplotlib's object interface alone is used: no pyplot and no global state, so that a thread of a driver may draw.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+INK: Final = "#1F2933"
+GREY: Final = "#6B7785"
+PALE: Final = "#E4E8EC"
+NAVY: Final = "#17365D"
+BLUE: Final = "#0072B2"
+SKY: Final = "#6DB3E3"
+AMBER: Final = "#F2C45A"
+ORANGE: Final = "#D98200"
+RED: Final = "#C8442B"
+"""After Okabe and Ito (2008); navy, sky and amber also differ in lightness."""
+
+DPI: Final = 120
+DASHED: Final = (0, (5, 3))
+SHORTEST_WORD: Final = 6
+"""Characters of a word that has lost its middle."""
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Returns an empty white figure of that many inches, laid out so that nothing overlaps."""
+    layout = ConstrainedLayoutEngine(w_pad=0.10, h_pad=0.08)
+    return Figure(figsize=(width, height), dpi=DPI, facecolor="white", layout=layout)
+
+
+def panel(axes: Axes, title: str, subtitle: str = "", *, x_label: str = "", y_label: str = "") -> None:
+    """Gives the axes their title, labels and look."""
+    axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=INK, pad=24 if subtitle else 10)
+    if subtitle:
+        above: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False}
+        axes.annotate(subtitle, (0.0, 1.0), (0, 9), fontsize=9, color=GREY, **above)
+    axes.set_xlabel(x_label, fontsize=9.5, color=GREY)
+    axes.set_ylabel(y_label, fontsize=9.5, color=GREY)
+    axes.tick_params(which="both", labelsize=9, colors=GREY, labelcolor=INK, length=3, width=0.8)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color("#B8C0C8")
+    axes.grid(axis="y", color=PALE, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def say(axes: Axes, text: str) -> None:
+    """Writes a sentence in the middle of axes that have nothing to show."""
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=10.5, color=GREY)
+    axes.set_axis_off()
+
+
+def mark_level(axes: Axes, value: float, text: str, colour: str = GREY) -> None:
+    """Names a horizontal line at the right edge of the axes."""
+    beside: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+    axes.annotate(text, (1.0, value), (6, 0), va="center", fontsize=8.5, color=colour, annotation_clip=False, **beside)
+
+
+def legend(axes: Axes, **options: Any) -> None:
+    """Adds a light legend."""
+    axes.legend(**{"frameon": False, "fontsize": 9, "labelcolor": INK, **options})
+
+
+def shorten(name: str, longest: int = 24) -> str:
+    """Returns a dotted name in about `longest` characters: its longest words lose their middle, numbers stay."""
+    words = name.split(".")
+    while len(".".join(words)) > longest and max(map(len, words)) > SHORTEST_WORD:
+        index = max(range(len(words)), key=lambda i: len(words[i]))
+        words[index] = f"{words[index][:3]}…{words[index][-2:]}"
+    return ".".join(words)

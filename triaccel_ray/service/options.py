@@ -1,0 +1,134 @@
+"""The command line's options, as dataclasses that the commands share; help texts are the fields' docstrings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import tyro
+
+from triaccel_ray.config import ControlConfig, CurvatureMethod, LrRule
+
+DEFAULT_STORAGE = Path("triaccel-runs")
+
+_T = TypeVar("_T")
+Flat = Annotated[_T, tyro.conf.OmitArgPrefixes]
+"""A group of options without a prefix to their names."""
+TaskName = Annotated[str, tyro.conf.arg(metavar="TASK")]
+RunName = Annotated[str, tyro.conf.arg(metavar="NAME")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Where work is done and recorded."""
+
+    storage_path: Path = DEFAULT_STORAGE
+    """Folder of runs, searches and checkpoints; shared by all machines of a cluster."""
+    tracking_uri: str | None = None
+    """MLflow store: http://HOST:PORT of a server, or sqlite:///FILE. Default: mlflow.db in the storage folder."""
+    address: str | None = None
+    """Ray cluster: HOST:PORT or `auto`. Default: Ray is started on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a run trains; what is not given comes from the task."""
+
+    epochs: int | None = None
+    """Passes over the training samples."""
+    lr: float | None = None
+    """Peak learning rate at the starting batch size."""
+    weight_decay: float | None = None
+    """L2 penalty on weights."""
+    warmup_epochs: float | None = None
+    """Epochs of linear warm-up."""
+    label_smoothing: float | None = None
+    """Probability mass spread over the classes, in [0, 1)."""
+    batch_size: int | None = None
+    """Batch size of the first step."""
+    memory_budget: str | None = None
+    """Memory the process may hold on its device, e.g. 2GiB; the CUDA context counts."""
+    memory_headroom: str | None = None
+    """In place of a budget: memory on top of what the process holds before its first batch, e.g. 500MiB."""
+    data_dir: Path | None = None
+    """Folder of data files, in torchvision's layout or CIFAR's binary one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """The control loop's thresholds; what is not given comes from the task."""
+
+    tau_low: float | None = None
+    """Gradient variance below which a layer computes in FP16."""
+    tau_high: float | None = None
+    """Gradient variance from which a layer computes in FP32."""
+    rho_low: float | None = None
+    """Share of the memory limit below which the batch grows."""
+    rho_high: float | None = None
+    """Share of the memory limit above which the batch shrinks."""
+    tau_curv: float | None = None
+    """Largest eigenvalue above which a layer is held one precision higher."""
+    alpha: float | None = None
+    """Strength of the curvature's effect on learning rates."""
+    t_ctrl: int | None = None
+    """Optimizer steps between ticks."""
+    t_curv: int | None = None
+    """Optimizer steps between curvature measurements."""
+    b_curv: int | None = None
+    """Samples a curvature measurement uses."""
+    curvature: CurvatureMethod | None = None
+    """How curvature is measured."""
+    batch_min: int | None = None
+    """Smallest batch size."""
+    batch_max: int | None = None
+    """Largest batch size."""
+    step_up: int | None = None
+    """Samples added when memory use is low."""
+    step_down: int | None = None
+    """Samples removed when memory use is high."""
+    lr_rule: LrRule | None = None
+    """How the learning rate follows the batch size."""
+
+    def onto(self, control: ControlConfig, *, batch_size: int | None = None) -> ControlConfig:
+        """Returns `control` with the thresholds that were given.
+
+        A starting batch size outside the ladder, or off its rungs, moves the ladder with it.
+        """
+        batch = {
+            "rho_low": self.rho_low,
+            "rho_high": self.rho_high,
+            "minimum": self.batch_min,
+            "maximum": self.batch_max,
+            "step_up": self.step_up,
+            "step_down": self.step_down,
+            "lr_rule": self.lr_rule,
+            "start": batch_size,
+        }
+        if batch_size is not None and batch_size > 0:
+            old = control.batch
+            rungs_below = min((batch_size - 1) // old.granularity, (old.start - old.minimum) // old.granularity)
+            batch["minimum"] = self.batch_min or batch_size - rungs_below * old.granularity
+            batch["maximum"] = self.batch_max or max(old.maximum, batch_size)
+        precision = {"tau_low": self.tau_low, "tau_high": self.tau_high}
+        curvature = {
+            "tau_curv": self.tau_curv,
+            "alpha": self.alpha,
+            "every_steps": self.t_curv,
+            "num_samples": self.b_curv,
+            "method": self.curvature,
+        }
+        return replace(
+            control,
+            precision=replace(control.precision, **_given(precision)),
+            curvature=replace(control.curvature, **_given(curvature)),
+            batch=replace(control.batch, **_given(batch)),
+            **_given({"every_steps": self.t_ctrl}),
+        )
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

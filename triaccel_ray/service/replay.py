@@ -1,0 +1,64 @@
+"""Why a run decided what it did, from its log alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.decide import replay
+from triaccel_ray.events import LogError
+from triaccel_ray.plan import Plan
+from triaccel_ray.service.record import RunRecord
+from triaccel_ray.service.tables import Grid
+
+
+def reasons_grid(run: RunRecord, *, most: int) -> Grid:
+    """Returns the reasons of a run's decisions, oldest first, `most` at most."""
+    rows = [
+        [str(tick.observation.step), reason.subject, reason.code.value, reason.text]
+        for tick in run.ticks
+        for reason in tick.decision.reasons
+    ]
+    hidden = len(rows) - most
+    note = f"{hidden} more; --reasons {len(rows)} shows all" if hidden > 0 else ""
+    return Grid(header=("step", "subject", "rule", "reason"), rows=rows[:most], note=note)
+
+
+def verdict(run: RunRecord, control: ControlConfig) -> Iterator[str]:
+    """Yields what replaying the run's observations under `control` shows, line by line.
+
+    Raises:
+        LogError: the run made no tick.
+    """
+    if not run.ticks:
+        raise LogError(
+            f"run {run.name} made no tick: method {run.spec.method} decides nothing, or the run was shorter than "
+            f"{run.spec.control.every_steps} steps"
+        )
+    result = replay(control, [(tick.observation, tick.decision) for tick in run.ticks])
+    same_config = control == run.start.control
+    if result.diverged_at is None:
+        under = "its own configuration" if same_config else "the other thresholds"
+        yield f"{len(run.ticks)} ticks replayed under {under}: every decision is the same"
+        return
+    tick = run.ticks[result.diverged_at]
+    yield (
+        f"first difference at tick {result.diverged_at} (step {tick.observation.step}); what follows would have been "
+        "another run, so the replay ends here"
+    )
+    if same_config:
+        yield "under its own configuration that means the log was written by another version, or was changed"
+    yield from _differences(tick.decision.plan, result.decisions[-1].plan)
+    for reason in result.decisions[-1].reasons:
+        yield f"  because {reason.subject}: {reason.text}"
+
+
+def _differences(recorded: Plan, now: Plan) -> Iterator[str]:
+    if now.batch_size != recorded.batch_size:
+        yield f"  batch size: recorded {recorded.batch_size}, now {now.batch_size}"
+    for name, level in now.precision.items():
+        if level is not recorded.precision[name]:
+            yield f"  {name}: recorded {recorded.precision[name].value}, now {level.value}"
+    for name, scale in now.lr_scale.items():
+        if scale != recorded.lr_scale.get(name, 1.0):
+            yield f"  {name}: recorded learning rate times {recorded.lr_scale.get(name, 1.0):.4g}, now {scale:.4g}"

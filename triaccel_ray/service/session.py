@@ -1,0 +1,74 @@
+"""Where a command keeps what it does: the storage folder, the tracking store, and the thread that records there."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from triaccel_ray.config import require
+from triaccel_ray.service.console import err
+from triaccel_ray.service.shipper import Parent, Shipper
+from triaccel_ray.service.tracking import Tracker
+
+FLUSH_TIMEOUT_S = 60.0
+
+
+def tracking_uri_of(storage: Path, given: str | None) -> str:
+    """Returns the tracking store's URI: the one given, else a SQLite file in the storage folder."""
+    return given or f"sqlite:///{storage.expanduser().absolute() / 'mlflow.db'}"
+
+
+def open_tracker(storage: Path, tracking_uri: str | None) -> Tracker:
+    """Returns the tracker, its store reachable and in existence.
+
+    Raises:
+        TrackingUnavailableError: it is not.
+    """
+    tracker = Tracker(tracking_uri_of(storage, tracking_uri), storage.expanduser().absolute() / "artifacts")
+    tracker.prepare()
+    return tracker
+
+
+def new_name(given: str | None, *parts: str) -> str:
+    """Returns the name given, or one made of `parts` and the time.
+
+    Raises:
+        ValueError: the name given could not be a folder's of its own.
+    """
+    if given is not None:
+        return checked_name(given)
+    text = "-".join([*parts, time.strftime("%Y%m%d-%H%M%S")])
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)
+
+
+def checked_name(name: str) -> str:
+    """Returns `name` if it stays inside the storage folder.
+
+    Raises:
+        ValueError: it does not, or holds characters that file systems and MLflow disagree on.
+    """
+    rule = "must begin with a letter or digit and hold letters, digits, '.', '_' and '-' alone, 100 at most"
+    require(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) is not None, "name", name, rule)
+    return name
+
+
+@contextlib.contextmanager
+def recording(tracker: Tracker, root: Path, *, experiment: str, parent: Parent | None = None) -> Iterator[None]:
+    """Ships the logs below `root` to the tracking store meanwhile, and whatever is left of them at the end.
+
+    A store that fails neither stops nor slows the work; at the end a message says what is still to be recorded.
+    """
+    shipper = Shipper(tracker, root, experiment=experiment, parent=parent)
+    shipper.start()
+    try:
+        yield
+    finally:
+        shipper.stop()
+        if not shipper.flush(FLUSH_TIMEOUT_S):
+            err.print(
+                f"[yellow]not everything is recorded in {tracker.display_uri}[/yellow]: {shipper.last_error}\n"
+                f"Nothing is lost: `triaccel resume {root.name}` records the rest once the store answers."
+            )

@@ -1,0 +1,115 @@
+"""Tables of results as plain text cells, the same for terminal, Markdown and HTML."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from triaccel_ray.service.comparison import FIGURES, MethodSummary
+from triaccel_ray.service.objective import Figures, Objective
+from triaccel_ray.service.record import RunRecord
+from triaccel_ray.service.search import SearchRecord, ranked
+
+FIGURE_COLUMNS = ("accuracy %", "s/epoch", "peak GB", "score")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Header and rows of a table, and a note below it."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+    def markdown(self) -> str:
+        """Returns the table in Markdown."""
+        lines = [f"| {' | '.join(self.header)} |", "|" + "---|" * len(self.header)]
+        lines += [f"| {' | '.join(row)} |" for row in self.rows]
+        return "\n".join([*lines, "", self.note, ""] if self.note else [*lines, ""])
+
+
+def search_grid(record: SearchRecord) -> Grid:
+    """Returns baselines and trials with thresholds and figures, best first."""
+    objective = record.prepared.objective if record.prepared else Objective(name=record.spec.objective)
+    rows = [_search_row(name.upper(), run, objective) for name, run in record.baselines.items() if name != "probe"]
+    rows += [_search_row(run.name, run, objective) for _, run in ranked(record)]
+    rows += [[run.name, run.status, *[""] * 9] for run in record.trials if run.figures is None]
+    note = ""
+    if objective.reference:
+        floor = objective.reference[-1] - objective.margin
+        note = (
+            f"maximised: {objective.name}, among trials of at least {floor:.2f} % (AMP {objective.reference[-1]:.2f} % "
+            f"less {objective.margin:g} points); * below that at its last epoch"
+        )
+    header = ("run", "status", "tau_low", "tau_high", "rho_low", "rho_high", "epochs", *FIGURE_COLUMNS)
+    return Grid(header=header, rows=rows, note=note)
+
+
+def run_grid(run: RunRecord) -> Grid:
+    """Returns one run's epochs."""
+    rows = [
+        [
+            str(epoch.epoch),
+            f"{epoch.train_loss:.4f}",
+            "" if epoch.held_out_accuracy is None else f"{epoch.held_out_accuracy:.2f}",
+            f"{epoch.seconds:.3f}",
+            f"{epoch.images_per_second:,.0f}",
+            str(epoch.batch_size),
+            f"{epoch.peak_bytes / 1e9:.3f}",
+            str(epoch.num_skipped),
+            "" if epoch.score is None else f"{epoch.score:.2f}",
+        ]
+        for epoch in run.epochs
+    ]
+    header = ("epoch", "train loss", "accuracy %", "seconds", "images/s", "batch", "peak GB", "skipped", "score")
+    return Grid(header=header, rows=rows)
+
+
+def result_grid(results: Mapping[str, float]) -> Grid:
+    """Returns a run's final figures."""
+    names = {
+        "accuracy": "accuracy %",
+        "seconds_per_epoch": "s/epoch",
+        "peak_gb": "process peak GB",
+        "allocated_peak_gb": "allocator peak GB",
+        "score": "score",
+    }
+    return Grid(header=list(names.values()), rows=[[f"{results[name]:.4g}" for name in names]])
+
+
+def comparison_grid(rows: Sequence[MethodSummary]) -> Grid:
+    """Returns one row a method, mean and standard deviation over seeds."""
+    cells = []
+    for row in rows:
+        figures = [_mean_and_deviation(*row.figures[name]) if name in row.figures else "" for name in FIGURES]
+        cells.append([row.method, str(row.num_runs), *figures])
+    note = "mean ± standard deviation over seeds; score = accuracy / (s/epoch x process peak GB)"
+    return Grid(header=("method", "runs", *FIGURES.values()), rows=cells, note=note)
+
+
+def _search_row(label: str, run: RunRecord, objective: Objective) -> list[str]:
+    control, epochs = run.spec.control, run.epochs
+    thresholds = [""] * 4
+    if run.spec.method == "triaccel":
+        thresholds = [f"{control.precision.tau_low:.2e}", f"{control.precision.tau_high:.2e}"]
+        thresholds += [f"{control.batch.rho_low:.3f}", f"{control.batch.rho_high:.3f}"]
+    num_epochs = epochs[-1].epoch if epochs else 0
+    cells = [""] * 4
+    if run.figures is not None:
+        short = run.spec.method == "triaccel" and objective.shortfall(num_epochs, run.figures.accuracy) > 0
+        cells = _figure_cells(run.figures, mark=" *" if short else "")
+    return [label, run.status, *thresholds, str(num_epochs), *cells]
+
+
+def _figure_cells(figures: Figures, *, mark: str) -> list[str]:
+    return [
+        f"{figures.accuracy:.2f}{mark}",
+        f"{figures.seconds:.3f}",
+        f"{figures.peak_gb:.3f}",
+        f"{figures.score:.2f}",
+    ]
+
+
+def _mean_and_deviation(mean: float, deviation: float) -> str:
+    return f"{mean:.4g}" if math.isnan(deviation) else f"{mean:.4g} ± {deviation:.2g}"

@@ -1,0 +1,102 @@
+"""Results for people: a table in the terminal, pictures and a page in the folder, and what to type next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from triaccel_ray.events import read_events
+from triaccel_ray.service.comparison import MethodSummary
+from triaccel_ray.service.console import out, rich_table
+from triaccel_ray.service.figures import save_run_figures
+from triaccel_ray.service.pareto import Outcome, pareto_front
+from triaccel_ray.service.record import RunRecord
+from triaccel_ray.service.report import REPORT, Section, write_page
+from triaccel_ray.service.search import SearchRecord, best_trial
+from triaccel_ray.service.shipment import FIGURES
+from triaccel_ray.service.spec import METHODS
+from triaccel_ray.service.tables import Grid, comparison_grid, result_grid, run_grid, search_grid
+from triaccel_ray.service.translation import command_of
+from triaccel_ray.service.worker import EVENTS
+
+DPI = 120
+
+
+def view_run(run: RunRecord) -> None:
+    """Shows a run's epochs and result, and writes its pictures and page."""
+    grid = run_grid(run)
+    out.print(rich_table(grid, title=f"{run.name}: {run.spec.task}, {METHODS[run.spec.method]}, {run.status}"))
+    sections = [Section(title="Epochs", header=grid.header, rows=grid.rows)]
+    if run.end is not None and run.end.results:
+        result = result_grid(run.end.results)
+        out.print(rich_table(result, title="result"))
+        sections.insert(0, Section(title="Result", header=result.header, rows=result.rows))
+    pictures = save_run_figures(read_events(run.folder / EVENTS), run.folder / FIGURES)
+    sections.append(Section(title="What the loop did", pictures=pictures))
+    _announce(write_page(run.folder / REPORT, f"{run.name}: {run.spec.task}", sections))
+
+
+def view_search(record: SearchRecord) -> None:
+    """Shows a search's trials and the best thresholds, and writes its Pareto front and page."""
+    grid, spec = search_grid(record), record.spec
+    done = sum(run.status in ("finished", "stopped") for run in record.trials)
+    out.print(rich_table(grid, title=f"{record.folder.name}: {spec.base.task}, {done} trials"))
+    sections = [Section(title="Trials, best first", header=grid.header, rows=grid.rows, text=grid.note)]
+    best = best_trial(record)
+    if best is None:
+        text = "no trial that ran to its end is within the margin: allow more trials, epochs or --margin"
+        out.print(f"\n{text}")
+        sections.insert(0, Section(title="Best thresholds", text=text))
+    else:
+        command = command_of(best.spec)
+        out.print(f"\nbest thresholds ({best.name}); to train with them:")
+        out.print(command, soft_wrap=True)
+        sections.insert(0, Section(title=f"Best thresholds: {best.name}", command=command))
+        pictures = save_run_figures(read_events(best.folder / EVENTS), best.folder / FIGURES)
+        sections.append(Section(title=f"What the loop did in {best.name}", pictures=pictures))
+    picture = save_pareto_front(record)
+    if picture is not None:
+        sections.insert(1, Section(title="Accuracy against time and memory", pictures=[picture]))
+    _announce(write_page(record.folder / REPORT, f"{record.folder.name}: {spec.base.task}", sections))
+
+
+def view_comparison(folder: Path, rows: list[MethodSummary]) -> None:
+    """Shows one row a method, and writes the table as Markdown and as a page."""
+    grid: Grid = comparison_grid(rows)
+    out.print(rich_table(grid, title=f"{folder.name}: test samples, read once by each run"))
+    (folder / "comparison.md").write_text(grid.markdown())
+    about = [Section(title=row.method, text=METHODS[row.method]) for row in rows]
+    table = Section(title="Methods", header=grid.header, rows=grid.rows, text=grid.note)
+    _announce(write_page(folder / REPORT, folder.name, [table, *about]))
+
+
+def save_pareto_front(record: SearchRecord) -> Path | None:
+    """Writes the picture of all configurations with figures and returns its path; None when there are none."""
+    objective = record.prepared.objective if record.prepared else None
+    outcomes = []
+    for run in (*record.baselines.values(), *record.trials):
+        figures = run.figures
+        if figures is None or run.spec.method == "probe":
+            continue
+        feasible = objective is None or objective.shortfall(run.epochs[-1].epoch, figures.accuracy) == 0.0
+        outcomes.append(
+            Outcome(
+                label=run.name,
+                method=run.spec.method,
+                accuracy=figures.accuracy,
+                seconds=figures.seconds,
+                peak_gb=figures.peak_gb,
+                score=figures.score,
+                feasible=feasible,
+            )
+        )
+    if not outcomes:
+        return None
+    floor = objective.reference[-1] - objective.margin if objective and objective.reference else None
+    path = record.folder / FIGURES / "pareto.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pareto_front(outcomes, accuracy_floor=floor, about=record.folder.name).savefig(path, dpi=DPI)
+    return path
+
+
+def _announce(page: Path) -> None:
+    out.print(f"\npage: {page}", soft_wrap=True)
