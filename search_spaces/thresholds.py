@@ -44,8 +44,24 @@ OPTIONAL: Mapping[str, Any] = {
 }
 """Dimensions searched on request. `t_ctrl` multiplies the task's interval; `batch_steps` is up:down in rungs."""
 
-NO_FP32_DECADES = 1.0
-"""The calibrated range reaches this far beyond the variances seen, so that a precision can also be left unused."""
+ANCHOR: Mapping[str, Any] = {
+    "log10_tau_low": -10.0,
+    "log10_tau_ratio": 5.0,
+    "tau_low_quantile": 0.0,
+    "tau_high_share": 1.0,
+    "rho_high": 0.9,
+    "rho_ratio": 0.7,
+    "alpha": 0.02,
+    "tau_curv": 1e3,
+    "t_ctrl": 1.0,
+    "batch_steps": "1:2",
+}
+"""The first configuration tried: calibrated, it keeps every layer in BF16, so that a search knows what the plain
+setting gives before it looks for a better one."""
+
+BEYOND_DECADES = 2.0
+"""The calibrated range reaches this far beyond the variances seen: they go on falling after the probe, and a precision
+can also be left unused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +74,10 @@ class Calibration:
     def quantile(self, q: float) -> float:
         """Returns the variance at quantile q in [0, 1], interpolated on a logarithmic scale.
 
-        The range is extended by one decade at either end: at 0 every layer is above, at 1 every layer below.
+        The range is extended at either end: at 0 every layer is above, at 1 every layer below.
         """
         logs = [math.log10(v) for v in self.variances]
-        points = [logs[0] - NO_FP32_DECADES, *logs, logs[-1] + NO_FP32_DECADES]
+        points = [logs[0] - BEYOND_DECADES, *logs, logs[-1] + BEYOND_DECADES]
         position = q * (len(points) - 1)
         below = min(int(position), len(points) - 2)
         return float(10.0 ** (points[below] + (position - below) * (points[below + 1] - points[below])))

@@ -1,5 +1,5 @@
 import math
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 
 import pytest
 from hypothesis import given, settings
@@ -70,7 +70,7 @@ def test_a_bad_value_is_refused_with_name_value_and_rule(config, field, name, ru
 
 
 @pytest.mark.parametrize(
-    ("config", "fields", "message"),
+    ("config", "values", "message"),
     [
         (
             PrecisionConfig,
@@ -111,9 +111,9 @@ def test_a_bad_value_is_refused_with_name_value_and_rule(config, field, name, ru
         (BatchConfig, {"granularity": 48}, "batch step_up = 32: must be a multiple of granularity = 48"),
     ],
 )
-def test_values_that_do_not_go_together_are_refused(config, fields, message):
+def test_values_that_do_not_go_together_are_refused(config, values, message):
     with pytest.raises(ValueError, match=" = ") as error:
-        config(**fields)
+        config(**values)
     assert str(error.value) == message
 
 
@@ -140,7 +140,7 @@ def test_rules_that_need_the_gradient_noise_need_the_fisher(batch, values, curva
 
 
 @pytest.mark.parametrize(
-    ("config", "fields"),
+    ("config", "values"),
     [
         (PrecisionConfig, {"tau_low": 0.0, "tau_high": INF, "beta": 0.0, "dwell_ticks": 0, "patience_ticks": 1}),
         (PrecisionConfig, {"tau_low": 0, "tau_high": math.ulp(0.0), "beta": math.nextafter(1.0, 0.0)}),
@@ -155,16 +155,28 @@ def test_rules_that_need_the_gradient_noise_need_the_fisher(batch, values, curva
         (ControlConfig, {"every_steps": 1}),
     ],
 )
-def test_the_bounds_themselves_are_allowed(config, fields):
-    built = config(**fields)
-    assert {name: getattr(built, name) for name in fields} == fields
+def test_the_bounds_themselves_are_allowed(config, values):
+    built = config(**values)
+    assert {name: getattr(built, name) for name in values} == values
 
 
-def test_a_configuration_is_frozen_and_takes_no_positions():
+@pytest.mark.parametrize("config", [PrecisionConfig, CurvatureConfig, BatchConfig, LossScaleConfig, ControlConfig])
+def test_a_configuration_is_frozen_and_takes_no_positions(config):
+    name = fields(config)[0].name
     with pytest.raises(FrozenInstanceError):
-        ControlConfig().every_steps = 1
+        setattr(config(), name, getattr(config(), name))
     with pytest.raises(TypeError):
-        ControlConfig(50)
+        config(getattr(config(), name))
+
+
+def test_the_defaults_are_the_papers_where_it_gives_them():
+    config = ControlConfig()
+    curvature = config.curvature
+    assert (curvature.top_k, curvature.every_steps, curvature.num_samples) == (5, 200, 32)
+    assert config.batch.start == 96
+    assert config.precision.enabled
+    assert curvature.enabled
+    assert config.batch.enabled
 
 
 def test_require_raises_only_when_the_condition_fails():

@@ -47,7 +47,7 @@ class BaselineLoop:
         """
         self.device = next(model.parameters()).device
         self.model, self.optimizer, self._loss = model, optimizer, loss
-        self._schedule = schedule or (lambda epoch: 1.0)
+        self._schedule = schedule
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self.memory = memory_meter(self.device, memory_budget)
         self.feed = Feed(as_source(data).to(self.device), seed=seed, device=self.device)
@@ -79,8 +79,9 @@ class BaselineLoop:
     def step(self) -> None:
         """Makes one step, as the tutorial does."""
         epoch = self.feed.position
-        for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
-            group["lr"] = base * self._schedule(epoch)
+        if self._schedule is not None:
+            for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+                group["lr"] = base * self._schedule(epoch)
         self.model.train()
         inputs, targets = self.feed.source.batch(self.feed.take(self.plan.batch_size), self.feed.generator)
         with torch.autocast(self.device.type, dtype=self._dtype, enabled=self._autocast):

@@ -77,6 +77,8 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
 def _decode_union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
     if data is None and type(None) in kinds:
         return None
+    if type(data) in (int, bool) and type(data) in kinds:
+        return data  # not as the float that it could be read as too
     remaining = [kind for kind in kinds if kind is not type(None)]
     for kind in remaining[:-1]:
         try:

@@ -15,7 +15,7 @@ from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.apply.precision import LayerPrecision, supported_precisions
-from triaccel_ray.apply.step import Loss, Step, is_out_of_memory
+from triaccel_ray.apply.step import Loss, Step, first_line, is_out_of_memory
 from triaccel_ray.checkpoint import random_states, set_random_states
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.decide import ControlState, decide, initial_decision
@@ -84,10 +84,10 @@ class ControlLoop:
             ValueError: the model has no layer, or the budget leaves nothing to compute with.
         """
         self.config = config or ControlConfig()
+        self._layers = find_layers(model)
         self.device = next(model.parameters()).device
         self.model, self._loss, self._log, self._on_tick = model, loss, log, on_tick
         self._schedule = schedule or (lambda epoch: 1.0)
-        self._layers = find_layers(model)
         self.memory = memory_meter(self.device, memory_budget)
         self.optimizer = LayerwiseOptimizer(optimizer, self._layers)
         self.feed = Feed(as_source(data).to(self.device), seed=seed, device=self.device)
@@ -232,6 +232,7 @@ class ControlLoop:
             "curvature_samples": self._curvature_samples.get_state(),
             "control": encode(self.state),
             "plan": encode(self.plan),
+            "num_parts": self._step.num_parts,
             "counters": [self.num_steps, self.num_ticks, self._epoch_steps],
             "epoch_loss": self._epoch_loss.clone(),
             "epoch_seconds": self._clock.seconds(),
@@ -253,6 +254,7 @@ class ControlLoop:
         self._curvature_samples.set_state(state["curvature_samples"])
         self.state = decode(ControlState, state["control"])
         self._actuators = Actuators(decode(Plan, state["plan"]), self._precision, self._step)
+        self._step.set_parts(state["num_parts"])
         self.num_steps, self.num_ticks, self._epoch_steps = state["counters"]
         self._epoch_loss.copy_(state["epoch_loss"])
         self._clock.restore(state["epoch_seconds"])
@@ -281,7 +283,7 @@ class ControlLoop:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            detail = str(error).splitlines()[0]
+            detail = first_line(error)
             fault = Fault(
                 kind=FaultKind.OUT_OF_MEMORY,
                 step=self.num_steps,

@@ -127,6 +127,8 @@ def _to_device(batch: Any, device: torch.device) -> Any:
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
         return {key: _to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_to_device(value, device) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(_to_device(value, device) for value in batch)
     return batch

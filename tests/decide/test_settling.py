@@ -36,11 +36,11 @@ def test_constant_memory_settles_for_good_where_the_band_is_wider_than_a_step(co
     assert set(sizes[-40:]) == {sizes[-1]}
 
 
-@given(batch_configs(enabled=True, bound_by_noise_scale=False, cap_ticks=30), machines())
+@given(batch_configs(enabled=True, bound_by_noise_scale=False, cap_ticks=25), machines())
 def test_constant_memory_is_tried_once_a_cap_where_the_band_is_narrower(config, machine):
     config = replace(config, step_up=config.granularity, dwell_ticks=1)
     run = Run(ControlConfig(batch=config), machine)
-    run.batch_sizes(150)
+    run.batch_sizes(100)
     sizes = run.batch_sizes(3 * config.cap_ticks)
     tries = sum(after < before for before, after in pairwise(sizes))
     assert tries <= 3

@@ -1,6 +1,6 @@
 import copy
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +20,7 @@ from tests.decide.build import (
     out_of_memory,
 )
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
-from triaccel_ray.decide import BatchState, Decision, LayerState, decide, initial_decision
+from triaccel_ray.decide import BatchState, ControlState, Decision, LayerState, decide, initial_decision
 from triaccel_ray.decide.batch import ladder
 from triaccel_ray.plan import FaultKind, Plan, Precision, ReasonCode
 from triaccel_ray.signals import LayerSignal, NoiseSignal, Observation
@@ -186,6 +186,12 @@ def test_a_decision_follows_from_its_arguments_and_leaves_them_alone(config, mac
             assert decide(config, observation, state) == decision
             assert (config, observation, state) == before
         state = decision.state
+
+
+@pytest.mark.parametrize("value", [Observation, LayerSignal, Plan, Decision, LayerState, BatchState, ControlState])
+def test_what_a_decision_reads_and_writes_is_frozen_and_keyword_only(value):
+    assert value.__dataclass_params__.frozen
+    assert all(field.kw_only for field in fields(value))
 
 
 def assert_bounds(config: ControlConfig, observation: Observation, decision: Decision) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import decide, initial_decision
-from triaccel_ray.events import End, Epoch, EventLog, Record, Start, Tick
+from triaccel_ray.events import End, Epoch, EventLog, Record, Start, Tick, read_events
 from triaccel_ray.plan import Applied, Fault, FaultKind, Plan, Precision
 from triaccel_ray.score import BYTES_PER_GB, efficiency_score
 from triaccel_ray.signals import LayerSignal, MemorySignal, Observation
@@ -49,6 +49,8 @@ class SimulatedRun:
     """Largest batch that fits."""
     seed: int = 0
     steps_per_epoch: int = 200
+    has_pictures: bool = True
+    """Whether pictures lie in the folder when the run ends; drawing them takes longer than anything else."""
     info: dict[str, str] = field(
         default_factory=lambda: {"task": "cifar10-resnet18", "method": "triaccel", "seed": "0"}
     )
@@ -57,7 +59,8 @@ class SimulatedRun:
     )
 
     def __post_init__(self) -> None:
-        self.log = EventLog(self.folder / "events.jsonl")
+        self.path = self.folder / "events.jsonl"
+        self.num_records = 0
         self._chance = random.Random(self.seed)
         first = initial_decision(self.control, [(name, tuple(Precision)) for name in self.names])
         self._plan, self._state = first.plan, first.state
@@ -65,25 +68,38 @@ class SimulatedRun:
         self._peak = 0
         self.step = self.tick = self.epoch = 0
 
-    @property
-    def path(self) -> Path:
-        return self.log.path
+    def append(self, *records: Record) -> None:
+        """Writes records as a process does that opens the log for each of them, and holds no file in between."""
+        log = EventLog(self.path, keep=self.num_records)
+        for record in records:
+            log.append(record)
+        self.num_records = log.num_records
+        log.close()
+
+    def resume(self, *, keep: int) -> list[Record]:
+        """Cuts the log back to its first `keep` records, as a run that goes on from a checkpoint; returns those cut
+        off, which it will write again."""
+        lost = [event.record for event in read_events(self.path)][keep:]
+        self.num_records = keep
+        self.append()
+        return [record for record in lost if not isinstance(record, End)]
 
     def start(self) -> None:
-        self.log.append(Start(control=self.control, info=self.info, parameters=self.parameters))
+        self.append(Start(control=self.control, info=self.info, parameters=self.parameters))
 
     def train(self, epochs: int) -> None:
         """That many epochs, a tick every `every_steps` steps."""
         for _ in range(epochs):
-            for _ in range(self.steps_per_epoch // self.control.every_steps):
-                self.log.append(self.make_tick())
+            ticks = [self.make_tick() for _ in range(self.steps_per_epoch // self.control.every_steps)]
             self.epoch += 1
-            self.log.append(self.make_epoch())
+            self.append(*ticks, self.make_epoch())
 
     def end(self, status: str = "finished", cause: str = "", message: str = "") -> None:
         results = {"accuracy": 91.5, "score": 7.25} if status == "finished" else {}
-        self.log.append(End(status=status, cause=cause, message=message, results=results))
-        self.log.close()
+        self.append(End(status=status, cause=cause, message=message, results=results))
+        if self.has_pictures:
+            (self.folder / "figures").mkdir(exist_ok=True)
+            (self.folder / "figures" / "drawn.png").write_bytes(b"not looked at")
 
     def complete(self, epochs: int = 2) -> Path:
         """A whole finished run; returns its folder."""
@@ -168,13 +184,3 @@ class SimulatedRun:
 
     def _loss(self) -> float:
         return 2.3 * math.exp(-self.step / 900) + 0.05 + 0.03 * self._chance.random()
-
-
-def resume(run: SimulatedRun, *, keep: int) -> list[Record]:
-    """Cuts the run's log back to its first `keep` records, as a run does that goes on from a checkpoint; returns the
-    records cut off, which the run will write again."""
-    from triaccel_ray.events import read_events
-
-    lost = [event.record for event in read_events(run.path)][keep:]
-    run.log = EventLog(run.path, keep=keep)
-    return [record for record in lost if not isinstance(record, End)]

@@ -10,19 +10,23 @@ from triaccel_ray.service.tracking import Tracker
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A running server; a test that stops it starts it again."""
+def starting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that does not answer yet: it starts while the tests of the SQLite store run."""
     server = Server(tmp_path_factory.mktemp("server"))
     server.start()
-    try:
-        server.wait()
-        yield server
-    finally:
-        server.stop()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def server(starting_server: Server) -> Server:
+    """A running server; a test that stops it starts it again."""
+    starting_server.wait()
+    return starting_server
 
 
 @pytest.fixture(scope="session")
-def sqlite_tracker(tmp_path_factory: pytest.TempPathFactory) -> Tracker:
+def sqlite_tracker(tmp_path_factory: pytest.TempPathFactory, starting_server: Server) -> Tracker:
     """One SQLite store for all tests, for a new one takes seconds; each test has an experiment of its own."""
     folder = tmp_path_factory.mktemp("a store")
     tracker = Tracker(f"sqlite:///{folder / 'mlflow.db'}", folder / "artifacts")

@@ -15,7 +15,8 @@ from typing import Any
 
 from triaccel_ray.service.tracking import Tracker, TrackingUnavailableError
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 200.0
+"""Seven seconds on an idle machine."""
 
 
 @dataclass
@@ -40,14 +41,17 @@ class Server:
             "--backend-store-uri": f"sqlite:///{self.folder / 'server.db'}",
             "--artifacts-destination": str(self.folder / "server-artifacts"),
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", "server", *(part for option in options.items() for part in option)],
-            cwd=self.folder,
-            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"},
-            stdout=subprocess.DEVNULL,
-            stderr=(self.folder / "server.log").open("ab"),
-            start_new_session=True,
-        )
+        command = [sys.executable, "-m", "mlflow", "server", *(part for option in options.items() for part in option)]
+        environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+        with (self.folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env={**os.environ, **environment},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def wait(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S

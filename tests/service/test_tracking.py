@@ -59,7 +59,7 @@ def test_an_experiment_is_created_once_by_whoever_comes_first(sqlite_tracker: Tr
 
 def test_a_deleted_experiment_keeps_its_name(sqlite_tracker: Tracker, experiment: str) -> None:
     sqlite_tracker.client.delete_experiment(sqlite_tracker.experiment_id(experiment))
-    with pytest.raises(ValueError, match="was deleted in MLflow .* restore it"):
+    with pytest.raises(ValueError, match=r"was deleted in MLflow .* restore it"):
         sqlite_tracker.experiment_id(experiment)
 
 
@@ -197,7 +197,7 @@ def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
     contents = text.read_bytes(), other.read_bytes()
     with pytest.raises(TrackingUnavailableError, match="is not a SQLite database"):
         Tracker(f"sqlite:///{text}", tmp_path).prepare()
-    with pytest.raises(TrackingUnavailableError, match="something else .*customers"):
+    with pytest.raises(TrackingUnavailableError, match=r"something else .*customers"):
         Tracker(f"sqlite:///{other}", tmp_path).prepare()
     assert (text.read_bytes(), other.read_bytes()) == contents
 

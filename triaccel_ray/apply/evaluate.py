@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.apply.step import Loss, is_out_of_memory
+from triaccel_ray.apply.step import Loss, first_line, is_out_of_memory
 from triaccel_ray.layers import forward
 from triaccel_ray.plan import Fault, FaultKind
 from triaccel_ray.sources import DataSource
@@ -70,7 +70,7 @@ def evaluate(
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or len(indices) == 1:
                     raise
-                detail = str(error).splitlines()[0]
+                detail = first_line(error)
             batch_size = max(len(indices) // 2, 1)
             release_memory()
             faults.append(

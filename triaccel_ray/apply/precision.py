@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from triaccel_ray.layers import Layer
 from triaccel_ray.plan import Precision
@@ -20,6 +23,12 @@ DTYPES: Mapping[Precision, torch.dtype] = {
 
 _SINGLE_DTYPE_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _NORMS = (*_SINGLE_DTYPE_NORMS, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
+_SINGLE_DTYPE_FUNCTIONS = frozenset(
+    [
+        *(torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack, torch.dstack),
+        *(torch.column_stack, torch.tensordot, torch.dot, torch.cross, torch.lerp, F.bilinear),
+    ]
+)
 
 
 def supported_precisions(layer: Layer, device: torch.device) -> tuple[Precision, ...]:
@@ -41,6 +50,7 @@ class LayerPrecision:
     normalisation and activations take what they are given. Layer, group and RMS normalisation demand one dtype and
     have their parameters cast to that of their input. Operations between layers that multiply matrices (attention
     written out, say) could meet two precisions; they run under `torch.autocast` to the plan's most common low one.
+    Functions that autocast leaves with two dtypes, or refuses FP16 beside BF16 (concatenation), get the wider of them.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer]) -> None:
@@ -49,7 +59,7 @@ class LayerPrecision:
         self._glue: torch.dtype | None = None
         self._dtypes: dict[str, torch.dtype] = {layer.name: torch.float32 for layer in layers}
         self._suspended = False
-        self._wrapped: list[nn.Module] = []
+        self._wrapped: list[tuple[nn.Module, Any]] = []
         inside: set[int] = set()
         for layer in layers:
             for module in layer.modules:
@@ -82,7 +92,11 @@ class LayerPrecision:
     def in_force(self) -> Iterator[None]:
         """Returns a context for the forward pass, inside which precisions apply between layers too."""
         enabled = self._glue is not None and not self._suspended
-        with torch.autocast(self._device_type, dtype=self._glue or torch.bfloat16, enabled=enabled):
+        is_mixed = enabled and len(set(self._dtypes.values())) > 1
+        with (
+            torch.autocast(self._device_type, dtype=self._glue or torch.bfloat16, enabled=enabled),
+            _Promotion() if is_mixed else contextlib.nullcontext(),
+        ):
             yield
 
     @contextlib.contextmanager
@@ -96,36 +110,71 @@ class LayerPrecision:
 
     def remove(self) -> None:
         """Gives every module its own forward function back."""
-        for module in self._wrapped:
-            module.__dict__.pop("forward", None)
+        for module, own in self._wrapped:
+            del module.__dict__["forward"]
+            if own is not None:
+                module.__dict__["forward"] = own
         self._wrapped.clear()
+        self._suspended = True  # for deep copies of the model, which keep the wrapping
 
     def _wrap_layer(self, module: nn.Module, name: str) -> None:
-        original = module.forward
+        original = _unbound_forward(module)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._suspended:
-                return original(*args, **kwargs)
+                return original(module, *args, **kwargs)
             dtype = self._dtypes[name]
             with torch.autocast(self._device_type, enabled=False), _parameters_as(module, dtype):
-                return original(*_cast(args, dtype), **_cast(kwargs, dtype))
+                return original(module, *_cast(args, dtype), **_cast(kwargs, dtype))
 
         self._install(module, forward)
 
     def _wrap_norm(self, module: nn.Module) -> None:
-        original = module.forward
+        original = _unbound_forward(module)
 
-        def forward(inputs: Tensor) -> Any:
+        def forward(module: nn.Module, input: Tensor) -> Any:  # noqa: A002  # the name that callers may use
             if self._suspended:
-                return original(inputs)
-            with torch.autocast(self._device_type, enabled=False), _parameters_as(module, inputs.dtype):
-                return original(inputs)
+                return original(module, input)
+            with torch.autocast(self._device_type, enabled=False), _parameters_as(module, input.dtype):
+                return original(module, input)
 
         self._install(module, forward)
 
     def _install(self, module: nn.Module, forward: Any) -> None:
-        module.__dict__["forward"] = forward
-        self._wrapped.append(module)
+        self._wrapped.append((module, module.__dict__.get("forward")))
+        # Bound to its module, so that a deep copy of the model computes with its own weights.
+        module.__dict__["forward"] = MethodType(forward, module)
+
+
+class _Promotion(TorchFunctionMode):
+    """Gives functions that demand one dtype the wider one of what they are given."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _SINGLE_DTYPE_FUNCTIONS:
+            dtypes = {tensor.dtype for tensor in _floating_tensors([args, kwargs])}
+            if len(dtypes) > 1:
+                widest = torch.float64 if torch.float64 in dtypes else torch.float32
+                args, kwargs = _cast(args, widest), _cast(kwargs, widest)
+        return func(*args, **kwargs)
+
+
+def _floating_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield value
+    elif isinstance(value, dict):
+        yield from _floating_tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _floating_tensors(item)
+
+
+def _unbound_forward(module: nn.Module) -> Callable[..., Any]:
+    """Returns the module's forward function as one that takes the module first."""
+    own = module.__dict__.get("forward")
+    if own is None:
+        return type(module).forward
+    return lambda _, *args, **kwargs: own(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of the error's message, its type's name when there is none (Python's MemoryError)."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
     """What one batch gave, with its gradients in `.grad`."""
@@ -59,6 +64,11 @@ class Step:
         self._check_memory, self._release_memory = check_memory, release_memory
         self._parts = 1
 
+    @property
+    def num_parts(self) -> int:
+        """Parts in which batches pass now: the plan's, or more after one that did not fit."""
+        return self._parts
+
     def set_parts(self, num_micro_batches: int) -> None:
         """Passes batches through the model in this many parts from now on."""
         self._parts = num_micro_batches
@@ -80,7 +90,7 @@ class Step:
                 part_size = -(-len(indices) // self._parts)
                 if not is_out_of_memory(error) or part_size == 1:
                     raise
-                detail = str(error).splitlines()[0]
+                detail = first_line(error)
             # Outside the handler: the traceback no longer holds the attempt's tensors.
             self._parts = min(2 * self._parts, len(indices))
             self._zero_grad()

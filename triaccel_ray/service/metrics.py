@@ -40,7 +40,7 @@ def step_of(record: Tick | Epoch | End) -> int:
 def params_of(start: Start) -> dict[str, str]:
     """Returns the run's settings: the control loop's with dots between levels, then recipe and budget."""
     settings = {**_flatten(encode(start.control)), **start.parameters}
-    return {legal_name(name): str(value) for name, value in settings.items()}
+    return {legal_name(name): _text(value) for name, value in settings.items()}
 
 
 def tags_of(start: Start) -> dict[str, str]:
@@ -95,6 +95,11 @@ def _epoch_metrics(epoch: Epoch) -> dict[str, float | None]:
         "skipped_steps": epoch.num_skipped,
         "score": epoch.score,
     }
+
+
+def _text(value: Any) -> str:
+    """Whole numbers have no decimals, however they were read."""
+    return f"{value:.0f}" if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else str(value)
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ray import tune
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search.optuna import OptunaSearch
 
-from search_spaces.thresholds import Calibration, calibration, search_space
+from search_spaces.thresholds import ANCHOR, Calibration, calibration, search_space
 from triaccel_ray.config import require, require_number
 from triaccel_ray.events import LogError
 from triaccel_ray.jsonable import decode, encode
@@ -32,7 +32,8 @@ PREPARED = "prepared.json"
 BASELINES = "baselines"
 TRIALS = "trials"
 TUNE = "tune"
-PROBE_EPOCHS = 3
+PROBE_EPOCHS = 10
+"""The probe trains for half of the run's epochs, for this many at most: variances fall over time."""
 MIN_HEADROOM_BYTES = 32 * 2**20
 """Below this the noise of a resident set would decide about batch sizes."""
 
@@ -111,7 +112,7 @@ def prepare(spec: SearchSpec, folder: Path, *, num_gpus: float, on_glance: OnGla
     base = spec.base
     specs = {"fp32": replace(base, method="fp32"), "amp": replace(base, method="amp")}
     if spec.space == "thresholds":
-        epochs = min(PROBE_EPOCHS, base.recipe.epochs)
+        epochs = min(-(-base.recipe.epochs // 2), PROBE_EPOCHS)
         specs["probe"] = replace(base, method="probe", recipe=replace(base.recipe, epochs=epochs))
     done = {name: run for name in specs if (run := _finished(folder / BASELINES / name)) is not None}
     missing = {name: each for name, each in specs.items() if name not in done}
@@ -227,7 +228,15 @@ def _tuner(spec: SearchSpec, trainable: Any, folder: Path, callbacks: Sequence[t
         trainable,
         param_space={},
         tune_config=tune.TuneConfig(
-            search_alg=OptunaSearch(space, metric=metric, mode=mode, seed=spec.seed),
+            search_alg=OptunaSearch(
+                space,
+                metric=metric,
+                mode=mode,
+                sampler=optuna.samplers.TPESampler(
+                    n_startup_trials=max(spec.num_trials // 4, 4), multivariate=True, seed=spec.seed
+                ),
+                points_to_evaluate=[{name: ANCHOR[name] for name in space}],
+            ),
             scheduler=scheduler,
             num_samples=spec.num_trials,
             reuse_actors=True,

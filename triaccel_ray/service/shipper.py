@@ -108,10 +108,11 @@ class Shipper:
 
     def _folders(self) -> list[Path]:
         """Returns the folders with a log, children first: their parent ends after them."""
-        # The store's own copies of logs are no runs.
+        found = {path.parent for path in self._root.rglob(EVENTS)}
+        # A SQLite store's own copies are no runs; they lie in <artifact root>/<run id>/artifacts.
         stored = self._tracker.artifact_root
-        found = {path.parent for path in self._root.rglob(EVENTS) if stored not in path.parents}
-        return sorted(found, key=lambda folder: (folder == self._root, folder))
+        runs = {folder for folder in found if (folder.name, folder.parent.parent) != ("artifacts", stored)}
+        return sorted(runs, key=lambda folder: (folder == self._root, folder))
 
     def _shipment(self, folder: Path) -> Shipment:
         if folder not in self._shipments:

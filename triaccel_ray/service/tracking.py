@@ -72,7 +72,7 @@ class Tracker:
         """
         if self._path is not None:
             self._check_file(self._path)
-        elif urlsplit(self.uri).scheme in ("http", "https"):
+        elif self.uri.startswith(("http://", "https://")):
             self._probe()
         elif self.uri.startswith(_SQLITE):
             raise self._unavailable("names no file")

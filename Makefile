@@ -1,0 +1,32 @@
+# `make search` runs the main job, `make test` everything that CI runs; both set up .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: search test lint setup clean
+
+search: setup
+	$(BIN)/triaccel search digits --trials 12
+
+test: setup lint
+	$(BIN)/pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+setup: $(READY)
+
+# uv installs the same packages as pip, from the same registry, in a fraction of the time.
+$(READY): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("triaccel-ray needs Python 3.11 or newer: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable . --group dev
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

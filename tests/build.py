@@ -1,0 +1,126 @@
+"""Small models and samples that the engine's tests train, and sources that watch or refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from triaccel_ray.apply.feed import Feed
+from triaccel_ray.apply.precision import LayerPrecision
+from triaccel_ray.apply.step import Step
+from triaccel_ray.layers import find_layers
+from triaccel_ray.plan import Precision
+from triaccel_ray.sources import TensorSource, as_source
+
+FP16, BF16, FP32 = Precision
+CPU = torch.device("cpu")
+ONE = torch.ones(())
+
+
+def blobs(num_samples: int, *, features: int = 8, classes: int = 4, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Samples around well separated centres; the centres do not depend on the seed."""
+    centres = 4.0 * torch.eye(classes, features)
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.arange(num_samples) % classes
+    return centres[targets] + 0.5 * torch.randn(num_samples, features, generator=generator), targets
+
+
+def mlp(*, seed: int = 0, features: int = 8, classes: int = 4) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(features, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, classes))
+
+
+class ConvNet(nn.Module):
+    """Convolutions, batch normalisation, a residual connection, dropout: what depends on state and chance."""
+
+    def __init__(self, *, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(4 * 16, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = torch.relu(self.norm(self.first(images)))
+        hidden = hidden + torch.relu(self.second(hidden))
+        return self.head(self.dropout(hidden.flatten(1)))
+
+
+def images(num_samples: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """4 x 4 images of four classes, [n, 1, 4, 4]."""
+    inputs, targets = blobs(num_samples, features=16, seed=seed)
+    return inputs.view(-1, 1, 4, 4), targets
+
+
+def shift_and_noise(inputs: Tensor, generator: torch.Generator) -> Tensor:
+    """An augmentation that draws from the generator."""
+    noise = torch.randn(inputs.shape, generator=generator)
+    return inputs.roll(int(torch.randint(2, (), generator=generator)), dims=-1) + 0.1 * noise
+
+
+class Limited(nn.Module):
+    """Passes its input on, and has memory for `limit` samples at once."""
+
+    def __init__(self, limit: int, *, message: str = "no room for more samples") -> None:
+        super().__init__()
+        self.limit, self.message = limit, message
+        self.sizes: list[int] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.sizes.append(len(inputs))
+        if len(inputs) > self.limit:
+            raise torch.OutOfMemoryError(self.message)
+        return inputs
+
+
+class CountingSource(TensorSource):
+    """Remembers the indices of every batch that was drawn."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor, **options: Any) -> None:
+        super().__init__(inputs, targets, **options)
+        self.drawn: list[Tensor] = []
+
+    def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        self.drawn.append(indices)
+        return super().batch(indices, generator)
+
+    def to(self, device: torch.device) -> CountingSource:
+        return self
+
+
+def cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+def nothing() -> None:
+    """A memory check that finds nothing to complain of."""
+
+
+def step_of(model: nn.Module, data: Any, *, loss: Any = cross_entropy, check: Any = nothing) -> Step:
+    feed = Feed(as_source(data), seed=0, device=CPU)
+    precision = LayerPrecision(model, find_layers(model))
+    return Step(model, loss, feed, precision, check_memory=check, release_memory=nothing)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the weights and buffers."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two nested states are equal bit for bit."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    return bool(first == second)

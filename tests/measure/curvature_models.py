@@ -1,0 +1,203 @@
+"""Small models that are awkward to measure, each in its own way; shared by the tests of curvature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+METHODS = ("fisher", "ggn", "hessian")
+NUM_SAMPLES, NUM_CLASSES, VOCABULARY = 6, 3, 7
+# Everything is computed in FP64 and handed over in FP32: what is left is one rounding, relative to the largest value.
+ROUNDING = torch.finfo(torch.float32).eps
+
+
+class ConvNet(nn.Sequential):
+    """Piecewise linear in each layer's weights; in-place ReLUs directly behind convolutions and linear layers."""
+
+    def __init__(self, activation: Callable[[], nn.Module] = lambda: nn.ReLU(inplace=True)) -> None:
+        super().__init__(
+            nn.Conv2d(2, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            activation(),
+            nn.Conv2d(4, 6, (3, 2), stride=2, groups=2, padding=(1, 0), bias=False),
+            activation(),
+            nn.Conv2d(6, 4, 2, dilation=2, padding="same"),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(16, 5),
+            activation(),
+            nn.Linear(5, NUM_CLASSES),
+        )
+
+
+class TokenNet(nn.Module):
+    """A linear layer over a sequence as long as the batch, used twice; the table of tokens is also the output map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 4, padding_idx=2)
+        self.mix = nn.Linear(4, 4)
+        self.out = nn.Linear(4, VOCABULARY, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = F.relu(self.mix(self.table(tokens)))
+        return self.out(self.mix(hidden).mean(dim=1))
+
+
+class PositionNet(nn.Module):
+    """Position vectors are the same for all samples, and as many as there are samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(VOCABULARY, 4), nn.Embedding(NUM_SAMPLES, 4)
+        self.head = nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.head(torch.tanh(self.token(tokens) + self.position(places)).mean(dim=1))
+
+
+class AttentionNet(nn.Module):
+    """Sequence first, as `nn.MultiheadAttention` has it by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.head = nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(dim=0))
+
+
+class RecurrentNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(4, 3, batch_first=True)
+        self.head = nn.Linear(3, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.recurrent(x)[0][:, -1])
+
+
+class Bilinear(nn.Module):
+    """A module of nobody's library, with two weights; `decide` makes it look at its data, which vmap refuses."""
+
+    def __init__(self, *, decide: bool = False) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Parameter(torch.randn(5, 3)) for _ in range(2))
+        self.decide = decide
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.decide and bool((x > 1e9).any()):
+            return x @ self.left
+        return (x @ self.left) * (x @ self.right)
+
+
+class Viewed(nn.Module):
+    """Returns a view, which the model then changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).view(len(x), 3, 1).squeeze(2)
+
+
+class FlattenNet(nn.Module):
+    """The linear layer sees samples and positions in one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(5, 4), nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(x.reshape(-1, 5))).view(len(x), -1, 4).mean(dim=1))
+
+
+class LendingNet(nn.Module):
+    """The first layer's weight is used once more outside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(5, 5), nn.Linear(5, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(x)) @ self.first.weight)
+
+
+def smooth_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, label_smoothing=0.1)
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - F.one_hot(targets, outputs.shape[-1])).square().sum(dim=-1).mean()
+
+
+def images() -> Tensor:
+    return torch.randn(NUM_SAMPLES, 2, 8, 9)
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCABULARY, (NUM_SAMPLES, NUM_SAMPLES))
+
+
+def sequences() -> Tensor:
+    return torch.randn(NUM_SAMPLES, 3, 4)
+
+
+def vectors() -> Tensor:
+    return torch.randn(NUM_SAMPLES, 5)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "convolutions": (ConvNet, images),
+    "smooth": (lambda: ConvNet(nn.GELU), images),
+    "tied_tokens": (TokenNet, tokens),
+    "positions": (PositionNet, tokens),
+    "attention": (AttentionNet, sequences),
+    "recurrent": (RecurrentNet, sequences),
+    "foreign": (lambda: nn.Sequential(nn.Linear(5, 5), Bilinear(), nn.Linear(3, 3)), vectors),
+    "deciding": (lambda: nn.Sequential(Bilinear(decide=True), nn.Linear(3, 3)), vectors),
+    "conv1d": (lambda: nn.Sequential(nn.Conv1d(3, 4, 2, padding=1), nn.Flatten(), nn.Linear(20, 3)), sequences),
+    "circular": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 2, 3, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.Linear(18, 3)
+        ),
+        images,
+    ),
+    "viewed": (lambda: nn.Sequential(Viewed(), nn.ReLU(inplace=True), nn.Linear(3, 3)), vectors),
+    "flattened": (FlattenNet, lambda: torch.randn(NUM_SAMPLES, 2, 5)),
+    "lent": (LendingNet, vectors),
+    "normed": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 4)), nn.Tanh(), nn.Linear(4, 3)),
+        vectors,
+    ),
+}
+FALLBACK = {"deciding": ("0",), "recurrent": ("recurrent",)}
+"""Which layers of which case nothing but one pass per sample can measure."""
+
+
+def make(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor, Tensor]:
+    """The model in eval mode, with normalisation statistics that do something, inputs and targets."""
+    build, draw = CASES[name]
+    model = build().to(dtype).eval()
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.uniform_(0.5, 1.5)
+    inputs = draw()
+    num_outputs = VOCABULARY if name == "tied_tokens" else NUM_CLASSES
+    inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
+    return model, inputs, torch.randint(num_outputs, (NUM_SAMPLES,))
+
+
+def assert_spectrum(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(
+        found.double(), expected, rtol=0.0, atol=ROUNDING * expected.abs().max().item(), check_dtype=False
+    )

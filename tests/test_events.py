@@ -1,0 +1,159 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.decide.build import BF16, FP16, control_configs, eventful_run, machines, observation_of, plan_of
+from triaccel_ray.config import ControlConfig, CurvatureConfig
+from triaccel_ray.decide import decide, initial_decision
+from triaccel_ray.events import End, Epoch, Event, EventLog, LogError, Record, Start, Tick, parse_event, read_events
+from triaccel_ray.jsonable import encode
+from triaccel_ray.plan import Applied, Fault, FaultKind
+from triaccel_ray.signals import LayerSignal, NoiseSignal
+
+FAULT = Fault(kind=FaultKind.OUT_OF_MEMORY, step=3, phase="forward_backward", batch_size=8, micro_batch_size=4)
+
+
+def a_tick() -> Tick:
+    config, plan = ControlConfig(), plan_of(96, conv=BF16, head=FP16)
+    signal = LayerSignal(name="conv", variance=math.inf, eigenvalues=(3.0, 1.0))
+    noise = NoiseSignal(mean_square_norm=-0.5, trace_covariance=2.0)
+    observation = observation_of(plan, signal, faults=(FAULT,), noise=noise, loss=math.inf, loss_scale=2.0**24)
+    state = initial_decision(config, [(layer.name, layer.supported) for layer in observation.layers]).state
+    decision = decide(config, observation, state)
+    return Tick(observation=observation, decision=decision, applied=Applied(plan=plan, faults=(FAULT,)))
+
+
+RECORDS: list[Record] = [
+    Start(
+        control=ControlConfig(curvature=CurvatureConfig(tau_curv=math.inf)),
+        info={"task": "digits"},
+        parameters={"lr": 0.1, "epochs": 2, "seed": 2**60 + 1, "nesterov": True, "budget": None, "device": "cpu"},
+    ),
+    a_tick(),
+    Epoch(
+        epoch=1,
+        step=10,
+        train_loss=-math.inf,
+        held_out_accuracy=None,
+        held_out_loss=1.0,
+        seconds=0.5,
+        images_per_second=20.0,
+        batch_size=8,
+        peak_bytes=2**40,
+        allocated_peak_bytes=0,
+        num_skipped=1,
+        score=None,
+    ),
+    End(status="failed", cause="bug", message="größer\nals", results={"accuracy": 99.0, "loss": math.inf}),
+]
+
+
+def written(path: Path, *records: Record) -> Path:
+    log = EventLog(path)
+    for record in records:
+        log.append(record)
+    log.close()
+    return path
+
+
+def test_every_kind_of_record_comes_back(tmp_path: Path) -> None:
+    events = list(read_events(written(tmp_path / "folder" / "events.jsonl", *RECORDS)))
+    assert [event.record for event in events] == RECORDS
+    assert [event.sequence for event in events] == [0, 1, 2, 3]
+    assert [event.time_ms for event in events] == sorted(event.time_ms for event in events)
+    start = events[0].record
+    assert isinstance(start, Start)
+    assert {name: type(value) for name, value in start.parameters.items()} == {
+        "lr": float,
+        "epochs": int,
+        "seed": int,
+        "nesterov": bool,
+        "budget": type(None),
+        "device": str,
+    }
+
+
+def test_a_loss_that_is_not_a_number_comes_back(tmp_path: Path) -> None:
+    end = End(status="failed", results={"loss": math.nan})
+    (event,) = read_events(written(tmp_path / "log", end))
+    assert isinstance(event.record, End)
+    assert math.isnan(event.record.results["loss"])
+
+
+@given(control_configs(), machines(), st.integers(0, 1000))
+def test_whatever_the_policy_decides_comes_back(config: ControlConfig, machine: object, seed: int) -> None:
+    for index, (observation, decision) in enumerate(eventful_run(config, machine, seed, ticks=6)):  # type: ignore[arg-type]
+        tick = Tick(observation=observation, decision=decision, applied=Applied(plan=decision.plan))
+        line = json.dumps({"sequence": index, "time_ms": 0, "kind": "tick", "data": encode(tick)}, allow_nan=False)
+        assert parse_event(line.encode(), "here") == Event(sequence=index, time_ms=0, record=tick)
+
+
+def test_each_record_is_in_the_file_before_append_returns(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "log")
+    for count, record in enumerate(RECORDS, start=1):
+        log.append(record)
+        assert len(list(read_events(log.path))) == count == log.num_records
+    log.close()
+
+
+def test_a_last_line_without_an_end_is_left_out(tmp_path: Path) -> None:
+    path = written(tmp_path / "log", *RECORDS)
+    path.write_bytes(path.read_bytes()[:-5])
+    assert [event.record for event in read_events(path)] == RECORDS[:-1]
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3])
+def test_reopening_keeps_what_belongs_to_the_checkpoint(tmp_path: Path, keep: int) -> None:
+    path = written(tmp_path / "log", *RECORDS)
+    path.write_bytes(path.read_bytes() + b'{"half a li')
+    log = EventLog(path, keep=keep)
+    log.append(RECORDS[3])
+    log.close()
+    events = list(read_events(path))
+    assert [event.record for event in events] == [*RECORDS[:keep], RECORDS[3]]
+    assert events[-1].sequence == keep
+
+
+def test_a_log_shorter_than_its_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "log", *RECORDS)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(LogError, match=rf"event log {path} holds 3 records, 4 belong to the checkpoint"):
+        EventLog(path, keep=4)
+    assert len(list(read_events(path))) == 3
+
+
+GOOD = json.dumps({"sequence": 0, "time_ms": 0, "kind": "end", "data": {"status": "finished"}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("damaged", "found"),
+    [
+        (b"", "Expecting value"),
+        (b"\xff\xfe", "decode"),
+        (GOOD[:20], "line 1 column"),
+        (b"[1]", r"kind = \[1\]"),
+        (GOOD.replace(b'"end"', b'"stop"'), "kind = 'stop'"),
+        (GOOD.replace(b'"status"', b'"state"'), "'state'"),
+        (GOOD.replace(b'"sequence"', b'"place"'), "'sequence'"),
+        (GOOD.replace(b'"time_ms": 0', b'"time_ms": null'), "NoneType"),
+        (b'{"kind": "end", "sequence": 0, "time_ms": 0}', "must be an object"),
+        (b'{"kind": "start", "sequence": 0, "time_ms": 0, "data": {"control": {}, "format": 9}}', "format = 9"),
+        (b'{"kind": "start", "sequence": 0, "time_ms": 0, "data": {"control": {"every_steps": 0}}}', "T_ctrl"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path: Path, damaged: bytes, found: str) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(GOOD + b"\n" + damaged + b"\n" + GOOD + b"\n")
+    events = read_events(path)
+    next(events)
+    with pytest.raises(LogError, match=rf"event log {path}, line 2: not an event \(.*{found}"):
+        next(events)
+
+
+def test_a_missing_log_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LogError, match=r"nowhere cannot be read: No such file or directory; name the folder of a run"):
+        list(read_events(tmp_path / "nowhere"))

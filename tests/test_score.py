@@ -1,0 +1,51 @@
+import pytest
+
+from triaccel_ray.score import efficiency_score, mean_epoch_seconds
+
+# Tri-Accel, Table 1: accuracy in percent, seconds an epoch, memory in GB, printed score.
+TABLE_1 = {
+    "CIFAR-10 ResNet-18 FP32": (77.0, 21.0, 0.35, "10.48"),
+    "CIFAR-10 ResNet-18 AMP": (77.2, 19.4, 0.32, "12.25"),
+    "CIFAR-10 ResNet-18 Tri-Accel": (78.1, 19.5, 0.31, "12.92"),
+    "CIFAR-10 EfficientNet-B0 FP32": (78.3, 18.5, 0.30, "14.11"),
+    "CIFAR-10 EfficientNet-B0 AMP": (78.7, 17.2, 0.26, "17.59"),
+    "CIFAR-10 EfficientNet-B0 Tri-Accel": (79.4, 16.8, 0.26, "18.17"),
+    "CIFAR-100 ResNet-18 FP32": (68.2, 24.3, 0.38, "7.39"),
+    "CIFAR-100 ResNet-18 AMP": (68.7, 22.8, 0.35, "8.61"),
+    "CIFAR-100 ResNet-18 Tri-Accel": (69.9, 22.4, 0.34, "9.18"),
+    "CIFAR-100 EfficientNet-B0 FP32": (72.8, 21.1, 0.33, "10.46"),
+    "CIFAR-100 EfficientNet-B0 AMP": (73.1, 19.6, 0.31, "12.03"),
+    "CIFAR-100 EfficientNet-B0 Tri-Accel": (74.3, 19.0, 0.29, "13.48"),
+}
+
+
+@pytest.mark.parametrize("row", TABLE_1)
+def test_the_published_scores_come_out(row: str) -> None:
+    accuracy, seconds, memory_gb, printed = TABLE_1[row]
+    # One row of the paper's table does not follow its own formula.
+    expected = "12.44" if row == "CIFAR-10 ResNet-18 AMP" else printed
+    assert f"{efficiency_score(accuracy, seconds, memory_gb):.2f}" == expected
+
+
+@pytest.mark.parametrize("accuracy", [-0.1, 100.1, float("nan")])
+def test_an_impossible_accuracy_is_refused(accuracy: float) -> None:
+    with pytest.raises(ValueError, match=r"accuracy = .*: must lie in \[0, 100\] percent"):
+        efficiency_score(accuracy, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(("seconds", "memory_gb"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (float("nan"), 1.0)])
+def test_no_time_or_memory_is_refused(seconds: float, memory_gb: float) -> None:
+    with pytest.raises(ValueError, match=r"seconds, memory = .*: must both be positive"):
+        efficiency_score(50.0, seconds, memory_gb)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "mean"), [([3.0], 3.0), ([1.0, 2.0], 1.5), ([100.0, 1.0, 2.0, 3.0, 4.0, 5.0], 3.0)]
+)
+def test_the_mean_is_over_the_last_five_epochs(seconds: list[float], mean: float) -> None:
+    assert mean_epoch_seconds(seconds) == mean
+
+
+def test_no_epoch_has_no_mean() -> None:
+    with pytest.raises(ValueError, match=r"seconds = \[\]: at least one epoch"):
+        mean_epoch_seconds([])

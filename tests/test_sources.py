@@ -1,0 +1,105 @@
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from tests.build import CPU, CountingSource
+from triaccel_ray.sources import DatasetSource, TensorSource, as_source
+
+INPUTS, TARGETS = torch.arange(10.0).view(5, 2), torch.arange(5)
+INDICES = torch.tensor([3, 0])
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+class Items(Dataset[Any]):
+    def __init__(self, *items: Any) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def test_tensors_come_back_by_index() -> None:
+    inputs, targets = as_source((INPUTS, TARGETS)).batch(INDICES, None)
+    assert torch.equal(inputs, INPUTS[INDICES])
+    assert torch.equal(targets, INDICES)
+
+
+def test_augmentation_needs_a_generator_and_comes_before_preparation() -> None:
+    def augment(inputs: Tensor, generator: torch.Generator) -> Tensor:
+        return inputs + torch.rand((), generator=generator)
+
+    source = TensorSource(INPUTS, TARGETS, augment=augment, prepare=lambda inputs: 2.0 * inputs).to(CPU)
+    assert torch.equal(source.batch(INDICES, None)[0], 2.0 * INPUTS[INDICES])
+    drawn = torch.rand((), generator=torch.Generator().manual_seed(1))
+    augmented = source.batch(INDICES, torch.Generator().manual_seed(1))[0]
+    assert torch.equal(augmented, 2.0 * (INPUTS[INDICES] + drawn))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "message"),
+    [
+        (INPUTS, TARGETS[:4], "inputs and targets hold 5 and 4 samples: must be as many"),
+        (INPUTS[:0], TARGETS[:0], "inputs hold 0 samples"),
+    ],
+)
+def test_tensors_that_are_no_samples_are_refused(inputs: Tensor, targets: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TensorSource(inputs, targets)
+
+
+def test_a_data_set_is_collated() -> None:
+    source = as_source(TensorDataset(INPUTS, TARGETS)).to(CPU)
+    assert len(source) == 5
+    inputs, targets = source.batch(INDICES, torch.Generator())
+    assert torch.equal(inputs, INPUTS[INDICES])
+    assert torch.equal(targets, INDICES)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "batch"),
+    [
+        ({"a": 1.0}, {"a": 2.0}, {"a": [1.0, 2.0]}),
+        ((1.0, 3.0), (2.0, 4.0), ([1.0, 2.0], [3.0, 4.0])),
+        (Pair(1.0, 3.0), Pair(2.0, 4.0), ([1.0, 2.0], [3.0, 4.0])),
+        ("one", "two", ["one", "two"]),
+    ],
+)
+def test_inputs_of_a_data_set_keep_their_structure(one: Any, two: Any, batch: Any) -> None:
+    inputs, _ = DatasetSource(Items((one, 0), (two, 1))).batch(torch.tensor([0, 1]), None)
+    as_lists: Any = (
+        {key: value.tolist() for key, value in inputs.items()}
+        if isinstance(inputs, dict)
+        else type(batch)(part.tolist() if isinstance(part, Tensor) else part for part in inputs)
+    )
+    assert as_lists == batch
+    assert isinstance(inputs, type(one)) or isinstance(one, str | tuple)
+    assert not isinstance(one, Pair) or isinstance(inputs, Pair)
+
+
+def test_a_source_is_itself_and_a_list_is_a_data_set() -> None:
+    source = CountingSource(INPUTS, TARGETS)
+    assert as_source(source) is source
+    assert as_source([(1.0, 2), (3.0, 4)]).batch(torch.tensor([1]), None)[1].tolist() == [4]
+
+
+@pytest.mark.parametrize("data", [Stream(), 3, {1, 2}])
+def test_what_has_no_index_is_refused(data: Any) -> None:
+    with pytest.raises(TypeError, match=f"{type(data).__name__} cannot be indexed: every sample exactly once"):
+        as_source(data)
+
+
+def test_an_empty_data_set_is_refused() -> None:
+    with pytest.raises(ValueError, match="Items holds 0 samples"):
+        as_source(Items())
