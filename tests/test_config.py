@@ -147,7 +147,7 @@ def test_rules_that_need_the_gradient_noise_need_the_fisher(batch, values, curva
         (CurvatureConfig, {"top_k": 1, "every_steps": 1, "num_samples": 2, "alpha": 0.0, "smoothing": 0.0}),
         (CurvatureConfig, {"tau_curv": math.ulp(0.0), "smoothing": math.nextafter(1.0, 0.0)}),
         (CurvatureConfig, {"tau_curv": INF, "method": "hessian"}),
-        (BatchConfig, {"minimum": 1, "start": 1, "maximum": 1, "granularity": 1}),
+        (BatchConfig, {"minimum": 1, "start": 1, "maximum": 1, "granularity": 1, "step_up": 1, "step_down": 1}),
         (BatchConfig, {"rho_low": 0.0, "rho_high": 1.0, "dwell_ticks": 0, "cap_ticks": 1}),
         (BatchConfig, {"maximum": 500}),
         (LossScaleConfig, {"initial": 1.0, "growth_interval": 1}),

@@ -133,7 +133,7 @@ GOOD = json.dumps({"sequence": 0, "time_ms": 0, "kind": "end", "data": {"status"
     ("damaged", "found"),
     [
         (b"", "Expecting value"),
-        (b"\xff\xfe", "decode"),
+        (b"\x80{}", "decode"),
         (GOOD[:20], "line 1 column"),
         (b"[1]", r"kind = \[1\]"),
         (GOOD.replace(b'"end"', b'"stop"'), "kind = 'stop'"),

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from triaccel_ray.score import efficiency_score, mean_epoch_seconds
@@ -19,12 +21,21 @@ TABLE_1 = {
 }
 
 
-@pytest.mark.parametrize("row", TABLE_1)
+# One row does not follow the table's own formula; two are cut off after the second decimal, the others rounded.
+WRONG = "CIFAR-10 ResNet-18 AMP"
+CUT_OFF = ("CIFAR-10 EfficientNet-B0 AMP", "CIFAR-10 EfficientNet-B0 Tri-Accel")
+
+
+@pytest.mark.parametrize("row", sorted(set(TABLE_1) - {WRONG}))
 def test_the_published_scores_come_out(row: str) -> None:
     accuracy, seconds, memory_gb, printed = TABLE_1[row]
-    # One row of the paper's table does not follow its own formula.
-    expected = "12.44" if row == "CIFAR-10 ResNet-18 AMP" else printed
-    assert f"{efficiency_score(accuracy, seconds, memory_gb):.2f}" == expected
+    score = efficiency_score(accuracy, seconds, memory_gb)
+    assert f"{math.floor(100 * score) / 100 if row in CUT_OFF else score:.2f}" == printed
+
+
+def test_one_published_score_does_not_come_out() -> None:
+    accuracy, seconds, memory_gb, printed = TABLE_1[WRONG]
+    assert (f"{efficiency_score(accuracy, seconds, memory_gb):.2f}", printed) == ("12.44", "12.25")
 
 
 @pytest.mark.parametrize("accuracy", [-0.1, 100.1, float("nan")])

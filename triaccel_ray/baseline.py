@@ -79,6 +79,9 @@ class BaselineLoop:
     def step(self) -> None:
         """Makes one step, as the tutorial does."""
         epoch = self.feed.position
+        if self.feed.at_epoch_start:
+            self._epoch_loss.zero_()
+            self._epoch_steps = 0
         if self._schedule is not None:
             for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
                 group["lr"] = base * self._schedule(epoch)
@@ -101,16 +104,13 @@ class BaselineLoop:
         self._clock.start()
         while self.feed.epoch == epoch:
             self.step()
-        stats = EpochStats(
+        return EpochStats(
             epoch=self.feed.epoch,
             loss=self._epoch_loss.item() / len(self.feed.source),
             num_steps=self._epoch_steps,
             num_samples=len(self.feed.source),
             seconds=self._clock.finish(),
         )
-        self._epoch_loss.zero_()
-        self._epoch_steps = 0
-        return stats
 
     def evaluate(self, data: Any, metric: Metric = count_top1) -> Evaluation:
         """Returns accuracy and mean loss on `data`, computed in FP32 and eval mode, each sample seen once.

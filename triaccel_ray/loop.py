@@ -135,6 +135,9 @@ class ControlLoop:
     def step(self) -> None:
         """Makes one optimizer step, and the tick and the curvature measurement that fall due after it."""
         plan, epoch = self.plan, self.feed.position
+        if self.feed.at_epoch_start:
+            self._epoch_loss.zero_()
+            self._epoch_steps = 0
         self.model.train()
         indices = self.feed.take(plan.batch_size)
         active = self._precision.needs_loss_scale
@@ -187,16 +190,13 @@ class ControlLoop:
         while self.feed.epoch == epoch:
             self.step()
         seconds = self._clock.finish()
-        stats = EpochStats(
+        return EpochStats(
             epoch=self.feed.epoch,
             loss=self._epoch_loss.item() / len(self.feed.source),
             num_steps=self._epoch_steps,
             num_samples=len(self.feed.source),
             seconds=seconds,
         )
-        self._epoch_loss.zero_()
-        self._epoch_steps = 0
-        return stats
 
     def evaluate(self, data: Any, metric: Metric = count_top1) -> Evaluation:
         """Returns accuracy and mean loss on `data`, computed in FP32 and eval mode, each sample seen once.

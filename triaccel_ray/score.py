@@ -15,8 +15,9 @@ def efficiency_score(accuracy_percent: float, seconds_per_epoch: float, memory_g
     """Returns accuracy / (seconds per epoch x memory in GB).
 
     The paper's formula (section 4.2) has memory in percent and a factor 100; with memory in GB as its Table 1 prints
-    it, and no factor, eleven of the twelve published scores come out to the last digit. The twelfth, CIFAR-10
-    ResNet-18 under AMP, computes to 12.44 where 12.25 is printed.
+    it, and no factor, eleven of the twelve published scores come out to the last digit, two of them (17.59 and 18.17)
+    cut off where the others are rounded. The twelfth, CIFAR-10 ResNet-18 under AMP, computes to 12.44 where 12.25 is
+    printed.
 
     Raises:
         ValueError: the accuracy is outside [0, 100], or time or memory are not positive.

@@ -29,7 +29,7 @@ def prepare_store(uri: str, folder: str, barrier: object) -> None:
 def test_several_processes_may_create_a_store_at_once(tmp_path: Path) -> None:
     # The fork server imports MLflow once, for all of them.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mlflow", __name__])
+    context.set_forkserver_preload(["mlflow", "mlflow.store.tracking.sqlalchemy_store", __name__])
     uri = f"sqlite:///{tmp_path}/new/folder/mlflow.db"
     barrier = context.Barrier(4)
     processes = [context.Process(target=prepare_store, args=(uri, str(tmp_path), barrier)) for _ in range(4)]

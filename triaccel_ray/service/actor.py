@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray import tune
 
 from triaccel_ray.events import Epoch
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.worker import CHECKPOINT, Status, Worker
+
+SAME_LIBRARIES = (tune,)
+"""Loaded for its size alone: on a CPU a baseline's resident set has to hold what a trial's does."""
 
 
 class RunActor:

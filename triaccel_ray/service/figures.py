@@ -125,19 +125,34 @@ def batch_and_memory(ticks: Sequence[Tick], batch: BatchConfig, *, about: str = 
     memory = [tick.observation.memory for tick in ticks]
     peaks = np.array([signal.window_peak_bytes for signal in memory]) / BYTES_PER_GB
     limits = np.array([signal.attainable_bytes for signal in memory]) / BYTES_PER_GB
+    idle = np.array([signal.idle_bytes for signal in memory]) / BYTES_PER_GB
     lower.stairs(peaks, edges, fill=True, color=BLUE, alpha=0.14)
     lower.stairs(peaks, edges, baseline=None, color=BLUE, linewidth=2.0)
-    for share, text, colour in (
-        (1.0, "limit", INK),
-        (batch.rho_high, f"rho_high {batch.rho_high:.0%}", RED),
-        (batch.rho_low, f"rho_low {batch.rho_low:.0%}", ORANGE),
-    ):
+    # Shares count from what the idle process holds: no batch size changes that.
+    for share, colour in ((1.0, INK), (batch.rho_high, RED), (batch.rho_low, ORANGE), (0.0, GREY)):
         style: Any = "-" if share == 1.0 else DASHED
-        lower.stairs(share * limits, edges, baseline=None, color=colour, linewidth=1.2, linestyle=style)
-        mark_level(lower, share * limits[-1], text, colour)
-    lower.set_ylim(0, 1.12 * max(limits.max(), peaks.max()))
+        lower.stairs(idle + share * (limits - idle), edges, baseline=None, color=colour, linewidth=1.2, linestyle=style)
+    for share, text, colour in _memory_labels(batch, has_idle=bool(idle.any())):
+        mark_level(lower, idle[-1] + share * (limits[-1] - idle[-1]), text, colour)
+    top, floor = max(limits.max(), peaks.max()), idle.min()
+    # A runtime that dwarfs what batches take would flatten all there is to see.
+    bottom = max(floor - 0.15 * (top - floor), 0.0) if floor > 0.5 * top else 0.0
+    lower.set_ylim(bottom, top + 0.12 * (top - bottom))
     lower.set_xlim(edges[0], edges[-1])
     return figure
+
+
+def _memory_labels(batch: BatchConfig, *, has_idle: bool) -> list[tuple[float, str, str]]:
+    """Returns (share, text, colour) of the lines' labels; those of a narrow band, which would overlap, as one."""
+    labels = [(1.0, "limit", INK), (0.0, "idle", GREY)] if has_idle else [(1.0, "limit", INK)]
+    if batch.rho_high - batch.rho_low < 0.08:
+        middle = (batch.rho_low + batch.rho_high) / 2
+        return [*labels, (middle, f"rho {batch.rho_low:.0%} to {batch.rho_high:.0%}", RED)]
+    return [
+        *labels,
+        (batch.rho_high, f"rho_high {batch.rho_high:.0%}", RED),
+        (batch.rho_low, f"rho_low {batch.rho_low:.0%}", ORANGE),
+    ]
 
 
 def curvature_and_lr(ticks: Sequence[Tick], curvature: CurvatureConfig, *, about: str = "") -> Figure:

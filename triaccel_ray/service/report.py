@@ -19,7 +19,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #8884; white-space: nowrap; }
 th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
 .wide { overflow-x: auto; }
-pre { background: #8882; padding: .8rem; overflow-x: auto; }
+pre { background: #8882; padding: .8rem; white-space: pre-wrap; }
 img { max-width: 100%; background: white; border-radius: 4px; }
 """
 

@@ -73,7 +73,9 @@ class RunSpec:
         """
         available = torch.cuda.is_available()
         require(self.device != "cuda" or available, "device", self.device, "no CUDA device is visible; leave it out")
-        return torch.device("cuda" if available and self.device != "cpu" else "cpu")
+        if available and self.device != "cpu":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
 
     @property
     def method_control(self) -> ControlConfig:

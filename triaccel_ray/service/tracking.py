@@ -122,7 +122,8 @@ class Tracker:
         if found is None:
             location = None if self._path is None else self.artifact_root.as_uri()
             try:
-                return str(self.client.create_experiment(name, artifact_location=location))
+                tags = {"mlflow.experimentKind": "custom_model_development"}  # the UI opens on runs, not on chat traces
+                return str(self.client.create_experiment(name, artifact_location=location, tags=tags))
             except MlflowException as error:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise

@@ -70,12 +70,12 @@ def view_comparison(folder: Path, rows: list[MethodSummary]) -> None:
 
 
 def save_pareto_front(record: SearchRecord) -> Path | None:
-    """Writes the picture of all configurations with figures and returns its path; None when there are none."""
+    """Writes the picture of all configurations that ran to their end and returns its path; None without any."""
     objective = record.prepared.objective if record.prepared else None
     outcomes = []
     for run in (*record.baselines.values(), *record.trials):
         figures = run.figures
-        if figures is None or run.spec.method == "probe":
+        if figures is None or run.spec.method == "probe" or run.status != "finished":
             continue
         feasible = objective is None or objective.shortfall(run.epochs[-1].epoch, figures.accuracy) == 0.0
         outcomes.append(

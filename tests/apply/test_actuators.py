@@ -1,0 +1,54 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.build import BF16, FP16, FP32, ONE, blobs, mlp, step_of
+from triaccel_ray.apply.actuators import Actuators
+from triaccel_ray.plan import Applied, Fault, FaultKind, Plan
+
+OLD = Plan(batch_size=8, precision={"0": BF16, "2": FP32, "4": BF16}, num_micro_batches=2)
+NEW = Plan(batch_size=16, precision={"0": FP16, "2": FP32, "4": BF16}, num_micro_batches=4)
+
+
+def parts_and_dtype(actuators: Actuators) -> tuple[int, torch.dtype]:
+    """What a step really does: in how many parts it passes, and what its first layer returns."""
+    model, dtypes = actuators._step._model, []
+    hook = model[0].register_forward_hook(lambda module, inputs, outputs: dtypes.append(outputs.dtype))
+    actuators._step.run(torch.arange(16), ONE, step=0)
+    hook.remove()
+    return len(dtypes), dtypes[0]
+
+
+def actuators_of(plan: Plan) -> Actuators:
+    step = step_of(mlp(), blobs(16))
+    return Actuators(plan, step._precision, step)
+
+
+def test_a_plan_is_in_force_at_once() -> None:
+    actuators = actuators_of(OLD)
+    assert actuators.plan is OLD
+    assert parts_and_dtype(actuators) == (2, torch.bfloat16)
+    assert actuators.apply(NEW, step=3) == Applied(plan=NEW)
+    assert actuators.plan is NEW
+    assert parts_and_dtype(actuators) == (4, torch.float16)
+
+
+def test_a_plan_that_fails_leaves_the_one_before_and_comes_back_as_a_fault() -> None:
+    actuators = actuators_of(OLD)
+    impossible = replace(NEW, precision={**NEW.precision, "7": FP16})
+    fault = Fault(
+        kind=FaultKind.APPLY_FAILED,
+        step=3,
+        phase="apply",
+        batch_size=16,
+        detail="""KeyError: "layers ['7'] are not in the model\"""",
+    )
+    assert actuators.apply(impossible, step=3) == Applied(plan=OLD, faults=(fault,))
+    assert actuators.plan is OLD
+    assert parts_and_dtype(actuators) == (2, torch.bfloat16)
+
+
+def test_a_first_plan_that_fails_raises() -> None:
+    with pytest.raises(KeyError, match="'7'"):
+        actuators_of(replace(OLD, precision={"7": FP16}))

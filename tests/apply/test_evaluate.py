@@ -1,0 +1,82 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.build import CPU, ConvNet, CountingSource, Limited, blobs, cross_entropy, images, mlp, nothing, same, values
+from triaccel_ray.apply.evaluate import Evaluation, count_top1, evaluate
+from triaccel_ray.plan import FaultKind
+from triaccel_ray.sources import DataSource
+
+
+def evaluated(model: nn.Module, source: DataSource, batch_size: int, loss: Any = cross_entropy) -> Evaluation:
+    return evaluate(
+        model, loss, source, count_top1, device=CPU, batch_size=batch_size, step=5, release_memory=nothing
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 30, 100])
+def test_the_figures_do_not_depend_on_the_batch_size(batch_size: int) -> None:
+    model, source = mlp(), CountingSource(*blobs(30))
+    outputs = model(source.inputs)
+    result = evaluated(model, source, batch_size)
+    assert torch.equal(torch.cat(source.drawn), torch.arange(30))
+    assert result.accuracy == pytest.approx(100 * (outputs.argmax(1) == source.targets).sum().item() / 30)
+    assert result.loss == pytest.approx(cross_entropy(outputs, source.targets).item(), rel=1e-5)
+    assert (result.num_samples, result.faults) == (30, ())
+
+
+@pytest.mark.parametrize(
+    ("limit", "failed", "passed"), [(8, [30, 15], [7, 7, 7, 7, 2]), (15, [30], [15, 15]), (1, [30, 15, 7, 3], [1] * 30)]
+)
+def test_samples_that_do_not_fit_are_tried_again_in_smaller_batches(
+    limit: int, failed: list[int], passed: list[int]
+) -> None:
+    inner, source = mlp(), CountingSource(*blobs(30))
+    expected = evaluated(inner, source, 30)
+    model, source.drawn = nn.Sequential(inner, Limited(limit)), []
+    result = evaluated(model, source, 30)
+    assert model[1].sizes == failed + passed
+    assert (result.accuracy, result.num_samples) == (expected.accuracy, 30)
+    assert result.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert [fault.micro_batch_size for fault in result.faults] == [*failed[1:], passed[0]]
+    assert {(fault.kind, fault.step, fault.phase) for fault in result.faults} == {
+        (FaultKind.OUT_OF_MEMORY, 5, "evaluation")
+    }
+
+
+def test_a_batch_that_fails_in_the_loss_does_not_count_twice() -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if len(targets) > 4:
+            raise MemoryError
+        return cross_entropy(outputs, targets)
+
+    model, source = mlp(), CountingSource(*blobs(30))
+    result = evaluated(model, source, 30, loss)
+    assert result.accuracy == pytest.approx(evaluated(model, source, 30).accuracy)
+    assert result.accuracy <= 100.0
+    assert result.faults[0].detail == "MemoryError"
+
+
+def test_the_model_is_judged_in_eval_mode_and_left_as_it_was() -> None:
+    model, source = ConvNet(), CountingSource(*images(12))
+    model.train()
+    model.norm.eval()
+    before, modes = values(model), [module.training for module in model.modules()]
+    first, second = evaluated(model, source, 5), evaluated(model, source, 5)
+    assert first == second  # dropout would differ
+    assert [module.training for module in model.modules()] == modes
+    assert same(values(model), before)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "error"),
+    [(nn.Sequential(mlp(), Limited(0)), torch.OutOfMemoryError), (nn.Linear(9, 4), RuntimeError)],
+)
+def test_what_cannot_be_judged_raises_and_leaves_the_modes(model: nn.Module, error: type[Exception]) -> None:
+    model.train()
+    with pytest.raises(error):
+        evaluated(model, CountingSource(*blobs(8)), 4)
+    assert all(module.training for module in model.modules())

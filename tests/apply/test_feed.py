@@ -1,0 +1,70 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.build import CPU
+from triaccel_ray.apply.feed import Feed
+from triaccel_ray.sources import TensorSource
+
+
+def feed_of(num_samples: int, seed: int = 0) -> Feed:
+    return Feed(TensorSource(torch.zeros(num_samples), torch.zeros(num_samples)), seed=seed, device=CPU)
+
+
+SIZES = st.lists(st.integers(2, 40), min_size=1, max_size=40)
+
+
+@given(st.integers(2, 60), SIZES)
+def test_every_sample_exactly_once_an_epoch_whatever_the_batch_sizes(num_samples: int, sizes: list[int]) -> None:
+    feed = feed_of(num_samples)
+    epochs: dict[int, list[int]] = {}
+    for size in sizes:
+        epoch = feed.epoch
+        batch = feed.take(size)
+        assert 2 <= len(batch) <= size + 1
+        assert len(batch) == size or feed.at_epoch_start
+        epochs.setdefault(epoch, []).extend(batch.tolist())
+    finished = [epochs[epoch] for epoch in range(feed.epoch)]
+    assert all(sorted(samples) == list(range(num_samples)) for samples in finished)
+    started = epochs.get(feed.epoch, [])
+    assert len(set(started)) == len(started)
+    assert feed.position == feed.epoch + len(started) / num_samples
+    assert feed.at_epoch_start == (not started)
+
+
+def test_each_epoch_and_seed_has_an_order_of_its_own() -> None:
+    feed = feed_of(50)
+    first, second = feed.take(50).tolist(), feed.take(50).tolist()
+    assert first != second != sorted(second)
+    assert feed_of(50).take(50).tolist() == first
+    assert feed_of(50, seed=1).take(50).tolist() != first
+
+
+def test_a_source_of_one_sample_gives_it_every_time() -> None:
+    feed = feed_of(1)
+    assert [feed.take(4).tolist() for _ in range(3)] == [[0]] * 3
+    assert feed.epoch == 3
+
+
+def test_asking_for_single_samples_gives_them_but_for_the_last_two() -> None:
+    feed = feed_of(4)
+    assert [len(feed.take(1)) for _ in range(3)] == [1, 1, 2]
+    assert (feed.epoch, feed.at_epoch_start) == (1, True)
+
+
+@given(st.integers(2, 30), SIZES, SIZES, st.integers(0, 2**40))
+def test_a_restored_feed_goes_on_alike(num_samples: int, before: list[int], after: list[int], seed: int) -> None:
+    feed, restored = feed_of(num_samples, seed), feed_of(num_samples, seed=1)
+    for size in before:
+        feed.take(size)
+        torch.rand(3, generator=feed.generator)
+    restored.load_state_dict(feed.state_dict())
+    assert restored.position == feed.position
+    assert [restored.take(size).tolist() for size in after] == [feed.take(size).tolist() for size in after]
+    assert torch.equal(torch.rand(3, generator=restored.generator), torch.rand(3, generator=feed.generator))
+
+
+def test_a_state_of_another_data_set_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_samples = 5: the checkpoint's data set; this one has 6"):
+        feed_of(6).load_state_dict(feed_of(5).state_dict())

@@ -1,0 +1,188 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.build import BF16, CPU, FP16, ONE, blobs, cross_entropy, mlp, same, step_of, values
+from triaccel_ray.apply.loss_scale import LossScale
+from triaccel_ray.apply.optimizer import LayerwiseOptimizer
+from triaccel_ray.config import LossScaleConfig
+from triaccel_ray.layers import find_layers
+from triaccel_ray.measure.moments import GradientMoments
+
+FINE, OVERFLOW = torch.tensor(0.0), torch.tensor(1.0)
+SCALES = {"0": 0.5, "2": 0.25, "4": 1.0}
+Make = Callable[[Any], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=False),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "sgd nesterov decay": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+    "sgd plain": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.0),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, fused=False),
+    "adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, fused=False),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+}
+EVERY = pytest.mark.parametrize("kind", OPTIMIZERS)
+
+
+def layerwise(model: nn.Module, kind: str) -> LayerwiseOptimizer:
+    return LayerwiseOptimizer(OPTIMIZERS[kind](model.parameters()), find_layers(model))
+
+
+def backward(model: nn.Module, seed: int, factor: float = 1.0) -> None:
+    inputs, targets = blobs(16, seed=seed)
+    model.zero_grad()
+    (cross_entropy(model(inputs), targets) * factor).backward()
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The optimizer's state in parameter order, without the buffers that are there ahead of time and still zero."""
+    states = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
+    return [{name: value for name, value in state.items() if torch.as_tensor(value).any()} for state in states]
+
+
+@EVERY
+def test_without_scales_it_is_the_users_optimizer_bit_for_bit(kind: str) -> None:
+    model, reference = mlp(), mlp()
+    optimizer, plain = layerwise(model, kind), OPTIMIZERS[kind](reference.parameters())
+    for seed in range(4):
+        backward(model, seed)
+        backward(reference, seed)
+        optimizer.step(1.0, {}, loss_scale=None, found_nonfinite=FINE)
+        plain.step()
+    assert same(values(model), values(reference))
+    assert same(moments_of(optimizer.optimizer), moments_of(plain))
+
+
+@EVERY
+def test_each_layer_moves_by_its_scale_times_the_plain_update(kind: str) -> None:
+    model, reference = mlp(), mlp()
+    optimizer = layerwise(model, kind)
+    backward(model, 0)
+    backward(reference, 0)
+    before = values(model)
+    optimizer.step(0.5, SCALES, loss_scale=None, found_nonfinite=FINE)
+    OPTIMIZERS[kind](reference.parameters()).step()
+    after, plain = values(model), values(reference)
+    for name in before:
+        layer, kind_of_parameter = name.split(".")
+        scale = 0.5 * (SCALES[layer] if kind_of_parameter == "weight" else 1.0)
+        expected = scale * (plain[name] - before[name])
+        # Both updates are rounded once when they are added to weights no larger than one.
+        torch.testing.assert_close(after[name] - before[name], expected, rtol=1e-5, atol=2.0**-23)
+
+
+def test_layers_of_a_group_keep_the_groups_options() -> None:
+    model, reference = mlp(), mlp()
+    options = {"lr": 0.1, "momentum": 0.9}
+
+    def groups(net: nn.Module) -> list[dict[str, Any]]:
+        parameters = list(net.parameters())
+        return [{"params": parameters[:2], "weight_decay": 0.1, "lr": 0.3}, {"params": parameters[2:]}]
+
+    optimizer = LayerwiseOptimizer(torch.optim.SGD(groups(model), **options), find_layers(model))
+    plain = torch.optim.SGD(groups(reference), **options)
+    for seed in range(3):
+        backward(model, seed)
+        backward(reference, seed)
+        optimizer.step(1.0, {"0": 1.0, "2": 1.0 - 2**-30, "4": 1.0}, loss_scale=None, found_nonfinite=FINE)
+        plain.step()
+    torch.testing.assert_close(values(model), values(reference))
+
+
+def test_the_users_groups_and_scheduler_never_see_the_scales() -> None:
+    model = mlp()
+    user = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(user, step_size=1, gamma=0.5)
+    optimizer, groups = LayerwiseOptimizer(user, find_layers(model)), user.param_groups
+    assert optimizer.parameters == list(model.parameters())
+    for expected in (0.1, 0.05, 0.025):
+        backward(model, 0)
+        optimizer.step(0.3, SCALES, loss_scale=None, found_nonfinite=FINE)
+        assert user.param_groups is groups
+        assert (len(groups), groups[0]["lr"], len(groups[0]["params"])) == (1, expected, 6)
+        scheduler.step()
+
+
+def test_a_step_that_raises_leaves_the_users_groups() -> None:
+    model = mlp()
+    user = torch.optim.LBFGS(model.parameters())
+    groups = user.param_groups
+    with pytest.raises(TypeError, match="closure"):
+        LayerwiseOptimizer(user, find_layers(model)).step(1.0, {}, loss_scale=None, found_nonfinite=FINE)
+    assert user.param_groups is groups
+
+
+@EVERY
+def test_the_loss_scale_is_divided_out(kind: str) -> None:
+    model, reference = mlp(), mlp()
+    optimizer, plain = layerwise(model, kind), OPTIMIZERS[kind](reference.parameters())
+    for seed in range(3):
+        backward(model, seed, factor=1024.0)
+        backward(reference, seed)
+        optimizer.step(1.0, {}, loss_scale=torch.tensor(1024.0), found_nonfinite=FINE)
+        plain.step()
+    assert same(values(model), values(reference))
+
+
+@EVERY
+@pytest.mark.parametrize("scales", [{}, SCALES])
+def test_an_overflow_changes_neither_weights_nor_moments(kind: str, scales: dict[str, float]) -> None:
+    model = mlp()
+    optimizer = layerwise(model, kind)
+    for seed in range(2):
+        backward(model, seed)
+        optimizer.step(1.0, scales, loss_scale=ONE, found_nonfinite=FINE)
+    before = (values(model), moments_of(optimizer.optimizer))
+    kept = (before[0], [{name: value.clone() for name, value in state.items()} for state in before[1]])
+    backward(model, 2, factor=float("inf"))
+    optimizer.step(1.0, scales, loss_scale=ONE, found_nonfinite=OVERFLOW)
+    assert same((values(model), moments_of(optimizer.optimizer)), kept)
+    backward(model, 3)
+    optimizer.step(1.0, scales, loss_scale=ONE, found_nonfinite=FINE)
+    assert not same(values(model), kept[0])
+
+
+@EVERY
+def test_after_a_skipped_first_step_the_next_is_a_first_step(kind: str) -> None:
+    model, fresh = mlp(), mlp()
+    optimizer, other = layerwise(model, kind), layerwise(fresh, kind)
+    before = values(model)
+    backward(model, 0, factor=float("nan"))
+    optimizer.step(1.0, SCALES, loss_scale=ONE, found_nonfinite=OVERFLOW)
+    assert same(values(model), before)
+    assert all(not state for state in moments_of(optimizer.optimizer))
+    for seed in (1, 2):
+        for net, each in ((model, optimizer), (fresh, other)):
+            backward(net, seed)
+            each.step(1.0, SCALES, loss_scale=ONE, found_nonfinite=FINE)
+    assert same(values(model), values(fresh))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "sgd fused", "adam", "adam fused"])
+def test_a_real_fp16_overflow_is_found_and_skipped(kind: str) -> None:
+    model, data = mlp(), blobs(16)
+    step = step_of(model, data)
+    step._precision.set({"0": BF16, "2": FP16})  # the step owns the precision here
+    optimizer = layerwise(model, kind)
+    moments = GradientMoments(find_layers(model), optimizer.parameters, beta=0.5)
+    scale = LossScale(LossScaleConfig(initial=2.0**24, growth_interval=1), CPU)
+    overflows = []
+    for _ in range(16):
+        before = (values(model), moments_of(optimizer.optimizer))
+        kept = (before[0], [{name: value.clone() for name, value in state.items()} for state in before[1]])
+        factor = scale.factor(True)
+        step.run(torch.arange(16), factor, step=0)
+        found = moments.update(factor)
+        optimizer.step(1.0, {}, loss_scale=factor, found_nonfinite=found)
+        scale.update(found)
+        overflows.append(bool(found))
+        assert same((values(model), moments_of(optimizer.optimizer)), kept) == overflows[-1]
+    assert overflows[0]
+    assert False in overflows
+    assert scale.num_skipped.item() == sum(overflows)

@@ -1,0 +1,299 @@
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.build import BF16, CPU, FP16, FP32, ConvNet, gradients, images, mlp, same, values
+from triaccel_ray.apply.precision import DTYPES, LayerPrecision, supported_precisions
+from triaccel_ray.layers import find_layers
+from triaccel_ray.plan import Precision
+
+LEVELS = pytest.mark.parametrize("level", list(Precision))
+PAIRS = pytest.mark.parametrize(
+    ("left", "right"), [(FP16, BF16), (BF16, FP16), (FP16, FP32), (FP32, BF16), (BF16, BF16), (FP32, FP32)]
+)
+IMAGES, VECTORS = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.linspace(-1, 1, 24)
+
+
+def controlled(model: nn.Module, *levels: Precision) -> LayerPrecision:
+    """The model's layers at these precisions, in their order, the last repeated."""
+    layers = find_layers(model)
+    precision = LayerPrecision(model, layers)
+    wanted = [*levels, *[levels[-1]] * len(layers)]
+    precision.set({layer.name: level for layer, level in zip(layers, wanted, strict=False)})
+    return precision
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "conv": (lambda: nn.Conv2d(3, 4, 3), IMAGES),
+    "transposed": (lambda: nn.ConvTranspose2d(3, 4, 3), IMAGES),
+    "linear": (lambda: nn.Linear(4, 8), VECTORS.view(2, 3, 4)),
+    "embedding": (lambda: nn.Embedding(5, 8), torch.tensor([[0, 4, 2]])),
+    "cell": (lambda: nn.GRUCell(4, 8), VECTORS.view(6, 4)),
+}
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "batch": nn.BatchNorm2d,
+    "group": lambda channels: nn.GroupNorm(2, channels),
+    "instance": lambda channels: nn.InstanceNorm2d(channels, affine=True),
+    "layer": lambda channels: nn.LayerNorm([6, 6]),
+    "rms": lambda channels: nn.RMSNorm([6, 6]),
+}
+
+
+@LEVELS
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_layer_returns_what_it_computes_in_and_gets_fp32_gradients(kind: str, level: Precision) -> None:
+    make, inputs = LAYERS[kind]
+    model = nn.Sequential(make())
+    precision = controlled(model, level)
+    with precision.in_force():
+        outputs = model(inputs)
+    assert outputs.dtype is DTYPES[level]
+    outputs.float().square().sum().backward()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    assert next(model.parameters()).grad.abs().sum() > 0  # type: ignore[union-attr]
+
+
+@LEVELS
+def test_the_values_are_those_of_the_cast_layer(level: Precision) -> None:
+    layer = nn.Linear(4, 8)
+    expected = copy.deepcopy(layer).to(DTYPES[level])(VECTORS.view(6, 4).to(DTYPES[level]))
+    controlled(layer, level)
+    assert torch.equal(layer(VECTORS.view(6, 4)), expected)
+
+
+@LEVELS
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_and_activations_keep_the_precision_they_receive(norm: str, level: Precision) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), NORMS[norm](4))
+    precision = controlled(model, level)
+    with precision.in_force():
+        outputs = model(IMAGES)
+        dtypes = {F.relu(outputs).dtype, F.gelu(outputs).dtype, F.silu(outputs).dtype, torch.sigmoid(outputs).dtype}
+    assert {outputs.dtype, *dtypes} == {DTYPES[level]}
+    outputs.float().square().sum().backward()
+    assert {p.grad.dtype for p in model[1].parameters() if p.grad is not None} == {torch.float32}
+    assert {p.dtype for p in model[1].parameters()} <= {torch.float32}
+    assert all(b.dtype is torch.float32 for b in model.buffers() if b.is_floating_point())
+
+
+def test_a_norm_may_be_called_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    controlled(model, BF16)
+    assert model[1](input=model[0](VECTORS.view(6, 4))).dtype is torch.bfloat16
+
+
+@LEVELS
+def test_attention_returns_what_it_computes_in(level: Precision) -> None:
+    model = nn.MultiheadAttention(4, 2, batch_first=True)
+    precision = controlled(model, level)
+    tokens, mask = VECTORS.view(2, 3, 4), torch.full((3, 3), -torch.inf).triu(1)
+    with precision.in_force():
+        outputs, weights = model(tokens, tokens, value=tokens, attn_mask=mask)
+    assert (outputs.dtype, weights.dtype) == (DTYPES[level], DTYPES[level])
+    outputs.float().sum().backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+
+
+@PAIRS
+def test_a_residual_connection_joins_two_precisions(left: Precision, right: Precision) -> None:
+    model = ConvNet()
+    precision = controlled(model, left, right, left)
+    with precision.in_force():
+        outputs = model(images(4)[0])
+    F.cross_entropy(outputs.float(), torch.arange(4)).backward()
+    assert len(gradients(model)) == len(list(model.parameters()))
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda q, k: torch.softmax(q @ k.transpose(1, 2), dim=-1) @ k,
+    "attention": lambda q, k: F.scaled_dot_product_attention(q, k, q),
+    "einsum": lambda q, k: torch.einsum("bid,bjd->bij", q, k),
+    "linear": lambda q, k: F.linear(q, k[0]),
+    "add": lambda q, k: q + k,
+    "where": lambda q, k: torch.where(q > 0, q, k),
+    "cat": lambda q, k: torch.cat([q, k], dim=1),
+    "cat by name": lambda q, k: torch.cat(tensors=(q, k)),
+    "cat with fp32": lambda q, k: torch.cat([torch.zeros(2, 1, 4), q, k], dim=1),
+    "stack": lambda q, k: torch.stack([q, k]),
+    "tensordot": lambda q, k: torch.tensordot(q, k, dims=([2], [2])),  # type: ignore[no-untyped-call]
+    "lerp": lambda q, k: torch.lerp(q, k, 0.5),
+}
+
+
+@PAIRS
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_functions_between_layers_take_two_precisions(function: str, left: Precision, right: Precision) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"q": nn.Linear(4, 4), "k": nn.Linear(4, 4)})
+    tokens = VECTORS.view(2, 3, 4)
+    expected = FUNCTIONS[function](model["q"](tokens), model["k"](tokens)).detach()
+    precision = controlled(model, left, right)
+    with precision.in_force():
+        outputs = FUNCTIONS[function](model["q"](tokens), model["k"](tokens))
+    # Four roundings to BF16's eight bits, of terms no larger than one.
+    torch.testing.assert_close(outputs.float(), expected, rtol=2.0**-6, atol=2.0**-6)
+    outputs.float().square().sum().backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+
+
+def test_the_wider_of_two_precisions_is_not_rounded_by_concatenation() -> None:
+    model = nn.ModuleDict({"q": nn.Linear(4, 4), "k": nn.Linear(4, 4)})
+    precision = controlled(model, BF16, FP32)
+    with precision.in_force():
+        q, k = model["q"](VECTORS.view(6, 4)), model["k"](VECTORS.view(6, 4))
+        assert torch.equal(torch.cat([q, k]), torch.cat([q.float(), k]))
+
+
+def test_what_lies_between_layers_follows_the_most_common_low_precision() -> None:
+    model, low = mlp(), []
+    for levels in ([FP16, FP16, BF16], [BF16, FP16, FP32], [FP32, FP32, FP16], [FP32]):
+        precision = controlled(model, *levels)
+        with precision.in_force():
+            low.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        precision.remove()
+    assert low == [torch.float16, torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("levels", [[FP16], [FP16, BF16, FP32], [FP32]])
+def test_suspended_is_the_untouched_model_bit_for_bit(levels: list[Precision]) -> None:
+    model, inputs = ConvNet().eval(), images(4)[0]
+    expected = model(inputs)
+    precision = controlled(model, *levels)
+    with precision.suspended(), precision.in_force():
+        assert torch.equal(model(inputs), expected)
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+    with precision.in_force():
+        assert torch.equal(model(inputs), expected) == (levels == [FP32])
+
+
+def test_an_error_inside_suspended_ends_it() -> None:
+    model = nn.Linear(2, 2)
+    precision = controlled(model, BF16)
+    with pytest.raises(RuntimeError, match="shapes"), precision.suspended():
+        model(torch.ones(1, 3))
+    assert model(torch.ones(1, 2)).dtype is torch.bfloat16
+
+
+def test_an_error_inside_a_layer_gives_it_its_weights_back() -> None:
+    model = nn.Linear(2, 2)
+    before = model.weight
+    controlled(model, FP16)
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.ones(1, 3))
+    assert model.weight is before
+    assert isinstance(model.weight, nn.Parameter)
+
+
+def test_removal_gives_the_forward_functions_back() -> None:
+    model, inputs = ConvNet().eval(), images(4)[0]
+    before, expected = [dict(module.__dict__) for module in model.modules()], model(inputs)
+    precision = controlled(model, FP16, BF16)
+    assert not torch.equal(model(inputs), expected)
+    precision.remove()
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert [module.__dict__.keys() for module in model.modules()] == [attributes.keys() for attributes in before]
+    assert torch.equal(model(inputs), expected)
+
+
+def test_a_forward_function_of_the_users_own_is_used_and_given_back() -> None:
+    model = nn.Linear(2, 2)
+    own = lambda inputs: -F.linear(inputs, model.weight)  # noqa: E731  # what users put on instances
+    model.forward = own  # type: ignore[method-assign]
+    precision = controlled(model, BF16)
+    outputs = model(torch.ones(1, 2))
+    assert outputs.dtype is torch.bfloat16
+    assert torch.equal(outputs, -F.linear(torch.ones(1, 2).bfloat16(), model.weight.bfloat16()))
+    precision.remove()
+    assert model.forward is own
+
+
+def test_a_deep_copy_computes_with_its_own_weights() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    precision = controlled(model, BF16)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[1].weight.zero_()
+        assert twin(torch.tensor([[1.0, -3.0]])).abs().sum() > 0
+    precision.remove()
+    assert twin(torch.ones(1, 2)).dtype is torch.float32
+
+
+def test_state_dict_and_parameters_are_the_models_own() -> None:
+    model = ConvNet()
+    before, parameters = values(model), list(model.parameters())
+    precision = controlled(model, FP16, BF16)
+    with precision.in_force():
+        model.eval()(images(4)[0])
+    assert same(values(model), before)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+
+
+@LEVELS
+def test_a_tied_weight_computes_in_one_precision_and_gathers_one_gradient(level: Precision) -> None:
+    embed, out = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+    out.weight = embed.weight
+    model, tokens = nn.Sequential(embed, out), torch.tensor([0, 3])
+    model(tokens).square().sum().backward()
+    expected = gradients(model)["0.weight"]
+    model.zero_grad()
+    precision = controlled(model, level)
+    with precision.in_force():
+        assert embed(tokens).dtype is DTYPES[level]
+        outputs = model(tokens)
+    assert outputs.dtype is DTYPES[level]
+    outputs.float().square().sum().backward()
+    # Both uses count: the first alone would leave the rows of absent tokens at zero.
+    torch.testing.assert_close(gradients(model)["0.weight"], expected, rtol=2.0**-4, atol=2.0**-4)
+
+
+def test_recurrent_layers_stay_fp32() -> None:
+    model = nn.Sequential(nn.LSTM(4, 3, batch_first=True))
+    (layer,) = find_layers(model)
+    assert supported_precisions(layer, CPU) == (FP32,)
+    assert supported_precisions(find_layers(nn.Linear(2, 2))[0], CPU) == tuple(Precision)
+    precision = controlled(model, FP32)
+    tokens = nn.utils.rnn.pack_sequence([torch.ones(3, 4), torch.ones(2, 4)])
+    with precision.in_force():
+        outputs, (hidden, _) = model(tokens)
+        half, _ = model(torch.ones(1, 3, 4, dtype=torch.bfloat16))
+    assert (outputs.data.dtype, hidden.dtype, half.dtype) == (torch.float32,) * 3
+
+
+def test_the_loss_scale_is_needed_while_a_layer_is_fp16() -> None:
+    precision = controlled(mlp(), BF16, FP32, BF16)
+    assert not precision.needs_loss_scale
+    precision.set({"2": FP16})
+    assert precision.needs_loss_scale
+
+
+def test_a_layer_that_is_not_there_is_refused() -> None:
+    precision = controlled(mlp(), FP32)
+    with pytest.raises(KeyError, match=r"layers \['5', '9'\] are not in the model"):
+        precision.set({"0": FP16, "9": FP16, "5": FP16})
+    assert not precision.needs_loss_scale
+
+
+class Structured(nn.Module):
+    """A layer of the user's own that takes and returns more than one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(2))
+
+    def forward(self, pair: list[Tensor], *, by_name: dict[str, Any]) -> Any:
+        return [pair[0] @ self.weight, by_name["tensor"] @ self.weight, by_name["count"], pair[1].dtype]
+
+
+def test_inputs_are_cast_wherever_they_lie_unless_they_are_integers() -> None:
+    model = nn.Sequential(Structured())
+    controlled(model, FP16)
+    ones = torch.ones(1, 2)
+    first, second, count, integers = model[0]([ones, torch.arange(2)], by_name={"tensor": ones, "count": 3})
+    assert (first.dtype, second.dtype, count, integers) == (torch.float16, torch.float16, 3, torch.int64)

@@ -1,0 +1,298 @@
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.build import (
+    BF16,
+    CPU,
+    FP16,
+    ONE,
+    ConvNet,
+    CountingSource,
+    Limited,
+    blobs,
+    cross_entropy,
+    gradients,
+    images,
+    mlp,
+    nothing,
+    same,
+    shift_and_noise,
+    step_of,
+    values,
+)
+from triaccel_ray.apply.feed import Feed
+from triaccel_ray.apply.precision import LayerPrecision
+from triaccel_ray.apply.step import Step, is_out_of_memory
+from triaccel_ray.measure.memory import MIB, BudgetExceededError, ResidentMemory
+from triaccel_ray.plan import FaultKind
+from triaccel_ray.sources import TensorSource
+
+ALL = torch.arange(16)
+
+
+class LimitedBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, limit: int) -> Tensor:  # type: ignore[override]
+        ctx.limit = limit
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        if len(gradient) > ctx.limit:
+            raise torch.OutOfMemoryError("no room for these gradients")
+        return gradient, None
+
+
+class LimitedGradients(nn.Module):
+    """Passes its input on, and has memory for the gradients of `limit` samples at once."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return LimitedBackward.apply(inputs, self.limit)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Budget:
+    """A memory check, and a module in the model that says how much the samples in flight take."""
+
+    def __init__(self, limit: int) -> None:
+        self.sizes, self.limit = Limited(10**9), limit
+
+    def check(self) -> None:
+        if self.sizes.sizes[-1] > self.limit:
+            raise BudgetExceededError("the process holds 9 MiB of a budget of 8 MiB")
+
+
+def limited(where: str, limit: int, model: nn.Module) -> tuple[nn.Module, Any]:
+    """The model with room for `limit` samples, and the memory check to go with it."""
+    if where == "budget":
+        budget = Budget(limit)
+        return nn.Sequential(model, budget.sizes), budget.check
+    return nn.Sequential(model, Limited(limit) if where == "forward" else LimitedGradients(limit)), nothing
+
+
+WHERE = pytest.mark.parametrize("where", ["forward", "backward", "budget"])
+
+
+@WHERE
+@pytest.mark.parametrize(("limit", "parts"), [(16, 1), (15, 2), (8, 2), (5, 4), (3, 8), (1, 16)])
+def test_a_batch_that_does_not_fit_is_computed_in_parts(where: str, limit: int, parts: int) -> None:
+    clean = step_of(nn.Sequential(ConvNet().eval(), nn.Identity()), images(16))
+    expected = clean.run(ALL, ONE, step=0)
+    model, check = limited(where, limit, ConvNet().eval())
+    source = CountingSource(*images(16))
+    step = step_of(model, source, check=check)
+    outcome = step.run(ALL, ONE, step=7)
+
+    # The gradient of 16 samples is a sum of 16 terms: its rounding grows with their number at most.
+    eps = torch.finfo(torch.float32).eps
+    for name, gradient in gradients(clean._model).items():
+        largest = float(gradient.abs().max())
+        torch.testing.assert_close(gradients(model)[name], gradient, rtol=0.0, atol=32 * eps * max(largest, 1.0))
+    torch.testing.assert_close(outcome.loss_sum, expected.loss_sum)
+    assert torch.equal(torch.cat(source.drawn[-parts:]), ALL)
+    assert outcome.num_samples == 16
+    assert step.num_parts == parts
+    if parts == 1:
+        assert outcome.faults == ()
+    else:
+        (fault,) = outcome.faults
+        assert (fault.kind, fault.step, fault.phase) == (FaultKind.OUT_OF_MEMORY, 7, "forward_backward")
+        assert (fault.batch_size, fault.micro_batch_size) == (16, 16 // parts)
+        assert fault.detail
+
+
+@pytest.mark.parametrize("parts", [2, 3, 7, 10])
+def test_unequal_parts_weigh_by_their_samples(parts: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    inputs, targets = blobs(10)
+    feed = Feed(TensorSource(inputs.double(), targets), seed=0, device=CPU)
+    step = Step(model, cross_entropy, feed, LayerPrecision(model, ()), check_memory=nothing, release_memory=nothing)
+    step.run(torch.arange(10), ONE, step=0)
+    whole = gradients(model)
+    step.set_parts(parts)
+    step.run(torch.arange(10), ONE, step=0)
+    # The model computes in FP64; its outputs, one loss gradient each, are rounded to FP32 on their way to the loss.
+    eps = torch.finfo(torch.float32).eps
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, whole[name], rtol=0.0, atol=4 * eps * float(inputs.abs().max()))
+
+
+@WHERE
+def test_a_retried_batch_leaves_the_same_state_as_a_clean_pass_in_parts(where: str) -> None:
+    source = TensorSource(*images(16), augment=shift_and_noise)
+    broken, check = limited(where, 4, ConvNet())
+    whole = nn.Sequential(ConvNet(), nn.Identity())
+    for model in (broken, whole):
+        model.train()
+        model[0].dropout.p = 0.0
+    retried, clean = step_of(broken, source, check=check), step_of(whole, source)
+    clean.set_parts(4)
+    assert retried.run(ALL, ONE, step=0).faults
+    assert not clean.run(ALL, ONE, step=0).faults
+    assert same(values(broken), values(whole))  # running statistics and their counter among them
+    assert same(gradients(broken), gradients(whole))
+    assert torch.equal(retried._feed.generator.get_state(), clean._feed.generator.get_state())
+
+
+def test_parts_stay_until_they_are_set() -> None:
+    model, _ = limited("forward", 4, mlp())
+    step = step_of(model, blobs(16))
+    step.run(ALL, ONE, step=0)
+    assert step.run(ALL, ONE, step=1).faults == ()
+    assert model[1].sizes == [16, 8, 4, 4, 4, 4, 4, 4, 4, 4]
+    step.run(ALL[:3], ONE, step=2)
+    assert model[1].sizes[-3:] == [1, 1, 1]
+    step.set_parts(2)
+    assert step.run(ALL, ONE, step=3).faults != ()
+    assert model[1].sizes[-5:] == [8, 4, 4, 4, 4]
+
+
+@WHERE
+def test_a_single_sample_that_does_not_fit_ends_the_run(where: str) -> None:
+    model, check = limited(where, 0, mlp())
+    with pytest.raises((torch.OutOfMemoryError, MemoryError)):
+        step_of(model, blobs(16), check=check).run(ALL, ONE, step=0)
+
+
+class Broken(nn.Module):
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error, self.num_calls = error, 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.num_calls += 1
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("wrong"), KeyboardInterrupt()])
+def test_other_errors_propagate_at_once(error: BaseException) -> None:
+    model = nn.Sequential(nn.Linear(8, 4), Broken(error))
+    with pytest.raises(type(error)):
+        step_of(model, blobs(16)).run(ALL, ONE, step=0)
+    assert model[1].num_calls == 1
+
+
+def test_memory_is_released_before_another_attempt() -> None:
+    model, events = nn.Sequential(mlp(), Limited(4)), []
+    feed, precision = Feed(TensorSource(*blobs(16)), seed=0, device=CPU), LayerPrecision(model, ())
+
+    def release() -> None:
+        assert gradients(model) == {}
+        events.append(len(model[1].sizes))
+
+    Step(model, cross_entropy, feed, precision, check_memory=nothing, release_memory=release).run(ALL, ONE, step=0)
+    assert events == [1, 2]
+
+
+def test_pythons_own_memory_error_has_no_message() -> None:
+    class Scarce(Limited):
+        def forward(self, inputs: Tensor) -> Tensor:
+            if len(inputs) > self.limit:
+                raise MemoryError
+            return inputs
+
+    outcome = step_of(nn.Sequential(mlp(), Scarce(8)), blobs(16)).run(ALL, ONE, step=0)
+    assert outcome.faults[0].detail == "MemoryError"
+
+
+def test_a_real_budget_is_kept_by_computing_in_parts() -> None:
+    model = nn.Sequential(nn.Linear(1, 2**20), nn.Sigmoid(), nn.Unflatten(1, (4, -1)))
+    source = TensorSource(torch.ones(32, 1), torch.zeros(32))
+    feed, precision = Feed(source, seed=0, device=CPU), LayerPrecision(model, ())
+    memory = ResidentMemory(None)
+    memory.limit_bytes, memory.has_budget = memory.sample() + 100 * MIB, True
+    step = Step(
+        model,
+        lambda outputs, targets: outputs.mean(),
+        feed,
+        precision,
+        check_memory=memory.check,
+        release_memory=memory.release,
+    )
+    outcome = step.run(torch.arange(32), ONE, step=0)
+    # 32 samples take 4 MiB each, twice: before and after the sigmoid.
+    assert outcome.faults[0].micro_batch_size <= 16
+    assert "of a budget of" in outcome.faults[0].detail
+    assert outcome.loss_sum.item() == pytest.approx(32 * torch.sigmoid(model[0](torch.ones(1, 1))).mean().item(), 1e-5)
+
+
+@pytest.mark.parametrize("levels", [{"0": FP16, "2": BF16}, {"4": BF16}, {}])
+def test_the_loss_scale_is_a_factor_on_the_gradient(levels: dict[str, Any]) -> None:
+    model = mlp()
+    step = step_of(model, blobs(16))
+    step._precision.set(levels)
+    step.run(ALL, ONE, step=0)
+    plain = gradients(model)
+    step.run(ALL, torch.tensor(4.0), step=0)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, 4.0 * plain[name], rtol=2.0**-6, atol=1e-4)
+
+
+Outputs = namedtuple("Outputs", ["logits", "count"])
+SHAPES = [
+    lambda logits: logits,
+    lambda logits: {"logits": logits, "name": "x"},
+    lambda logits: (logits, 1),
+    lambda logits: [logits.argmax(-1), logits],
+    lambda logits: Outputs(logits, torch.tensor(3)),
+]
+
+
+class Shaped(nn.Module):
+    def __init__(self, shape: Any) -> None:
+        super().__init__()
+        self.linear, self.shape = nn.Linear(8, 4), shape
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.shape(self.linear(inputs))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("level", [FP16, BF16])
+def test_outputs_reach_the_loss_in_fp32_whatever_their_structure(shape: Any, level: Any) -> None:
+    seen: list[Any] = []
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        seen.append(outputs)
+        parts = list(outputs.values()) if isinstance(outputs, dict) else outputs
+        tensors = [parts] if isinstance(parts, Tensor) else [part for part in parts if isinstance(part, Tensor)]
+        assert all(part.dtype is torch.float32 for part in tensors if part.is_floating_point())
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32  # autocast does not reach the loss
+        return next(part for part in tensors if part.is_floating_point()).square().mean()
+
+    model = Shaped(shape)
+    step = step_of(model, blobs(16), loss=loss)
+    step._precision.set({"linear": level})
+    step.run(ALL, ONE, step=0)
+    assert type(seen[0]) is type(shape(torch.zeros(1, 4)))
+    assert gradients(model)["linear.weight"].dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (MemoryError(), True),
+        (BudgetExceededError("the process holds"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("shapes do not match"), False),
+        (ValueError("can't allocate memory"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+
+
+def test_the_cpu_allocators_error_counts_as_out_of_memory() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)

@@ -1,0 +1,162 @@
+import os
+
+import psutil
+import pytest
+import torch
+
+from triaccel_ray.measure.memory import MIB, BudgetExceededError, CudaMemory, ResidentMemory, memory_meter
+
+CPU = torch.device("cpu")
+
+
+def resident() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def allocate(num_mib: int) -> torch.Tensor:
+    return torch.ones(num_mib * MIB, dtype=torch.uint8)
+
+
+def test_the_reading_is_what_the_system_sees() -> None:
+    memory = memory_meter(CPU, None)
+    assert isinstance(memory, ResidentMemory)
+    held = allocate(50)
+    signal = memory.read()
+    assert signal.used_bytes == pytest.approx(resident(), rel=0.1)
+    assert signal.used_bytes <= signal.window_peak_bytes <= signal.peak_bytes
+    assert signal.limit_bytes == psutil.virtual_memory().total
+    assert signal.free_bytes == pytest.approx(psutil.virtual_memory().available, rel=0.5)
+    assert len(held) == 50 * MIB
+
+
+def test_a_peak_between_two_readings_counts_in_its_window_alone() -> None:
+    memory = ResidentMemory(None)
+    before = memory.read().used_bytes
+    allocate(100)
+    during = memory.read()
+    after = memory.read()
+    assert during.used_bytes < before + 50 * MIB
+    assert during.window_peak_bytes >= before + 95 * MIB
+    assert after.window_peak_bytes < before + 50 * MIB
+    assert after.peak_bytes >= during.window_peak_bytes
+
+
+def test_what_the_process_holds_at_the_start_is_idle() -> None:
+    memory = ResidentMemory(None)
+    memory.require_room()
+    signal = memory.read()
+    assert signal.idle_bytes == pytest.approx(resident(), rel=0.1)
+    held = allocate(100)
+    assert memory.read().idle_bytes == signal.idle_bytes
+    assert len(held) == 100 * MIB
+
+
+@pytest.mark.parametrize("budget", [0, -MIB, psutil.virtual_memory().total + 1])
+def test_a_budget_that_cannot_be_is_refused(budget: int) -> None:
+    with pytest.raises(ValueError, match=r"memory budget = -?\d+ MiB: must be positive and at most the \d+ MiB of this"):
+        memory_meter(CPU, budget)
+
+
+def test_a_budget_below_what_the_process_holds_is_refused() -> None:
+    memory = memory_meter(CPU, resident() // 2)
+    with pytest.raises(ValueError, match=r"the process already holds \d+ MiB on this machine .* give a larger budget"):
+        memory.require_room()
+
+
+def test_going_beyond_the_budget_raises_until_memory_is_given_back() -> None:
+    memory = memory_meter(CPU, resident() + 64 * MIB)
+    memory.require_room()
+    memory.check()
+    held = [allocate(128)]
+    with pytest.raises(BudgetExceededError, match=r"the process holds \d+ MiB of a budget of \d+ MiB"):
+        memory.check()
+    held.clear()
+    memory.release()
+    memory.check()
+    assert memory.peak_bytes > memory.limit_bytes
+
+
+def test_without_a_budget_nothing_is_checked() -> None:
+    memory = memory_meter(CPU, None)
+    memory.limit_bytes = 1
+    memory.check()
+
+
+def test_memory_in_small_pieces_is_given_back_too() -> None:
+    memory = ResidentMemory(None)
+    pieces = [torch.ones(1000) for _ in range(10_000)]
+    full = memory.sample()
+    pieces.clear()
+    memory.release()
+    assert memory.sample() < full - 20 * MIB
+
+
+@pytest.mark.gpu
+def test_the_reading_is_what_the_driver_sees() -> None:
+    device = torch.device("cuda", 0)
+    memory = memory_meter(device, None)
+    assert isinstance(memory, CudaMemory)
+    before = memory.read()
+    free = torch.cuda.mem_get_info(device)[0]
+    held = torch.ones(512 * MIB, dtype=torch.uint8, device=device)
+    signal = memory.read()
+    assert signal.used_bytes - before.used_bytes == pytest.approx(512 * MIB, rel=0.1)
+    assert free - torch.cuda.mem_get_info(device)[0] == pytest.approx(512 * MIB, rel=0.1)
+    assert signal.allocated_bytes - before.allocated_bytes == len(held)
+    assert signal.used_bytes >= torch.cuda.memory_reserved(device)
+
+
+@pytest.mark.gpu
+def test_a_peak_of_the_pool_counts_in_its_window_alone() -> None:
+    device = torch.device("cuda", 0)
+    memory = CudaMemory(device, None)
+    memory.release()
+    before = memory.read().used_bytes
+    torch.ones(512 * MIB, dtype=torch.uint8, device=device)
+    memory.release()
+    during, after = memory.read(), memory.read()
+    assert during.window_peak_bytes >= before + 500 * MIB
+    assert during.allocated_peak_bytes >= 512 * MIB
+    assert after.window_peak_bytes < before + 100 * MIB
+    assert after.peak_bytes >= during.window_peak_bytes
+
+
+@pytest.mark.gpu
+def test_the_allocator_keeps_the_budget() -> None:
+    device = torch.device("cuda", 0)
+    idle = CudaMemory(device, None)
+    idle.release()
+    memory = CudaMemory(device, idle.sample() + 256 * MIB)
+    try:
+        memory.require_room()
+        torch.ones(128 * MIB, dtype=torch.uint8, device=device)
+        memory.release()
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.ones(512 * MIB, dtype=torch.uint8, device=device)
+        memory.check()
+        assert memory.sample() <= memory.limit_bytes
+    finally:
+        CudaMemory(device, None)  # lifts the cap
+    torch.ones(512 * MIB, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [(0, "must be positive"), (2**60, "must be positive and at most"), (MIB, "the CUDA context alone takes")],
+)
+def test_a_budget_that_no_gpu_keeps_is_refused(budget: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CudaMemory(torch.device("cuda", 0), budget)
+
+
+@pytest.mark.gpu
+def test_the_process_is_found_among_those_of_the_driver() -> None:
+    import pynvml
+
+    memory = CudaMemory(torch.device("cuda", 0), None)
+    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(memory._handle)
+    own = [process.usedGpuMemory for process in processes if process.pid == os.getpid()]
+    if not own or own[0] is None:
+        pytest.skip("this driver hides processes (a container with a PID namespace of its own)")
+    assert memory.sample() == pytest.approx(own[0], rel=0.1)

@@ -1,0 +1,112 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.build import CPU, FP32, mlp, same
+from triaccel_ray.layers import find_layers
+from triaccel_ray.measure.curvature import CurvatureEstimate
+from triaccel_ray.measure.memory import ResidentMemory
+from triaccel_ray.measure.moments import GradientMoments
+from triaccel_ray.measure.sensors import Sensors
+from triaccel_ray.plan import Fault, FaultKind, Plan, Precision
+from triaccel_ray.signals import NoiseSignal, Observation
+
+PLAN = Plan(batch_size=8, precision={"0": FP32, "2": FP32, "4": FP32})
+FAULT = Fault(kind=FaultKind.OUT_OF_MEMORY, step=3, phase="forward_backward", batch_size=8, micro_batch_size=4)
+NAN = math.nan
+ESTIMATE = CurvatureEstimate(
+    eigenvalues=torch.tensor([[3.0, 2.0], [1.5, NAN], [NAN, NAN]]),
+    mean_square_norm=torch.tensor(-0.25),
+    trace_covariance=torch.tensor(7.0),
+)
+WITHOUT_NOISE = CurvatureEstimate(eigenvalues=ESTIMATE.eigenvalues)
+
+
+def sensors_of() -> Sensors:
+    model = mlp()
+    layers = find_layers(model)
+    named: list[tuple[str, tuple[Precision, ...]]] = [(layer.name, tuple(Precision)) for layer in layers]
+    named[1] = ("2", (FP32,))
+    sensors = Sensors(named, GradientMoments(layers, list(model.parameters()), beta=0.5), ResidentMemory(None), CPU)
+    model[0].weight.grad = torch.arange(model[0].weight.numel()).view_as(model[0].weight).float()
+    sensors.moments.update(torch.tensor(2.0))
+    return sensors
+
+
+def read(sensors: Sensors, tick: int = 4) -> Observation:
+    return sensors.read(
+        plan=PLAN,
+        step=100,
+        tick=tick,
+        epoch=1.5,
+        loss_scale=torch.tensor(1024.0),
+        num_skipped=torch.tensor(3.0, dtype=torch.float64),
+    )
+
+
+def test_a_reading_holds_what_was_seen() -> None:
+    sensors = sensors_of()
+    sensors.record_step(torch.tensor(6.0, dtype=torch.float64), 2, [FAULT])
+    sensors.record_step(torch.tensor(2.0, dtype=torch.float64), 6, [])
+    sensors.record_faults([FAULT])
+    seen = read(sensors)
+    assert (seen.step, seen.tick, seen.epoch, seen.plan) == (100, 4, 1.5, PLAN)
+    assert (seen.loss, seen.loss_scale, seen.num_skipped) == (1.0, 1024.0, 3)
+    assert seen.faults == (FAULT, FAULT)
+    assert [layer.name for layer in seen.layers] == ["0", "2", "4"]
+    assert [layer.supported for layer in seen.layers] == [tuple(Precision), (FP32,), tuple(Precision)]
+    assert [layer.variance for layer in seen.layers[1:]] == [None, None]
+    assert seen.layers[0].variance == pytest.approx((128**2 - 1) / 12 / 4, rel=1e-6)
+    assert [layer.eigenvalues for layer in seen.layers] == [None] * 3
+    assert seen.noise is None
+    assert seen.memory.used_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("estimate", "noise"),
+    [(ESTIMATE, NoiseSignal(mean_square_norm=-0.25, trace_covariance=7.0)), (WITHOUT_NOISE, None)],
+)
+def test_curvature_comes_without_its_padding(estimate: CurvatureEstimate, noise: NoiseSignal | None) -> None:
+    sensors = sensors_of()
+    sensors.record_curvature(estimate)
+    seen = read(sensors)
+    assert [layer.eigenvalues for layer in seen.layers] == [(3.0, 2.0), (1.5,), None]
+    assert seen.noise == noise
+
+
+def test_a_reading_begins_anew_but_keeps_the_averages() -> None:
+    sensors = sensors_of()
+    sensors.record_step(torch.tensor(6.0, dtype=torch.float64), 2, [FAULT])
+    sensors.record_curvature(ESTIMATE)
+    first, second = read(sensors), read(sensors, tick=5)
+    assert (second.tick, second.loss, second.faults, second.noise) == (5, None, (), None)
+    assert [layer.eigenvalues for layer in second.layers] == [None] * 3
+    assert second.layers[0].variance == first.layers[0].variance
+
+
+def test_a_loss_that_is_not_finite_is_reported_as_it_is() -> None:
+    sensors = sensors_of()
+    sensors.record_step(torch.tensor(math.inf, dtype=torch.float64), 2, [])
+    assert read(sensors).loss == math.inf
+
+
+@pytest.mark.parametrize("estimate", [ESTIMATE, WITHOUT_NOISE, None])
+def test_restored_sensors_read_alike(estimate: CurvatureEstimate | None) -> None:
+    sensors, restored = sensors_of(), sensors_of()
+    restored.record_curvature(ESTIMATE)
+    restored.record_faults([FAULT, FAULT])
+    sensors.record_step(torch.tensor(6.0, dtype=torch.float64), 2, [FAULT])
+    if estimate is not None:
+        sensors.record_curvature(estimate)
+    state: dict[str, Any] = sensors.state_dict()
+    restored.load_state_dict(state)
+    assert same(restored.state_dict()["losses"], state["losses"])
+    first, second = read(sensors), read(restored)
+    assert (first.layers, first.loss, first.noise, first.faults) == (
+        second.layers,
+        second.loss,
+        second.noise,
+        second.faults,
+    )

@@ -1,0 +1,58 @@
+import time
+
+import pytest
+import torch
+
+from triaccel_ray.measure.timing import EpochClock
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def clock(request: pytest.FixtureRequest) -> EpochClock:
+    return EpochClock(torch.device(request.param))
+
+
+def spend(seconds: float = 0.01) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def test_it_counts_from_start_to_finish(clock: EpochClock) -> None:
+    spend()
+    assert clock.seconds() == clock.glance() == 0.0
+    outside = time.perf_counter()
+    clock.start()
+    inside = time.perf_counter()
+    spend()
+    least = time.perf_counter() - inside
+    seconds = clock.finish()
+    assert 0.01 <= least <= seconds <= time.perf_counter() - outside
+    assert clock.seconds() == 0.0
+
+
+def test_starting_twice_goes_on(clock: EpochClock) -> None:
+    clock.start()
+    spend()
+    clock.start()
+    assert clock.finish() >= 0.01
+
+
+def test_a_glance_grows_while_it_runs(clock: EpochClock) -> None:
+    clock.start()
+    first = clock.glance()
+    spend()
+    assert first + 0.01 <= clock.glance() <= clock.seconds()
+
+
+def test_what_was_timed_before_a_checkpoint_is_carried_over(clock: EpochClock) -> None:
+    clock.start()
+    clock.restore(100.0)
+    spend()
+    assert clock.seconds() == 100.0
+    clock.start()
+    spend()
+    assert 100.01 <= clock.finish() < 200.0
+    clock.start()
+    assert clock.finish() < 100.0

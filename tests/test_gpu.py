@@ -1,0 +1,135 @@
+"""The engine on a real NVIDIA GPU, as a whole; each room's own GPU tests stand beside its others."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from triaccel_ray.apply.precision import DTYPES, LayerPrecision
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.decide import replay
+from triaccel_ray.events import Tick
+from triaccel_ray.layers import find_layers
+from triaccel_ray.loop import ControlLoop
+from triaccel_ray.plan import FaultKind, Precision
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+class Mixed(nn.Module):
+    """Convolution, batch and layer norm, a residual sum and attention written out: every kind of border."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 32, 3, padding=1)
+        self.bn1 = nn.BatchNorm2d(32)
+        self.conv2 = nn.Conv2d(32, 32, 3, padding=1)
+        self.bn2 = nn.BatchNorm2d(32)
+        self.norm = nn.LayerNorm(32)
+        self.query = nn.Linear(32, 32)
+        self.key = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        first = torch.relu(self.bn1(self.conv1(inputs)))
+        both = torch.relu(first + self.bn2(self.conv2(first)))
+        tokens = self.norm(both.flatten(2).transpose(1, 2))
+        scores = self.query(tokens) @ self.key(tokens).transpose(1, 2)
+        return self.head((scores.softmax(-1) @ tokens).mean(1))
+
+
+@pytest.mark.parametrize("levels", list(itertools.product(Precision, repeat=2)))
+def test_every_border_between_precisions_computes_and_differentiates(levels: tuple[Precision, Precision]) -> None:
+    torch.manual_seed(0)
+    model = Mixed().cuda()
+    layers = find_layers(model)
+    precision = LayerPrecision(model, layers)
+    plan = {layer.name: levels[index % 2] for index, layer in enumerate(layers)}
+    precision.set(plan)
+    seen: dict[str, torch.dtype] = {}
+    for layer in layers:
+        layer.modules[0].register_forward_hook(
+            lambda module, args, output, name=layer.name: seen.__setitem__(name, output.dtype)
+        )
+    inputs = torch.randn(8, 3, 8, 8, device="cuda")
+    with precision.in_force():
+        outputs = model(inputs).float()
+    outputs.square().mean().backward()
+    assert seen == {name: DTYPES[level] for name, level in plan.items()}
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
+    with torch.no_grad(), precision.suspended():
+        reference = model(inputs)
+    assert (outputs - reference).norm() / reference.norm() < 3e-2
+
+
+def _data(num_samples: int, size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(0, 10, (num_samples,), generator=generator)
+    inputs = torch.randn(num_samples, 3, size, size, generator=generator)
+    inputs[:, 0] += targets.view(-1, 1, 1) / 3
+    return inputs, targets
+
+
+def _conv_net(width: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(),
+        nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10),
+    )  # fmt: skip
+
+
+def _config(**batch: object) -> ControlConfig:
+    return ControlConfig(
+        every_steps=5,
+        precision=PrecisionConfig(tau_low=1e-6, tau_high=1e-3),
+        curvature=CurvatureConfig(every_steps=10, num_samples=16),
+        batch=replace(BatchConfig(), **batch),  # type: ignore[arg-type]  # names checked by the dataclass
+    )
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_loop_learns_with_all_strategies_on_and_its_log_replays(fused: bool) -> None:
+    torch.manual_seed(0)
+    model = _conv_net(32).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+    ticks: list[Tick] = []
+    config = _config()
+    data = _data(4096, 16)
+    loop = ControlLoop(model, optimizer, nn.functional.cross_entropy, data, config=config, on_tick=ticks.append)
+    for _ in range(6):
+        loop.train_epoch()
+    assert loop.evaluate(data).accuracy > 60.0
+    assert {level for tick in ticks for level in tick.decision.plan.precision.values()} >= {Precision.BF16}
+    assert any(layer.eigenvalues for tick in ticks for layer in tick.observation.layers)
+    assert replay(config, [(tick.observation, tick.decision) for tick in ticks]).diverged_at is None
+
+
+def test_a_budget_is_kept_as_nvml_sees_it_and_an_out_of_memory_error_is_survived() -> None:
+    torch.manual_seed(0)
+    model = _conv_net(64).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+    # Activations of 1024 images at 64 channels, 64 x 64, take several GiB: the budget allows a part of that.
+    probe = ControlLoop(model, optimizer, nn.functional.cross_entropy, _data(64, 64))
+    budget = probe.memory.idle_bytes + 1536 * 2**20
+    probe.close()
+    ticks: list[Tick] = []
+    config = _config(start=1024, minimum=64, maximum=1024, granularity=64, step_up=64, step_down=128)
+    loop = ControlLoop(
+        model, optimizer, nn.functional.cross_entropy, _data(8192, 64), config=config, memory_budget=budget,
+        on_tick=ticks.append,
+    )  # fmt: skip
+    for _ in range(3):
+        stats = loop.train_epoch()
+        assert stats.num_samples == 8192
+    faults = [fault for tick in ticks for fault in tick.observation.faults]
+    assert any(fault.kind is FaultKind.OUT_OF_MEMORY for fault in faults)
+    assert loop.plan.batch_size < 1024
+    assert loop.memory.peak_bytes <= budget
+    torch.cuda.set_per_process_memory_fraction(1.0)
