@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.config import ControlConfig, require, require_number
+from triaccel_ray.config import ControlConfig, require, require_integer, require_number
 from triaccel_ray.sources import DataSource
 
 
@@ -53,7 +53,7 @@ class Recipe:
     """Probability mass spread evenly over the classes, in [0, 1)."""
 
     def __post_init__(self) -> None:
-        require_number("epochs", self.epochs, "must be >= 1", low=1)
+        require_integer("epochs", self.epochs, low=1)
         require_number("lr", self.lr, "must be a finite number > 0", low=math.nextafter(0.0, 1.0), high=1e6)
         require_number("warmup_epochs", self.warmup_epochs, "must be >= 0", low=0.0)
         require_number("momentum", self.momentum, "must lie in [0, 1)", low=0.0, high=math.nextafter(1.0, 0.0))

@@ -24,6 +24,12 @@ def require_number(name: str, value: float, rule: str, *, low: float = -math.inf
     require(is_number and low <= value <= high, name, value, rule)
 
 
+def require_integer(name: str, value: int, *, low: int) -> None:
+    """Raises ValueError unless `value` is an integer of at least `low`."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    require(is_integer and value >= low, name, value, f"must be an integer >= {low}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """Rules 1 and 2: which precision each layer computes in (Tri-Accel, section 3.1)."""
@@ -45,6 +51,7 @@ class PrecisionConfig:
     """Consecutive ticks that must ask for a lower precision before a layer is demoted; >= 1. Promotion needs one."""
 
     def __post_init__(self) -> None:
+        require(isinstance(self.initial, Precision), "initial", self.initial, "must be a Precision")
         require_number("tau_low", self.tau_low, "must be a number >= 0", low=0.0)
         require(not math.isinf(self.tau_low), "tau_low", self.tau_low, "must be finite")
         require_number("tau_high", self.tau_high, "must be a number >= 0", low=0.0)
@@ -55,8 +62,8 @@ class PrecisionConfig:
             "tau_low must be smaller than tau_high; exchange them, or set precision off to keep one precision",
         )
         require_number("beta", self.beta, "must lie in [0, 1)", low=0.0, high=math.nextafter(1.0, 0.0))
-        require_number("dwell_ticks", self.dwell_ticks, "must be >= 0", low=0)
-        require_number("patience_ticks", self.patience_ticks, "must be >= 1", low=1)
+        require_integer("dwell_ticks", self.dwell_ticks, low=0)
+        require_integer("patience_ticks", self.patience_ticks, low=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +96,9 @@ class CurvatureConfig:
             self.method,
             "must be one of fisher, ggn, hessian",
         )
-        require_number("top_k", self.top_k, "must be >= 1", low=1)
-        require_number("curvature every_steps (T_curv)", self.every_steps, "must be >= 1", low=1)
-        require_number("curvature num_samples (b_curv)", self.num_samples, "must be >= 2", low=2)
+        require_integer("top_k", self.top_k, low=1)
+        require_integer("curvature every_steps (T_curv)", self.every_steps, low=1)
+        require_integer("curvature num_samples (b_curv)", self.num_samples, low=2)
         require_number("alpha", self.alpha, "must be a finite number >= 0", low=0.0, high=1e300)
         require_number("tau_curv", self.tau_curv, "must be > 0", low=math.nextafter(0.0, 1.0))
         require_number("smoothing", self.smoothing, "must lie in [0, 1)", low=0.0, high=math.nextafter(1.0, 0.0))
@@ -129,8 +136,10 @@ class BatchConfig:
     """Whether the batch also stops growing at the gradient noise scale tr(Cov)/|g|^2 (McCandlish et al. 2018)."""
 
     def __post_init__(self) -> None:
-        require_number("granularity", self.granularity, "must be >= 1", low=1)
-        require_number("batch minimum", self.minimum, "must be >= 1", low=1)
+        require_integer("granularity", self.granularity, low=1)
+        require_integer("batch minimum", self.minimum, low=1)
+        require_integer("batch start", self.start, low=1)
+        require_integer("batch maximum", self.maximum, low=1)
         require(
             self.minimum <= self.start <= self.maximum,
             "batch minimum, start, maximum",
@@ -148,8 +157,8 @@ class BatchConfig:
                 value,
                 f"must be a multiple of granularity = {self.granularity}",
             )
-        require_number("batch step_up", self.step_up, "must be >= 1", low=1)
-        require_number("batch step_down", self.step_down, "must be >= 1", low=1)
+        require_integer("batch step_up", self.step_up, low=1)
+        require_integer("batch step_down", self.step_down, low=1)
         require_number("rho_low", self.rho_low, "must lie in [0, 1]", low=0.0, high=1.0)
         require_number("rho_high", self.rho_high, "must lie in [0, 1]", low=0.0, high=1.0)
         require(
@@ -158,8 +167,8 @@ class BatchConfig:
             (self.rho_low, self.rho_high),
             "rho_low must be smaller than rho_high; exchange them, or set batch off to keep one size",
         )
-        require_number("batch dwell_ticks", self.dwell_ticks, "must be >= 0", low=0)
-        require_number("batch cap_ticks", self.cap_ticks, "must be >= 1", low=1)
+        require_integer("batch dwell_ticks", self.dwell_ticks, low=0)
+        require_integer("batch cap_ticks", self.cap_ticks, low=1)
         require(
             self.lr_rule in ("none", "sqrt", "linear", "adascale"),
             "lr_rule",
@@ -179,7 +188,7 @@ class LossScaleConfig:
 
     def __post_init__(self) -> None:
         require_number("loss scale initial", self.initial, "must lie in [1, 2**24]", low=1.0, high=2.0**24)
-        require_number("loss scale growth_interval", self.growth_interval, "must be >= 1", low=1)
+        require_integer("loss scale growth_interval", self.growth_interval, low=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +203,7 @@ class ControlConfig:
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
 
     def __post_init__(self) -> None:
-        require_number("every_steps (T_ctrl)", self.every_steps, "must be >= 1", low=1)
+        require_integer("every_steps (T_ctrl)", self.every_steps, low=1)
         needs_noise = self.batch.lr_rule == "adascale" or self.batch.bound_by_noise_scale
         require(
             not needs_noise or (self.curvature.enabled and self.curvature.method == "fisher"),

@@ -174,6 +174,9 @@ class ControlLoop:
         decision = decide(self.config, observation, self.state)
         applied = self._actuators.apply(decision.plan, step=self.num_steps)
         self.state = decision.state
+        if applied.plan.needs_less_than(observation.plan):
+            # Else the allocator's pool would look as full as before, and the batch would shrink at every tick.
+            self.memory.begin_window()
         self.sensors.record_faults(applied.faults)
         self.num_ticks += 1
         tick = Tick(observation=observation, decision=decision, applied=applied)

@@ -45,7 +45,16 @@ class Plan:
     batch_lr_scale: float = 1.0
     """Factor on every learning rate that follows the batch size by the configured rule."""
     num_micro_batches: int = 1
-    """Equal parts in which a batch passes through the model; above 1 only while the smallest batch does not fit."""
+    """Parts of nearly equal size in which a batch passes through the model; above 1 only while the
+    smallest batch does not fit."""
+
+    def needs_less_than(self, other: Plan) -> bool:
+        """Returns whether some part of this plan takes less memory than in `other`."""
+        at_once = -(-self.batch_size // self.num_micro_batches)
+        other_at_once = -(-other.batch_size // other.num_micro_batches)
+        return at_once < other_at_once or any(
+            level.bytes_per_element < other.precision[name].bytes_per_element for name, level in self.precision.items()
+        )
 
 
 class ReasonCode(StrEnum):
@@ -59,7 +68,6 @@ class ReasonCode(StrEnum):
     LR_SCALE = "lr_scale"
     MEMORY_LOW = "memory_low"
     MEMORY_HIGH = "memory_high"
-    HELD_DWELL = "held_dwell"
     HELD_CAPPED = "held_capped"
     HELD_ENLARGED = "held_enlarged"
     HELD_NOISE_SCALE = "held_noise_scale"
@@ -97,7 +105,7 @@ class Fault:
     phase: str
     """`forward_backward`, `optimizer`, `evaluation`, `curvature` or `apply`."""
     batch_size: int = 0
-    """Batch size in force."""
+    """Batch size in force; for a plan that could not be applied, the one it wanted."""
     micro_batch_size: int = 0
     """Samples that passed at once in the end; 0 when the phase has no batch."""
     detail: str = ""

@@ -11,9 +11,7 @@ from triaccel_ray.sources import DataSource
 
 
 def evaluated(model: nn.Module, source: DataSource, batch_size: int, loss: Any = cross_entropy) -> Evaluation:
-    return evaluate(
-        model, loss, source, count_top1, device=CPU, batch_size=batch_size, step=5, release_memory=nothing
-    )
+    return evaluate(model, loss, source, count_top1, device=CPU, batch_size=batch_size, step=5, release_memory=nothing)
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 30, 100])

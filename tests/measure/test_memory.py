@@ -53,7 +53,9 @@ def test_what_the_process_holds_at_the_start_is_idle() -> None:
 
 @pytest.mark.parametrize("budget", [0, -MIB, psutil.virtual_memory().total + 1])
 def test_a_budget_that_cannot_be_is_refused(budget: int) -> None:
-    with pytest.raises(ValueError, match=r"memory budget = -?\d+ MiB: must be positive and at most the \d+ MiB of this"):
+    with pytest.raises(
+        ValueError, match=r"memory budget = -?\d+ MiB: must be positive and at most the \d+ MiB of this"
+    ):
         memory_meter(CPU, budget)
 
 

@@ -71,6 +71,12 @@ class MemoryMeter(ABC):
     def release(self) -> None:
         """Gives freed memory back to the device."""
 
+    def begin_window(self) -> None:
+        """Gives freed memory back and forgets the present window's peak: what follows needs less than what was."""
+        self.release()
+        self.window_peak_bytes = 0
+        self.sample()
+
     def require_room(self) -> None:
         """Checks, with model, optimizer and data in place, that the budget leaves anything to compute with.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainables.task import Purpose
-from triaccel_ray.config import require_number
+from triaccel_ray.config import require_integer
 from triaccel_ray.events import LogError
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.service.record import RunRecord, read_run
@@ -30,7 +30,7 @@ class ComparisonSpec:
     num_seeds: int = 3
 
     def __post_init__(self) -> None:
-        require_number("seeds", self.num_seeds, "must be >= 1", low=1)
+        require_integer("seeds", self.num_seeds, low=1)
         for method in self.methods:
             replace(self.base, method=method)
 

@@ -15,7 +15,7 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search.optuna import OptunaSearch
 
 from search_spaces.thresholds import ANCHOR, Calibration, calibration, search_space
-from triaccel_ray.config import require, require_number
+from triaccel_ray.config import require, require_integer
 from triaccel_ray.events import LogError
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.service.objective import OBJECTIVES, Objective
@@ -59,7 +59,7 @@ class SearchSpec:
 
     def __post_init__(self) -> None:
         search_space(self.space, self.optional)
-        require_number("trials", self.num_trials, "must be >= 1", low=1)
+        require_integer("trials", self.num_trials, low=1)
         require(self.objective in OBJECTIVES, "objective", self.objective, f"must be one of {', '.join(OBJECTIVES)}")
         Objective(name=self.objective, margin=self.margin)
 

@@ -1,0 +1,122 @@
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.build import BF16, CPU, FP32, ConvNet, cross_entropy, images, same, shift_and_noise, values
+from triaccel_ray.apply.feed import Feed
+from triaccel_ray.baseline import Baseline, BaselineLoop
+from triaccel_ray.measure.memory import MIB, BudgetExceededError
+from triaccel_ray.plan import Precision
+from triaccel_ray.sources import TensorSource
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def baseline(model: nn.Module, method: Baseline, **options: Any) -> BaselineLoop:
+    source = TensorSource(*images(45), augment=shift_and_noise)
+    options = {"loss": cross_entropy, "optimizer": sgd(model), "data": source, **options}
+    return BaselineLoop(model, method=method, batch_size=8, seed=3, **options)
+
+
+def test_fp32_is_a_plain_loop_bit_for_bit() -> None:
+    model, reference = ConvNet(), ConvNet()
+    loop = baseline(model, "fp32", schedule=lambda epoch: 1.0 - epoch / 4)
+    torch.manual_seed(0)
+    stats = [loop.train_epoch() for _ in range(2)]
+
+    torch.manual_seed(0)
+    optimizer, source, losses = sgd(reference), TensorSource(*images(45), augment=shift_and_noise), []
+    feed = Feed(source, seed=3, device=CPU)
+    for _ in range(2 * 6):
+        optimizer.param_groups[0]["lr"] = 0.05 * (1.0 - feed.position / 4)
+        inputs, targets = source.batch(feed.take(8), feed.generator)
+        loss = cross_entropy(reference(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item() * len(targets))
+    assert same(values(model), values(reference))
+    assert [each.loss for each in stats] == [sum(losses[:6]) / 45, sum(losses[6:]) / 45]
+    assert [(each.epoch, each.num_steps, each.num_samples) for each in stats] == [(1, 6, 45), (2, 6, 45)]
+    assert loop.num_steps == 12
+
+
+@pytest.mark.parametrize(("method", "dtype", "level"), [("fp32", torch.float32, FP32), ("amp", torch.bfloat16, BF16)])
+def test_amp_on_a_cpu_computes_in_bf16(method: Baseline, dtype: torch.dtype, level: Precision) -> None:
+    model, seen = ConvNet(), []
+    loop = baseline(model, method)
+    model.second.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs.dtype))
+    loop.step()
+    assert seen == [dtype]
+    assert loop.plan.precision == dict.fromkeys(("first", "second", "head"), level)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert loop.num_skipped == 0
+    loop.evaluate(images(8))
+    assert seen[1] is torch.float32
+    loop.close()
+
+
+@pytest.mark.parametrize("method", ["fp32", "amp"])
+def test_it_learns(method: Baseline) -> None:
+    loop = baseline(ConvNet(), method)
+    for _ in range(6):
+        loop.train_epoch()
+    result = loop.evaluate(images(40, seed=1))
+    assert result.accuracy >= 95.0
+    assert result.num_samples == 40
+
+
+def test_a_scheduler_of_the_users_own_works_as_well() -> None:
+    model = ConvNet()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.0)
+    loop = baseline(model, "fp32", optimizer=optimizer)
+    loop.step()
+    scheduler.step()
+    before = dict(model.named_parameters())["head.weight"].detach().clone()
+    loop.step()
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    assert torch.equal(model.head.weight, before)
+
+
+def test_it_stops_beyond_its_budget() -> None:
+    held: list[Tensor] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        held.append(torch.ones(128 * MIB, dtype=torch.uint8))
+        return cross_entropy(outputs, targets)
+
+    loop = baseline(ConvNet(), "fp32", loss=loss, memory_budget=psutil.Process().memory_info().rss + 64 * MIB)
+    with pytest.raises(BudgetExceededError, match="of a budget of"):
+        loop.step()
+
+
+def test_a_budget_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="the process already holds"):
+        baseline(ConvNet(), "fp32", memory_budget=MIB)
+
+
+def test_the_epochs_loss_is_that_of_its_own_steps() -> None:
+    loop = baseline(ConvNet(), "fp32", schedule=lambda epoch: 1.0 if epoch < 1 else 0.0)
+    while loop.feed.epoch == 0:
+        loop.step()
+    first, second = loop.train_epoch(), loop.train_epoch()
+    assert first.num_steps == second.num_steps == 6
+    assert first.loss < 1.5 * second.loss
+
+
+@pytest.mark.gpu
+def test_amp_on_a_gpu_is_fp16_with_a_scaler() -> None:
+    model, seen = ConvNet().cuda(), []
+    loop = BaselineLoop(model, sgd(model), cross_entropy, images(45), method="amp", batch_size=8)
+    model.second.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs.dtype))
+    for _ in range(6):
+        loop.train_epoch()
+    assert set(seen) == {torch.float16}
+    assert loop.state_dict()["scaler"]["scale"] >= 1.0
+    assert loop.evaluate(images(40, seed=1)).accuracy >= 95.0

@@ -1,0 +1,80 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import triaccel_ray
+
+BLOCK = """
+import sys
+import warnings
+
+warnings.simplefilter("error")
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ImportError(f"{{name}} is not installed")
+
+sys.meta_path.insert(0, Block())
+"""
+
+EXAMPLE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from triaccel_ray import BatchConfig, ControlConfig, ControlLoop
+
+torch.set_num_threads(1)
+inputs = torch.randn(200, 5, generator=torch.Generator().manual_seed(0))
+data = TensorDataset(inputs, (inputs[:, 0] > 0).long())
+
+model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+config = ControlConfig(every_steps=5, batch=BatchConfig(start=32))
+loop = ControlLoop(model, optimizer, nn.functional.cross_entropy, data, config=config)
+for _ in range(20):
+    loop.train_epoch()
+print("accuracy", loop.evaluate(data).accuracy, "ticks", loop.num_ticks, "batch", loop.plan.batch_size)
+loop.close()
+"""
+
+
+def python(code: str) -> list[str]:
+    """What a fresh interpreter prints."""
+    root = Path(triaccel_ray.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_a_users_own_model_trains_without_the_services_packages() -> None:
+    blocked = ("ray", "mlflow", "optuna", "tyro", "rich")
+    words = python(BLOCK.format(blocked=blocked) + EXAMPLE)
+    found = dict(zip(words[::2], map(float, words[1::2]), strict=True))
+    assert found["accuracy"] >= 95.0
+    assert found["ticks"] >= 4
+    assert found["batch"] > 32
+
+
+def test_settings_and_decisions_do_not_load_torch() -> None:
+    code = BLOCK.format(blocked=("torch", "numpy", "ray", "mlflow"))
+    code += """
+import triaccel_ray.config
+from triaccel_ray import ControlConfig, Precision
+from triaccel_ray.decide import initial_decision
+print(initial_decision(ControlConfig(), [("conv", tuple(Precision))]).plan.batch_size)
+"""
+    assert python(code) == ["96"]
+
+
+def test_every_public_name_is_there() -> None:
+    assert set(triaccel_ray.__all__) == set(triaccel_ray._HOMES)
+    assert all(getattr(triaccel_ray, name).__name__ == name for name in triaccel_ray.__all__)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'triaccel_ray' has no attribute 'TrainLoop'"):
+        triaccel_ray.TrainLoop  # noqa: B018  # the access is what is tested

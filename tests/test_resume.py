@@ -1,0 +1,207 @@
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.build import BF16, FP16, FP32, ConvNet, Limited, cross_entropy, images, same, shift_and_noise
+from triaccel_ray.baseline import BaselineLoop
+from triaccel_ray.checkpoint import load_checkpoint, save_checkpoint
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, LossScaleConfig, PrecisionConfig
+from triaccel_ray.loop import ControlLoop
+from triaccel_ray.sources import TensorSource
+
+CONFIG = ControlConfig(
+    every_steps=5,
+    precision=PrecisionConfig(tau_low=1.5e-3, tau_high=1.1e-2, dwell_ticks=0, patience_ticks=1),
+    curvature=CurvatureConfig(every_steps=7, num_samples=8, tau_curv=0.5, alpha=0.1),
+    batch=BatchConfig(
+        start=8, minimum=4, maximum=20, granularity=4, step_up=4, step_down=4, dwell_ticks=1, cap_ticks=2, rho_low=0.95,
+        rho_high=1.0, lr_rule="adascale",
+    ),
+    loss_scale=LossScaleConfig(initial=2.0**24, growth_interval=4),
+)  # fmt: skip
+NUM_STEPS = 36
+NOT_COMPARED = ("epoch_seconds", "memory_peak")
+
+
+class Recorded:
+    """A loss that remembers its values, and draws from every global generator on the way."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        chance = 1.0 + 0.01 * (random.random() + np.random.rand() + torch.rand(()).item())
+        loss = chance * cross_entropy(outputs, targets)
+        self.values.append(loss.item())
+        return loss
+
+
+def control_loop(seed: int, optimizer: str, **changes: Any) -> tuple[ControlLoop, Recorded]:
+    # A limit that the growing batch meets; what it costs to meet it is in the state too.
+    model, loss = nn.Sequential(ConvNet(seed=seed), Limited(18)), Recorded()
+    loop = ControlLoop(
+        model,
+        OPTIMIZERS[optimizer](model.parameters()),
+        loss,
+        TensorSource(*images(90), augment=shift_and_noise),
+        config=replace(CONFIG, **changes),
+        schedule=lambda epoch: 1.0 / (1.0 + epoch),
+        seed=seed,
+    )
+    return loop, loss
+
+
+def baseline_loop(seed: int, optimizer: str, method: Any = "fp32") -> tuple[BaselineLoop, Recorded]:
+    model, loss = ConvNet(seed=seed), Recorded()
+    source = TensorSource(*images(90), augment=shift_and_noise)
+    loop = BaselineLoop(
+        model,
+        OPTIMIZERS[optimizer](model.parameters()),
+        loss,
+        source,
+        method=method,
+        batch_size=8,
+        schedule=lambda epoch: 1.0 / (1.0 + epoch),
+        seed=seed,
+    )
+    return loop, loss
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+}
+
+
+def seeded(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def state_of(loop: ControlLoop | BaselineLoop) -> dict[str, Any]:
+    return {name: value for name, value in loop.state_dict().items() if name not in NOT_COMPARED}
+
+
+def assert_resumes(make: Any, stop: int, path: Path) -> ControlLoop | BaselineLoop:
+    """Runs without and with an interruption after `stop` steps; returns the uninterrupted run."""
+    seeded(1)
+    whole, losses = make(1)
+    seeded(1)
+    for _ in range(NUM_STEPS):
+        whole.step()
+    expected = state_of(whole)
+
+    seeded(1)
+    first, losses_before = make(1)
+    seeded(1)
+    for _ in range(stop):
+        first.step()
+    save_checkpoint(path, first.state_dict())
+    first.step()  # what comes after the checkpoint is lost
+    num_lost = len(losses_before.values)
+
+    seeded(2)
+    second, losses_after = make(2)
+    second.load_state_dict(load_checkpoint(path))
+    for _ in range(NUM_STEPS - stop):
+        second.step()
+    found = state_of(second)
+    for name in expected:
+        assert same(found[name], expected[name]), name
+    kept = len(losses.values) - len(losses_after.values)
+    assert losses_before.values[:kept] + losses_after.values == losses.values
+    assert kept < num_lost
+    return whole
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("stop", [1, 4, 7, 10, 16, 23])
+def test_a_resumed_run_equals_an_uninterrupted_one(optimizer: str, stop: int, tmp_path: Path) -> None:
+    levels, sizes = set(), set()
+
+    def make(seed: int) -> tuple[ControlLoop, Recorded]:
+        loop, loss = control_loop(seed, optimizer)
+        loop._on_tick = lambda tick: (
+            levels.update(tick.applied.plan.precision.values()),
+            sizes.add(tick.applied.plan.batch_size),
+        ) and None
+        return loop, loss
+
+    whole = assert_resumes(make, stop, tmp_path / "checkpoint.pt")
+    # The run was eventful enough to show something.
+    assert levels == {FP16, BF16, FP32}
+    assert len(sizes) >= 3
+    assert whole.num_skipped > 0
+    assert whole.feed.epoch >= 3
+
+
+def test_a_run_resumes_between_a_failure_and_the_tick_that_hears_of_it(tmp_path: Path) -> None:
+    seeded(1)
+    loop, _ = control_loop(1, "sgd")
+    seeded(1)
+    while not loop.sensors.state_dict()["faults"]:
+        loop.step()
+    stop = loop.num_steps
+    assert stop % CONFIG.every_steps not in (0, CONFIG.every_steps - 1)
+    assert loop._step.num_parts > loop.plan.num_micro_batches
+    assert_resumes(lambda seed: control_loop(seed, "sgd"), stop, tmp_path / "checkpoint.pt")
+
+
+@pytest.mark.parametrize("method", ["ggn", "hessian"])
+def test_every_way_of_measuring_curvature_resumes(method: Any, tmp_path: Path) -> None:
+    curvature = replace(CONFIG.curvature, method=method, top_k=2)
+    changes = {"curvature": curvature, "batch": replace(CONFIG.batch, lr_rule="linear")}
+    assert_resumes(lambda seed: control_loop(seed, "sgd", **changes), 8, tmp_path / "checkpoint.pt")
+
+
+@pytest.mark.parametrize("method", ["fp32", "amp"])
+@pytest.mark.parametrize("stop", [1, 12, 20])
+def test_a_resumed_baseline_equals_an_uninterrupted_one(method: str, stop: int, tmp_path: Path) -> None:
+    assert_resumes(lambda seed: baseline_loop(seed, "sgd", method), stop, tmp_path / "checkpoint.pt")
+
+
+@pytest.mark.parametrize("stop", [3, 11])
+def test_an_epochs_figures_include_what_was_before_the_checkpoint(stop: int, tmp_path: Path) -> None:
+    whole, _ = baseline_loop(1, "sgd")
+    seeded(1)
+    expected = whole.train_epoch()
+    first, _ = baseline_loop(1, "sgd")
+    seeded(1)
+    for _ in range(stop):
+        first.step()
+    first._clock.restore(100.0)
+    save_checkpoint(tmp_path / "checkpoint.pt", first.state_dict())
+    second, _ = baseline_loop(2, "sgd")
+    second.load_state_dict(load_checkpoint(tmp_path / "checkpoint.pt"))
+    assert second.epoch_seconds_so_far == 100.0
+    stats = second.train_epoch()
+    assert replace(stats, seconds=expected.seconds) == expected
+    assert 100.0 < stats.seconds < 200.0
+
+
+def test_the_peak_before_the_checkpoint_counts() -> None:
+    loop, _ = control_loop(1, "sgd")
+    state = loop.state_dict()
+    loop.load_state_dict({**state, "memory_peak": 2**50})
+    assert loop.memory.peak_bytes == 2**50
+    loop.load_state_dict({**state, "memory_peak": 0})
+    assert loop.memory.peak_bytes == 2**50
+
+
+def test_a_state_of_another_model_or_data_set_is_refused() -> None:
+    loop, _ = control_loop(1, "sgd")
+    state = loop.state_dict()
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        loop.load_state_dict({**state, "model": {**state["model"], "0.head.weight": torch.zeros(3, 64)}})
+    with pytest.raises(ValueError, match="num_samples = 91: the checkpoint's data set; this one has 90"):
+        loop.load_state_dict({**state, "feed": {**state["feed"], "num_samples": 91}})
+    with pytest.raises(ValueError, match=r"Plan = .*no batch_size"):
+        loop.load_state_dict({**state, "plan": {"precision": {}}})
