@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,10 @@ from torch import Tensor, nn
 from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.step import Step
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.events import Tick
 from triaccel_ray.layers import find_layers
+from triaccel_ray.loop import ControlLoop
 from triaccel_ray.plan import Precision
 from triaccel_ray.sources import TensorSource, as_source
 
@@ -106,6 +110,15 @@ def step_of(model: nn.Module, data: Any, *, loss: Any = cross_entropy, check: An
     return Step(model, loss, feed, precision, check_memory=check, release_memory=nothing)
 
 
+def controlled(model: nn.Module, *levels: Precision) -> LayerPrecision:
+    """The model's layers at these precisions, in their order, the last repeated."""
+    layers = find_layers(model)
+    precision = LayerPrecision(model, layers)
+    wanted = [*levels, *[levels[-1]] * len(layers)]
+    precision.set({layer.name: level for layer, level in zip(layers, wanted, strict=False)})
+    return precision
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -124,3 +137,25 @@ def same(first: Any, second: Any) -> bool:
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
         return len(first) == len(second) and all(map(same, first, second))
     return bool(first == second)
+
+
+PRECISION = PrecisionConfig(tau_low=6e-4, tau_high=2.5e-3, dwell_ticks=0, patience_ticks=1)
+CURVATURE = CurvatureConfig(every_steps=8, num_samples=8, tau_curv=0.45, alpha=0.1)
+BATCH = BatchConfig(
+    start=8, minimum=4, maximum=16, granularity=4, step_up=4, step_down=4, dwell_ticks=0, cap_ticks=3, rho_low=0.95,
+    rho_high=1.0, lr_rule="sqrt",
+)  # fmt: skip
+CONFIG = ControlConfig(every_steps=4, precision=PRECISION, curvature=CURVATURE, batch=BATCH)
+QUIET = replace(
+    CONFIG, precision=PrecisionConfig(enabled=False, initial=FP32), curvature=CurvatureConfig(enabled=False)
+)
+
+
+def loop_of(
+    model: nn.Module, data: Any, config: ControlConfig = CONFIG, **options: Any
+) -> tuple[ControlLoop, list[Tick]]:
+    """A loop, and the ticks that it will have made."""
+    ticks: list[Tick] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+    options = {"loss": cross_entropy, **options}
+    return ControlLoop(model, optimizer, data=data, config=config, on_tick=ticks.append, **options), ticks

@@ -86,7 +86,7 @@ def test_a_loss_that_is_not_a_number_comes_back(tmp_path: Path) -> None:
 
 @given(control_configs(), machines(), st.integers(0, 1000))
 def test_whatever_the_policy_decides_comes_back(config: ControlConfig, machine: object, seed: int) -> None:
-    for index, (observation, decision) in enumerate(eventful_run(config, machine, seed, ticks=6)):  # type: ignore[arg-type]
+    for index, (observation, decision) in enumerate(eventful_run(config, machine, seed, ticks=6)):
         tick = Tick(observation=observation, decision=decision, applied=Applied(plan=decision.plan))
         line = json.dumps({"sequence": index, "time_ms": 0, "kind": "tick", "data": encode(tick)}, allow_nan=False)
         assert parse_event(line.encode(), "here") == Event(sequence=index, time_ms=0, record=tick)

@@ -59,6 +59,10 @@ def test_a_containers_own_matrix_belongs_to_no_layer() -> None:
     assert names(WithToken()) == ["project"]
 
 
+def test_a_norm_is_no_layer_whatever_the_shape_of_its_weight() -> None:
+    assert names(nn.Sequential(nn.Conv2d(1, 2, 1), nn.LayerNorm([2, 4, 4]))) == ["0"]
+
+
 def test_frozen_weights_belong_to_no_layer() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].weight.requires_grad_(False)

@@ -8,6 +8,10 @@ from typing import Any
 
 from torch import nn
 
+SINGLE_DTYPE_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+"""Norms that demand parameters of their input's dtype."""
+NORMS = (*SINGLE_DTYPE_NORMS, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
+
 
 @dataclass(frozen=True, eq=False)
 class Layer:
@@ -74,7 +78,9 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
 
 
 def _weights(module: nn.Module, *, recurse: bool) -> list[nn.Parameter]:
-    return [p for p in module.parameters(recurse=recurse) if p.dim() >= 2 and p.requires_grad]
+    parts = module.modules() if recurse else [module]
+    own = [p for part in parts if not isinstance(part, NORMS) for p in part.parameters(recurse=False)]
+    return list(dict.fromkeys(p for p in own if p.dim() >= 2 and p.requires_grad))
 
 
 def forward(model: nn.Module, inputs: Any) -> Any:

@@ -61,7 +61,7 @@ class TensorSource:
 
     def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Returns the inputs and targets at `indices`, augmented when a generator is given."""
-        indices = indices.to(self.inputs.device)
+        indices = indices.to(self.inputs.device, non_blocking=True)
         inputs = self.inputs[indices]
         if self._augment is not None and generator is not None:
             inputs = self._augment(inputs, generator)

@@ -5,6 +5,7 @@ import torch
 
 from tests.build import BF16, FP16, FP32, ONE, blobs, mlp, step_of
 from triaccel_ray.apply.actuators import Actuators
+from triaccel_ray.apply.step import Step
 from triaccel_ray.plan import Applied, Fault, FaultKind, Plan
 
 OLD = Plan(batch_size=8, precision={"0": BF16, "2": FP32, "4": BF16}, num_micro_batches=2)
@@ -46,6 +47,24 @@ def test_a_plan_that_fails_leaves_the_one_before_and_comes_back_as_a_fault() -> 
     )
     assert actuators.apply(impossible, step=3) == Applied(plan=OLD, faults=(fault,))
     assert actuators.plan is OLD
+    assert parts_and_dtype(actuators) == (2, torch.bfloat16)
+
+
+class Narrow(Step):
+    """A step that can be prepared for two parts at most, as one that needs memory for each might."""
+
+    def set_parts(self, num_micro_batches: int) -> None:
+        super().set_parts(num_micro_batches)
+        if num_micro_batches > 2:
+            raise RuntimeError("no memory for more parts")
+
+
+def test_a_plan_that_fails_halfway_is_undone() -> None:
+    actuators = actuators_of(OLD)
+    actuators._step.__class__ = Narrow
+    applied = actuators.apply(NEW, step=3)
+    assert applied.plan is OLD
+    assert applied.faults[0].detail == "RuntimeError: no memory for more parts"
     assert parts_and_dtype(actuators) == (2, torch.bfloat16)
 
 

@@ -119,13 +119,14 @@ def test_a_step_that_raises_leaves_the_users_groups() -> None:
 
 
 @EVERY
-def test_the_loss_scale_is_divided_out(kind: str) -> None:
+def test_the_loss_scale_is_divided_out_while_there_is_one(kind: str) -> None:
     model, reference = mlp(), mlp()
     optimizer, plain = layerwise(model, kind), OPTIMIZERS[kind](reference.parameters())
-    for seed in range(3):
-        backward(model, seed, factor=1024.0)
+    for seed, factor in enumerate([1024.0, 1.0, 2048.0]):
+        backward(model, seed, factor=factor)
         backward(reference, seed)
-        optimizer.step(1.0, {}, loss_scale=torch.tensor(1024.0), found_nonfinite=FINE)
+        scale = torch.tensor(factor) if factor > 1.0 else None
+        optimizer.step(1.0, {}, loss_scale=scale, found_nonfinite=FINE)
         plain.step()
     assert same(values(model), values(reference))
 

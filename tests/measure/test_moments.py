@@ -33,7 +33,7 @@ def test_the_average_follows_its_formula(beta: float, num_steps: int) -> None:
     for step in range(num_steps):
         draw_gradients(model, step, factor=1.0 + step)
         assert moments.update(ONE).item() == 0.0
-        variance = [layer.weights[0].grad.double().numpy().var() for layer in find_layers(model)]  # type: ignore[union-attr]
+        variance = [layer.weights[0].grad.double().numpy().var() for layer in find_layers(model)]
         average = beta * average + (1.0 - beta) * np.array(variance)
     np.testing.assert_allclose(moments.read().numpy(), average / (1.0 - beta**num_steps), rtol=RTOL)
 
@@ -44,7 +44,7 @@ def test_the_first_reading_is_the_first_variance() -> None:
     assert moments.read().isnan().all()
     draw_gradients(model, 0)
     moments.update(ONE)
-    expected = [layer.weights[0].grad.double().var(correction=0).item() for layer in find_layers(model)]  # type: ignore[union-attr]
+    expected = [layer.weights[0].grad.double().var(correction=0).item() for layer in find_layers(model)]
     np.testing.assert_allclose(moments.read().numpy(), expected, rtol=RTOL)
 
 
@@ -110,10 +110,10 @@ def test_several_weights_have_the_variance_of_all_their_elements(module: nn.Modu
     (layer,) = find_layers(module)
     for index, weight in enumerate(layer.weights):
         weight.grad = 10.0 * index + torch.randn(weight.shape, generator=torch.Generator().manual_seed(index))
-    every: Any = np.concatenate([weight.grad.double().numpy().ravel() for weight in layer.weights])  # type: ignore[union-attr]
+    every: Any = np.concatenate([weight.grad.double().numpy().ravel() for weight in layer.weights])
     assert layer_variance(layer).item() == pytest.approx(every.var(), rel=RTOL)
     layer.weights[0].grad = None
-    rest: Any = np.concatenate([weight.grad.double().numpy().ravel() for weight in layer.weights[1:]])  # type: ignore[union-attr]
+    rest: Any = np.concatenate([weight.grad.double().numpy().ravel() for weight in layer.weights[1:]])
     assert layer_variance(layer).item() == pytest.approx(rest.var(), rel=RTOL)
 
 

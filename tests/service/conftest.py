@@ -38,3 +38,8 @@ def sqlite_tracker(tmp_path_factory: pytest.TempPathFactory, starting_server: Se
 def experiment(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A name that no other test uses."""
     return f"{request.node.name} {tmp_path.name}"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "a search"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from triaccel_ray.service.shipper import Parent, Shipper
 from triaccel_ray.service.tracking import Tracker, TrackingUnavailableError
 
 START_TIMEOUT_S = 200.0
@@ -114,6 +115,22 @@ def history(tracker: Tracker, run_id: str, key: str) -> list[tuple[int, int, flo
     """All points of a metric: step, time in milliseconds, value; in the order of time."""
     points = tracker.client.get_metric_history(run_id, key)
     return sorted(((point.step, point.timestamp, point.value) for point in points), key=lambda point: point[1])
+
+
+def ship(tracker: Tracker, root: Path, experiment: str, parent: Parent | None = None) -> int:
+    """Ships as a new process would, that has read nothing yet."""
+    shipper = Shipper(tracker, root, experiment=experiment, parent=parent)
+    num_events = shipper.ship_once()
+    assert shipper.last_error is None
+    return num_events
+
+
+def assert_arrived_once(tracker: Tracker, run: Recorded, num_epochs: int) -> None:
+    """Every tick and epoch is on record, with one value."""
+    assert tracker.client.get_run(run.id)
+    for key, distance in (("train/loss", 50), ("memory/used_gb", 50), ("val/accuracy", 200), ("epoch", 200)):
+        steps = [step for step, _, _ in history(tracker, run.id, key)]
+        assert steps == list(range(distance, 200 * num_epochs + 1, distance)), key
 
 
 def free_port() -> int:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from tests.service.build import SMALL, SimulatedRun
-from tests.service.stores import Recorded, Server, free_port, history, only_run, runs
+from tests.service.build import SimulatedRun
+from tests.service.stores import Server, assert_arrived_once, history, only_run, runs, ship
 from triaccel_ray.events import End, Epoch, EventLog, Start, Tick, read_events
 from triaccel_ray.service import shipment
 from triaccel_ray.service.shipper import Parent, Shipper
@@ -28,27 +28,6 @@ def tracker(request: pytest.FixtureRequest, tmp_path: Path) -> Tracker:
         return stored
     server: Server = request.getfixturevalue("server")
     return Tracker(server.uri, tmp_path)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "a search"
-
-
-def ship(tracker: Tracker, root: Path, experiment: str, parent: Parent | None = None) -> int:
-    """Ships as a new process would, that has read nothing yet."""
-    shipper = Shipper(tracker, root, experiment=experiment, parent=parent)
-    num_events = shipper.ship_once()
-    assert shipper.last_error is None
-    return num_events
-
-
-def assert_arrived_once(tracker: Tracker, run: Recorded, num_epochs: int) -> None:
-    """Every tick and epoch is on record, with one value."""
-    assert tracker.client.get_run(run.id)
-    for key, distance in (("train/loss", 50), ("memory/used_gb", 50), ("val/accuracy", 200), ("epoch", 200)):
-        steps = [step for step, _, _ in history(tracker, run.id, key)]
-        assert steps == list(range(distance, 200 * num_epochs + 1, distance)), key
 
 
 def test_a_finished_run_arrives_whole(tracker: Tracker, root: Path, experiment: str, tmp_path: Path) -> None:
@@ -244,7 +223,7 @@ def test_trials_are_children_of_their_search(sqlite_tracker: Tracker, root: Path
     assert again == {"thresholds": "RUNNING", "trial-0": "FINISHED", "trial-1": "FINISHED"}
 
 
-def test_many_params_and_metrics_go_in_parts(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
+def test_more_params_and_metrics_than_a_call_takes_arrive(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
     run = SimulatedRun(root, parameters={f"number.{index}": index for index in range(130)} | {"long": "x" * 9000})
     run.complete(epochs=16)
     ship(sqlite_tracker, root, experiment)
@@ -352,69 +331,3 @@ def test_pictures_that_fail_do_not_keep_a_run_open(
         ship(sqlite_tracker, root, experiment)
     assert "no pictures" in caplog.text
     assert only_run(sqlite_tracker, experiment).status == "FINISHED"
-
-
-def test_the_thread_ships_while_the_run_goes_on(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
-    run = SimulatedRun(root / "trial", names=SMALL)
-    shipper = Shipper(sqlite_tracker, root, experiment=experiment, interval_s=0.02)
-    shipper.start()
-    run.start()
-    deadline = time.monotonic() + 60.0
-    while not (run.folder / "mlflow.json").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    run.train(2)
-    run.end()
-    shipper.stop()
-    assert not any(thread.name == "mlflow-shipper" for thread in threading.enumerate())
-    assert shipper.flush(60.0)
-    found = only_run(sqlite_tracker, experiment)
-    assert found.status == "FINISHED"
-    assert_arrived_once(sqlite_tracker, found, 2)
-
-
-def test_an_outage_loses_nothing(server: Server, root: Path, experiment: str, tmp_path: Path) -> None:
-    tracker = Tracker(server.uri.replace("//", "//someone:secret@"), tmp_path)
-    shipper = Shipper(tracker, root, experiment=experiment, parent=Parent(name="search"))
-    first, second = SimulatedRun(root / "trial-1"), SimulatedRun(root / "trial-2")
-    first.start()
-    first.train(1)
-    shipper.ship_once()
-    assert shipper.last_error is None
-    server.stop()
-    try:
-        first.train(1)
-        first.end()
-        second.complete(epochs=2)
-        began = time.monotonic()
-        assert shipper.ship_once() == 0
-        assert time.monotonic() - began < 10.0
-        assert shipper.last_error is not None
-        assert "***@127.0.0.1" in shipper.last_error
-        assert "secret" not in shipper.last_error
-        assert not shipper.flush(0.5)
-        afresh = Shipper(tracker, root, experiment=experiment, parent=Parent(name="search"))
-        assert (afresh.ship_once(), afresh.last_error is None) == (0, False)
-    finally:
-        server.start()
-        server.wait()
-    assert shipper.flush(60.0)
-    found = {run.name: run for run in runs(tracker, experiment)}
-    assert len(runs(tracker, experiment)) == 3
-    assert {name: run.status for name, run in found.items()} == {
-        "search": "RUNNING",
-        "trial-1": "FINISHED",
-        "trial-2": "FINISHED",
-    }
-    for name in ("trial-1", "trial-2"):
-        assert found[name].tags["mlflow.parentRunId"] == found["search"].id
-        assert_arrived_once(tracker, found[name], 2)
-
-
-def test_a_store_that_was_never_there_harms_nobody(root: Path, experiment: str, tmp_path: Path) -> None:
-    SimulatedRun(root).complete(epochs=1)
-    for uri in (f"http://127.0.0.1:{free_port()}", "sqlite:////proc/nowhere/mlflow.db", "mlruns"):
-        shipper = Shipper(Tracker(uri, tmp_path), root, experiment=experiment)
-        assert (shipper.ship_once(), shipper.last_error is None) == (0, False)
-    gone = Shipper(Tracker(uri, tmp_path), root / "missing", experiment=experiment, parent=Parent(name="x"))
-    assert (gone.ship_once(), gone.last_error is None) == (0, False)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from triaccel_ray.layers import Layer
+from triaccel_ray.layers import NORMS, SINGLE_DTYPE_NORMS, Layer
 from triaccel_ray.plan import Precision
 
 DTYPES: Mapping[Precision, torch.dtype] = {
@@ -21,8 +21,6 @@ DTYPES: Mapping[Precision, torch.dtype] = {
     Precision.FP32: torch.float32,
 }
 
-_SINGLE_DTYPE_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-_NORMS = (*_SINGLE_DTYPE_NORMS, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
 _SINGLE_DTYPE_FUNCTIONS = frozenset(
     [
         *(torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack, torch.dstack),
@@ -60,13 +58,11 @@ class LayerPrecision:
         self._dtypes: dict[str, torch.dtype] = {layer.name: torch.float32 for layer in layers}
         self._suspended = False
         self._wrapped: list[tuple[nn.Module, Any]] = []
-        inside: set[int] = set()
         for layer in layers:
             for module in layer.modules:
                 self._wrap_layer(module, layer.name)
-                inside.update(id(child) for child in module.modules())
         for module in model.modules():
-            if isinstance(module, _SINGLE_DTYPE_NORMS) and id(module) not in inside:
+            if isinstance(module, SINGLE_DTYPE_NORMS):
                 self._wrap_norm(module)
 
     def set(self, precision: Mapping[str, Precision]) -> None:
@@ -181,7 +177,7 @@ def _unbound_forward(module: nn.Module) -> Callable[..., Any]:
 def _parameters_as(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Lets the floating-point parameters of `module` and of the modules below it appear in `dtype`.
 
-    Norms below it keep theirs unless `module` is the norm itself.
+    Norms below it are left to themselves, unless `module` is the norm.
     """
     if dtype is torch.float32:
         yield
@@ -189,7 +185,7 @@ def _parameters_as(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     saved: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
     try:
         for part in module.modules():
-            if part is module or not isinstance(part, _NORMS):
+            if part is module or not isinstance(part, NORMS):
                 saved.append((part, part._parameters))
                 part._parameters = {name: _cast(p, dtype) for name, p in part._parameters.items()}
         yield

@@ -22,7 +22,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether `error` says that the device, or the budget, has no memory left."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    signs = ("can't allocate memory", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED")
+    signs = (
+        "can't allocate memory",
+        "CUDA error: out of memory",
+        "CUDNN_STATUS_ALLOC_FAILED",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+    )
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 

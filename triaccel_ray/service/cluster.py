@@ -24,8 +24,7 @@ def cluster(address: str | None, *, num_cpus: int | None = None) -> Iterator[Non
     Raises:
         ClusterUnavailableError: nothing answers at the address.
     """
-    if address is not None:
-        _require_reachable(address)
+    require_reachable(address)
     # Ray's workers start elsewhere: a user's own task has to be importable from where the command was given.
     paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"PYTHONPATH": os.pathsep.join(paths), "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0"}
@@ -52,8 +51,14 @@ def gpus_available() -> bool:
     return bool(ray.cluster_resources().get("GPU", 0))
 
 
-def _require_reachable(address: str) -> None:
-    """Tries the port first: Ray itself would wait for minutes."""
+def require_reachable(address: str | None) -> None:
+    """Returns if something listens at the address; tries the port alone, for Ray itself would wait for minutes.
+
+    Raises:
+        ClusterUnavailableError: nothing does.
+    """
+    if address is None:
+        return
     host, separator, port = address.removeprefix("ray://").rpartition(":")
     if address == "auto" or not separator:
         if address not in ("auto", "local"):

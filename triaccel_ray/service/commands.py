@@ -16,7 +16,7 @@ from triaccel_ray.config import ControlConfig
 from triaccel_ray.events import End, EventLog, LogError, Start
 from triaccel_ray.service import cli
 from triaccel_ray.service.actor import original_error
-from triaccel_ray.service.cluster import cluster, gpus_available
+from triaccel_ray.service.cluster import cluster, gpus_available, require_reachable
 from triaccel_ray.service.comparison import (
     ABLATION,
     COMPARISON,
@@ -165,6 +165,7 @@ def _(command: cli.Doctor) -> int:
 
 
 def _train(spec: RunSpec, folder: Path, where: Where, experiment: str, *, resume: bool) -> int:
+    require_reachable(where.address)  # first of all: a mistyped address must not use up the name
     tracker = open_tracker(where.storage_path, where.tracking_uri)
     if resume and read_run(folder).status == "finished":
         with recording(tracker, folder, experiment=experiment):
@@ -183,6 +184,7 @@ def _train(spec: RunSpec, folder: Path, where: Where, experiment: str, *, resume
 
 
 def _search(spec: SearchSpec, folder: Path, where: Where, experiment: str, *, resume: bool) -> int:
+    require_reachable(where.address)  # first of all: a mistyped address must not use up the name
     tracker = open_tracker(where.storage_path, where.tracking_uri)
     if not resume:
         begin_search(spec, folder)
@@ -210,6 +212,7 @@ def _search(spec: SearchSpec, folder: Path, where: Where, experiment: str, *, re
 
 
 def _compare(spec: ComparisonSpec, folder: Path, where: Where, experiment: str, *, resume: bool) -> int:
+    require_reachable(where.address)  # first of all: a mistyped address must not use up the name
     tracker = open_tracker(where.storage_path, where.tracking_uri)
     if not resume:
         begin_comparison(spec, folder)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainables.task import Purpose
-from triaccel_ray.config import require_integer
+from triaccel_ray.config import require, require_integer
 from triaccel_ray.events import LogError
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.service.record import RunRecord, read_run
-from triaccel_ray.service.spec import RunSpec
+from triaccel_ray.service.spec import METHODS, RunSpec
 from triaccel_ray.service.worker import EVENTS, write_atomically
 
 COMPARISON = "comparison.json"
@@ -31,6 +31,8 @@ class ComparisonSpec:
 
     def __post_init__(self) -> None:
         require_integer("seeds", self.num_seeds, low=1)
+        distinct = len(set(self.methods)) == len(self.methods) > 0
+        require(distinct, "methods", ",".join(self.methods), f"must be one or more, each once, of {', '.join(METHODS)}")
         for method in self.methods:
             replace(self.base, method=method)
 

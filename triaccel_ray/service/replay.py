@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from triaccel_ray.config import ControlConfig
+from triaccel_ray.config import ControlConfig, require_integer
 from triaccel_ray.decide import replay
 from triaccel_ray.events import LogError
 from triaccel_ray.plan import Plan
@@ -13,7 +13,12 @@ from triaccel_ray.service.tables import Grid
 
 
 def reasons_grid(run: RunRecord, *, most: int) -> Grid:
-    """Returns the reasons of a run's decisions, oldest first, `most` at most."""
+    """Returns the reasons of a run's decisions, oldest first, `most` at most.
+
+    Raises:
+        ValueError: `most` is negative.
+    """
+    require_integer("reasons", most, low=0)
     rows = [
         [str(tick.observation.step), reason.subject, reason.code.value, reason.text]
         for tick in run.ticks

@@ -6,10 +6,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from filelock import FileLock
 
@@ -26,9 +26,6 @@ FIGURES = "figures"
 ARTIFACTS = (EVENTS, "spec.json", FIGURES)
 """What is uploaded of a run's folder when the run ends."""
 
-METRICS_PER_CALL = 1000
-"""MLflow's own limit, like the next one."""
-PARAMS_PER_CALL = 100
 LONGEST_PARAM = 6000
 """Characters after which MLflow cuts a value."""
 
@@ -37,8 +34,6 @@ LOCK_TIMEOUT_S = 10.0
 _STATUS: Mapping[str, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 _logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +184,10 @@ class Shipment:
             f"{name}: {known[name]} -> {value}" for name, value in params.items() if known.get(name, value) != value
         ]
         tags = tags_of(start) | ({"changed_params": "; ".join(changed)} if changed else {})
-        for part in _parts([(name, value) for name, value in params.items() if name not in known], PARAMS_PER_CALL):
-            self._log(params=[Param(name, value) for name, value in part])
-        for part in _parts(list(tags.items()), PARAMS_PER_CALL):
-            self._log(tags=[RunTag(name, value) for name, value in part])
+        self._log(
+            params=[Param(name, value) for name, value in params.items() if name not in known],
+            tags=[RunTag(name, value) for name, value in tags.items()],
+        )
 
     def _log_metrics(self, events: Sequence[Event]) -> None:
         from mlflow.entities import Metric
@@ -203,8 +198,7 @@ class Shipment:
             if not isinstance(event.record, Start)
             for name, value in metrics_of(event.record).items()
         ]
-        for part in _parts(metrics, METRICS_PER_CALL):
-            self._log(metrics=part)
+        self._log(metrics=metrics)
 
     def _finish(self, event: Event) -> None:
         from mlflow.entities import RunTag
@@ -246,6 +240,7 @@ class Shipment:
         return self._shipped
 
     def _log(self, **entities: Any) -> None:
+        # The client itself cuts this into calls of the size that a server takes, and waits for each.
         self._tracker.client.log_batch(self._run_id, **entities, synchronous=True)
 
     def _load(self) -> None:
@@ -297,8 +292,3 @@ class Shipment:
         partial.write_text(json.dumps(encode(shipped), indent=2))
         os.replace(partial, path)
         self._shipped = shipped
-
-
-def _parts(items: Sequence[T], size: int) -> Iterator[list[T]]:
-    """Yields `items` in runs of at most `size`."""
-    return (list(items[i : i + size]) for i in range(0, len(items), size))

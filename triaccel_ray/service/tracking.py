@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import getpass
 import http.client
+import logging
 import os
 import re
 import sqlite3
@@ -96,6 +97,8 @@ class Tracker:
             TrackingUnavailableError: the SQLite file cannot be opened, or was made by another version of MLflow.
         """
         _set_environment()
+        # "Creating initial MLflow database tables..." is of no interest to who trains.
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         from mlflow import MlflowClient
 
         if self._path is None:

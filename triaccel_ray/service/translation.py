@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 
 from trainables.registry import load_task
-from trainables.task import Purpose
+from trainables.task import Purpose, Recipe
+from triaccel_ray.config import ControlConfig
 from triaccel_ray.service.options import Thresholds, Training
 from triaccel_ray.service.spec import RunSpec, run_spec
 from triaccel_ray.service.units import parse_bytes
@@ -36,10 +37,24 @@ def spec_from(
 
 
 def command_of(spec: RunSpec) -> str:
-    """Returns the command, ready to paste, that trains with the thresholds of `spec` again."""
-    control = spec.control
+    """Returns the command, ready to paste, that trains with the thresholds of `spec` again, to the last digit.
+
+    Of its other settings it has those that differ from the task's own.
+    """
     words = ["triaccel", "run", spec.task, "--epochs", str(spec.recipe.epochs)]
-    values = {
+    for name, value in {**_thresholds(spec.control), **_not_default(spec)}.items():
+        words += [f"--{name}", str(value)]
+    if spec.memory_budget_bytes is not None:
+        words += ["--memory-budget", f"{spec.memory_budget_bytes}B"]
+    if spec.memory_headroom_bytes is not None:
+        words += ["--memory-headroom", f"{-(-spec.memory_headroom_bytes // 2**20)}MiB"]
+    if spec.data_dir is not None:
+        words += ["--data-dir", spec.data_dir]
+    return shlex.join(words)
+
+
+def _thresholds(control: ControlConfig) -> dict[str, float]:
+    return {
         "tau-low": control.precision.tau_low,
         "tau-high": control.precision.tau_high,
         "rho-low": control.batch.rho_low,
@@ -50,12 +65,31 @@ def command_of(spec: RunSpec) -> str:
         "step-up": control.batch.step_up,
         "step-down": control.batch.step_down,
     }
-    for name, value in values.items():
-        words += [f"--{name}", f"{value:.4g}" if isinstance(value, float) else str(value)]
-    if spec.memory_budget_bytes is not None:
-        words += ["--memory-budget", f"{spec.memory_budget_bytes}B"]
-    if spec.memory_headroom_bytes is not None:
-        words += ["--memory-headroom", f"{-(-spec.memory_headroom_bytes // 2**20)}MiB"]
-    if spec.data_dir is not None:
-        words += ["--data-dir", spec.data_dir]
-    return shlex.join(words)
+
+
+def _not_default(spec: RunSpec) -> dict[str, object]:
+    settings = {"seed": spec.seed, "device": spec.device, **_settings(spec.recipe, spec.control)}
+    try:
+        task = load_task(spec.task, None)
+    except ValueError:  # a user's own task, reported on from elsewhere: its settings are not known here
+        return settings
+    own = {"seed": 0, "device": "auto", **_settings(task.recipe, task.control)}
+    changed = {name: value for name, value in settings.items() if value != own[name]}
+    ladder = ("batch-size", "batch-min", "batch-max")  # one moves the others
+    return changed | ({name: settings[name] for name in ladder} if changed.keys() & set(ladder) else {})
+
+
+def _settings(recipe: Recipe, control: ControlConfig) -> dict[str, object]:
+    return {
+        "lr": recipe.lr,
+        "weight-decay": recipe.weight_decay,
+        "warmup-epochs": recipe.warmup_epochs,
+        "label-smoothing": recipe.label_smoothing,
+        "batch-size": control.batch.start,
+        "batch-min": control.batch.minimum,
+        "batch-max": control.batch.maximum,
+        "lr-rule": control.batch.lr_rule,
+        "t-curv": control.curvature.every_steps,
+        "b-curv": control.curvature.num_samples,
+        "curvature": control.curvature.method,
+    }

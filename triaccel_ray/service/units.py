@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Final
@@ -22,10 +23,10 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = {name.lower(): factor for name, factor in _FACTORS.items()}.get(match[2].lower()) if match else None
-    amount = int(float(match[1]) * unit) if match and unit else 0
-    if amount <= 0:
+    amount = float(match[1]) * unit if match and unit else 0.0
+    if not 1 <= amount < math.inf:
         raise ValueError(f"amount of memory = {text!r}: must be a positive number with a unit, such as 2GiB or 1500MB")
-    return amount
+    return int(amount)
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -33,6 +34,6 @@ def format_bytes(num_bytes: float) -> str:
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= factor:
             return (
-                f"{num_bytes / factor:.3g} {unit}" if num_bytes < 1000 * factor else f"{num_bytes / factor:.0f} {unit}"
+                f"{num_bytes / factor:.3g} {unit}" if num_bytes < 999.5 * factor else f"{num_bytes / factor:.0f} {unit}"
             )
     return f"{num_bytes:.0f} B"

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.tune.search.sample import Categorical, Float
+
+from search_spaces.thresholds import (
+    ANCHOR,
+    BEYOND_DECADES,
+    OPTIONAL,
+    SPACES,
+    Calibration,
+    calibration,
+    search_space,
+    thresholds,
+)
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+
+CONTROL = ControlConfig(every_steps=10, batch=BatchConfig(start=96, minimum=32, maximum=512, granularity=32))
+ALL = tuple(OPTIONAL)
+# What a float32 gradient can have, and a little more.
+VARIANCES = st.lists(st.floats(1e-40, 1e30), min_size=1, max_size=40).map(calibration)
+
+
+def draws(domain: Any) -> st.SearchStrategy[Any]:
+    """Values of one of Tune's domains, its bounds among them."""
+    if isinstance(domain, Categorical):
+        return st.sampled_from(domain.categories)
+    assert isinstance(domain, Float)
+    return st.floats(domain.lower, domain.upper)
+
+
+def samples(space: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Samples of the space with any of the optional dimensions."""
+    required = {name: draws(domain) for name, domain in SPACES[space].items()}
+    optional = {name: draws(domain) for name, domain in OPTIONAL.items()}
+    return st.fixed_dictionaries(required, optional=optional)
+
+
+def assert_ordered(control: ControlConfig) -> None:
+    assert 0.0 <= control.precision.tau_low < control.precision.tau_high
+    assert 0.0 <= control.batch.rho_low < control.batch.rho_high <= 1.0
+    assert control.every_steps >= 1
+
+
+@given(sample=samples("thresholds-absolute"))
+def test_absolute_samples_are_ordered_thresholds(sample: dict[str, Any]) -> None:
+    assert_ordered(thresholds(sample, CONTROL))
+
+
+@given(sample=samples("thresholds"), calibrated_on=VARIANCES)
+def test_calibrated_samples_are_ordered_thresholds(sample: dict[str, Any], calibrated_on: Calibration) -> None:
+    assert_ordered(thresholds(sample, CONTROL, calibrated_on))
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_what_tune_itself_samples_are_ordered_thresholds(space: str) -> None:
+    chance = np.random.RandomState(0)
+    calibrated_on = calibration([1e-7, 1e-5, 1e-5, 1e-3])
+    for _ in range(200):
+        sample = {name: domain.sample(random_state=chance) for name, domain in search_space(space, ALL).items()}
+        assert_ordered(thresholds(sample, CONTROL, calibrated_on))
+
+
+@given(sample=samples("thresholds"), variance=st.floats(1e-40, 1e30), count=st.integers(1, 9))
+def test_equal_variances_still_make_two_thresholds(sample: dict[str, Any], variance: float, count: int) -> None:
+    assert_ordered(thresholds(sample, CONTROL, calibration([variance] * count)))
+
+
+@given(sample=samples("thresholds-absolute"))
+def test_only_the_sampled_dimensions_change(sample: dict[str, Any]) -> None:
+    control = thresholds(sample, CONTROL)
+    assert control.curvature.alpha == sample.get("alpha", CONTROL.curvature.alpha)
+    assert control.curvature.tau_curv == sample.get("tau_curv", CONTROL.curvature.tau_curv)
+    if "t_ctrl" not in sample:
+        assert control.every_steps == CONTROL.every_steps
+    if "batch_steps" not in sample:
+        assert (control.batch.step_up, control.batch.step_down) == (32, 64)
+    assert control.loss_scale == CONTROL.loss_scale
+    assert (control.batch.start, control.batch.granularity) == (96, 32)
+
+
+def test_an_empty_sample_changes_nothing() -> None:
+    control = ControlConfig(
+        every_steps=7,
+        precision=PrecisionConfig(tau_low=1e-9, tau_high=1e-2),
+        curvature=CurvatureConfig(alpha=0.3),
+        batch=BatchConfig(rho_low=0.1, rho_high=0.2),
+    )
+    assert thresholds({}, control) == control
+
+
+def test_each_dimension_by_hand() -> None:
+    sample = {
+        "log10_tau_low": -7.0,
+        "log10_tau_ratio": 2.0,
+        "rho_high": 0.8,
+        "rho_ratio": 0.5,
+        "alpha": 0.5,
+        "tau_curv": 20.0,
+        "t_ctrl": 0.5,
+        "batch_steps": "2:4",
+    }
+    control = thresholds(sample, CONTROL)
+    assert (control.precision.tau_low, control.precision.tau_high) == pytest.approx((1e-7, 1e-5))
+    assert (control.batch.rho_low, control.batch.rho_high) == (0.4, 0.8)
+    assert (control.curvature.alpha, control.curvature.tau_curv) == (0.5, 20.0)
+    assert (control.every_steps, control.batch.step_up, control.batch.step_down) == (5, 64, 128)
+
+
+def test_the_interval_never_falls_below_one_step() -> None:
+    assert thresholds({"t_ctrl": 0.5}, ControlConfig(every_steps=1)).every_steps == 1
+
+
+@given(calibrated_on=VARIANCES, quantiles=st.tuples(st.floats(0, 1), st.floats(0, 1)))
+def test_quantiles_ascend(calibrated_on: Calibration, quantiles: tuple[float, float]) -> None:
+    low, high = sorted(quantiles)
+    assert calibrated_on.quantile(low) <= calibrated_on.quantile(high) * (1 + 1e-12)
+
+
+@given(calibrated_on=VARIANCES)
+def test_quantiles_reach_beyond_what_was_seen_at_either_end(calibrated_on: Calibration) -> None:
+    beyond = 10.0**BEYOND_DECADES
+    assert calibrated_on.quantile(0.0) == pytest.approx(calibrated_on.variances[0] / beyond)
+    assert calibrated_on.quantile(1.0) == pytest.approx(calibrated_on.variances[-1] * beyond)
+
+
+def test_quantiles_interpolate_on_a_logarithmic_scale() -> None:
+    calibrated_on = calibration([1e-2, 1e-6, 1e-4])  # with the ends: -8, -6, -4, -2, 0
+    assert calibrated_on.variances == (1e-6, 1e-4, 1e-2)
+    assert calibrated_on.quantile(0.25) == pytest.approx(1e-6)
+    assert calibrated_on.quantile(0.375) == pytest.approx(1e-5)
+    assert calibrated_on.quantile(0.5) == pytest.approx(1e-4)
+
+
+def test_unusable_variances_are_left_out() -> None:
+    assert calibration([0.0, 1e-3, math.inf, math.nan, -1.0]).variances == (1e-3,)
+
+
+@pytest.mark.parametrize("variances", [[], [0.0, 0.0], [math.nan, math.inf]])
+def test_a_probe_without_variances_is_refused(variances: list[float]) -> None:
+    with pytest.raises(ValueError, match=rf"variances = {len(variances)} values, none positive.*thresholds-absolute"):
+        calibration(variances)
+
+
+@given(calibrated_on=VARIANCES)
+def test_the_calibrated_anchor_keeps_every_layer_in_bf16(calibrated_on: Calibration) -> None:
+    sample = {name: ANCHOR[name] for name in search_space("thresholds")}
+    precision = thresholds(sample, CONTROL, calibrated_on).precision
+    assert all(precision.tau_low <= variance < precision.tau_high for variance in calibrated_on.variances)
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_the_anchor_lies_in_every_dimension(space: str) -> None:
+    for name, domain in search_space(space, ALL).items():
+        assert domain.is_valid(ANCHOR[name]), name
+
+
+def test_optional_dimensions_are_added_on_request() -> None:
+    plain, wide = search_space("thresholds"), search_space("thresholds", ("alpha", "t_ctrl"))
+    assert list(plain) == list(SPACES["thresholds"])
+    assert set(wide) - set(plain) == {"alpha", "t_ctrl"}
+
+
+def test_an_unknown_space_is_refused() -> None:
+    with pytest.raises(ValueError, match="space = 'tresholds': must be one of thresholds, thresholds-absolute"):
+        search_space("tresholds")
+
+
+def test_an_unknown_dimension_is_refused() -> None:
+    with pytest.raises(ValueError, match="dimensions = beta, lr: must be among alpha"):
+        search_space("thresholds", ("lr", "alpha", "beta"))
+
+
+def test_quantiles_without_a_calibration_are_refused() -> None:
+    with pytest.raises(ValueError, match="calibration = None"):
+        thresholds({"tau_low_quantile": 0.2, "tau_high_share": 0.5}, CONTROL)

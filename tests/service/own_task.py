@@ -1,0 +1,99 @@
+"""Modules with tasks of the tests' own, as a user would write them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainables.task import Recipe
+from triaccel_ray.config import BatchConfig, ControlConfig
+from triaccel_ray.service.spec import RunSpec
+
+MODULE = """
+import torch
+from torch import nn
+from tests.build import CPU, blobs, mlp
+from trainables.task import Recipe, Splits, Task
+from triaccel_ray.sources import TensorSource
+from triaccel_ray.config import BatchConfig, ControlConfig
+
+READS = []  # (purpose, index) of every held-out sample that was read
+
+
+class Watched(TensorSource):
+    purpose = None
+
+    def batch(self, indices, generator):
+        READS.extend((self.purpose, index) for index in indices.tolist())
+        return super().batch(indices, generator)
+
+    def to(self, device):
+        return self
+
+
+class Blobs(Task):
+    name = "blobs"
+    recipe = Recipe(epochs=3, lr=0.05, warmup_epochs=1.0)
+    control = ControlConfig(every_steps=2, batch=BatchConfig(start=32, minimum=16, maximum=64, granularity=16,
+                                                             step_up=16, step_down=16))
+
+    def model(self):
+        return mlp(seed=torch.initial_seed())
+
+    def data(self, purpose):
+        held_out = Watched(*blobs(50, seed=1))
+        held_out.purpose = purpose.value
+        return Splits(train=TensorSource(*blobs(160)), held_out=held_out)
+
+
+class Diverging(Blobs):
+    name = "diverging"
+
+    def loss(self, outputs, targets, recipe):
+        return super().loss(outputs, targets, recipe) * float("nan")
+
+
+class Failing(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.linear, self.error = nn.Linear(8, 4), error
+
+    def forward(self, inputs):
+        if self.training:
+            raise self.error
+        return self.linear(inputs)
+
+
+class TooLarge(Blobs):
+    name = "too-large"
+
+    def model(self):
+        return Failing(torch.OutOfMemoryError("not even one sample fits"))
+
+
+class Broken(Blobs):
+    name = "broken"
+
+    def model(self):
+        return Failing(KeyError("a mistake in the model"))
+"""
+
+
+def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Writes the module below `folder`, makes it importable and returns its name, which no other test uses."""
+    name = f"own_tasks_{abs(hash(folder))}"
+    (folder / f"{name}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return name
+
+
+def own_spec(task: str, **settings: object) -> RunSpec:
+    """The spec of a run of one of the tasks above."""
+    control = ControlConfig(
+        every_steps=2, batch=BatchConfig(start=32, minimum=16, maximum=64, granularity=16, step_up=16, step_down=16)
+    )
+    recipe = Recipe(epochs=3, lr=0.05, warmup_epochs=1.0)
+    return RunSpec(**{"task": task, "recipe": recipe, "control": control, "device": "cpu", **settings})  # type: ignore[arg-type]

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import math
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from search_spaces.thresholds import calibration, thresholds
+from tests.search_spaces.test_thresholds import samples
+from trainables.digits import Digits
+from trainables.task import Purpose
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.service import cli
+from triaccel_ray.service.options import Thresholds, Training
+from triaccel_ray.service.spec import RunSpec
+from triaccel_ray.service.translation import command_of, spec_from
+
+BASE = RunSpec(task="digits", recipe=Digits.recipe, control=Digits.control)
+
+
+def typed(command: str) -> RunSpec:
+    """The run that a pasted command describes."""
+    words = shlex.split(command)
+    assert words[0] == "triaccel"
+    run: Any = tyro.cli(cli.Command, prog="triaccel", args=words[1:])
+    assert isinstance(run, cli.Run)
+    return spec_from(run.task, run.training, run.thresholds, method=run.method, seed=run.seed)
+
+
+@settings(max_examples=15)
+@given(sample=samples("thresholds"))
+def test_a_pasted_command_has_the_same_thresholds(sample: dict[str, Any]) -> None:
+    control = thresholds(sample, Digits.control, calibration([2e-9, 3e-7, 3e-7, 1e-4]))
+    assert typed(command_of(replace(BASE, control=control))) == replace(BASE, control=control)
+
+
+def test_thresholds_that_differ_in_the_last_digits_stay_apart() -> None:
+    control = replace(BASE.control, precision=PrecisionConfig(tau_low=1e-6, tau_high=1e-6 * (1 + 1e-6)))
+    assert typed(command_of(replace(BASE, control=control))).control == control
+
+
+def test_settings_beside_the_thresholds_are_kept_too() -> None:
+    spec = replace(
+        BASE,
+        seed=3,
+        recipe=replace(BASE.recipe, epochs=5, lr=0.03, weight_decay=1e-3, warmup_epochs=1.5, label_smoothing=0.05),
+        control=ControlConfig(
+            every_steps=6,
+            curvature=CurvatureConfig(every_steps=50, num_samples=16, tau_curv=math.inf, method="ggn"),
+            batch=BatchConfig(start=64, minimum=32, maximum=512, lr_rule="sqrt"),
+        ),
+        memory_budget_bytes=3 * 2**29,
+        data_dir="/data of mine",
+        device="cpu",
+    )
+    assert typed(command_of(spec)) == spec
+
+
+def test_the_tasks_own_settings_are_not_repeated() -> None:
+    words = shlex.split(command_of(BASE))
+    assert words[:5] == ["triaccel", "run", "digits", "--epochs", "12"]
+    assert not {"--lr", "--batch-size", "--seed", "--device", "--data-dir"} & set(words)
+
+
+def test_a_headroom_is_rounded_up() -> None:
+    spec = typed(command_of(replace(BASE, memory_headroom_bytes=10 * 2**20 + 1)))
+    assert spec.memory_headroom_bytes == 11 * 2**20
+
+
+def test_a_task_that_cannot_be_imported_here_has_all_settings() -> None:
+    words = shlex.split(command_of(replace(BASE, task="not_here.module:Mine")))
+    assert words[2] == "not_here.module:Mine"
+    assert {"--lr", "--batch-size", "--t-curv"} <= set(words)
+
+
+def test_options_become_a_spec(tmp_path: Path) -> None:
+    training = Training(epochs=2, lr=0.2, memory_headroom="64MiB", data_dir=tmp_path, device="cpu", batch_size=64)
+    given_ = Thresholds(tau_low=1e-9, rho_high=0.8, rho_low=0.5, t_ctrl=9, lr_rule="linear")
+    spec = spec_from("digits", training, given_, method="amp", seed=5, purpose=Purpose.FINAL)
+    assert (spec.method, spec.seed, spec.purpose, spec.device) == ("amp", 5, Purpose.FINAL, "cpu")
+    assert (spec.recipe.epochs, spec.recipe.lr, spec.recipe.momentum) == (2, 0.2, Digits.recipe.momentum)
+    assert (spec.memory_budget_bytes, spec.memory_headroom_bytes) == (None, 64 * 2**20)
+    assert spec.control.precision == replace(Digits.control.precision, tau_low=1e-9)
+    assert (spec.control.batch.rho_low, spec.control.batch.rho_high, spec.control.every_steps) == (0.5, 0.8, 9)
+    assert spec.data_dir == str(tmp_path)
+
+
+@given(batch_size=st.integers(1, 2000))
+def test_any_starting_batch_size_has_a_ladder(batch_size: int) -> None:
+    batch = Thresholds().onto(Digits.control, batch_size=batch_size).batch
+    assert 1 <= batch.minimum <= batch.start == batch_size <= batch.maximum
+    assert (batch.start - batch.minimum) % batch.granularity == 0
+
+
+@pytest.mark.parametrize(
+    ("training", "given_", "message"),
+    [
+        (Training(batch_size=0), Thresholds(), "batch start = 0"),
+        (Training(batch_size=-32), Thresholds(), "batch start = -32"),
+        (Training(memory_budget="much"), Thresholds(), "amount of memory = 'much'"),
+        (Training(memory_budget="1GiB", memory_headroom="1GiB"), Thresholds(), "give a budget or a headroom"),
+        (Training(), Thresholds(tau_low=1.0), "tau_low, tau_high"),
+        (Training(), Thresholds(step_up=5), "batch step_up = 5"),
+    ],
+)
+def test_options_that_break_a_rule_are_refused(training: Training, given_: Thresholds, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        spec_from("digits", training, given_, method="triaccel", seed=0)

@@ -1,0 +1,326 @@
+from __future__ import annotations
+
+import gc
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.build import same, values
+from tests.service.own_task import own_spec, write_module
+from trainables.digits import Digits
+from trainables.task import Purpose
+from triaccel_ray.checkpoint import CheckpointError
+from triaccel_ray.events import End, Epoch, LogError, Record, Start, Tick, read_events
+from triaccel_ray.jsonable import decode
+from triaccel_ray.service.spec import RunSpec
+from triaccel_ray.service.worker import (
+    CHECKPOINT,
+    EVENTS,
+    SPEC,
+    NonFiniteLossError,
+    Worker,
+    cause_of,
+    write_atomically,
+)
+
+DIGITS = RunSpec(
+    task="digits",
+    recipe=replace(Digits.recipe, epochs=3, warmup_epochs=1.0),
+    control=replace(
+        Digits.control,
+        # No FP16, which a CPU emulates at a tenth of the speed.
+        precision=replace(Digits.control.precision, tau_low=0.0, tau_high=1e-5),
+        curvature=replace(Digits.control.curvature, every_steps=8),
+    ),
+    device="cpu",
+)
+
+
+class Crew:
+    """Makes workers, and closes those that a test leaves open."""
+
+    def __init__(self) -> None:
+        self._made: list[Worker] = []
+
+    def build(self, spec: RunSpec, folder: Path) -> Worker:
+        self._made.append(Worker(spec, folder))
+        return self._made[-1]
+
+    def start(self, spec: RunSpec, folder: Path) -> Worker:
+        worker = self.build(spec, folder)
+        worker.start()
+        return worker
+
+    def close(self) -> None:
+        for worker in self._made:
+            if hasattr(worker, "loop"):
+                worker.close()
+
+
+@pytest.fixture
+def crew() -> Iterator[Crew]:
+    made = Crew()
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def only_new_objects_collected() -> Iterator[None]:
+    """A worker collects garbage: among all that a test session has imported, half a second each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    return write_module(tmp_path, monkeypatch)
+
+
+def records(folder: Path) -> list[Record]:
+    return [event.record for event in read_events(folder / EVENTS)]
+
+
+def last_of(folder: Path) -> End:
+    end = records(folder)[-1]
+    assert isinstance(end, End)
+    return end
+
+
+def decided(folder: Path) -> list[Any]:
+    """What the log says of decisions and learning; seconds and bytes differ from run to run."""
+    told: list[Any] = []
+    for record in records(folder):
+        if isinstance(record, Tick):
+            seen, made = record.observation, record.decision
+            told.append((seen.step, seen.loss, seen.layers, made.plan, made.state, record.applied))
+        elif isinstance(record, Epoch):
+            told.append((record.epoch, record.step, record.train_loss, record.held_out_accuracy, record.held_out_loss))
+    return told
+
+
+def train(worker: Worker) -> Worker:
+    while not worker.finished:
+        worker.train_epoch()
+    return worker
+
+
+@pytest.mark.parametrize("method", ["triaccel", "amp"])
+def test_a_restored_run_equals_an_uninterrupted_one(crew: Crew, tmp_path: Path, method: str) -> None:
+    spec = replace(DIGITS, method=method, seed=3)
+    whole = train(crew.start(spec, tmp_path / "whole"))
+    expected, weights = whole.finish(), values(whole.loop.model)
+
+    first = crew.start(spec, tmp_path / "parts")
+    first.train_epoch()
+    first.save(tmp_path / "parts" / CHECKPOINT)
+    first.train_epoch()  # lost: written after the checkpoint
+    first.close()
+    second = crew.build(spec, tmp_path / "parts")
+    second.restore(tmp_path / "parts" / CHECKPOINT)
+    results = train(second).finish()
+
+    assert same(values(second.loop.model), weights)
+    assert decided(tmp_path / "parts") == decided(tmp_path / "whole")
+    assert any(isinstance(record, Tick) for record in records(tmp_path / "whole")) == (method == "triaccel")
+    assert [results[name] for name in ("accuracy", "loss", "epochs")] == [
+        expected[name] for name in ("accuracy", "loss", "epochs")
+    ]
+    assert [event.sequence for event in read_events(tmp_path / "parts" / EVENTS)] == list(
+        range(len(records(tmp_path / "whole")))
+    )
+
+
+def test_the_seed_decides(crew: Crew, module: str, tmp_path: Path) -> None:
+    weights = []
+    for number, seed in enumerate((0, 0, 1)):
+        worker = train(crew.start(own_spec(f"{module}:Blobs", seed=seed), tmp_path / str(number)))
+        weights.append(values(worker.loop.model))
+    assert same(weights[0], weights[1])
+    assert not same(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("method", ["triaccel", "fp32"])
+def test_a_final_run_reads_the_held_out_samples_once_at_its_end(
+    crew: Crew, module: str, tmp_path: Path, method: str
+) -> None:
+    worker = crew.start(own_spec(f"{module}:Blobs", method=method, purpose=Purpose.FINAL), tmp_path / "run")
+    reads = sys.modules[module].READS
+    for _ in range(3):
+        record = worker.train_epoch()
+        assert record.held_out_accuracy is record.held_out_loss is record.score is None
+    assert worker.finished
+    assert reads == []
+    with pytest.raises(ValueError, match="no epoch of this run has been judged"):
+        _ = worker.figures
+    results = worker.finish()
+    assert sorted(reads) == [("final", index) for index in range(50)]
+    assert last_of(tmp_path / "run") == End(status="finished", results=results)
+    assert 0.0 <= results["accuracy"] <= 100.0
+
+
+def test_a_search_run_is_judged_after_every_epoch(crew: Crew, module: str, tmp_path: Path) -> None:
+    worker = crew.start(own_spec(f"{module}:Blobs"), tmp_path / "run")
+    for epoch in range(1, 4):
+        record = worker.train_epoch()
+        reads = sys.modules[module].READS
+        assert len(reads) == 50 * epoch
+        assert set(reads) == {("search", index) for index in range(50)}
+        figures = worker.figures
+        assert (figures.accuracy, figures.score) == (record.held_out_accuracy, record.score)
+    results = worker.finish()
+    assert len(reads) == 150  # the last epoch's judgement is the run's
+    assert (results["accuracy"], results["score"]) == pytest.approx((figures.accuracy, figures.score))
+
+
+def test_the_log_tells_the_whole_run(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs", method="dynamic-batch")
+    worker = train(crew.start(spec, tmp_path))
+    assert not worker.ended
+    worker.finish()
+    assert worker.ended
+    start, *between, end = records(tmp_path)
+    assert isinstance(start, Start)
+    assert start.control == spec.method_control
+    assert (start.info["task"], start.info["method"], start.info["seed"]) == (spec.task, "dynamic-batch", "0")
+    assert start.parameters["recipe.lr"] == 0.05
+    assert start.parameters["memory_limit_bytes"] == worker.loop.memory.limit_bytes
+    assert [record.epoch for record in between if isinstance(record, Epoch)] == [1, 2, 3]
+    assert sum(isinstance(record, Tick) for record in between) == worker.loop.num_steps // 2
+    assert isinstance(end, End)
+    assert end.status == "finished"
+    assert decode(RunSpec, json.loads((tmp_path / SPEC).read_text())) == spec
+
+
+@pytest.mark.parametrize("method", ["triaccel", "amp"])
+def test_a_loss_that_is_no_number_ends_the_run(crew: Crew, module: str, tmp_path: Path, method: str) -> None:
+    worker = crew.start(own_spec(f"{module}:Diverging", method=method), tmp_path)
+    with pytest.raises(NonFiniteLossError, match="the training loss of epoch 1 is nan"):
+        worker.train_epoch()
+    end = last_of(tmp_path)
+    assert (end.status, end.cause) == ("failed", "non_finite")
+    assert "nan" in end.message
+    assert worker.ended
+
+
+@pytest.mark.parametrize(
+    ("task", "error", "cause"), [("TooLarge", MemoryError, "out_of_memory"), ("Broken", KeyError, "bug")]
+)
+def test_a_failure_is_in_the_log_with_its_cause(
+    crew: Crew, module: str, tmp_path: Path, task: str, error: type[Exception], cause: str
+) -> None:
+    worker = crew.start(own_spec(f"{module}:{task}", method="fp32"), tmp_path)
+    with pytest.raises((error, RuntimeError)) as caught:
+        worker.train_epoch()
+    assert cause_of(caught.value) == last_of(tmp_path).cause == cause
+
+
+def test_a_run_that_is_cut_short_says_so(crew: Crew, module: str, tmp_path: Path) -> None:
+    worker = crew.start(own_spec(f"{module}:Blobs"), tmp_path)
+    worker.train_epoch()
+    worker.stop()
+    assert last_of(tmp_path) == End(status="stopped")
+
+
+def test_a_folder_with_a_run_is_left_as_it_is(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    crew.start(spec, tmp_path).train_epoch()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(ValueError, match=r"folder .* holds a run already: resume it, or choose another name"):
+        crew.start(replace(spec, seed=1), tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    crew.start(spec, tmp_path).train_epoch()
+    worker = crew.build(spec, tmp_path)
+    worker.start(replace_existing=True)
+    (record,) = records(tmp_path)
+    assert isinstance(record, Start)
+
+
+def saved(crew: Crew, spec: RunSpec, folder: Path) -> Path:
+    worker = crew.start(spec, folder)
+    worker.train_epoch()
+    worker.save(folder / CHECKPOINT)
+    worker.close()
+    return folder / CHECKPOINT
+
+
+def test_a_checkpoint_of_other_settings_is_refused(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    path = saved(crew, spec, tmp_path)
+    before = (tmp_path / EVENTS).read_bytes()
+    with pytest.raises(CheckpointError, match="belongs to a run with other settings"):
+        crew.build(replace(spec, seed=1), tmp_path).restore(path)
+    assert (tmp_path / EVENTS).read_bytes() == before
+
+
+def test_a_log_shorter_than_the_checkpoint_is_refused(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    path = saved(crew, spec, tmp_path)
+    lines = (tmp_path / EVENTS).read_bytes().splitlines(keepends=True)
+    (tmp_path / EVENTS).write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(CheckpointError, match=r"does not fit its run: event log .* it was cut") as caught:
+        crew.build(spec, tmp_path).restore(path)
+    assert isinstance(caught.value.__cause__, LogError)
+
+
+def test_a_missing_or_damaged_checkpoint_is_refused(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    path = saved(crew, spec, tmp_path)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        crew.build(spec, tmp_path).restore(tmp_path / "elsewhere.pt")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        crew.build(spec, tmp_path).restore(path)
+
+
+def test_a_run_without_an_epoch_cannot_be_finished(crew: Crew, module: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="epochs = 0: a run is finished after at least one epoch"):
+        crew.start(own_spec(f"{module}:Blobs"), tmp_path).finish()
+
+
+def test_a_glance_at_a_run(crew: Crew, module: str, tmp_path: Path) -> None:
+    worker = crew.start(own_spec(f"{module}:Blobs"), tmp_path)
+    before = worker.status()
+    assert (before.epoch, before.num_epochs, before.batch_size, before.accuracy) == (0.0, 3, 32, None)
+    worker.train_epoch()
+    after = worker.status()
+    assert (after.epoch, after.accuracy) == (1.0, worker.figures.accuracy)
+    assert after.images_per_second > 0.0
+    assert sum(after.layers_per_precision.values()) == 3
+    assert 0 < after.used_bytes <= after.limit_bytes
+
+
+def test_the_budget_or_headroom_is_the_limit(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    budget = crew.build(replace(spec, memory_budget_bytes=2**33), tmp_path).loop.memory
+    assert budget.limit_bytes == 2**33
+    headroom = crew.build(replace(spec, memory_headroom_bytes=2**26), tmp_path).loop.memory
+    assert headroom.limit_bytes == pytest.approx(headroom.idle_bytes + 2**26, abs=2**25)
+
+
+def test_a_budget_below_the_idle_process_is_refused(crew: Crew, module: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="memory budget = 1 MiB: the process already holds"):
+        crew.build(own_spec(f"{module}:Blobs", memory_budget_bytes=2**20), tmp_path)
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "file", "old")
+    write_atomically(tmp_path / "file", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "new")]
+
+
+def test_causes() -> None:
+    assert cause_of(MemoryError()) == "out_of_memory"
+    assert cause_of(NonFiniteLossError(str(math.nan))) == "non_finite"
+    assert cause_of(RuntimeError("a bug")) == "bug"

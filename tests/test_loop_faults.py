@@ -1,0 +1,156 @@
+"""What a loop survives: too little memory, overflows, measurements and evaluations that do not fit."""
+
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.build import CONFIG, FP16, QUIET, Limited, blobs, cross_entropy, loop_of, mlp
+from triaccel_ray.apply.step import Step
+from triaccel_ray.config import BatchConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.measure.memory import MIB
+from triaccel_ray.plan import FaultKind
+
+
+def test_an_out_of_memory_error_shrinks_the_batch_until_memory_is_back() -> None:
+    model = nn.Sequential(mlp(), Limited(12))
+    loop, ticks = loop_of(model, blobs(240), QUIET)
+    while not any(tick.observation.faults for tick in ticks):
+        loop.step()
+    fault = ticks[-1].observation.faults[0]
+    assert (fault.kind, fault.batch_size, fault.micro_batch_size) == (FaultKind.OUT_OF_MEMORY, 16, 8)
+    assert loop.plan.batch_size == 8
+    model[1].limit = 100
+    first = len(ticks)
+    while loop.plan.batch_size < 16:
+        loop.step()
+    sizes = [tick.applied.plan.batch_size for tick in ticks[first:]]
+    assert sizes == sorted(sizes)
+    assert sizes[:2] == [8, 8]  # capped for a while
+    assert not any(tick.observation.faults for tick in ticks[first:])
+
+
+class Wide(nn.Module):
+    """Two MiB of activations a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 2**18)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.sigmoid(self.linear(inputs))
+
+
+@pytest.mark.parametrize(
+    ("room", "rho_low", "rho_high", "grows"), [(600, 0.05, 0.1, False), (600, 0.9, 1.0, True), (60, 0.9, 1.0, False)]
+)
+def test_the_batch_follows_the_share_of_the_budget(room: int, rho_low: float, rho_high: float, grows: bool) -> None:
+    batch = BatchConfig(
+        start=64, minimum=16, maximum=96, granularity=16, step_up=16, step_down=16, dwell_ticks=0, rho_low=rho_low,
+        rho_high=rho_high,
+    )  # fmt: skip
+    data = (torch.ones(512, 1), torch.zeros(512))
+    budget = psutil.Process().memory_info().rss + room * MIB
+    loop, ticks = loop_of(
+        Wide(),
+        data,
+        replace(QUIET, batch=batch, every_steps=1),
+        loss=lambda outputs, targets: outputs.mean(),
+        memory_budget=budget,
+    )
+    loop.step()
+    loop.step()
+    assert (loop.plan.batch_size > 64) == grows
+    assert all(tick.observation.memory.limit_bytes == budget for tick in ticks)
+    exceeded = [fault for tick in ticks for fault in tick.observation.faults]
+    assert bool(exceeded) == (room == 60)
+    assert all("of a budget of" in fault.detail for fault in exceeded)
+    loop.close()
+
+
+class Moody(Limited):
+    """Fails when it is not training, as a measurement does it."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(1000)
+        self.error = error
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training:
+            raise self.error
+        return inputs
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room for curvature"), MemoryError()])
+def test_a_measurement_that_does_not_fit_is_survived(error: Exception) -> None:
+    loop, ticks = loop_of(nn.Sequential(mlp(), Moody(error)), blobs(240))
+    loop.train_epoch()
+    (fault,) = ticks[1].observation.faults
+    assert (fault.kind, fault.phase, fault.step) == (FaultKind.OUT_OF_MEMORY, "curvature", 8)
+    assert fault.micro_batch_size == 8
+    assert fault.detail == (str(error) or "MemoryError")
+    assert all(layer.eigenvalues is None for tick in ticks for layer in tick.observation.layers)
+    assert ticks[-1].observation.loss < ticks[0].observation.loss
+
+
+def test_other_errors_of_a_measurement_propagate() -> None:
+    loop, _ = loop_of(nn.Sequential(mlp(), Moody(RuntimeError("shapes do not match"))), blobs(240))
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        loop.train_epoch()
+
+
+def test_an_evaluation_that_does_not_fit_is_a_fault_of_the_next_tick() -> None:
+    model = nn.Sequential(mlp(), Limited(8))
+    loop, ticks = loop_of(model, blobs(240), QUIET)
+    model[1].limit = 3
+    assert loop.evaluate(blobs(40)).num_samples == 40
+    model[1].limit = 100
+    tick = loop.tick()
+    assert [(fault.phase, fault.micro_batch_size) for fault in tick.observation.faults] == [
+        ("evaluation", 4),
+        ("evaluation", 2),
+    ]
+    assert ticks == [tick]
+
+
+def test_overflows_are_skipped_and_counted() -> None:
+    config = replace(
+        CONFIG, precision=PrecisionConfig(enabled=False, initial=FP16), curvature=CurvatureConfig(enabled=False)
+    )
+    model = nn.Sequential(nn.Linear(8, 4))
+    loop, ticks = loop_of(
+        model, blobs(240), config, loss=lambda outputs, targets: 1e3 * cross_entropy(outputs, targets)
+    )
+    before = model[0].weight.detach().clone()
+    loop.step()
+    assert torch.equal(model[0].weight, before)
+    for _ in range(19):
+        loop.step()
+    assert 0 < loop.num_skipped < 20
+    assert ticks[-1].observation.num_skipped == loop.num_skipped
+    assert ticks[-1].observation.loss_scale == 2.0 ** (16 - loop.num_skipped)
+    assert not torch.equal(model[0].weight, before)
+    assert model[0].weight.isfinite().all()
+
+
+class Narrow(Step):
+    """A step that can be prepared for two parts at most."""
+
+    def set_parts(self, num_micro_batches: int) -> None:
+        if num_micro_batches > 2:
+            raise RuntimeError("no memory for more parts")
+        super().set_parts(num_micro_batches)
+
+
+def test_a_plan_that_could_not_be_applied_is_a_fault_of_the_next_tick() -> None:
+    loop, ticks = loop_of(nn.Sequential(mlp(), Limited(1)), blobs(240), QUIET)
+    loop._step.__class__ = Narrow
+    while len(ticks) < 2:
+        loop.step()
+    assert ticks[0].decision.plan.num_micro_batches == 4
+    assert ticks[0].applied.plan.num_micro_batches == 1
+    failed = [fault for fault in ticks[1].observation.faults if fault.kind is FaultKind.APPLY_FAILED]
+    assert failed == list(ticks[0].applied.faults)
+    assert [fault.detail for fault in failed] == ["RuntimeError: no memory for more parts"]
