@@ -79,8 +79,6 @@ def _decode_union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
         return None
     if type(data) in (int, bool) and type(data) in kinds:
         return data  # not as the float that it could be read as too
-    if type(data) in kinds:  # an integer stays one where a float would do as well
-        return data
     remaining = [kind for kind in kinds if kind is not type(None)]
     for kind in remaining[:-1]:
         try:
