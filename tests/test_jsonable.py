@@ -78,6 +78,12 @@ def test_not_a_number_survives_json() -> None:
     assert decode(Inner, {"number": "-inf"}).number == -math.inf
 
 
+@pytest.mark.parametrize("setting", [math.inf, -math.inf, 2**60 + 1, 3, 3.0, True, "3", None])
+def test_a_setting_keeps_its_type(setting: Any) -> None:
+    back = decode(Outer, json.loads(json.dumps({**GOOD, "setting": encode(setting)}))).setting
+    assert (back, type(back)) == (setting, type(setting))
+
+
 def test_an_integer_may_stand_for_a_float_where_no_integer_may() -> None:
     number = decode(Inner, {"number": 3}).number
     assert (number, type(number)) == (3.0, float)

@@ -30,8 +30,19 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+        _sync_folder(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Puts a renaming on the disk, where folders can be opened."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -187,3 +187,24 @@ def test_a_real_fp16_overflow_is_found_and_skipped(kind: str) -> None:
     assert overflows[0]
     assert False in overflows
     assert scale.num_skipped.item() == sum(overflows)
+
+
+class CountingSGD(torch.optim.SGD):
+    """Keeps state in its groups, as schedule-free optimizers do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["num_steps"] = group.get("num_steps", 0) + 1
+        return super().step(closure)
+
+
+def test_what_an_optimizer_keeps_in_its_groups_survives_the_splitting():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    layers = find_layers(model)
+    optimizer = CountingSGD(model.parameters(), lr=0.1)
+    layerwise = LayerwiseOptimizer(optimizer, layers)
+    for _ in range(3):
+        model(torch.randn(5, 3)).sum().backward()
+        layerwise.step(1.0, {layers[0].name: 0.5}, loss_scale=None, found_nonfinite=torch.zeros(()))
+    assert [group["num_steps"] for group in optimizer.param_groups] == [3]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1]

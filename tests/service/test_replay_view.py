@@ -44,7 +44,7 @@ def test_other_thresholds_say_where_and_why_they_differ(run: RunRecord) -> None:
     first, *details = verdict(run, other)
     assert first.startswith("first difference at tick 0 (step 50)")
     assert not any("own configuration" in line for line in details)
-    assert any(line.startswith("  batch size: recorded 128, now ") for line in details)
+    assert any(line.startswith("  batch size: recorded 96, now 32") for line in details)
     assert any("because batch" in line and "rho_high 0.02" in line for line in details)
 
 

@@ -45,11 +45,14 @@ class LayerwiseOptimizer:
         `found_nonfinite` is 1: on the device where the optimizer is fused, else by asking the host.
         """
         own_groups = self.optimizer.param_groups
-        self.optimizer.param_groups = [part for group in own_groups for part in self._split(group, lr_factor, lr_scale)]
+        split = [self._split(group, lr_factor, lr_scale) for group in own_groups]
+        self.optimizer.param_groups = [part for parts in split for part in parts]
         try:
             self._step(loss_scale, found_nonfinite)
         finally:
             self.optimizer.param_groups = own_groups
+            for group, parts in zip(own_groups, split, strict=True):
+                _keep_state(group, parts)
 
     def _step(self, loss_scale: Tensor | None, found_nonfinite: Tensor) -> None:
         if loss_scale is None:
@@ -76,6 +79,12 @@ class LayerwiseOptimizer:
             {**group, "params": parameters, "lr": group["lr"] * lr_factor * scale}
             for scale, parameters in by_scale.items()
         ]
+
+
+def _keep_state(group: dict[str, Any], parts: Sequence[dict[str, Any]]) -> None:
+    """Takes over what the optimizer wrote into a group's parts: some count steps or adapt factors there."""
+    for part in parts:
+        group.update({name: value for name, value in part.items() if name not in ("params", "lr")})
 
 
 def _allocate_momentum(optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,168 @@
+"""What a user can get wrong before any work begins: one message, exit status 2, and nothing touched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.service.build import SimulatedRun
+from tests.service.own_task import write_module
+from tests.service.test_record import RUN_SPEC
+from triaccel_ray.jsonable import encode
+from triaccel_ray.service.cli import main
+from triaccel_ray.service.tracking import Tracker
+from triaccel_ray.service.worker import SPEC
+
+MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    # tasks
+    ("run nothing", ("task = 'nothing'", "Bundled are digits", "package.module:Class")),
+    ("run digit", ("did you mean digits",)),
+    ("search no_such_module:Mine", ("task = 'no_such_module:Mine'", "there is no module no_such_module")),
+    ("run {module}:Mine", ("has no Mine", "Blobs")),
+    ("run {module}.py:Blobs", ("must be package.module:Class", "not its file")),
+    # thresholds
+    ("run digits --tau-low 1 --tau-high 0.1", ("tau_low, tau_high = (1.0, 0.1)", "must be smaller", "exchange them")),
+    ("run digits --rho-low 0.9 --rho-high 0.8", ("rho_low, rho_high = (0.9, 0.8)", "must be smaller")),
+    ("run digits --tau-low nan", ("tau_low = nan: must be a number",)),
+    ("run digits --rho-high inf", ("rho_high = inf: must lie in",)),
+    ("search digits --alpha -1", ("alpha = -1.0: must be a finite number >= 0",)),
+    ("run digits --t-ctrl 0", ("every_steps (T_ctrl) = 0: must be",)),
+    ("run digits --step-up 5", ("batch step_up = 5: must be a multiple of granularity = 32",)),
+    ("replay run1 --rho-low 2", ("rho_low = 2.0: must lie in",)),
+    ("replay run1 --reasons -1", ("reasons = -1: must be",)),
+    # training
+    ("run digits --epochs 0", ("epochs = 0: must be",)),
+    ("run digits --lr nan", ("lr = nan: must be",)),
+    ("run digits --batch-size 0", ("batch start = 0: must be",)),
+    ("run digits --seed -1", ("seed = -1: must",)),
+    ("run digits --memory-budget much", ("amount of memory = 'much'", "such as 2GiB")),
+    ("run digits --memory-budget 0GiB", ("amount of memory = '0GiB'", "positive")),
+    ("run digits --memory-budget -1GiB", ("-1GiB",)),
+    ("run digits --memory-budget 1GiB --memory-headroom 1GiB", ("give a budget or a headroom, not both",)),
+    # searches and comparisons
+    ("search digits --trials 0", ("trials = 0: must be",)),
+    ("search digits --margin nan", ("margin = nan: must lie in [0, 100]",)),
+    ("compare digits --seeds 0", ("seeds = 0: must be",)),
+    ("compare digits --methods fp32,sgd", ("method = 'sgd': must be one of fp32, amp",)),
+    ("compare digits --methods ,", ("methods = ''", "one or more")),
+    ("compare digits --methods amp,amp", ("methods = 'amp,amp'", "each once")),
+    # names
+    ("run digits --name run1", ("name = 'run1'", "exists already and is left as it is", "triaccel resume run1")),
+    ("search digits --name run1", ("name = 'run1'", "exists already and is left as it is", "triaccel resume run1")),
+    ("compare digits --name run1", ("name = 'run1'", "exists already and is left as it is", "triaccel resume run1")),
+    ("run digits --name ../elsewhere", ("name = '../elsewhere'", "must begin with a letter or digit")),
+    ("search digits --name a/b", ("name = 'a/b'", "must begin with a letter or digit")),
+    ("compare digits --name ''", ("name = ''", "must begin with a letter or digit")),
+    ("report nobody", ("name = 'nobody'", "there is no folder", "{storage}")),
+    ("replay nobody", ("name = 'nobody'", "there is no folder")),
+    ("resume nobody", ("name = 'nobody'", "there is no folder")),
+    ("resume ../nobody", ("name = '../nobody'", "there is no folder")),
+    ("report ..", ("name = '..'", "must begin with a letter or digit")),
+    # files
+    ("report badlog", ("badlog/events.jsonl, line 1", "the log is damaged")),
+    ("replay badlog", ("badlog/events.jsonl, line 1", "the log is damaged")),
+    ("resume badlog", ("badlog/events.jsonl, line 1", "the log is damaged")),
+    ("report badspec", ("badspec/spec.json cannot be read",)),
+    ("resume badspec", ("badspec/spec.json cannot be read",)),
+    ("report badsearch", ("badsearch/search.json cannot be read", "restore it, or begin a new search")),
+    ("resume badsearch", ("badsearch/search.json cannot be read", "restore it, or begin a new search")),
+    ("resume badtrials", ("trials = 0",)),
+    ("resume badcomparison", ("badcomparison/comparison.json cannot be read", "begin a new comparison")),
+    ("report empty", ("empty holds no run (events.jsonl is missing)",)),
+    ("resume empty", ("empty/spec.json cannot be read",)),
+    # addresses
+    ("run digits --address 127.0.0.1:1", ("address = '127.0.0.1:1'", "no Ray cluster answers", "ray start --head")),
+    ("search digits --address 127.0.0.1:1", ("address = '127.0.0.1:1'", "no Ray cluster answers")),
+    ("compare digits --address ray://127.0.0.1:1", ("address = 'ray://127.0.0.1:1'", "no Ray cluster answers")),
+    ("run digits --address nonsense", ("address = 'nonsense'", "host:port or auto")),
+    ("run digits --address 127.0.0.1:port", ("address = '127.0.0.1:port'", "no Ray cluster answers")),
+    ("run digits --address 127.0.0.1:99999", ("address = '127.0.0.1:99999'", "no Ray cluster answers")),
+    ("run digits --tracking-uri http://127.0.0.1:1", ("tracking uri = 'http://127.0.0.1:1'", "no MLflow server")),
+    (
+        "search digits --tracking-uri http://127.0.0.1:1",
+        ("tracking uri = 'http://127.0.0.1:1'", "leave --tracking-uri"),
+    ),
+    ("ui --tracking-uri ftp://host", ("tracking uri = 'ftp://host'", "must begin with sqlite:///, http://")),
+    ("run digits --tracking-uri sqlite:///{storage}/notes.txt", ("notes.txt'", "is not a SQLite database")),
+    # the argument parser's own
+    ("search digits --space quantiles", ("--space", "thresholds-absolute")),
+    ("search digits --objective speed", ("--objective", "pareto")),
+    ("search digits --also beta", ("--also", "tau_curv")),
+    ("run digits --method sgd", ("--method", "triaccel")),
+    ("run digits --epochs three", ("--epochs", "three")),
+    ("run digits --colour red", ("--colour",)),
+    ("run", ("TASK",)),
+    ("sing", ("sing",)),
+)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Tracker:
+    """A store in existence, for the commands that reach for one before they find what is wrong."""
+    folder = tmp_path_factory.mktemp("store")
+    tracker = Tracker(f"sqlite:///{folder / 'mlflow.db'}", folder / "artifacts")
+    tracker.prepare()
+    return tracker
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Path:
+    """A storage folder with a good run and several damaged ones."""
+    folder = tmp_path / "storage"
+    for name in ("run1", "badlog", "badspec", "badsearch", "badtrials", "badcomparison", "empty"):
+        (folder / name).mkdir(parents=True)
+    for name in ("run1", "badlog", "badspec"):
+        (folder / name / SPEC).write_text(json.dumps(encode(RUN_SPEC)))
+        SimulatedRun(folder / name).complete(epochs=1)
+    (folder / "badlog" / "events.jsonl").write_text("this is not an event\n")
+    (folder / "badspec" / SPEC).write_text("{")
+    (folder / "badsearch" / "search.json").write_text('{"base": 3}')
+    (folder / "badtrials" / "search.json").write_text(json.dumps({"base": encode(RUN_SPEC), "num_trials": 0}))
+    (folder / "badcomparison" / "comparison.json").write_text("no JSON")
+    (folder / "notes.txt").write_text("long enough not to be taken for an empty database file: " * 20)
+    return folder
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    return write_module(tmp_path, monkeypatch)
+
+
+def snapshot(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    """Everything below the folder: a file written again with the same content would show too."""
+    return {path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(("command", "needles"), MESSAGES, ids=[command for command, _ in MESSAGES])
+def test_bad_input_is_named_and_nothing_is_touched(
+    command: str,
+    needles: tuple[str, ...],
+    storage: Path,
+    module: str,
+    store: Tracker,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    places = {"storage": storage, "module": module}
+    words = ["" if word == "''" else word.format(**places) for word in command.split()]
+    if words[0] != "sing":
+        words += ["--storage-path", str(storage)]
+        words += [] if "--tracking-uri" in words else ["--tracking-uri", store.uri]
+    before = snapshot(storage)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert said.out == ""
+    for needle in needles:
+        assert needle.format(**places) in " ".join(said.err.split()) or needle.format(**places) in said.err
+    assert "Traceback" not in said.err
+    assert snapshot(storage) == before
+
+
+def test_the_traceback_can_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRIACCEL_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="epochs = 0"):
+        main(["run", "digits", "--epochs", "0", "--storage-path", str(tmp_path)])

@@ -1,0 +1,225 @@
+"""The commands as a user types them, on a real Ray cluster and a real MLflow store."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import tyro
+from ray.cluster_utils import Cluster
+
+from tests.service.own_task import own_spec, write_module
+from tests.service.stores import Recorded, runs
+from triaccel_ray.events import Tick, read_events
+from triaccel_ray.service import cli
+from triaccel_ray.service.record import read_run
+from triaccel_ray.service.search import best_trial, read_search
+from triaccel_ray.service.tracking import Tracker
+from triaccel_ray.service.translation import command_of, spec_from
+from triaccel_ray.service.worker import CHECKPOINT, EVENTS, Worker
+
+NO_FP16 = ("--tau-low", "0")
+"""A CPU emulates FP16 at a tenth of the speed."""
+PICTURES = {"precision.png", "batch_and_memory.png", "curvature_and_lr.png", "learning_curve.png"}
+
+
+@dataclass(frozen=True)
+class Desk:
+    """Where a user sits: a storage folder with its store, and a cluster."""
+
+    storage: Path
+    address: str
+
+    @property
+    def tracker(self) -> Tracker:
+        return Tracker(f"sqlite:///{self.storage / 'mlflow.db'}", self.storage / "artifacts")
+
+    def type(self, *words: str, cluster: bool = True) -> int:
+        """Carries out a command and returns its exit status."""
+        where = ["--storage-path", str(self.storage), *(["--address", self.address] if cluster else [])]
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*words, *where])
+        assert isinstance(ended.value.code, int)
+        return ended.value.code
+
+    def artifacts(self, run: Recorded) -> set[str]:
+        client = self.tracker.client
+        found: Sequence[str] = [item.path for item in client.list_artifacts(run.id)]
+        return {*found, *(item.path for item in client.list_artifacts(run.id, "figures"))}
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    """One cluster for the whole file, to which the commands connect as to any other."""
+    paths = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = paths
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 0, "include_dashboard": False})
+    yield Desk(storage=tmp_path_factory.mktemp("storage"), address=cluster.address)
+    cluster.shutdown()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture(scope="module")
+def trained(desk: Desk) -> Path:
+    """The folder of a finished run."""
+    words = ("--name", "one", "--epochs", "2", "--t-curv", "8", *NO_FP16)
+    assert desk.type("run", "digits", *words) == 0
+    return desk.storage / "one"
+
+
+def test_a_run_is_trained_and_recorded(desk: Desk, trained: Path) -> None:
+    run = read_run(trained)
+    assert (run.status, len(run.epochs)) == ("finished", 2)
+    assert run.ticks
+    (recorded,) = [each for each in runs(desk.tracker, "triaccel-runs") if each.name == "one"]
+    assert recorded.status == "FINISHED"
+    assert recorded.params["precision.tau_low"] == "0"
+    assert recorded.params["recipe.epochs"] == "2"
+    assert {"val/accuracy", "train/loss", "final/score", "control/batch_size"} <= recorded.keys
+    assert {EVENTS, "spec.json", *(f"figures/{name}" for name in PICTURES)} <= desk.artifacts(recorded)
+
+
+def test_a_report_shows_what_a_run_did(desk: Desk, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (trained / "report.html").unlink()
+    assert desk.type("report", "one", cluster=False) == 0
+    said = capsys.readouterr().out
+    assert "digits, the full control loop, finished" in said
+    assert f"{read_run(trained).epochs[-1].held_out_accuracy:.2f}" in said
+    assert (trained / "report.html").read_text().count("data:image/png;base64") == len(PICTURES)
+
+
+def test_a_replay_tells_where_other_thresholds_differ(
+    desk: Desk, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert desk.type("replay", "one", cluster=False) == 0
+    assert "under its own configuration: every decision is the same" in capsys.readouterr().out
+    other = ("--tau-low", "1e-30", "--tau-high", "1e-29")
+    assert desk.type("replay", str(trained), *other, cluster=False) == 0
+    said = capsys.readouterr().out
+    assert "first difference at tick" in said
+    assert "now fp32" in said
+
+
+def test_resuming_a_finished_run_changes_nothing(desk: Desk, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (trained / EVENTS).read_bytes()
+    assert desk.type("resume", "one") == 0
+    assert "one is finished" in capsys.readouterr().out
+    assert (trained / EVENTS).read_bytes() == before
+    assert len([run for run in runs(desk.tracker, "triaccel-runs") if run.name == "one"]) == 1
+
+
+def test_a_search_end_to_end(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--trials", "3", "--epochs", "3", "--name", "hunt", "--margin", "100", "--device", "cpu")
+    assert desk.type("search", "digits", *words) == 0
+    said = capsys.readouterr().out
+    record = read_search(desk.storage / "hunt")
+    assert len(record.trials) == 3
+    assert all(trial.status in ("finished", "stopped") for trial in record.trials)
+    assert record.prepared is not None
+    assert len(record.prepared.objective.reference) == 3
+    for name in ("FP32", "AMP", *(trial.name for trial in record.trials)):
+        assert name in said
+
+    best = best_trial(record)
+    assert best is not None
+    (pasted,) = [line for line in said.splitlines() if line.startswith("triaccel run")]
+    assert pasted == command_of(best.spec)
+    parsed = tyro.cli(cli.Command, prog="triaccel", args=shlex.split(pasted)[1:])
+    assert isinstance(parsed, cli.Run)
+    spec = spec_from(parsed.task, parsed.training, parsed.thresholds, method=parsed.method, seed=parsed.seed)
+    assert spec.control == best.spec.control
+
+    assert (desk.storage / "hunt" / "figures" / "pareto.png").stat().st_size > 10_000
+    page = (desk.storage / "hunt" / "report.html").read_text()
+    assert best.name in page
+    assert "tau-low" in page
+
+    recorded = {run.name: run for run in runs(desk.tracker, "triaccel-searches")}
+    parent = recorded.pop("hunt")
+    assert set(recorded) == {"fp32", "amp", "probe", *(trial.name for trial in record.trials)}
+    assert parent.status == "FINISHED"
+    assert {"figures/pareto.png", EVENTS} <= desk.artifacts(parent)
+    for run in recorded.values():
+        assert run.tags["mlflow.parentRunId"] == parent.id
+        assert run.status in ("FINISHED", "KILLED")
+        assert run.params["recipe.lr"] == "0.1"
+        assert {"val/accuracy", "score", "seconds_per_epoch", "memory/peak_gb"} <= run.keys
+        assert {EVENTS, "spec.json", "figures/learning_curve.png"} <= desk.artifacts(run)
+
+
+def test_a_comparison_end_to_end(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--methods", "fp32,triaccel", "--seeds", "1", "--epochs", "2", "--name", "versus", *NO_FP16)
+    assert desk.type("compare", "digits", *words) == 0
+    said = capsys.readouterr().out
+    table = (desk.storage / "versus" / "comparison.md").read_text()
+    for method in ("fp32", "triaccel"):
+        run = read_run(desk.storage / "versus" / f"{method}-seed0")
+        assert (run.status, [epoch.held_out_accuracy for epoch in run.epochs]) == ("finished", [None, None])
+        assert run.end is not None
+        assert f"{run.end.results['accuracy']:.4g}" in table
+        assert method in said
+    recorded = {run.name: run for run in runs(desk.tracker, "triaccel-comparisons")}
+    parent = recorded.pop("versus")
+    assert set(recorded) == {"fp32-seed0", "triaccel-seed0"}
+    assert {run.tags["mlflow.parentRunId"] for run in recorded.values()} == {parent.id}
+    assert {run.status for run in (parent, *recorded.values())} == {"FINISHED"}
+
+
+def test_an_interrupted_run_of_a_users_own_task_ends_as_if_it_had_not_been(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    task = f"{write_module(tmp_path, monkeypatch)}:Blobs"
+    own = ("--epochs", "3", "--seed", "2", "--device", "cpu")
+    assert desk.type("run", task, "--name", "whole", *own) == 0
+    whole = read_run(desk.storage / "whole")
+    assert whole.spec == own_spec(task, seed=2)
+
+    cut = desk.storage / "cut"
+    worker = Worker(whole.spec, cut)
+    worker.start()
+    worker.train_epoch()
+    worker.save(cut / CHECKPOINT)
+    worker.close()
+    assert desk.type("resume", "cut") == 0
+
+    resumed = read_run(cut)
+    assert resumed.end is not None
+    assert whole.end is not None
+    for name in ("accuracy", "loss", "epochs"):
+        assert resumed.end.results[name] == whole.end.results[name]
+    assert [epoch.train_loss for epoch in resumed.epochs] == [epoch.train_loss for epoch in whole.epochs]
+    assert _plans(cut) == _plans(desk.storage / "whole")
+
+
+def _plans(folder: Path) -> list[object]:
+    records = [event.record for event in read_events(folder / EVENTS)]
+    return [replace(record.decision, reasons=()) for record in records if isinstance(record, Tick)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("digits", "--memory-budget", "1MiB"), "memory budget = 1 MiB: the process already holds"),
+        (("digits", "--memory-budget", "900TiB"), "memory budget = 943718400 MiB: must be positive and at most the"),
+        (("cifar10-resnet18", "--data-dir", "{tmp}/nowhere"), "nowhere is not an existing folder"),
+    ],
+)
+def test_what_only_the_actor_can_know_is_bad_input_too(
+    desk: Desk, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: Sequence[str], message: str
+) -> None:
+    written = [word.format(tmp=tmp_path) for word in words]
+    before = set(desk.storage.iterdir())
+    assert desk.type("run", *written, "--device", "cpu", "--name", "impossible") == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert "Traceback" not in said.err
+    assert set(desk.storage.iterdir()) == before

@@ -1,0 +1,170 @@
+"""The adapter between Ray Tune and a run, on logical GPUs."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray import tune
+
+from search_spaces.thresholds import calibration
+from tests.service.own_task import own_spec, write_module
+from triaccel_ray.service.objective import Objective
+from triaccel_ray.service.record import read_run, runs_below
+from triaccel_ray.service.trial import FAILED_OBJECTIVE, ThresholdTrial, TrialContext
+
+MEETING_S = 200.0
+"""Two processes that both load torch and Ray, on a machine with other work."""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    return write_module(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def two_gpus(module: str, tmp_path: Path) -> Iterator[None]:
+    paths = os.pathsep.join([str(tmp_path), os.getcwd()])
+    ray.init(
+        num_cpus=2,
+        num_gpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": paths}},
+    )
+    yield
+    ray.shutdown()
+
+
+def context_of(task: str, folder: Path, **settings: Any) -> TrialContext:
+    return TrialContext(
+        spec=own_spec(task, **settings),
+        objective=Objective(name="accuracy"),
+        calibration=calibration([1e-6, 1e-4]),
+        folder=str(folder),
+    )
+
+
+class MeetingTrial(ThresholdTrial):
+    """Reports its GPU and process, and does not begin before a trial on another GPU is there too."""
+
+    def step(self) -> dict[str, Any]:
+        gpu = "-".join(map(str, ray.get_gpu_ids()))
+        meeting = Path(self._context.folder).parent / "meeting"
+        meeting.mkdir(exist_ok=True)
+        (meeting / gpu).touch()
+        deadline = time.monotonic() + MEETING_S
+        while len(list(meeting.iterdir())) < 2:
+            assert time.monotonic() < deadline, "no other trial runs at the same time"
+            time.sleep(0.05)
+        return {**super().step(), "gpu": gpu, "pid": os.getpid()}
+
+
+def test_trials_run_side_by_side_each_on_its_own_gpu_and_reuse_their_actors(
+    module: str, tmp_path: Path, two_gpus: None
+) -> None:
+    context = context_of(f"{module}:Blobs", tmp_path / "trials")
+    rhos = [0.5, 0.6, 0.7, 0.8]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Tune announces its own deprecations
+        results = tune.Tuner(
+            tune.with_resources(tune.with_parameters(MeetingTrial, context=context), {"cpu": 1, "gpu": 1}),
+            param_space={"rho_high": tune.grid_search(rhos), "rho_ratio": 0.5},
+            tune_config=tune.TuneConfig(reuse_actors=True),
+            run_config=tune.RunConfig(name="tune", storage_path=str(tmp_path), verbose=0),
+        ).fit()
+    assert not results.errors
+    ends = [result.metrics for result in results]
+    assert len(ends) == 4
+    assert {end["gpu"] for end in ends} == {"0", "1"}
+    assert len({end["pid"] for end in ends}) == 2  # four trials, two actors
+    assert len({(end["gpu"], end["pid"]) for end in ends}) == 2  # and each keeps its GPU
+    runs = [read_run(folder) for folder in runs_below(tmp_path / "trials")]
+    assert sorted(run.spec.control.batch.rho_high for run in runs) == rhos
+    for run in runs:
+        (end,) = [end for end in ends if end["trial_id"] == run.name]
+        assert run.spec.control.batch.rho_high == end["config"]["rho_high"]
+        assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", [1, 2, 3])
+        assert end["accuracy"] == run.epochs[-1].held_out_accuracy
+        # A reused process begins every run from the same seed.
+        assert run.epochs[0].train_loss == pytest.approx(runs[0].epochs[0].train_loss, rel=1e-6)
+
+
+class LocalTrial(ThresholdTrial):
+    """A trial in this process."""
+
+    context: TrialContext
+
+    def setup(self, config: dict[str, Any], context: TrialContext | None = None) -> None:
+        super().setup(config, self.context)
+
+
+def local_trial(context: TrialContext, config: dict[str, Any]) -> ThresholdTrial:
+    return type("Trial", (LocalTrial,), {"context": context})(config)
+
+
+def test_a_trial_is_a_run_with_the_sampled_thresholds(module: str, tmp_path: Path) -> None:
+    trial = local_trial(context_of(f"{module}:Blobs", tmp_path), {"tau_low_quantile": 0.0, "tau_high_share": 1.0})
+    results = [trial.step() for _ in range(3)]
+    trial.cleanup()
+    assert [(result["epoch"], result["done"]) for result in results] == [(1, False), (2, False), (3, True)]
+    (folder,) = runs_below(tmp_path)
+    run = read_run(folder)
+    assert run.status == "finished"
+    assert run.spec.control.precision.tau_low == pytest.approx(1e-8)
+    assert results[-1]["objective"] == results[-1]["accuracy"] == run.epochs[-1].held_out_accuracy
+
+
+def test_a_trial_that_is_cut_short_says_so_in_its_log(module: str, tmp_path: Path) -> None:
+    trial = local_trial(context_of(f"{module}:Blobs", tmp_path), {"alpha": 0.1})
+    trial.step()
+    trial.cleanup()
+    (folder,) = runs_below(tmp_path)
+    assert read_run(folder).status == "stopped"
+    with pytest.raises(RuntimeError, match="the trial has been cleaned up"):
+        trial.step()
+
+
+def test_a_restored_trial_goes_on(module: str, tmp_path: Path) -> None:
+    context = context_of(f"{module}:Blobs", tmp_path / "trials")
+    first = local_trial(context, {"alpha": 0.1})
+    whole = [first.step()["accuracy"] for _ in range(1)]
+    (tmp_path / "checkpoint").mkdir()
+    first.save_checkpoint(str(tmp_path / "checkpoint"))
+    whole += [first.step()["accuracy"] for _ in range(2)]
+    second = local_trial(context, {"alpha": 0.1})
+    second.load_checkpoint(str(tmp_path / "checkpoint"))
+    assert [second.step()["accuracy"] for _ in range(2)] == whole[1:]
+    first.cleanup()
+    second.cleanup()
+    (folder,) = runs_below(tmp_path / "trials")
+    assert [epoch.epoch for epoch in read_run(folder).epochs] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("task", "cause"), [("Diverging", "non_finite"), ("TooLarge", "out_of_memory")])
+def test_a_configuration_that_cannot_train_is_a_result(module: str, tmp_path: Path, task: str, cause: str) -> None:
+    trial = local_trial(context_of(f"{module}:{task}", tmp_path), {"rho_high": 0.9, "rho_ratio": 0.5})
+    result = trial.step()
+    trial.cleanup()
+    assert result["done"]
+    assert result["objective"] == FAILED_OBJECTIVE < -100.0  # the largest shortfall
+    (folder,) = runs_below(tmp_path)
+    assert read_run(folder).status == f"failed ({cause})"
+
+
+def test_a_mistake_in_a_task_is_an_error(module: str, tmp_path: Path) -> None:
+    trial = local_trial(context_of(f"{module}:Broken", tmp_path), {})
+    with pytest.raises((KeyError, RuntimeError)):
+        trial.step()
+    trial.cleanup()
+
+
+def test_a_trial_without_its_context_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"context = None: pass one by tune.with_parameters"):
+        ThresholdTrial({})
