@@ -138,7 +138,9 @@ def _(command: cli.Ui) -> int:
     if tracker.uri.startswith("http"):
         out.print(f"the tracking server has its own UI: {tracker.display_uri}")
         return 0
-    out.print(f"MLflow UI on http://{command.host}:{command.port} (Ctrl-C ends it), store {tracker.display_uri}")
+    # Without the question mark's part MLflow opens on its pages for chat traces.
+    page = f"http://{command.host}:{command.port}/#/experiments?workflowType=machine_learning"
+    out.print(f"MLflow UI: {page} (Ctrl-C ends it)\nstore: {tracker.display_uri}", soft_wrap=True)
     if command.host not in ("127.0.0.1", "localhost", "::1"):
         err.print(f"--host {command.host}: everybody who reaches this machine can read and delete runs", style="yellow")
     sys.stdout.flush()
