@@ -6,7 +6,6 @@ lies from it, so that tau_low < tau_high and rho_low < rho_high whatever is draw
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -81,10 +80,6 @@ class Calibration:
         position = q * (len(points) - 1)
         below = min(int(position), len(points) - 2)
         return float(10.0 ** (points[below] + (position - below) * (points[below + 1] - points[below])))
-
-    def quantile_of(self, variance: float) -> float:
-        """Returns the share of the probe's variances below `variance`."""
-        return bisect.bisect_left(self.variances, variance) / len(self.variances)
 
 
 def calibration(variances: Sequence[float]) -> Calibration:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import singledispatch
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,10 @@ from triaccel_ray.service.search import SEARCH, SearchSpec, begin_search, best_t
 from triaccel_ray.service.session import checked_name, new_name, open_tracker, recording, tracking_uri_of
 from triaccel_ray.service.shipper import Parent
 from triaccel_ray.service.spec import METHODS, RunSpec
+from triaccel_ray.service.tracking import Tracker
 from triaccel_ray.service.translation import spec_from
 from triaccel_ray.service.views import view_comparison, view_run, view_search
-from triaccel_ray.service.worker import EVENTS
+from triaccel_ray.service.worker import EVENTS, cause_of, require_new
 
 _VERDICT_STYLE: Mapping[Verdict, str] = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}
 
@@ -61,11 +63,6 @@ def _(command: cli.Run) -> int:
         purpose=purpose,
     )
     folder = _storage(command.where) / new_name(command.name, command.task, command.method)
-    if folder.exists():
-        raise ValueError(
-            f"name = {folder.name!r}: {folder} exists already and is left as it is; choose another --name, or go on "
-            f"with `triaccel resume {folder.name}`"
-        )
     return _train(spec, folder, command.where, command.experiment, resume=False)
 
 
@@ -167,6 +164,8 @@ def _(command: cli.Doctor) -> int:
 
 
 def _train(spec: RunSpec, folder: Path, where: Where, experiment: str, *, resume: bool) -> int:
+    if not resume:
+        require_new(folder)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name
     tracker = open_tracker(where.storage_path, where.tracking_uri)
     if resume and read_run(folder).status == "finished":
@@ -186,52 +185,44 @@ def _train(spec: RunSpec, folder: Path, where: Where, experiment: str, *, resume
 
 
 def _search(spec: SearchSpec, folder: Path, where: Where, experiment: str, *, resume: bool) -> int:
+    if not resume:
+        require_new(folder)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name
     tracker = open_tracker(where.storage_path, where.tracking_uri)
     if not resume:
         begin_search(spec, folder)
     info = {"task": spec.base.task, "kind": "search", "space": spec.space, "objective": spec.objective}
-    log = _open_parent_log(folder, spec.base.control, info)
-    try:
-        with recording(tracker, folder, experiment=experiment, parent=Parent(name=folder.name, tags=info)):
-            with cluster(where.address):
-                num_gpus = _num_gpus(spec.base)
-                base = spec.base
-                title = f"{base.task}: baselines and probe"
-                with RunProgress(title, {}) as progress:
-                    prepared = prepare(spec, folder, num_gpus=num_gpus, on_glance=progress.update)
-                with TrialProgress(f"{base.task}: {spec.num_trials} trials", spec.num_trials) as trials:
-                    tune_trials(spec, prepared, folder, num_gpus=num_gpus, callbacks=[trials], resume=resume)
-            record = read_search(folder)
-            view_search(record)
-            best = best_trial(record)
-            results = {} if best is None or best.end is None else best.end.results
-            log.append(End(status="finished", results=results))
-    finally:
-        log.close()
+    with _parent(tracker, folder, experiment, spec.base.control, info) as log:
+        with cluster(where.address):
+            num_gpus = _num_gpus(spec.base)
+            with RunProgress(f"{spec.base.task}: baselines and probe") as progress:
+                prepared = prepare(spec, folder, num_gpus=num_gpus, on_glance=progress.update)
+            with TrialProgress(f"{spec.base.task}: {spec.num_trials} trials", spec.num_trials) as trials:
+                tune_trials(spec, prepared, folder, num_gpus=num_gpus, callbacks=[trials], resume=resume)
+        record = read_search(folder)
+        view_search(record)
+        best = best_trial(record)
+        log.append(End(status="finished", results={} if best is None or best.end is None else best.end.results))
     _point_to(folder, where)
     return 0 if best is not None else 1
 
 
 def _compare(spec: ComparisonSpec, folder: Path, where: Where, experiment: str, *, resume: bool) -> int:
+    if not resume:
+        require_new(folder)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name
     tracker = open_tracker(where.storage_path, where.tracking_uri)
     if not resume:
         begin_comparison(spec, folder)
     _, runs = read_comparison(folder)
     info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.methods)}
-    log = _open_parent_log(folder, spec.base.control, info)
-    try:
-        with recording(tracker, folder, experiment=experiment, parent=Parent(name=folder.name, tags=info)):
-            todo = unfinished(spec, runs)
-            with cluster(where.address), RunProgress(f"{spec.base.task}: comparison", todo) as progress:
-                num_gpus = _num_gpus(spec.base)
-                outcomes = run_all(todo, folder, num_gpus=num_gpus, on_glance=progress.update, resume=True)
-            rows = summaries(*read_comparison(folder))
-            view_comparison(folder, rows)
-            log.append(End(status="finished"))
-    finally:
-        log.close()
+    with _parent(tracker, folder, experiment, spec.base.control, info) as log:
+        todo = unfinished(spec, runs)
+        with cluster(where.address), RunProgress(f"{spec.base.task}: comparison", todo) as progress:
+            num_gpus = _num_gpus(spec.base)
+            outcomes = run_all(todo, folder, num_gpus=num_gpus, on_glance=progress.update, resume=True)
+        view_comparison(folder, summaries(*read_comparison(folder)))
+        log.append(End(status="finished"))
     failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Exception)}
     for name, error in failed.items():
         err.print(f"{name} failed: {error}", style="red", markup=False, soft_wrap=True)
@@ -256,20 +247,35 @@ def _num_gpus(spec: RunSpec) -> float:
     return 1.0 if spec.device != "cpu" and gpus_available() else 0.0
 
 
-def _open_parent_log(folder: Path, control: ControlConfig, info: Mapping[str, str]) -> EventLog:
-    """Returns the log that stands for the whole of a search or comparison, its start record written."""
-    path = folder / EVENTS
-    if path.exists():
-        return EventLog(path, keep=1)
-    log = EventLog(path)
-    log.append(Start(control=control, info=info))
-    return log
+@contextlib.contextmanager
+def _parent(
+    tracker: Tracker, folder: Path, experiment: str, control: ControlConfig, info: Mapping[str, str]
+) -> Iterator[EventLog]:
+    """Yields the log that stands for the whole of a search or comparison, everything below it being recorded.
+
+    Work that is broken off ends the log too, so that nothing stays "running" for ever; `resume` cuts the end away.
+    """
+    log = EventLog(folder / EVENTS, keep=1 if (folder / EVENTS).exists() else 0)
+    if log.num_records == 0:
+        log.append(Start(control=control, info=info))
+    with recording(tracker, folder, experiment=experiment, parent=Parent(name=folder.name, tags=info)):
+        try:
+            yield log
+        except BaseException as error:
+            stopped = isinstance(error, KeyboardInterrupt)
+            end = End(status="stopped") if stopped else End(status="failed", cause=cause_of(error), message=str(error))
+            log.append(end)
+            raise
+        finally:
+            log.close()
 
 
 def _point_to(folder: Path, where: Where) -> None:
     """Says where everything is and how to look at it."""
-    storage = "" if where == Where() else f" --storage-path {where.storage_path}"
-    tracker_uri = tracking_uri_of(where.storage_path, where.tracking_uri)
-    shown = tracker_uri if "@" not in tracker_uri else "the tracking server"
+    own = Where()
+    storage = "" if where.storage_path == own.storage_path else f" --storage-path {where.storage_path}"
+    uri = tracking_uri_of(where.storage_path, where.tracking_uri)
+    shown = uri if "@" not in uri else "the tracking server"
+    tracking = "" if where.tracking_uri is None or "@" in uri else f" --tracking-uri {uri}"
     out.print(f"files: {folder}\nrecorded in: {shown}", soft_wrap=True)
-    out.print(f"look: triaccel ui{storage}    again: triaccel report {folder.name}{storage}", soft_wrap=True)
+    out.print(f"look: triaccel ui{storage}{tracking}    again: triaccel report {folder.name}{storage}", soft_wrap=True)

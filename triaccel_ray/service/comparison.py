@@ -14,7 +14,7 @@ from triaccel_ray.events import LogError
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.service.record import RunRecord, read_run
 from triaccel_ray.service.spec import METHODS, RunSpec
-from triaccel_ray.service.worker import EVENTS, write_atomically
+from triaccel_ray.service.worker import EVENTS, require_new, write_atomically
 
 COMPARISON = "comparison.json"
 ABLATION = ("dynamic-batch", "dynamic-precision", "dynamic-both")
@@ -71,11 +71,7 @@ def begin_comparison(spec: ComparisonSpec, folder: Path) -> None:
     Raises:
         ValueError: the folder exists; nothing is touched.
     """
-    if folder.exists():
-        raise ValueError(
-            f"name = {folder.name!r}: {folder} exists already and is left as it is; choose another --name, or go on "
-            f"with `triaccel resume {folder.name}`"
-        )
+    require_new(folder)
     folder.mkdir(parents=True)
     write_atomically(folder / COMPARISON, json.dumps(encode(spec), indent=2))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from triaccel_ray.service.runs import Glance
-from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.tables import Grid
 from triaccel_ray.service.units import format_bytes
 
@@ -55,11 +54,10 @@ class Progress:
 class RunProgress(Progress):
     """Epochs, images per second, batch size, memory against the limit and precisions of a set of runs."""
 
-    def __init__(self, title: str, specs: Mapping[str, RunSpec]) -> None:
-        """Lists the runs, all waiting."""
+    def __init__(self, title: str, names: Iterable[str] = ()) -> None:
+        """Lists the runs of these names as waiting; others are added when something is known of them."""
         super().__init__(title)
-        self._glances: dict[str, Glance] = {name: Glance(name=name) for name in specs}
-        self._epochs = {name: spec.recipe.epochs for name, spec in specs.items()}
+        self._glances: dict[str, Glance] = {name: Glance(name=name) for name in names}
 
     def update(self, glance: Glance) -> None:
         """Takes in what is newly known of one run."""
@@ -76,13 +74,13 @@ class RunProgress(Progress):
     def _table(self) -> Table:
         table = _plain_table("run", "epoch", "", "images/s", "batch", "memory", "layers", "val. acc.")
         for name, glance in self._glances.items():
-            num_epochs = self._epochs.get(name, 0)
             status = glance.status
             if glance.error is not None:
                 table.add_row(name, Text("failed", style="red"), *[""] * 6)
             elif status is None:
                 table.add_row(name, "waiting", *[""] * 6)
             else:
+                num_epochs = status.num_epochs
                 done = num_epochs if glance.results is not None else status.epoch
                 table.add_row(
                     name,

@@ -23,7 +23,7 @@ from triaccel_ray.service.record import RunRecord, read_run
 from triaccel_ray.service.runs import OnGlance, run_all
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.trial import ThresholdTrial, TrialContext
-from triaccel_ray.service.worker import EVENTS, write_atomically
+from triaccel_ray.service.worker import EVENTS, require_new, write_atomically
 
 T = TypeVar("T")
 
@@ -91,11 +91,7 @@ def begin_search(spec: SearchSpec, folder: Path) -> None:
     Raises:
         ValueError: the folder exists; nothing is touched.
     """
-    if folder.exists():
-        raise ValueError(
-            f"name = {folder.name!r}: {folder} exists already and is left as it is; choose another --name, or go on "
-            f"with `triaccel resume {folder.name}`"
-        )
+    require_new(folder)
     folder.mkdir(parents=True)
     write_atomically(folder / SEARCH, json.dumps(encode(spec), indent=2))
 

@@ -55,6 +55,8 @@ class RunSpec:
         require(self.method in METHODS, "method", self.method, f"must be one of {', '.join(METHODS)}")
         require_number("seed", self.seed, "must lie in [0, 2**31)", low=0, high=2**31 - 1)
         require(self.device in ("auto", "cpu", "cuda"), "device", self.device, "must be one of auto, cpu, cuda")
+        if self.memory_headroom_bytes is not None:
+            require_number("memory headroom (bytes)", self.memory_headroom_bytes, "must be positive", low=1)
         if self.memory_budget_bytes is not None:
             require_number("memory budget (bytes)", self.memory_budget_bytes, "must be positive", low=1)
             require(

@@ -209,10 +209,11 @@ class Worker:
         if state["spec"] != json.dumps(encode(self.spec)):
             raise CheckpointError(f"checkpoint {path} belongs to a run with other settings: resume that one instead")
         try:
+            self.loop.load_state_dict(state["loop"])
+            # Cuts the log back, so last: a state that does not fit must not cost what was recorded.
             self._open_log(keep=state["num_records"])
-        except LogError as error:
+        except (LogError, RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"checkpoint {path} does not fit its run: {error}") from error
-        self.loop.load_state_dict(state["loop"])
         self._epoch_seconds.extend(state["epoch_seconds"])
         if state["last"] is not None:
             self.last = Epoch(**state["last"])
@@ -322,6 +323,19 @@ def _seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def require_new(folder: Path) -> None:
+    """Returns if nothing is at `folder` yet.
+
+    Raises:
+        ValueError: something is; it is left as it is.
+    """
+    if folder.exists():
+        raise ValueError(
+            f"name = {folder.name!r}: {folder} exists already and is left as it is; choose another --name, or go on "
+            f"with `triaccel resume {folder.name}`"
+        )
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.service.own_task import own_spec, write_module
+from triaccel_ray.service.actor import RunActor, original_error
+from triaccel_ray.service.record import read_run
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    return write_module(tmp_path, monkeypatch)
+
+
+def test_an_actor_trains_one_run_and_answers_meanwhile(module: str, tmp_path: Path) -> None:
+    actor = RunActor(own_spec(f"{module}:Blobs"), str(tmp_path / "run"))
+    assert actor.status() is None
+    assert actor.setup(resume=False) == 0
+    assert [actor.train_epoch().epoch for _ in range(3)] == [1, 2, 3]
+    status = actor.status()
+    assert status is not None
+    assert status.epoch == 3.0
+    results = actor.finish()
+    assert actor.status() is None
+    run = read_run(tmp_path / "run")
+    assert run.end is not None
+    assert (run.status, run.end.results) == ("finished", results)
+
+
+def test_an_actor_goes_on_from_the_checkpoint_if_there_is_one(module: str, tmp_path: Path) -> None:
+    spec, folder = own_spec(f"{module}:Blobs"), str(tmp_path / "run")
+    first = RunActor(spec, folder)
+    assert first.setup(resume=True) == 0
+    first.train_epoch()
+    second = RunActor(spec, folder)
+    assert second.setup(resume=True) == 1
+    assert [second.train_epoch().epoch for _ in range(2)] == [2, 3]
+    second.finish()
+    first._get().close()
+
+
+def test_an_actor_must_be_set_up(module: str, tmp_path: Path) -> None:
+    actor = RunActor(own_spec(f"{module}:Blobs"), str(tmp_path / "run"))
+    with pytest.raises(RuntimeError, match="the run is not set up: call setup first"):
+        actor.train_epoch()
+
+
+def test_a_wrapped_error_is_unwrapped() -> None:
+    inner, outer = ValueError("what the actor raised"), RuntimeError("what Ray makes of it")
+    outer.cause = inner  # type: ignore[attr-defined]
+    assert original_error(outer) is inner
+    assert original_error(inner) is inner
