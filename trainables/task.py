@@ -123,4 +123,5 @@ class Task(ABC):
             lr=recipe.lr,
             momentum=recipe.momentum,
             nesterov=recipe.nesterov,
+            fused=True,  # skips an overflow on the device
         )

@@ -38,6 +38,7 @@ class BaselineLoop:
         batch_size: int,
         schedule: Schedule | None = None,
         memory_budget: int | None = None,
+        memory_headroom: int | None = None,
         seed: int = 0,
     ) -> None:
         """Takes the arguments of `ControlLoop`, with the method and batch size instead of thresholds.
@@ -49,7 +50,7 @@ class BaselineLoop:
         self.model, self.optimizer, self._loss = model, optimizer, loss
         self._schedule = schedule
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
-        self.memory = memory_meter(self.device, memory_budget)
+        self.memory = memory_meter(self.device, memory_budget, memory_headroom)
         self.feed = Feed(as_source(data).to(self.device), seed=seed, device=self.device)
         self.memory.require_room()
         self._dtype = torch.float16 if self.device.type == "cuda" else torch.bfloat16
@@ -67,9 +68,9 @@ class BaselineLoop:
         """Optimizer steps done."""
 
     @property
-    def num_skipped(self) -> int:
-        """Steps skipped for an overflow; the scaler halves its scale at each and never says how often."""
-        return 0
+    def num_skipped(self) -> int | None:
+        """Steps skipped for an overflow: None where the scaler skips, for it never says how often."""
+        return None if self._scaler.is_enabled() else 0
 
     @property
     def epoch_seconds_so_far(self) -> float:
@@ -141,7 +142,7 @@ class BaselineLoop:
             "counters": [self.num_steps, self._epoch_steps],
             "epoch_loss": self._epoch_loss.clone(),
             "epoch_seconds": self._clock.seconds(),
-            "memory_peak": self.memory.peak_bytes,
+            "memory_peaks": [self.memory.peak_bytes, self.memory.allocated_peak_bytes],
             "random": random_states(),
         }
 
@@ -154,5 +155,5 @@ class BaselineLoop:
         self.num_steps, self._epoch_steps = state["counters"]
         self._epoch_loss.copy_(state["epoch_loss"])
         self._clock.restore(state["epoch_seconds"])
-        self.memory.peak_bytes = max(self.memory.peak_bytes, state["memory_peak"])
+        self.memory.raise_peaks(*state["memory_peaks"])
         set_random_states(state["random"])

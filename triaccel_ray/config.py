@@ -46,7 +46,7 @@ class PrecisionConfig:
     """Smoothing of the variance, in [0, 1). The paper gives none; 0.9 averages over about 10 steps, well inside one
     control interval, so that a tick sees the interval it ends and not the ones before."""
     dwell_ticks: int = 2
-    """Ticks a layer keeps a precision at least, unless curvature or a fault promotes it; >= 0."""
+    """Ticks a layer keeps a precision at least, unless curvature promotes it; >= 0."""
     patience_ticks: int = 2
     """Consecutive ticks that must ask for a lower precision before a layer is demoted; >= 1. Promotion needs one."""
 

@@ -66,7 +66,8 @@ class Epoch:
     """Largest memory of the process on the device since the run began."""
     allocated_peak_bytes: int
     """The allocator's own peak."""
-    num_skipped: int
+    num_skipped: int | None
+    """Optimizer steps skipped for an overflow; None where that is not known."""
     score: float | None
     """Accuracy / (mean seconds of the last five epochs x peak GB)."""
 
@@ -128,10 +129,14 @@ class EventLog:
         self._file.flush()
         self.num_records += 1
 
-    def close(self) -> None:
-        """Writes everything to the disk and closes the file."""
+    def sync(self) -> None:
+        """Returns once everything is on the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Writes everything to the disk and closes the file."""
+        self.sync()
         self._file.close()
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from triaccel_ray.apply.actuators import Actuators
 from triaccel_ray.apply.evaluate import Evaluation, Metric, count_top1, evaluate
@@ -61,6 +62,7 @@ class ControlLoop:
         config: ControlConfig | None = None,
         schedule: Schedule | None = None,
         memory_budget: int | None = None,
+        memory_headroom: int | None = None,
         seed: int = 0,
         log: EventLog | None = None,
         on_tick: Callable[[Tick], None] | None = None,
@@ -76,6 +78,7 @@ class ControlLoop:
             config: thresholds and intervals; the defaults when None.
             schedule: factor on the learning rates by epoch; a PyTorch scheduler of your own works as well.
             memory_budget: bytes this process may hold on the device; the whole device when None.
+            memory_headroom: in place of a budget, bytes on top of what the process holds before its first batch.
             seed: of the order of the samples, the augmentation and the curvature's samples.
             log: where every tick is appended; nowhere when None.
             on_tick: called with each tick, after it has been logged.
@@ -88,7 +91,7 @@ class ControlLoop:
         self.device = next(model.parameters()).device
         self.model, self._loss, self._log, self._on_tick = model, loss, log, on_tick
         self._schedule = schedule or (lambda epoch: 1.0)
-        self.memory = memory_meter(self.device, memory_budget)
+        self.memory = memory_meter(self.device, memory_budget, memory_headroom)
         self.optimizer = LayerwiseOptimizer(optimizer, self._layers)
         self.feed = Feed(as_source(data).to(self.device), seed=seed, device=self.device)
         self.loss_scale = LossScale(self.config.loss_scale, self.device)
@@ -111,7 +114,7 @@ class ControlLoop:
         )
         self._actuators = Actuators(first.plan, self._precision, self._step)
         self._clock = EpochClock(self.device)
-        self._epoch_loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._epoch_loss = torch.zeros(2, dtype=torch.float64, device=self.device)
         self._epoch_steps = 0
         self.num_steps = 0
         """Optimizer steps done, skipped ones included."""
@@ -152,10 +155,13 @@ class ControlLoop:
         )
         if active:
             self.loss_scale.update(found)
+        loss = torch.stack([outcome.loss_sum, torch.full_like(outcome.loss_sum, outcome.num_samples)])
+        if active:  # a step that overflowed was not made, and its loss may be as infinite as its gradients
+            loss = torch.where(found > 0, 0.0, loss)
         self.num_steps += 1
         self._epoch_steps += 1
-        self._epoch_loss += outcome.loss_sum
-        self.sensors.record_step(outcome.loss_sum, outcome.num_samples, outcome.faults)
+        self._epoch_loss += loss
+        self.sensors.record_step(loss, outcome.faults)
         if self.config.curvature.enabled and self.num_steps % self.config.curvature.every_steps == 0:
             self._measure_curvature()
         if self.num_steps % self.config.every_steps == 0:
@@ -195,7 +201,7 @@ class ControlLoop:
         seconds = self._clock.finish()
         return EpochStats(
             epoch=self.feed.epoch,
-            loss=self._epoch_loss.item() / len(self.feed.source),
+            loss=_mean(self._epoch_loss),
             num_steps=self._epoch_steps,
             num_samples=len(self.feed.source),
             seconds=seconds,
@@ -239,7 +245,7 @@ class ControlLoop:
             "counters": [self.num_steps, self.num_ticks, self._epoch_steps],
             "epoch_loss": self._epoch_loss.clone(),
             "epoch_seconds": self._clock.seconds(),
-            "memory_peak": self.memory.peak_bytes,
+            "memory_peaks": [self.memory.peak_bytes, self.memory.allocated_peak_bytes],
             "random": random_states(),
         }
 
@@ -261,7 +267,7 @@ class ControlLoop:
         self.num_steps, self.num_ticks, self._epoch_steps = state["counters"]
         self._epoch_loss.copy_(state["epoch_loss"])
         self._clock.restore(state["epoch_seconds"])
-        self.memory.peak_bytes = max(self.memory.peak_bytes, state["memory_peak"])
+        self.memory.raise_peaks(*state["memory_peaks"])
         set_random_states(state["random"])
 
     def _measure_curvature(self) -> None:
@@ -286,18 +292,26 @@ class ControlLoop:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            detail = first_line(error)
             fault = Fault(
                 kind=FaultKind.OUT_OF_MEMORY,
                 step=self.num_steps,
                 phase="curvature",
                 micro_batch_size=count,
-                detail=detail,
+                detail=first_line(error),
             )
             self.sensors.record_faults([fault])
-            self.memory.release()
+        else:
+            return
+        # Outside the handler: the traceback no longer holds the attempt's tensors.
+        self.memory.release()
 
     def _device_generator(self) -> torch.Generator:
         """Returns a generator on the device, seeded from the saved one so that a resumed run draws the same."""
         seed = torch.randint(2**31, (), generator=self._curvature_samples).item()
         return torch.Generator(device=self.device).manual_seed(int(seed))
+
+
+def _mean(loss: Tensor) -> float:
+    """Returns sum over number, from the two on the device; NaN when every step of the epoch was skipped."""
+    loss_sum, num_samples = loss.tolist()
+    return float(loss_sum / num_samples) if num_samples else math.nan

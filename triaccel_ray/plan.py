@@ -103,7 +103,7 @@ class Fault:
     step: int
     """Optimizer step during which it happened."""
     phase: str
-    """`forward_backward`, `optimizer`, `evaluation`, `curvature` or `apply`."""
+    """`forward_backward`, `evaluation`, `curvature` or `apply`."""
     batch_size: int = 0
     """Batch size in force; for a plan that could not be applied, the one it wanted."""
     micro_batch_size: int = 0

@@ -48,8 +48,8 @@ def read(sensors: Sensors, tick: int = 4) -> Observation:
 
 def test_a_reading_holds_what_was_seen() -> None:
     sensors = sensors_of()
-    sensors.record_step(torch.tensor(6.0, dtype=torch.float64), 2, [FAULT])
-    sensors.record_step(torch.tensor(2.0, dtype=torch.float64), 6, [])
+    sensors.record_step(torch.tensor([6.0, 2], dtype=torch.float64), [FAULT])
+    sensors.record_step(torch.tensor([2.0, 6], dtype=torch.float64), [])
     sensors.record_faults([FAULT])
     seen = read(sensors)
     assert (seen.step, seen.tick, seen.epoch, seen.plan) == (100, 4, 1.5, PLAN)
@@ -78,7 +78,7 @@ def test_curvature_comes_without_its_padding(estimate: CurvatureEstimate, noise:
 
 def test_a_reading_begins_anew_but_keeps_the_averages() -> None:
     sensors = sensors_of()
-    sensors.record_step(torch.tensor(6.0, dtype=torch.float64), 2, [FAULT])
+    sensors.record_step(torch.tensor([6.0, 2], dtype=torch.float64), [FAULT])
     sensors.record_curvature(ESTIMATE)
     first, second = read(sensors), read(sensors, tick=5)
     assert (second.tick, second.loss, second.faults, second.noise) == (5, None, (), None)
@@ -88,7 +88,7 @@ def test_a_reading_begins_anew_but_keeps_the_averages() -> None:
 
 def test_a_loss_that_is_not_finite_is_reported_as_it_is() -> None:
     sensors = sensors_of()
-    sensors.record_step(torch.tensor(math.inf, dtype=torch.float64), 2, [])
+    sensors.record_step(torch.tensor([math.inf, 2], dtype=torch.float64), [])
     assert read(sensors).loss == math.inf
 
 
@@ -97,7 +97,7 @@ def test_restored_sensors_read_alike(estimate: CurvatureEstimate | None) -> None
     sensors, restored = sensors_of(), sensors_of()
     restored.record_curvature(ESTIMATE)
     restored.record_faults([FAULT, FAULT])
-    sensors.record_step(torch.tensor(6.0, dtype=torch.float64), 2, [FAULT])
+    sensors.record_step(torch.tensor([6.0, 2], dtype=torch.float64), [FAULT])
     if estimate is not None:
         sensors.record_curvature(estimate)
     state: dict[str, Any] = sensors.state_dict()

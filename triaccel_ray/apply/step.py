@@ -146,8 +146,14 @@ class _Snapshot:
 
 
 def _parts(indices: Tensor, num_parts: int) -> Sequence[Tensor]:
-    """Returns `indices` in at most `num_parts` parts of nearly equal size."""
-    return torch.tensor_split(indices, min(num_parts, len(indices)))
+    """Returns `indices` in at most `num_parts` parts of nearly equal size.
+
+    No sample is left alone beside larger parts: batch normalisation could not take it.
+    """
+    parts = torch.tensor_split(indices, min(num_parts, len(indices)))
+    if len(parts[-1]) == 1 < len(parts[0]):
+        return torch.tensor_split(indices, len(indices) // 2)
+    return parts
 
 
 def _as_fp32(outputs: Any) -> Any:

@@ -24,13 +24,14 @@ class BudgetExceededError(MemoryError):
 class MemoryMeter(ABC):
     """Reads what the process holds on its device, remembers the peaks, and keeps it below `limit_bytes`."""
 
-    def __init__(self, budget_bytes: int | None) -> None:
-        """Takes the budget, or the whole device when None.
+    def __init__(self, budget_bytes: int | None, headroom_bytes: int | None = None) -> None:
+        """Takes the budget, the whole device when None; or a headroom, which `require_room` makes a budget of.
 
         Raises:
             ValueError: the budget is not positive, or larger than the device.
         """
         total = self.total_bytes()
+        self._headroom_bytes = headroom_bytes
         if budget_bytes is not None and not 0 < budget_bytes <= total:
             raise ValueError(
                 f"memory budget = {_mib(budget_bytes)}: must be positive and at most the {_mib(total)} of {self.name}"
@@ -44,6 +45,8 @@ class MemoryMeter(ABC):
 
     name: str
     """The device, for messages."""
+    source: str
+    """Where `sample` has its figure from, for the record."""
     allocated_peak_bytes = 0
     """Largest the allocator has held since the run began; 0 where there is no such counter."""
 
@@ -71,11 +74,14 @@ class MemoryMeter(ABC):
     def release(self) -> None:
         """Gives freed memory back to the device."""
 
+    @abstractmethod
     def begin_window(self) -> None:
         """Gives freed memory back and forgets the present window's peak: what follows needs less than what was."""
-        self.release()
-        self.window_peak_bytes = 0
-        self.sample()
+
+    def raise_peaks(self, peak_bytes: int, allocated_peak_bytes: int) -> None:
+        """Takes over the peaks of the part of the run before a checkpoint."""
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        self.allocated_peak_bytes = max(self.allocated_peak_bytes, allocated_peak_bytes)
 
     def require_room(self) -> None:
         """Checks, with model, optimizer and data in place, that the budget leaves anything to compute with.
@@ -85,11 +91,18 @@ class MemoryMeter(ABC):
         """
         self.release()
         used = self.idle_bytes = self.sample()
+        if self._headroom_bytes is not None:
+            self.limit_bytes, self.has_budget = min(used + self._headroom_bytes, self.total_bytes()), True
+            self._enforce()
         if used >= self.limit_bytes:
             raise ValueError(
                 f"memory budget = {_mib(self.limit_bytes)}: the process already holds {_mib(used)} on {self.name} with "
                 "runtime, model, optimizer and data, before the first batch; give a larger budget or a smaller model"
             )
+
+    def _enforce(self) -> None:
+        """Makes the device itself refuse more than `limit_bytes`; a device that cannot is watched by `check`."""
+        return
 
     def _remember(self, used: int) -> int:
         self.window_peak_bytes = max(self.window_peak_bytes, used)
@@ -102,11 +115,13 @@ class ResidentMemory(MemoryMeter):
 
     name = "this machine"
 
-    def __init__(self, budget_bytes: int | None) -> None:
+    source = "resident set"
+
+    def __init__(self, budget_bytes: int | None, headroom_bytes: int | None = None) -> None:
         """Starts a new high-water mark."""
         self._process = psutil.Process()
         _reset_high_water()
-        super().__init__(budget_bytes)
+        super().__init__(budget_bytes, headroom_bytes)
 
     def total_bytes(self) -> int:
         """Returns the machine's physical memory."""
@@ -144,6 +159,13 @@ class ResidentMemory(MemoryMeter):
             used = self.sample()
             raise BudgetExceededError(f"the process holds {_mib(used)} of a budget of {_mib(self.limit_bytes)}")
 
+    def begin_window(self) -> None:
+        """Gives freed memory back and forgets the peak, the kernel's included."""
+        self.release()
+        _reset_high_water()
+        self.window_peak_bytes = 0
+        self.sample()
+
     def release(self) -> None:
         """Returns the heap's free pages to the system, where the C library can."""
         gc.collect()
@@ -153,7 +175,7 @@ class ResidentMemory(MemoryMeter):
 class CudaMemory(MemoryMeter):
     """On a GPU: the driver's figure for this process (NVML), CUDA context and graph pools included."""
 
-    def __init__(self, device: torch.device, budget_bytes: int | None) -> None:
+    def __init__(self, device: torch.device, budget_bytes: int | None, headroom_bytes: int | None = None) -> None:
         """Finds the device in NVML by its UUID, so that CUDA_VISIBLE_DEVICES does not matter, and sets the cap."""
         self._device = device
         properties = torch.cuda.get_device_properties(device)
@@ -162,8 +184,9 @@ class CudaMemory(MemoryMeter):
         self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
         torch.zeros(1, device=device)  # creates the context, so that it counts from the first sample on
         torch.cuda.reset_peak_memory_stats(device)
-        super().__init__(budget_bytes)
-        self._set_cap(budget_bytes)
+        self.source = "nvml process" if self._own_bytes() is not None else "allocator pool, NVML hides processes"
+        super().__init__(budget_bytes, headroom_bytes)
+        self._enforce()
 
     def total_bytes(self) -> int:
         """Returns the device's memory."""
@@ -171,9 +194,14 @@ class CudaMemory(MemoryMeter):
 
     def sample(self) -> int:
         """Returns the driver's figure for this process; where it hides processes, the allocator's pool."""
+        own = self._own_bytes()
+        return self._remember(torch.cuda.memory_reserved(self._device) if own is None else own)
+
+    def _own_bytes(self) -> int | None:
+        """Returns the driver's figure for this process; None in a container that numbers processes otherwise."""
         processes = pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
         own = [p.usedGpuMemory for p in processes if p.pid == os.getpid() and p.usedGpuMemory]
-        return self._remember(int(own[0]) if own else torch.cuda.memory_reserved(self._device))
+        return int(own[0]) if own else None
 
     def refresh_peaks(self) -> int:
         """Returns the driver's figure for this process.
@@ -212,23 +240,34 @@ class CudaMemory(MemoryMeter):
         gc.collect()
         torch.cuda.empty_cache()
 
-    def _set_cap(self, budget_bytes: int | None) -> None:
+    def begin_window(self) -> None:
+        """Gives freed memory back and forgets the peak, the allocator's record of its own pool included."""
+        self.release()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self.window_peak_bytes = 0
+        self.sample()
+
+    def _enforce(self) -> None:
         """Limits the allocator to the budget less what the process holds outside it, the CUDA context above all."""
-        if budget_bytes is None:
+        if not self.has_budget:
             torch.cuda.set_per_process_memory_fraction(1.0, self._device)
             return
         outside = max(self.sample() - torch.cuda.memory_reserved(self._device), 0)
-        if budget_bytes <= outside:
+        if self.limit_bytes <= outside:
             raise ValueError(
-                f"memory budget = {_mib(budget_bytes)}: the CUDA context alone takes {_mib(outside)} on {self.name}"
+                f"memory budget = {_mib(self.limit_bytes)}: the CUDA context alone takes {_mib(outside)} on {self.name}"
             )
         total = torch.cuda.get_device_properties(self._device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min((budget_bytes - outside) / total, 1.0), self._device)
+        torch.cuda.set_per_process_memory_fraction(min((self.limit_bytes - outside) / total, 1.0), self._device)
 
 
-def memory_meter(device: torch.device, budget_bytes: int | None) -> MemoryMeter:
+def memory_meter(
+    device: torch.device, budget_bytes: int | None = None, headroom_bytes: int | None = None
+) -> MemoryMeter:
     """Returns the meter for `device`; see `MemoryMeter` for the errors."""
-    return CudaMemory(device, budget_bytes) if device.type == "cuda" else ResidentMemory(budget_bytes)
+    if device.type == "cuda":
+        return CudaMemory(device, budget_bytes, headroom_bytes)
+    return ResidentMemory(budget_bytes, headroom_bytes)
 
 
 def _load_libc() -> ctypes.CDLL | None:

@@ -33,10 +33,9 @@ class Sensors:
         self._curvature: CurvatureEstimate | None = None
         self._faults: list[Fault] = []
 
-    def record_step(self, loss_sum: Tensor, num_samples: int, faults: Sequence[Fault]) -> None:
-        """Takes in one step's loss (sum over its samples, on the device) and what it survived."""
-        self._losses[0] += loss_sum
-        self._losses[1] += num_samples
+    def record_step(self, loss: Tensor, faults: Sequence[Fault]) -> None:
+        """Takes in one step's loss (sum over its samples, and their number, fp64 [2]) and what it survived."""
+        self._losses += loss
         self._faults.extend(faults)
 
     def record_faults(self, faults: Sequence[Fault]) -> None:

@@ -13,10 +13,9 @@ from typing import Any
 
 from trainables.registry import TASKS, load_task
 from trainables.task import Purpose
-from triaccel_ray.config import ControlConfig
+from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.events import End, EventLog, LogError, Start
 from triaccel_ray.service import cli
-from triaccel_ray.service.actor import original_error
 from triaccel_ray.service.cluster import cluster, gpus_available, require_reachable
 from triaccel_ray.service.comparison import (
     ABLATION,
@@ -33,7 +32,16 @@ from triaccel_ray.service.options import Where
 from triaccel_ray.service.record import read_run, read_spec
 from triaccel_ray.service.replay import reasons_grid, verdict
 from triaccel_ray.service.runs import run_all
-from triaccel_ray.service.search import SEARCH, SearchSpec, begin_search, best_trial, prepare, read_search, tune_trials
+from triaccel_ray.service.search import (
+    SEARCH,
+    TRIALS,
+    SearchSpec,
+    begin_search,
+    best_trial,
+    prepare,
+    read_search,
+    tune_trials,
+)
 from triaccel_ray.service.session import checked_name, new_name, open_tracker, recording, tracking_uri_of
 from triaccel_ray.service.shipper import Parent
 from triaccel_ray.service.spec import METHODS, RunSpec
@@ -68,6 +76,13 @@ def _(command: cli.Run) -> int:
 
 @execute.register
 def _(command: cli.Search) -> int:
+    for name in ("tau_low", "tau_high", "rho_low", "rho_high", *command.also):
+        require(
+            getattr(command.thresholds, name, None) is None,
+            f"--{name.replace('_', '-')}",
+            getattr(command.thresholds, name, None),
+            "a search finds this one itself; leave it out, or train with it by `triaccel run`",
+        )
     base = spec_from(command.task, command.training, command.thresholds, method="triaccel", seed=command.seed)
     folder = _storage(command.where) / new_name(command.name, command.task, command.space)
     spec = SearchSpec(
@@ -178,7 +193,11 @@ def _train(spec: RunSpec, folder: Path, where: Where, experiment: str, *, resume
             outcomes = run_all(specs, folder.parent, num_gpus=_num_gpus(spec), on_glance=progress.update, resume=resume)
     outcome = outcomes[folder.name]
     if isinstance(outcome, Exception):
-        raise original_error(outcome)
+        if cause_of(outcome) == "bug":  # or input that only the actor could judge
+            raise outcome
+        err.print(f"{folder.name} failed ({cause_of(outcome)}): {outcome}", style="red", markup=False, soft_wrap=True)
+        err.print(f"its log and last checkpoint are in {folder}", markup=False, soft_wrap=True)
+        return 1
     view_run(read_run(folder))
     _point_to(folder, where)
     return 0
@@ -197,8 +216,8 @@ def _search(spec: SearchSpec, folder: Path, where: Where, experiment: str, *, re
             num_gpus = _num_gpus(spec.base)
             with RunProgress(f"{spec.base.task}: baselines and probe") as progress:
                 prepared = prepare(spec, folder, num_gpus=num_gpus, on_glance=progress.update)
-            with TrialProgress(f"{spec.base.task}: {spec.num_trials} trials", spec.num_trials) as trials:
-                tune_trials(spec, prepared, folder, num_gpus=num_gpus, callbacks=[trials], resume=resume)
+            with TrialProgress(f"{spec.base.task}: {spec.num_trials} trials", spec.num_trials, folder / TRIALS):
+                tune_trials(spec, prepared, folder, num_gpus=num_gpus, resume=resume)
         record = read_search(folder)
         view_search(record)
         best = best_trial(record)
@@ -221,9 +240,10 @@ def _compare(spec: ComparisonSpec, folder: Path, where: Where, experiment: str, 
         with cluster(where.address), RunProgress(f"{spec.base.task}: comparison", todo) as progress:
             num_gpus = _num_gpus(spec.base)
             outcomes = run_all(todo, folder, num_gpus=num_gpus, on_glance=progress.update, resume=True)
+        failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Exception)}
         view_comparison(folder, summaries(*read_comparison(folder)))
-        log.append(End(status="finished"))
-    failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Exception)}
+        message = f"{len(failed)} of {len(todo)} runs failed: {', '.join(failed)}"
+        log.append(End(status="failed", cause="runs", message=message) if failed else End(status="finished"))
     for name, error in failed.items():
         err.print(f"{name} failed: {error}", style="red", markup=False, soft_wrap=True)
     _point_to(folder, where)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from ray import tune
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from triaccel_ray.events import End, Epoch, parse_event
+from triaccel_ray.score import BYTES_PER_GB
+from triaccel_ray.service.log_tail import LogTail
 from triaccel_ray.service.runs import Glance
+from triaccel_ray.service.shipment import EVENTS
 from triaccel_ray.service.tables import Grid
 from triaccel_ray.service.units import format_bytes
 
@@ -95,53 +100,73 @@ class RunProgress(Progress):
         return table
 
 
-class TrialProgress(Progress, tune.Callback):
-    """The trials of a search as Ray Tune reports them."""
+class TrialProgress(Progress):
+    """The trials of a search, read from their logs: whatever schedules them, a terminal has no part in it."""
 
-    def __init__(self, title: str, num_trials: int) -> None:
-        """Waits for the first trial."""
-        Progress.__init__(self, title)
-        self._num_trials = num_trials
-        self._results: dict[str, Mapping[str, Any]] = {}
+    def __init__(self, title: str, num_trials: int, folder: Path) -> None:
+        """Follows the logs below `folder`, one folder a trial."""
+        super().__init__(title)
+        self._num_trials, self._folder = num_trials, folder
+        self._tails: dict[Path, LogTail] = {}
+        self._last: dict[str, Epoch] = {}
         self._states: dict[str, str] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="trial-progress", daemon=True)
 
-    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Lists the trial."""
-        self._set(trial, "running")
+    def __enter__(self) -> Self:
+        """Starts following, where there is a terminal."""
+        super().__enter__()
+        if self._live is not None:
+            self._thread.start()
+        return self
 
-    def on_trial_result(
-        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Shows the trial's last epoch."""
-        self._results[trial.trial_id] = result
-        self._set(trial, "running")
+        """Stops following, and takes the table away."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        super().__exit__(kind, error, trace)
 
-    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Shows that the trial has ended."""
-        self._set(trial, "done")
+    def _follow(self) -> None:
+        while not self._stopping.wait(1.0):
+            for path in self._folder.glob(f"*/{EVENTS}"):
+                tail = self._tails.setdefault(path, LogTail(path))
+                for lines in tail.blocks():
+                    for line in lines:
+                        self._take(path.parent.name, line)
+            self.show(self._table())
 
-    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Shows that the trial has failed."""
-        self._set(trial, "failed")
+    def _take(self, name: str, line: bytes) -> None:
+        self._states.setdefault(name, "running")
+        if b'"kind":"epoch"' not in line and b'"kind":"end"' not in line:
+            return
+        record = parse_event(line, name).record
+        if isinstance(record, Epoch):
+            self._last[name], self._states[name] = record, "running"
+        elif isinstance(record, End):
+            self._states[name] = record.status
 
-    def _set(self, trial: Any, state: str) -> None:
-        self._states[trial.trial_id] = state
-        table = _plain_table("trial", "state", "epoch", "accuracy", "s/epoch", "peak GB", "score")
+    def _table(self) -> Table:
+        table = _plain_table("trial", "state", "epoch", "accuracy %", "seconds", "batch", "peak GB", "score")
         # Running trials always, of the others the best that fit a small screen.
-        order = sorted(self._states, key=lambda key: (self._states[key] != "running", -self._objective(key)))
-        for key in order[:15]:
-            result = self._results.get(key, {})
-            cells = [_cell(result, name, form) for name, form in _TRIAL_CELLS]
-            table.add_row(key, self._states[key], str(result.get("epoch", "")), *cells)
-        ended = sum(each != "running" for each in self._states.values())
+        order = sorted(self._states, key=lambda name: (self._states[name] != "running", -self._score(name), name))
+        for name in order[:15]:
+            last = self._last.get(name)
+            cells = [""] * 6
+            if last is not None:
+                accuracy = "" if last.held_out_accuracy is None else f"{last.held_out_accuracy:.2f}"
+                cells = [str(last.epoch), accuracy, f"{last.seconds:.2f}", str(last.batch_size)]
+                cells += [f"{last.peak_bytes / BYTES_PER_GB:.3f}", f"{last.score or 0.0:.2f}"]
+            table.add_row(name, self._states[name], *cells)
+        ended = sum(state != "running" for state in self._states.values())
         table.caption = f"{ended} of {self._num_trials} trials done"
-        self.show(table)
+        return table
 
-    def _objective(self, key: str) -> float:
-        return float(self._results.get(key, {}).get("objective", float("-inf")))
-
-
-_TRIAL_CELLS = (("accuracy", "{:.2f}"), ("seconds_per_epoch", "{:.3f}"), ("peak_gb", "{:.3f}"), ("score", "{:.2f}"))
+    def _score(self, name: str) -> float:
+        last = self._last.get(name)
+        return (last.score or 0.0) if last is not None else 0.0
 
 
 def rich_table(grid: Grid, *, title: str = "") -> Table:
@@ -158,10 +183,6 @@ def _plain_table(*columns: str) -> Table:
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < 2 else "right", no_wrap=True)
     return table
-
-
-def _cell(result: Mapping[str, Any], name: str, form: str) -> str:
-    return form.format(result[name]) if name in result else ""
 
 
 def _precisions(counts: Mapping[str, int]) -> str:

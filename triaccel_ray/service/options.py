@@ -111,8 +111,8 @@ class Thresholds:
         if batch_size is not None and batch_size > 0:
             old = control.batch
             rungs_below = min((batch_size - 1) // old.granularity, (old.start - old.minimum) // old.granularity)
-            batch["minimum"] = self.batch_min or batch_size - rungs_below * old.granularity
-            batch["maximum"] = self.batch_max or max(old.maximum, batch_size)
+            batch["minimum"] = batch_size - rungs_below * old.granularity if self.batch_min is None else self.batch_min
+            batch["maximum"] = max(old.maximum, batch_size) if self.batch_max is None else self.batch_max
         precision = {"tau_low": self.tau_low, "tau_high": self.tau_high}
         curvature = {
             "tau_curv": self.tau_curv,

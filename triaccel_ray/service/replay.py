@@ -42,6 +42,12 @@ def verdict(run: RunRecord, control: ControlConfig) -> Iterator[str]:
         )
     result = replay(control, [(tick.observation, tick.decision) for tick in run.ticks])
     same_config = control == run.start.control
+    if same_config and result.diverged_at is None:
+        pairs = zip(result.decisions, run.ticks, strict=True)
+        changed = next((index for index, (now, tick) in enumerate(pairs) if now != tick.decision), None)
+        if changed is not None:
+            yield f"plans are the same, but at tick {changed} what was remembered or the reasons differ from the log"
+            return
     if result.diverged_at is None:
         under = "its own configuration" if same_config else "the other thresholds"
         yield f"{len(run.ticks)} ticks replayed under {under}: every decision is the same"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -128,7 +128,6 @@ def tune_trials(
     folder: Path,
     *,
     num_gpus: float,
-    callbacks: Sequence[tune.Callback] = (),
     resume: bool = False,
 ) -> None:
     """Runs the trials under Ray Tune; with `resume`, those that have not finished.
@@ -149,7 +148,7 @@ def tune_trials(
         if resume and tune.Tuner.can_restore(str(folder / TUNE)):
             tuner = tune.Tuner.restore(str(folder / TUNE), trainable, resume_unfinished=True, restart_errored=True)
         else:
-            tuner = _tuner(spec, trainable, folder, callbacks)
+            tuner = _tuner(spec, trainable, folder)
         tuner.fit()
 
 
@@ -208,7 +207,7 @@ def _prepared(spec: SearchSpec, runs: Mapping[str, RunRecord]) -> Prepared:
     return Prepared(objective=objective, calibration=calibrated_on, headroom_bytes=headroom)
 
 
-def _tuner(spec: SearchSpec, trainable: Any, folder: Path, callbacks: Sequence[tune.Callback]) -> tune.Tuner:
+def _tuner(spec: SearchSpec, trainable: Any, folder: Path) -> tune.Tuner:
     space = search_space(spec.space, spec.optional)
     pareto = spec.objective == "pareto"
     metric: Any = ["accuracy", "seconds_per_epoch", "peak_gb"] if pareto else "objective"
@@ -242,7 +241,6 @@ def _tuner(spec: SearchSpec, trainable: Any, folder: Path, callbacks: Sequence[t
             name=TUNE,
             storage_path=str(folder),
             verbose=0,
-            callbacks=list(callbacks),
             checkpoint_config=tune.CheckpointConfig(
                 num_to_keep=1, checkpoint_frequency=max(spec.base.recipe.epochs // 4, 1), checkpoint_at_end=False
             ),

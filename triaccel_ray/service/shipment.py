@@ -59,6 +59,10 @@ class Shipped:
     """None until MLflow has assigned it."""
     cursor: int = -1
     """Sequence of the last tick or epoch shipped. An end does not count: a resumed run writes on in its place."""
+    cursor_ms: int = -1
+    """Time of the newest tick or epoch shipped."""
+    cursor_step: int = -1
+    """Largest optimizer step of a tick or epoch shipped: what a resumed run does again is on record already."""
     start_ms: int | None = None
     """Time of the start record shipped."""
     end_ms: int | None = None
@@ -127,9 +131,14 @@ class Shipment:
                 self._open(parent_id, event.time_ms)
                 self._ship_start(event.record)
                 self._save(start_ms=event.time_ms)
-        cursor = self._started().cursor
+        before = self._started()
+        steps = [step_of(event.record) for event in events if not isinstance(event.record, Start)]
         self._log_metrics(events)
-        self._save(cursor=max(cursor, events[-1].sequence))
+        self._save(
+            cursor=max(before.cursor, events[-1].sequence),
+            cursor_ms=max(before.cursor_ms, events[-1].time_ms),
+            cursor_step=max([before.cursor_step, *steps]),
+        )
         return len(events)
 
     def _new_event(self, line: bytes, number: int) -> Event | None:
@@ -146,7 +155,14 @@ class Shipment:
         shipped = self._shipped
         if kind == "end" or (shipped and kind == "start" and time_ms == shipped.start_ms):
             return None
-        return None if shipped and kind != "start" and sequence <= shipped.cursor else parse_event(line, where)
+        if shipped is None or kind == "start" or sequence > shipped.cursor:
+            return parse_event(line, where)
+        if time_ms <= shipped.cursor_ms:
+            return None
+        # A resumed run has written on at a sequence that was shipped before: only steps not yet on record are new.
+        event = parse_event(line, where)
+        again = not isinstance(event.record, Start) and step_of(event.record) <= shipped.cursor_step
+        return None if again else event
 
     def _settle(self) -> int:
         """Ends the MLflow run when the log's last record is a new end, or opens it again when there is none now."""

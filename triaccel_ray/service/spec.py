@@ -12,7 +12,7 @@ import torch
 
 from trainables.registry import load_task
 from trainables.task import Purpose, Recipe
-from triaccel_ray.config import BatchConfig, ControlConfig, require, require_number
+from triaccel_ray.config import BatchConfig, ControlConfig, require, require_integer, require_number
 from triaccel_ray.plan import Precision
 
 METHODS: Mapping[str, str] = {
@@ -53,12 +53,13 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         require(self.method in METHODS, "method", self.method, f"must be one of {', '.join(METHODS)}")
+        require_integer("seed", self.seed, low=0)
         require_number("seed", self.seed, "must lie in [0, 2**31)", low=0, high=2**31 - 1)
         require(self.device in ("auto", "cpu", "cuda"), "device", self.device, "must be one of auto, cpu, cuda")
         if self.memory_headroom_bytes is not None:
-            require_number("memory headroom (bytes)", self.memory_headroom_bytes, "must be positive", low=1)
+            require_integer("memory headroom (bytes)", self.memory_headroom_bytes, low=1)
         if self.memory_budget_bytes is not None:
-            require_number("memory budget (bytes)", self.memory_budget_bytes, "must be positive", low=1)
+            require_integer("memory budget (bytes)", self.memory_budget_bytes, low=1)
             require(
                 self.memory_headroom_bytes is None,
                 "memory headroom",

@@ -57,7 +57,7 @@ def run_grid(run: RunRecord) -> Grid:
             f"{epoch.images_per_second:,.0f}",
             str(epoch.batch_size),
             f"{epoch.peak_bytes / 1e9:.3f}",
-            str(epoch.num_skipped),
+            "" if epoch.num_skipped is None else str(epoch.num_skipped),
             "" if epoch.score is None else f"{epoch.score:.2f}",
         ]
         for epoch in run.epochs

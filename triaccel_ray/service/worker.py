@@ -23,10 +23,9 @@ from triaccel_ray.apply.step import Loss, is_out_of_memory
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from triaccel_ray.events import End, Epoch, EventLog, LogError, Record, Start
-from triaccel_ray.jsonable import encode
+from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.layers import forward
 from triaccel_ray.loop import ControlLoop
-from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.plan import Precision
 from triaccel_ray.score import BYTES_PER_GB, TIMED_EPOCHS, efficiency_score, mean_epoch_seconds
 from triaccel_ray.service.objective import Figures
@@ -157,17 +156,23 @@ class Worker:
             raise ValueError("epochs = 0: a run is finished after at least one epoch")
         accuracy, loss = last.held_out_accuracy, last.held_out_loss
         if accuracy is None or loss is None:
-            judged = self._evaluate()
+            try:
+                judged = self._evaluate()
+            except Exception as error:
+                self._append(End(status="failed", cause=cause_of(error), message=str(error)[:500]))
+                raise
             accuracy, loss = judged.accuracy, judged.loss
+        memory = self.loop.memory
+        memory.refresh_peaks()
         results = {
             "accuracy": accuracy,
             "loss": loss,
             "seconds_per_epoch": mean_epoch_seconds(list(self._epoch_seconds)),
-            "peak_gb": last.peak_bytes / BYTES_PER_GB,
-            "allocated_peak_gb": last.allocated_peak_bytes / BYTES_PER_GB,
+            "peak_gb": memory.peak_bytes / BYTES_PER_GB,
+            "allocated_peak_gb": memory.allocated_peak_bytes / BYTES_PER_GB,
             "score": self._score(accuracy),
-            "idle_gb": self.loop.memory.idle_bytes / BYTES_PER_GB,
-            "limit_gb": self.loop.memory.limit_bytes / BYTES_PER_GB,
+            "idle_gb": memory.idle_bytes / BYTES_PER_GB,
+            "limit_gb": memory.limit_bytes / BYTES_PER_GB,
             "epochs": float(last.epoch),
         }
         self._append(End(status="finished", results=results))
@@ -190,6 +195,8 @@ class Worker:
 
     def save(self, path: Path) -> None:
         """Writes a checkpoint that `restore` goes on from."""
+        if self._log is not None:
+            self._log.sync()  # a checkpoint must never count records that a power cut can take
         state = {
             "spec": json.dumps(encode(self.spec)),
             "loop": self.loop.state_dict(),
@@ -216,7 +223,7 @@ class Worker:
             raise CheckpointError(f"checkpoint {path} does not fit its run: {error}") from error
         self._epoch_seconds.extend(state["epoch_seconds"])
         if state["last"] is not None:
-            self.last = Epoch(**state["last"])
+            self.last = decode(Epoch, state["last"])
 
     def status(self) -> Status:
         """Returns a glance at the run; safe to call from another thread while it trains."""
@@ -241,11 +248,8 @@ class Worker:
         model = self._task.model().to(self.device)
         optimizer = self._task.optimizer(model, recipe)
         loss = partial(self._task.loss, recipe=recipe)
-        idle_bytes = self._warm_up(model, loss)
+        self._warm_up(model, loss)
         _seed_everything(spec.seed)
-        budget = spec.memory_budget_bytes
-        if spec.memory_headroom_bytes is not None:
-            budget = idle_bytes + spec.memory_headroom_bytes
         if spec.method in ("fp32", "amp"):
             return BaselineLoop(
                 model,
@@ -255,7 +259,8 @@ class Worker:
                 method="fp32" if spec.method == "fp32" else "amp",
                 batch_size=spec.control.batch.start,
                 schedule=recipe.lr_factor,
-                memory_budget=budget,
+                memory_budget=spec.memory_budget_bytes,
+                memory_headroom=spec.memory_headroom_bytes,
                 seed=spec.seed,
             )
         return ControlLoop(
@@ -265,13 +270,14 @@ class Worker:
             self._splits.train,
             config=spec.method_control,
             schedule=recipe.lr_factor,
-            memory_budget=budget,
+            memory_budget=spec.memory_budget_bytes,
+            memory_headroom=spec.memory_headroom_bytes,
             seed=spec.seed,
             on_tick=self._append,
         )
 
-    def _warm_up(self, model: nn.Module, loss: Loss) -> int:
-        """Returns what the process holds once everything that loads lazily has been loaded.
+    def _warm_up(self, model: nn.Module, loss: Loss) -> None:
+        """Loads everything that loads lazily.
 
         Two samples pass through a copy of the model: libraries, handles and workspaces take hundreds of MiB at the
         first operation, which would otherwise pass for the memory of the first batch.
@@ -279,15 +285,12 @@ class Worker:
         duplicate = copy.deepcopy(model).eval()
         inputs, targets = self._splits.train.to(self.device).batch(torch.arange(2), None)
         loss(forward(duplicate, inputs), targets).backward()
-        del duplicate, inputs, targets
-        meter = memory_meter(self.device, None)
-        meter.release()
-        return meter.sample()
 
     def _start_record(self) -> Start:
         spec = self.spec
         info = {"task": spec.task, "method": spec.method, "seed": str(spec.seed), "purpose": spec.purpose.value}
         recipe: dict[str, Any] = {f"recipe.{name}": value for name, value in encode(spec.recipe).items()}
+        info["memory_source"] = self.loop.memory.source
         return Start(
             control=spec.method_control,
             info={**info, **environment(self.device)},

@@ -26,11 +26,12 @@ def fisher_grams(objective: Objective, layers: Sequence[Layer]) -> Grams:
 def gradient_noise(grams: Grams) -> tuple[Tensor, Tensor]:
     """Returns unbiased |E g|^2 and tr Cov[g_i] of the per-sample gradient over all layers, scalars.
 
-        |E g|^2    = sum_{i != j} S_ij / (b (b - 1)),   not below 0
+        |E g|^2    = sum_{i != j} S_ij / (b (b - 1))
         tr Cov[g]  = (tr S - sum_ij S_ij / b) / (b - 1)
 
     with S the sum of the layers' Gram matrices (McCandlish et al. 2018, appendix A, from two batch sizes; here from
-    all pairs of samples). Cutting the first off at 0 gives up its unbiasedness where noise drowns the gradient.
+    all pairs of samples). Unbiased, so where noise drowns the gradient the first can come out below 0: the average
+    over measurements needs that, and whoever divides by it has to cut it off.
     """
     total = torch.stack([matrix.to(grams.matrices[0]) for matrix in grams.matrices]).sum(dim=0)
     b = len(total)
@@ -39,7 +40,7 @@ def gradient_noise(grams: Grams) -> tuple[Tensor, Tensor]:
     across = (total - torch.diag(total.diagonal())).sum()
     mean_square_norm = across / (b * (b - 1))
     trace_covariance = (trace - (trace + across) / b) / (b - 1)
-    return mean_square_norm.clamp(min=0.0), trace_covariance.clamp(min=0.0)
+    return mean_square_norm, trace_covariance
 
 
 def _head(outputs: Any, objective: Objective) -> tuple[Tensor, Sequence[Tensor | None]]:
