@@ -20,7 +20,7 @@ class Purpose(StrEnum):
     """What a run is for, which decides what data exists for it."""
 
     SEARCH = "search"
-    """Train on the training split, judge on the validation split; the test set is not even opened."""
+    """Train on the training split, judge on the validation split; test samples are not at hand."""
     FINAL = "final"
     """Train on training and validation samples together, judge once, at the end, on the test set."""
 
@@ -96,7 +96,7 @@ class Task(ABC):
 
     @abstractmethod
     def data(self, purpose: Purpose) -> Splits:
-        """Returns the samples for `purpose`; for SEARCH without opening anything that holds test samples.
+        """Returns the samples for `purpose`; for SEARCH without test samples, which no part of the result may hold.
 
         Raises:
             FileNotFoundError: data files are missing; the message names them, and where they are to be had.

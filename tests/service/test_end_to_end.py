@@ -94,7 +94,7 @@ def test_a_run_is_trained_and_recorded(desk: Desk, trained: Path) -> None:
 
 def test_a_report_shows_what_a_run_did(desk: Desk, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (trained / "report.html").unlink()
-    assert desk.type("report", "one", cluster=False) == 0
+    assert desk.type("report", "one") == 0
     said = capsys.readouterr().out
     assert "digits, the full control loop, finished" in said
     assert f"{read_run(trained).epochs[-1].held_out_accuracy:.2f}" in said
@@ -104,10 +104,10 @@ def test_a_report_shows_what_a_run_did(desk: Desk, trained: Path, capsys: pytest
 def test_a_replay_tells_where_other_thresholds_differ(
     desk: Desk, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert desk.type("replay", "one", cluster=False) == 0
+    assert desk.type("replay", "one") == 0
     assert "under its own configuration: every decision is the same" in capsys.readouterr().out
     other = ("--tau-high", "inf")
-    assert desk.type("replay", str(trained), *other, cluster=False) == 0
+    assert desk.type("replay", str(trained), *other) == 0
     said = capsys.readouterr().out
     assert "first difference at tick" in said
     assert "recorded fp32, now bf16" in said
