@@ -9,6 +9,7 @@ from tests.service.build import CONTROL, SimulatedRun
 from tests.service.test_record import RUN_SPEC
 from triaccel_ray.events import End, LogError, Start, Tick
 from triaccel_ray.plan import Precision
+from triaccel_ray.service import cli
 from triaccel_ray.service.record import RunRecord
 from triaccel_ray.service.replay import reasons_grid, verdict
 
@@ -96,3 +97,14 @@ def test_no_reasons_are_shown_on_request(run: RunRecord) -> None:
 def test_a_negative_number_of_reasons_is_refused(run: RunRecord) -> None:
     with pytest.raises(ValueError, match="reasons = -1: must be"):
         reasons_grid(run, most=-1)
+
+
+def test_a_search_is_no_run_to_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trial = tmp_path / "hunt" / "trials" / "one"
+    trial.mkdir(parents=True)
+    (trial / "events.jsonl").write_text("")
+    (tmp_path / "hunt" / "search.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["replay", "hunt", "--storage-path", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "holds many runs; name one of them, such as hunt/trials/one" in capsys.readouterr().err.replace("\n", " ")

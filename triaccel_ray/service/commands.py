@@ -135,7 +135,12 @@ def _(command: cli.Report) -> int:
 
 @execute.register
 def _(command: cli.Replay) -> int:
-    run = read_run(_find(command.name, command.where))
+    folder = _find(command.name, command.where)
+    if (folder / SEARCH).exists() or (folder / COMPARISON).exists():
+        logs = sorted(folder.glob(f"*/**/{EVENTS}"))
+        names = ", ".join(str(path.parent.relative_to(folder.parent)) for path in logs[:3])
+        raise LogError(f"name = {command.name!r}: holds many runs; name one of them, such as {names or 'none yet'}")
+    run = read_run(folder)
     control = command.thresholds.onto(run.start.control)
     lines = list(verdict(run, control))
     out.print(rich_table(reasons_grid(run, most=command.reasons), title=f"{run.name}: decisions and their reasons"))
@@ -257,6 +262,8 @@ def _storage(where: Where) -> Path:
 def _find(name: str, where: Where) -> Path:
     """Returns the folder that `name` means: one in the storage folder, or a path."""
     folder = Path(name) if os.sep in name else _storage(where) / checked_name(name)
+    if os.sep in name and not folder.is_dir():
+        folder = _storage(where) / name
     if not folder.is_dir():
         raise LogError(f"name = {name!r}: there is no folder {folder}; names are the folders in {_storage(where)}")
     return folder.absolute()
