@@ -1,6 +1,11 @@
+import os
+
 import pytest
 import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: the kernels then run on the CPU
 
 torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
 
