@@ -1,0 +1,171 @@
+"""Gradient statistics of ResNet-18 (CIFAR stem) against PyTorch's: `python -m benchmarks.grad_stats`.
+
+Times are per update, from replays of a CUDA graph that goes round several sets of gradients, together far larger than
+the L2 cache. Exits with 1 when a result is wrong. `--compile` adds torch.compile of the plain formula.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+from torch import Tensor
+from torchvision.models import resnet18
+
+from kernels.grad_stats.api import GradStats
+from kernels.multi_tensor import TensorTable
+
+BYTES_PER_SECOND = 4.3e12
+"""What a large copy on the GPU moves here (H200), read and written bytes counted."""
+ROUNDS = 5
+REPLAYS = 100
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one call, in microseconds, one per replay."""
+
+    name: str
+    microseconds: Sequence[float]
+    floor: float
+    """Time in which the fewest possible bytes pass at `BYTES_PER_SECOND`."""
+
+    @property
+    def median(self) -> float:
+        """The median time."""
+        return statistics.median(self.microseconds)
+
+    def __str__(self) -> str:
+        cuts = statistics.quantiles(self.microseconds, n=20)
+        return (
+            f"{self.name:58s} {self.median:8.1f} us  p5-p95 {cuts[0]:7.1f} -{cuts[-1]:7.1f}  n {len(self.microseconds)}"
+            f"  {self.median / self.floor:5.2f} x the floor of {self.floor:.1f} us"
+        )
+
+
+def resnet18_parameters(device: torch.device) -> list[tuple[str, Tensor]]:
+    """Returns names and parameters of ResNet-18 with a 3x3 stem for 10 classes, channels_last."""
+    model = resnet18(num_classes=10)
+    model.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    model.to(device, memory_format=torch.channels_last)
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def time_calls(name: str, calls: Sequence[Callable[[], object]], floor: float) -> Timing:
+    """Returns the time of one call, over replays of a graph that goes round `calls` several times."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(ROUNDS):
+            for call in calls:
+                call()
+    for _ in range(5):
+        graph.replay()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPLAYS)]
+    for begin, end in events:
+        begin.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    times = [1e3 * begin.elapsed_time(end) / (ROUNDS * len(calls)) for begin, end in events]
+    return Timing(name, times, floor)
+
+
+def describe_machine() -> str:
+    """Returns the GPU and the versions that the figures hold for."""
+    return f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, Triton {triton.__version__}"
+
+
+class Case:
+    """Sets of gradients of one dtype, and our statistics of them."""
+
+    def __init__(self, dtype: torch.dtype, num_sets: int, loss_scale: float) -> None:
+        device = torch.device("cuda")
+        named = resnet18_parameters(device)
+        # As the control loop does: a layer is a weight of two or more dimensions.
+        layers = [index for index, (_, parameter) in enumerate(named) if parameter.dim() > 1]
+        groups = [layers.index(index) if index in layers else None for index in range(len(named))]
+        sizes = [parameter.numel() for _, parameter in named]
+        self.layers, self.dtype = layers, dtype
+        self.num_bytes = sum(sizes) * dtype.itemsize
+        self.sets = [
+            [(1e-3 * (0.1 + torch.randn_like(p)) * loss_scale).to(dtype) for _, p in named] for _ in range(num_sets)
+        ]
+        self.tables = [TensorTable(len(sizes), device, sizes=sizes) for _ in self.sets]
+        for table, gradients in zip(self.tables, self.sets, strict=True):
+            table.point_to(gradients)
+        self.loss_scale = torch.tensor(loss_scale, device=device)
+        self.stats = GradStats(sizes, groups, num_groups=len(layers), beta=0.0, device=device)
+
+    def is_right(self) -> bool:
+        """Returns whether variance and the search for non-finite values agree with fp64."""
+        found = self.stats.update(self.tables[0], self.loss_scale).item()
+        variance = torch.stack([self.sets[0][i].double().var(correction=0) for i in self.layers])
+        expected = variance / self.loss_scale.double() ** 2
+        right = bool(((self.stats.average / expected - 1.0).abs() < 2e-6).all()) and found == 0.0
+        self.sets[0][-1][3] = float("inf")
+        found = self.stats.update(self.tables[0], self.loss_scale).item()
+        self.sets[0][-1][3] = 0.0
+        return right and found == 1.0
+
+
+def tensor_by_tensor(gradients: list[Tensor], layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Returns variances of the layers and the largest magnitude of each tensor, with PyTorch's own reductions."""
+    largest = torch.stack([norm.float() for norm in torch._foreach_norm(gradients, float("inf"))])
+    return torch.stack([torch.var_mean(gradients[i].float(), correction=0)[0] for i in layers]), largest
+
+
+def foreach_norms(gradients: list[Tensor], layers: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Returns norms of order 2 and infinity: less than the variance needs, but all that foreach offers."""
+    return torch._foreach_norm(gradients, 2), torch._foreach_norm(gradients, float("inf"))
+
+
+def compare(case: Case, with_compile: bool) -> None:
+    """Prints the times of one case."""
+    calls: dict[str, list[Callable[[], object]]] = {
+        "kernels.grad_stats": [partial(case.stats.update, table, case.loss_scale) for table in case.tables]
+    }
+    peers: dict[str, Callable[..., object]] = {
+        "torch._foreach_norm, 2 and inf": foreach_norms,
+        "torch.var_mean by layer + _foreach_norm": tensor_by_tensor,
+    }
+    if with_compile:
+        peers["torch.compile of the latter"] = torch.compile(tensor_by_tensor)
+    for name, peer in peers.items():
+        calls[name] = [partial(peer, gradients, case.layers) for gradients in case.sets]
+    print(f"{case.dtype} gradients".removeprefix("torch."))
+    for name, each in calls.items():
+        print(time_calls(f"  {name}", each, 1e6 * case.num_bytes / BYTES_PER_SECOND), flush=True)
+
+
+def main() -> int:
+    """Prints the figures; returns 1 when a result is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--compile", action="store_true", help="also time torch.compile of the plain formula")
+    with_compile = parser.parse_args().compile
+    if not torch.cuda.is_available():
+        print("needs an NVIDIA GPU")
+        return 1
+    torch.manual_seed(0)
+    print(describe_machine())
+    for dtype, num_sets, loss_scale in ((torch.float32, 6, 1.0), (torch.float16, 12, 2.0**14)):
+        case = Case(dtype, num_sets, loss_scale)
+        if not case.is_right():
+            print(f"WRONG: statistics of {dtype} gradients do not agree with fp64")
+            return 1
+        compare(case, with_compile)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""Optimizer steps of ResNet-18 (CIFAR stem) against PyTorch's fused ones: `python -m benchmarks.optimizer_step`.
+
+Times are per step, from replays of a CUDA graph that goes round several sets of tensors, together far larger than the
+L2 cache. Exits with 1 when a result is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from benchmarks.grad_stats import BYTES_PER_SECOND, describe_machine, foreach_norms, resnet18_parameters, time_calls
+from kernels.grad_stats.api import GradStats
+from kernels.multi_tensor import TensorTable
+from kernels.optimizer_step.api import AdamWHyperparameters, AdamWStep, SgdHyperparameters, SgdStep
+
+DEVICE = torch.device("cuda")
+NUM_SETS = 4
+LR, WEIGHT_DECAY, MOMENTUM, BETAS, EPS = 1e-3, 5e-4, 0.9, (0.9, 0.999), 1e-8
+
+
+def table_of(tensors: Sequence[Tensor | None]) -> TensorTable:
+    """Returns a table that names the tensors."""
+    table = TensorTable(len(tensors), DEVICE)
+    table.point_to(tensors)
+    return table
+
+
+class TensorSet:
+    """One model's parameters, gradients, state and copies."""
+
+    def __init__(self, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
+        self.parameters = [parameter for _, parameter in resnet18_parameters(DEVICE)]
+        self.gradients = [torch.randn_like(p).to(gradient_dtype) for p in self.parameters]
+        self.fp32_gradients = [torch.empty_like(p) for p in self.parameters]
+        self.first, self.second = ([torch.zeros_like(p) for p in self.parameters] for _ in range(2))
+        self.steps = [torch.zeros((), device=DEVICE) for _ in self.parameters]
+        # Biases and normalisation parameters stay fp32: no copy.
+        self.copies = [
+            None if copy_dtype is None or p.dim() == 1 else torch.full_like(p, float("nan"), dtype=copy_dtype)
+            for p in self.parameters
+        ]
+        names = ("parameters", "gradients", "first", "second", "steps", "copies")
+        self.table = {name: table_of(getattr(self, name)) for name in names}
+
+    def num_bytes(self, passes_over_fp32: int) -> int:
+        """Returns the fewest bytes of a step: fp32 tensors read or written, gradients read, copies written."""
+        fp32 = passes_over_fp32 * sum(4 * p.numel() for p in self.parameters)
+        return fp32 + sum(t.numel() * t.itemsize for t in (*self.gradients, *self.copies) if t is not None)
+
+
+class Ours:
+    """The kernels' step over one set."""
+
+    def __init__(self, name: str, tensors: TensorSet) -> None:
+        n, sizes = len(tensors.parameters), [p.numel() for p in tensors.parameters]
+        self.tensors = tensors
+        self.by = {
+            "lr_factor": torch.ones((), device=DEVICE),
+            "loss_scale": torch.ones((), device=DEVICE),
+            "found_nonfinite": torch.zeros((), device=DEVICE),
+        }
+        self.sgd, self.adamw = SgdStep(sizes, DEVICE), AdamWStep(sizes, DEVICE)
+        self.sgd_values, self.adamw_values = SgdHyperparameters(n, DEVICE), AdamWHyperparameters(n, DEVICE)
+        both = {"lr": [LR] * n, "weight_decay": [WEIGHT_DECAY] * n}
+        self.sgd_values.set(**both, momentum=[MOMENTUM] * n, nesterov=[True] * n)
+        self.adamw_values.set(**both, beta1=[BETAS[0]] * n, beta2=[BETAS[1]] * n, eps=[EPS] * n, decoupled=[True] * n)
+        self.step = self._sgd if name == "SGD" else self._adamw
+        layers = [index for index, p in enumerate(tensors.parameters) if p.dim() > 1]
+        groups = [layers.index(index) if index in layers else None for index in range(n)]
+        self.stats = GradStats(sizes, groups, num_groups=len(layers), beta=0.9, device=DEVICE)
+
+    def _sgd(self) -> None:
+        table = self.tensors.table
+        self.sgd.step(
+            table["parameters"], table["gradients"], table["first"], table["copies"], self.sgd_values, **self.by
+        )
+
+    def _adamw(self) -> None:
+        table = self.tensors.table
+        self.adamw.step(
+            table["parameters"], table["gradients"], (table["first"], table["second"]), table["steps"],
+            table["copies"], self.adamw_values, **self.by,
+        )  # fmt: skip
+
+    def step_with_statistics(self) -> None:
+        """Statistics, then the step that they may skip."""
+        self.by["found_nonfinite"] = self.stats.update(self.tensors.table["gradients"], self.by["loss_scale"])
+        self.step()
+
+
+class Peer:
+    """PyTorch's fused step over one set, with the casts that it needs where precisions differ."""
+
+    def __init__(self, name: str, tensors: TensorSet, *, groups_per_tensor: bool = False) -> None:
+        self.tensors = tensors
+        parameters = [torch.nn.Parameter(p) for p in tensors.parameters]
+        groups = [{"params": [p]} for p in parameters] if groups_per_tensor else [{"params": parameters}]
+        self.optimizer: torch.optim.Optimizer
+        if name == "SGD":
+            self.optimizer = torch.optim.SGD(
+                groups, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, nesterov=True, fused=True
+            )
+        else:
+            self.optimizer = torch.optim.AdamW(
+                groups, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True, capturable=True
+            )
+        for p, first, second, step in zip(parameters, tensors.first, tensors.second, tensors.steps, strict=True):
+            self.optimizer.state[p] = (
+                {"momentum_buffer": first} if name == "SGD" else {"step": step, "exp_avg": first, "exp_avg_sq": second}
+            )
+        self.is_fp32 = tensors.gradients[0].dtype is torch.float32
+        for p, own, cast in zip(parameters, tensors.gradients, tensors.fp32_gradients, strict=True):
+            p.grad = own if self.is_fp32 else cast
+        pairs = [(c, p.detach()) for c, p in zip(tensors.copies, parameters, strict=True) if c is not None]
+        self.copies, self.copied = [c for c, _ in pairs], [p for _, p in pairs]
+
+    def step(self) -> None:
+        """One step."""
+        if not self.is_fp32:
+            torch._foreach_copy_(self.tensors.fp32_gradients, self.tensors.gradients)
+        self.optimizer.step()
+        if self.copies:
+            torch._foreach_copy_(self.copies, self.copied)
+
+    def step_with_statistics(self) -> None:
+        """Norms, which are less than the statistics, then the step."""
+        foreach_norms(self.tensors.gradients, [])
+        self.step()
+
+
+def is_right(name: str, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
+    """Returns whether three of our steps are as near to fp64 as PyTorch's, and copies are what they should be."""
+    torch.manual_seed(0)
+    ours = TensorSet(gradient_dtype, copy_dtype)
+    torch.manual_seed(0)
+    theirs = TensorSet(gradient_dtype, copy_dtype)
+    truth = [torch.nn.Parameter(p.double()) for p in ours.parameters]
+    exact: torch.optim.Optimizer = (
+        torch.optim.SGD(truth, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, nesterov=True)
+        if name == "SGD"
+        else torch.optim.AdamW(truth, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+    )
+    step, peer = Ours(name, ours), Peer(name, theirs)
+    for p, gradient in zip(truth, ours.gradients, strict=True):
+        p.grad = gradient.double()
+    for _ in range(3):
+        step.step()
+        peer.step()
+        exact.step()
+    right = True
+    for mine, yours, p in zip(ours.parameters, theirs.parameters, truth, strict=True):
+        budget = 2.0 * (yours - p).abs().max() + 4.0 * torch.finfo(torch.float32).eps * p.abs().max()
+        right &= bool((mine - p).abs().max() <= budget)
+    for copy, mine in zip(ours.copies, ours.parameters, strict=True):
+        right &= copy is None or torch.equal(copy, mine.to(copy.dtype))
+    return right
+
+
+def compare(name: str, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
+    """Prints the times of one case, alone and with the statistics."""
+    sets = [TensorSet(gradient_dtype, copy_dtype) for _ in range(NUM_SETS)]
+    floor = 1e6 * sets[0].num_bytes(4 if name == "SGD" else 6) / BYTES_PER_SECOND
+    read_again = 1e6 * sum(g.numel() * g.itemsize for g in sets[0].gradients) / BYTES_PER_SECOND
+    ours, peers = [Ours(name, each) for each in sets], [Peer(name, each) for each in sets]
+    calls: dict[str, tuple[list[Callable[[], object]], float]] = {
+        "kernels": ([each.step for each in ours], floor),
+        "torch fused": ([each.step for each in peers], floor),
+        "kernels, with statistics": ([each.step_with_statistics for each in ours], floor + read_again),
+        "torch fused, with _foreach_norm": ([each.step_with_statistics for each in peers], floor + read_again),
+    }
+    if name == "SGD" and copy_dtype is None:
+        split = [Peer(name, each, groups_per_tensor=True) for each in sets]
+        calls["torch fused, an lr per tensor"] = [each.step for each in split], floor
+    case = f"{name}, {gradient_dtype} gradients, {copy_dtype} copies".replace("torch.", "")
+    print(case)
+    for label, (each_set, least) in calls.items():
+        print(time_calls(f"  {label}", each_set, least), flush=True)
+
+
+def main() -> int:
+    """Prints the figures; returns 1 when a result is wrong."""
+    if not torch.cuda.is_available():
+        print("needs an NVIDIA GPU")
+        return 1
+    print(describe_machine())
+    for name in ("SGD", "AdamW"):
+        for gradient_dtype, copy_dtype in (
+            (torch.float32, None),
+            (torch.float32, torch.float16),
+            (torch.float16, torch.float16),
+        ):
+            if not is_right(name, gradient_dtype, copy_dtype):
+                print(f"WRONG: {name} with {gradient_dtype} gradients does not agree with PyTorch's")
+                return 1
+            compare(name, gradient_dtype, copy_dtype)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Per-layer variance of the gradient, smoothed, and whether any gradient is not finite, in one pass over a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.grad_stats import reference
+from kernels.grad_stats.reference import GroupStatistics
+from kernels.multi_tensor import TensorTable
+
+
+class GradStats:
+    """Moving averages v <- beta v + (1-beta) Var[g] of the unscaled gradient of each group (layer), on the device.
+
+    Var is the population variance over all elements of a group's tensors. Every tensor is read once; sums of squares
+    are taken about the mean, chunk by chunk in fp32, and combined in fp64 (Chan, Golub and LeVeque, "Algorithms for
+    computing the sample variance", 1983): no digits are lost where the mean is far from 0. Nothing waits for the
+    device, and updates can be captured in a CUDA graph, whose replays read `TensorTable`s and scalars anew; update
+    once before a capture, with an empty table if need be: the kernels are compiled then.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        groups: Sequence[int | None],
+        *,
+        num_groups: int,
+        beta: float,
+        device: torch.device,
+        kernel: bool | None = None,
+    ) -> None:
+        """Prepares tensors of `sizes` elements, tensor i in group `groups[i]` (None: watched for non-finite alone).
+
+        `kernel` runs the Triton kernels: by default on a GPU; on a CPU they need Triton's interpreter.
+
+        Raises:
+            ValueError: as many groups as sizes are not given, a group is not below `num_groups`, or beta is not in
+                [0, 1).
+        """
+        device = torch.device(device)
+        if len(groups) != len(sizes):
+            raise ValueError(f"{len(groups)} groups for {len(sizes)} sizes: one for each tensor, None for no group")
+        for group in groups:
+            if group is not None and not 0 <= group < num_groups:
+                raise ValueError(f"groups holds {group}: must be from 0 to num_groups - 1 = {num_groups - 1}")
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"beta is {beta}: must be in [0, 1)")
+        self._groups, self._beta = tuple(groups), beta
+        self._statistics = statistics = GroupStatistics.zeros(num_groups, device)
+        self.average = statistics.average
+        """v, fp64 [num_groups], biased towards its initial 0; restore in place."""
+        self.count = statistics.count
+        """Updates of each average, fp64 [num_groups]; restore in place."""
+        self.found_nonfinite = statistics.found_nonfinite
+        """Whether any tensor of the last update held a NaN or an infinity, fp32 scalar, 0 or 1."""
+        # Of the last update alone, gradients as given; see `GroupStatistics`.
+        self.num_elements = statistics.num_elements
+        self.sum = statistics.sum
+        self.sum_squares_about_mean = statistics.sum_squares_about_mean
+        self.largest_magnitude = statistics.largest_magnitude
+        self.num_nonfinite = statistics.num_nonfinite
+        self._reduction = None
+        if device.type == "cuda" if kernel is None else kernel:
+            from kernels.grad_stats.triton import GroupReduction  # imports triton
+
+            self._reduction = GroupReduction(sizes, groups, num_groups, device)
+            self._beta_on_device = torch.tensor(beta, dtype=torch.float64).to(device)  # a float argument becomes fp32
+
+    @torch.no_grad()
+    def update(self, gradients: TensorTable, loss_scale: Tensor) -> Tensor:
+        """Takes in the gradients of one step and returns `found_nonfinite`.
+
+        Gradients carry the factor `loss_scale` (fp32 scalar on the device); their variance is divided by its square.
+        A group whose tensors are all absent, or that holds a non-finite element, keeps its average and count.
+
+        Raises:
+            ValueError: another number of tensors, or a loss scale that is not one fp32 number.
+        """
+        if gradients.num_tensors != len(self._groups):
+            raise ValueError(f"a table of {gradients.num_tensors} gradients: must be of {len(self._groups)}")
+        if loss_scale.dtype is not torch.float32 or loss_scale.numel() != 1:
+            raise ValueError(f"loss_scale is {loss_scale.dtype} {list(loss_scale.shape)}: must be one float32")
+        if self._reduction is not None:
+            self._reduction(gradients, self._statistics, beta=self._beta_on_device, loss_scale=loss_scale)
+        else:
+            reference.update(gradients.tensors, self._groups, self._statistics, beta=self._beta, loss_scale=loss_scale)
+        return self.found_nonfinite

@@ -1,0 +1,253 @@
+"""Gradient statistics of a whole model in two launches: one over all chunks, one over the groups."""
+
+# ruff: noqa: N803  constants of a compilation are written in capitals, as everywhere in Triton
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
+# (Triton ships no types, and compiles no annotation but its own)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.grad_stats.reference import GroupStatistics
+from kernels.multi_tensor import DTYPE_CODES, Chunks, TensorTable, on_device
+
+FP32 = tl.constexpr(DTYPE_CODES[torch.float32])
+FP16 = tl.constexpr(DTYPE_CODES[torch.float16])
+INFINITY_BITS = tl.constexpr(0x7F800000)
+MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
+
+# Fastest of 2048 to 16384 elements and 1 to 16 warps on an H200: larger chunks leave programs waiting for the last,
+# smaller ones spend more of their time on looking up addresses.
+CHUNK_SIZE = 4096
+NUM_WARPS = 4
+PIECE = 1024
+"""Elements at once where a chunk ends early or begins at an odd address."""
+SLOTS_PER_READ = 1024
+
+
+class GroupReduction:
+    """Launches the statistics of tensors of fixed sizes and groups."""
+
+    def __init__(
+        self, sizes: Sequence[int], groups: Sequence[int | None], num_groups: int, device: torch.device
+    ) -> None:
+        """Allocates a partial result (a slot) per chunk, slots of one group side by side, of no group last."""
+        self._device = device
+        self._chunks = chunks = Chunks(sizes, device, CHUNK_SIZE)
+        group_of_tensor = torch.tensor([num_groups if group is None else group for group in groups])
+        group_of_chunk = group_of_tensor[chunks.tensor.long().cpu()]
+        slot = torch.argsort(torch.argsort(group_of_chunk, stable=True))
+        slots_per_group = torch.bincount(group_of_chunk, minlength=num_groups + 1)[:num_groups]
+        first_slot = torch.nn.functional.pad(slots_per_group.cumsum(0), (1, 0))
+        self._slot = slot.int().to(device)
+        self._first_slot = first_slot.int().to(device)  # [num_groups + 1]
+
+        def empty(dtype: torch.dtype) -> Tensor:
+            return torch.empty(chunks.num_chunks, dtype=dtype, device=device)
+
+        self._partials = (
+            empty(torch.int32),  # elements present
+            empty(torch.float64),  # mean
+            empty(torch.float32),  # squared deviations from it
+            empty(torch.int32),  # bits of the largest magnitude
+            empty(torch.int32),  # non-finite elements
+        )
+
+    def __call__(
+        self, gradients: TensorTable, statistics: GroupStatistics, *, beta: Tensor, loss_scale: Tensor
+    ) -> None:
+        """Takes in the gradients of one step; `beta` fp64, `loss_scale` fp32, scalars on the device."""
+        chunks, num_groups = self._chunks, len(statistics.average)
+        with on_device(self._device):
+            if chunks.num_chunks:
+                _chunk_kernel[(chunks.num_chunks,)](
+                    gradients.addresses, gradients.codes,
+                    chunks.tensor, chunks.start, chunks.length, self._slot, *self._partials,
+                    CHUNK=chunks.chunk_size, PIECE=PIECE, num_warps=NUM_WARPS, enable_fp_fusion=True,
+                )  # fmt: skip
+            _group_kernel[(num_groups + 1,)](
+                self._first_slot, *self._partials, beta, loss_scale,
+                statistics.average, statistics.count, statistics.found_nonfinite,
+                statistics.num_elements, statistics.sum, statistics.sum_squares_about_mean,
+                statistics.largest_magnitude, statistics.num_nonfinite,
+                num_groups, chunks.num_chunks, BLOCK=SLOTS_PER_READ, num_warps=4, enable_fp_fusion=True,
+            )  # fmt: skip
+
+
+@triton.jit
+def load_fp32(address, dtype: tl.constexpr, offsets, length, FULL: tl.constexpr, ALIGN: tl.constexpr):
+    """Returns the elements of `dtype` at `address` + `offsets` as fp32.
+
+    FULL promises that all of them exist and that the address is a multiple of ALIGN bytes, which is then how much a
+    thread reads at once; else those from `length` on read 0.
+    """
+    pointer = address.to(tl.pointer_type(dtype))
+    if FULL:
+        values = tl.load(tl.multiple_of(pointer, ALIGN) + offsets)
+    else:
+        values = tl.load(pointer + offsets, mask=offsets < length, other=0.0)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _chunk_kernel(
+    addresses, codes, chunk_tensor, chunk_start, chunk_length, chunk_slot,
+    num_elements, means, squares, largest_bits, num_nonfinite,
+    CHUNK: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Writes the partial statistics of one chunk to its slot; an absent tensor's are those of no elements."""
+    chunk = tl.program_id(0)
+    tensor = tl.load(chunk_tensor + chunk)
+    start = tl.load(chunk_start + chunk)
+    length = tl.load(chunk_length + chunk)
+    slot = tl.load(chunk_slot + chunk)
+    address = tl.load(addresses + tensor)
+    code = tl.load(codes + tensor)
+    tl.store(num_elements + slot, tl.where(address == 0, 0, length))
+    if address == 0:
+        tl.store(means + slot, 0.0)
+        tl.store(squares + slot, 0.0)
+        tl.store(largest_bits + slot, 0)
+        tl.store(num_nonfinite + slot, 0)
+    else:
+        means += slot
+        squares += slot
+        largest_bits += slot
+        num_nonfinite += slot
+        full = (length == CHUNK) & (address % 16 == 0)
+        # Each dtype has its branch down to the stores: elements that left a branch would be laid out anew.
+        if code == FP32:
+            _reduce(
+                address + start * 4, tl.float32, length, full, means, squares, largest_bits, num_nonfinite,
+                CHUNK, PIECE,
+            )  # fmt: skip
+        elif code == FP16:
+            _reduce(
+                address + start * 2, tl.float16, length, full, means, squares, largest_bits, num_nonfinite,
+                CHUNK, PIECE,
+            )  # fmt: skip
+        else:
+            _reduce(
+                address + start * 2, tl.bfloat16, length, full, means, squares, largest_bits, num_nonfinite,
+                CHUNK, PIECE,
+            )  # fmt: skip
+
+
+@triton.jit
+def _reduce(
+    address, dtype: tl.constexpr, length, full, mean_to, squares_to, largest_to, nonfinite_to,
+    CHUNK: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Writes the mean, the squared deviations, the largest magnitude's bits and the number of non-finite elements."""
+    if full:
+        values = load_fp32(address, dtype, tl.arange(0, CHUNK), length, True, 16)
+        bits = values.to(tl.int32, bitcast=True) & MAGNITUDE_MASK
+        # As integers, magnitudes order like numbers, infinity above them and NaN above that: one maximum finds both
+        # the largest and whether all are finite.
+        largest = tl.max(bits, axis=0)
+        nonfinite = tl.zeros((), tl.int32)
+        if largest >= INFINITY_BITS:
+            # Not of `bits`: to keep them doubles the registers.
+            nonfinite = tl.sum(((values - values) != 0.0).to(tl.int32), axis=0)
+        rounded_mean = tl.sum(values, axis=0) / length
+        deviations = values - rounded_mean
+        excess = tl.sum(deviations, axis=0)
+        raw_squares = tl.sum(deviations * deviations, axis=0)
+    else:
+        # In small pieces, read twice: a whole chunk with its mask would need more registers than the case above.
+        lanes = tl.arange(0, PIECE)
+        sums = tl.zeros((PIECE,), tl.float32)
+        worst = tl.zeros((PIECE,), tl.int32)
+        counts = tl.zeros((PIECE,), tl.int32)
+        for first in range(0, length, PIECE):
+            values = load_fp32(address, dtype, first + lanes, length, False, 16)
+            bits = values.to(tl.int32, bitcast=True) & MAGNITUDE_MASK
+            sums += values
+            worst = tl.maximum(worst, bits)
+            counts += (bits >= INFINITY_BITS).to(tl.int32)
+        largest = tl.max(worst, axis=0)
+        nonfinite = tl.sum(counts, axis=0)
+        rounded_mean = tl.sum(sums, axis=0) / length
+        sums = tl.zeros((PIECE,), tl.float32)
+        squares = tl.zeros((PIECE,), tl.float32)
+        for first in range(0, length, PIECE):
+            values = load_fp32(address, dtype, first + lanes, length, False, 16)
+            deviations = tl.where(first + lanes < length, values - rounded_mean, 0.0)
+            sums += deviations
+            squares += deviations * deviations
+        excess = tl.sum(sums, axis=0)
+        raw_squares = tl.sum(squares, axis=0)
+    # The mean is rounded; what the deviations sum to corrects it, and their squares (the corrected two-pass algorithm).
+    tl.store(mean_to, rounded_mean.to(tl.float64) + excess.to(tl.float64) / length)
+    tl.store(squares_to, tl.maximum(raw_squares - excess * (excess / length), 0.0))
+    tl.store(largest_to, largest)
+    tl.store(nonfinite_to, nonfinite)
+
+
+@triton.jit(
+    do_not_specialize=["num_groups", "num_slots"],
+    do_not_specialize_on_alignment=["beta_at", "loss_scale_at", "average_at", "count_at", "found_at"],
+)
+def _group_kernel(
+    first_slot, num_elements, means, squares, largest_bits, num_nonfinite,
+    beta_at, loss_scale_at, average_at, count_at, found_at,
+    group_elements, group_sum, group_squares, group_largest, group_nonfinite,
+    num_groups, num_slots, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Combines the slots of one group; the program after the last group looks for non-finite values in all slots."""
+    group = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    if group == num_groups:
+        worst = tl.zeros((BLOCK,), tl.int32)
+        for first in range(0, num_slots, BLOCK):
+            worst = tl.maximum(worst, tl.load(largest_bits + first + lanes, mask=first + lanes < num_slots, other=0))
+        tl.store(found_at, tl.where(tl.max(worst, axis=0) >= INFINITY_BITS, 1.0, 0.0))
+    else:
+        # What does not depend on the slots is read first: it arrives while they are summed.
+        scale = tl.load(loss_scale_at).to(tl.float64)
+        beta = tl.load(beta_at)
+        average = tl.load(average_at + group)
+        count = tl.load(count_at + group)
+        begin = tl.load(first_slot + group)
+        end = tl.load(first_slot + group + 1)
+        # The first slots, all there are for most groups, stay in registers between the two sums.
+        slots = begin + lanes
+        length = tl.load(num_elements + slots, mask=slots < end, other=0)
+        chunk_mean = tl.load(means + slots, mask=slots < end, other=0.0)
+        chunk_squares = tl.load(squares + slots, mask=slots < end, other=0.0)
+        worst = tl.load(largest_bits + slots, mask=slots < end, other=0)
+        nonfinite = tl.load(num_nonfinite + slots, mask=slots < end, other=0).to(tl.int64)
+        elements = length.to(tl.int64)
+        sums = length * chunk_mean
+        for first in range(begin + BLOCK, end, BLOCK):
+            slots = first + lanes
+            more = tl.load(num_elements + slots, mask=slots < end, other=0)
+            elements += more
+            sums += more * tl.load(means + slots, mask=slots < end, other=0.0)
+            worst = tl.maximum(worst, tl.load(largest_bits + slots, mask=slots < end, other=0))
+            nonfinite += tl.load(num_nonfinite + slots, mask=slots < end, other=0)
+        total = tl.sum(sums, axis=0)
+        size = tl.sum(elements, axis=0)
+        mean = total / tl.maximum(size, 1)
+        # M2 = sum of M2_c + n_c (mean_c - mean)^2 over the chunks c (Chan et al. 1983), fp64.
+        deviations = chunk_squares + length * (chunk_mean - mean) * (chunk_mean - mean)
+        for first in range(begin + BLOCK, end, BLOCK):
+            slots = first + lanes
+            length = tl.load(num_elements + slots, mask=slots < end, other=0)
+            offset = tl.load(means + slots, mask=slots < end, other=0.0) - mean
+            deviations += tl.load(squares + slots, mask=slots < end, other=0.0) + length * offset * offset
+        total_squares = tl.sum(deviations, axis=0)
+        tl.store(group_elements + group, size)
+        tl.store(group_sum + group, total)
+        tl.store(group_squares + group, total_squares)
+        tl.store(group_largest + group, tl.max(worst, axis=0).to(tl.float32, bitcast=True))
+        tl.store(group_nonfinite + group, tl.sum(nonfinite, axis=0))
+        variance = total_squares / (tl.maximum(size, 1) * (scale * scale))
+        if (size > 0) & (tl.abs(variance) < float("inf")):
+            tl.store(average_at + group, beta * average + (1.0 - beta) * variance)
+            tl.store(count_at + group, count + 1.0)

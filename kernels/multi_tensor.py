@@ -1,0 +1,173 @@
+"""Lists of tensors that one kernel launch walks over: their addresses, and how they are cut into programs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+DTYPE_CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+"""What a kernel branches on to read a tensor; 0 belongs to an absent tensor."""
+
+
+class Chunks:
+    """Cuts tensors of fixed sizes into pieces of at most `chunk_size` elements, one program each.
+
+    A tensor smaller than that is one piece, an empty one none. Pieces never cross a tensor's end, so a program deals
+    with one dtype and one set of hyperparameters.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device, chunk_size: int = 4096) -> None:
+        """Lays out the tables for `sizes` (elements per tensor) on `device`.
+
+        Raises:
+            ValueError: a negative size, or a chunk size that is no power of two from 16 on (a program's vectors and
+                the 16-byte alignment of its first element need one).
+        """
+        if chunk_size < 16 or chunk_size & (chunk_size - 1):
+            raise ValueError(f"chunk_size is {chunk_size}: must be a power of two, at least 16")
+        size = torch.tensor(list(sizes), dtype=torch.int64)
+        if (size < 0).any():
+            raise ValueError(f"sizes holds {int(size.min())}: a tensor has at least 0 elements")
+        chunks_per_tensor = (size + chunk_size - 1) // chunk_size
+        tensor = torch.repeat_interleave(torch.arange(len(size)), chunks_per_tensor)
+        first_chunk = chunks_per_tensor.cumsum(0) - chunks_per_tensor
+        start = (torch.arange(len(tensor)) - first_chunk[tensor]) * chunk_size
+        length = (size[tensor] - start).clamp(max=chunk_size)
+        # Programs begin in this order, and one whose chunk ends early, which is not read in wide vectors, may take
+        # longer: it comes first, lest the others wait for it at the end.
+        order = torch.argsort((length == chunk_size).int(), stable=True)
+        self.chunk_size = chunk_size
+        self.num_chunks = len(tensor)
+        self.sizes = size.to(device)
+        """Elements of each tensor, int64 [num_tensors]."""
+        self.tensor = tensor[order].int().to(device)
+        """The tensor that each chunk belongs to, int32 [num_chunks]."""
+        self.start = start[order].to(device)
+        """Each chunk's first element, counted in its tensor, int64 [num_chunks]; a multiple of `chunk_size`."""
+        self.length = length[order].int().to(device)
+        """Elements of each chunk, int32 [num_chunks]; those of `chunk_size` last."""
+
+
+class TensorTable:
+    """Where a list of tensors lies, for kernels to read: an address and a dtype code per tensor, 0 for an absent one.
+
+    A captured CUDA graph reads the table at each replay, so the tensors may be named after the capture.
+    """
+
+    def __init__(
+        self,
+        num_tensors: int,
+        device: torch.device,
+        *,
+        sizes: Sequence[int] | None = None,
+        dtypes: Collection[torch.dtype] = tuple(DTYPE_CODES),
+    ) -> None:
+        """Begins with every tensor absent; `sizes` and `dtypes` are what `point_to` accepts (None: any size)."""
+        self.num_tensors, self.device = num_tensors, torch.device(device)
+        self._sizes = None if sizes is None else list(sizes)
+        self._dtypes = frozenset(dtypes)
+        # One buffer, one upload. The codes begin at a multiple of 16 bytes whatever the number of tensors: a kernel is
+        # compiled anew for a pointer of another alignment.
+        self._codes_at = num_tensors + num_tensors % 2
+        self._packed = torch.zeros(self._codes_at + (num_tensors + 1) // 2, dtype=torch.int64, device=self.device)
+        self.addresses = self._packed[:num_tensors]
+        """Device addresses, int64 [num_tensors]; 0: absent."""
+        self.codes = self._packed[self._codes_at :].view(torch.int32)[:num_tensors]
+        """Values of `DTYPE_CODES`, int32 [num_tensors]; 0: absent."""
+        self.dtypes: frozenset[torch.dtype] = frozenset()
+        """The dtypes among the tensors last named."""
+        self._last = [0] * num_tensors, [0] * num_tensors
+        self._tensors: tuple[Tensor | None, ...] = (None,) * num_tensors
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors last named; on a CPU only, elsewhere no reference is kept."""
+        if self.device.type != "cpu":
+            raise RuntimeError(f"a table on {self.device} keeps no reference to its tensors")
+        return self._tensors
+
+    def point_to(self, tensors: Sequence[Tensor | None]) -> None:
+        """Names the tensors (None: absent), without waiting for the device and without a copy when nothing changed.
+
+        On a GPU the caller keeps them alive for as long as kernels, or replays of a captured graph, read the table.
+
+        Raises:
+            ValueError: another number of tensors, or one of them has another size, dtype or device than this table
+                takes, or elements that do not fill one stretch of memory.
+        """
+        if len(tensors) != self.num_tensors:
+            raise ValueError(f"{len(tensors)} tensors for a table of {self.num_tensors}")
+        for index, tensor in enumerate(tensors):
+            if tensor is not None:
+                self._check(index, tensor)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        codes = [0 if tensor is None else DTYPE_CODES[tensor.dtype] for tensor in tensors]
+        if self.device.type == "cpu":
+            self._tensors = tuple(tensors)
+        if (addresses, codes) == self._last:
+            return
+        packed = torch.zeros(self._packed.shape, dtype=torch.int64)
+        packed[: self.num_tensors] = torch.tensor(addresses, dtype=torch.int64)
+        packed[self._codes_at :].view(torch.int32)[: self.num_tensors] = torch.tensor(codes, dtype=torch.int32)
+        upload(packed, self._packed)
+        self._last = addresses, codes
+        self.dtypes = frozenset(tensor.dtype for tensor in tensors if tensor is not None)
+
+    def _check(self, index: int, tensor: Tensor) -> None:
+        if tensor.dtype not in self._dtypes:
+            names = ", ".join(sorted(map(str, self._dtypes)))
+            raise ValueError(f"tensor {index} is {tensor.dtype}: this table takes {names}")
+        if tensor.device != self._packed.device:
+            raise ValueError(f"tensor {index} is on {tensor.device}: this table is on {self._packed.device}")
+        if self._sizes is not None and tensor.numel() != self._sizes[index]:
+            raise ValueError(f"tensor {index} has {tensor.numel()} elements: must have {self._sizes[index]}")
+        if not is_dense(tensor):
+            raise ValueError(
+                f"tensor {index} of shape {tuple(tensor.shape)} and strides {tensor.stride()} does not fill one "
+                "stretch of memory: pass a contiguous (or channels_last) one"
+            )
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Returns whether the elements fill one stretch of memory, in any order of the dimensions, each place once."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(_strides(tensor)):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def have_equal_dense_strides(*tensors: Tensor) -> bool:
+    """Returns whether all fill one stretch of memory each, in the same order: elementwise work may ignore their shape.
+
+    Strides of dimensions of size 1 do not count.
+    """
+    first, *others = tensors
+    return is_dense(first) and all(
+        other.shape == first.shape and _strides(other) == _strides(first) for other in others
+    )
+
+
+def _strides(tensor: Tensor) -> list[tuple[int, int]]:
+    return [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
+
+
+def upload(values: Tensor, destination: Tensor) -> None:
+    """Copies `values` from the host into `destination`, without waiting when that is on a GPU.
+
+    Page-locked memory is taken afresh each time: PyTorch gives it out again only when the copy that reads it is done.
+    """
+    if destination.device.type == "cuda":
+        values = values.pin_memory()
+    destination.copy_(values, non_blocking=True)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Returns a context in which kernels launch on `device`."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,85 @@
+"""Optimizer steps in plain PyTorch, tensor by tensor: the specification of the kernels, and what runs on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Tensors = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """What scales or stops a whole step: fp32 scalars on the parameters' device."""
+
+    lr_factor: Tensor
+    """Multiplies every learning rate."""
+    loss_scale: Tensor
+    """The factor that gradients carry."""
+    found_nonfinite: Tensor
+    """Not 0: nothing is written."""
+
+
+def sgd(parameters: Tensors, gradients: Tensors, momenta: Tensors, copies: Tensors, rows: Tensor, by: Scalars) -> None:
+    """Steps as torch.optim.SGD with dampening 0 does.
+
+    g <- g + weight_decay p; m <- momentum m + g; p <- p - lr m, or p - lr (g + momentum m) with Nesterov. `rows` as
+    `SgdHyperparameters.table`.
+    """
+    if by.found_nonfinite:
+        return
+    for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        if parameter is None or gradient is None:
+            continue
+        lr, weight_decay, momentum, nesterov = rows[:, index]
+        direction = gradient.float() / by.loss_scale + weight_decay * parameter
+        buffer = momenta[index]
+        if buffer is not None:
+            buffer.mul_(momentum).add_(direction)
+            direction = direction + momentum * buffer if nesterov else buffer
+        parameter.sub_(lr * by.lr_factor * direction)
+        _write(copies[index], parameter)
+
+
+def adamw(
+    parameters: Tensors,
+    gradients: Tensors,
+    moments: tuple[Tensors, Tensors],
+    steps: Tensors,
+    copies: Tensors,
+    rows: Tensor,
+    by: Scalars,
+) -> None:
+    """Steps as torch.optim.AdamW, or Adam, does; `moments` are its exp_avg and exp_avg_sq.
+
+    Loshchilov and Hutter 2019, Algorithm 2. `rows` as `AdamWHyperparameters.table`.
+    """
+    if by.found_nonfinite:
+        return
+    for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        first, second, step = moments[0][index], moments[1][index], steps[index]
+        if parameter is None or gradient is None or first is None or second is None or step is None:
+            continue
+        lr, weight_decay, _, rate1, log_beta1, beta2, rate2, log_beta2, eps, decoupled = rows[:, index]
+        lr = lr * by.lr_factor
+        step += 1
+        scaled = gradient.float() / by.loss_scale
+        if decoupled:
+            parameter.mul_(1.0 - lr * weight_decay)
+        else:
+            scaled = scaled + weight_decay * parameter
+        first.lerp_(scaled, rate1)
+        second.mul_(beta2).add_(rate2 * scaled.square())
+        correction1 = -torch.expm1(step.double() * log_beta1.double())  # 1 - beta1^step
+        correction2 = -torch.expm1(step.double() * log_beta2.double())
+        denominator = second.sqrt() / correction2.sqrt().float() + eps
+        parameter.sub_((lr / correction1).float() * first / denominator)
+        _write(copies[index], parameter)
+
+
+def _write(copy: Tensor | None, parameter: Tensor) -> None:
+    if copy is not None:
+        copy.copy_(parameter)

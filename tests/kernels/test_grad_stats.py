@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.grad_stats.api import GradStats
+from kernels.multi_tensor import TensorTable
+from tests.kernels.test_multi_tensor import no_waiting
+
+# Without a GPU the kernels run through Triton's interpreter, whose NumPy warns of NaN and infinity.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+both = pytest.mark.parametrize("kernel", [True, pytest.param(False, marks=pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="the reference runs on a CPU"))])  # fmt: skip
+gpu = [pytest.mark.gpu, pytest.mark.skipif(DEVICE.type == "cpu", reason="needs an NVIDIA GPU")]
+
+# A chunk's squares are added in fp32, pairwise or in vector lanes: good to a few roundings.
+RTOL = 16 * torch.finfo(torch.float32).eps
+
+SIZES = [1, 4096, 4097, 12_301, 7, 9000, 64]
+GROUPS = [0, 1, 2, 2, None, 3, None]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.float32]
+
+
+def draw(seed: int, *, mean: float = 0.1, factor: float = 1.0) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (factor * (mean + torch.randn(size, generator=generator))).to(DEVICE, dtype)
+        for size, dtype in zip(SIZES, DTYPES, strict=True)
+    ]
+
+
+def stats_of(kernel: bool, beta: float = 0.9) -> GradStats:
+    return GradStats(SIZES, GROUPS, num_groups=5, beta=beta, device=DEVICE, kernel=kernel)
+
+
+def update(stats: GradStats, gradients: Sequence[Tensor | None], loss_scale: float = 1.0) -> float:
+    """Updates with outputs poisoned before; the caller holds the gradients until results are read."""
+    table = TensorTable(len(gradients), DEVICE)
+    table.point_to(gradients)
+    for output in (stats.found_nonfinite, stats.sum, stats.sum_squares_about_mean, stats.largest_magnitude):
+        output.fill_(math.nan)
+    for output in (stats.num_elements, stats.num_nonfinite):
+        output.fill_(-1)
+    found = stats.update(table, torch.tensor(loss_scale, device=DEVICE))
+    assert found is stats.found_nonfinite
+    return found.item()
+
+
+def elements(gradients: Sequence[Tensor | None], group: int) -> Tensor:
+    return torch.cat([
+        g.double().cpu().flatten() for g, of in zip(gradients, GROUPS, strict=True) if of == group and g is not None
+    ])  # fmt: skip
+
+
+@both
+def test_raw_statistics_agree_with_fp64(kernel: bool) -> None:
+    stats, gradients = stats_of(kernel), draw(0)
+    assert update(stats, gradients) == 0.0
+    for group in range(4):
+        expected = elements(gradients, group)
+        mean_size = expected.abs().mean().item()
+        assert stats.num_elements[group] == expected.numel()
+        assert stats.sum[group].item() == pytest.approx(expected.sum().item(), abs=RTOL * mean_size * expected.numel())
+        squares = expected.sub(expected.mean()).square().sum().item()
+        assert stats.sum_squares_about_mean[group].item() == pytest.approx(squares, rel=RTOL)
+        assert stats.largest_magnitude[group].item() == expected.abs().max().item()
+    assert stats.num_nonfinite.tolist() == [0] * 5
+    # A group without tensors.
+    assert [values[4].item() for values in (stats.num_elements, stats.sum, stats.largest_magnitude)] == [0, 0, 0]
+    assert stats.average[4] == stats.count[4] == 0
+
+
+@both
+@pytest.mark.parametrize("beta", [0.0, 0.9, 0.999])
+def test_the_average_follows_its_formula(kernel: bool, beta: float) -> None:
+    stats, average = stats_of(kernel, beta), torch.zeros(4, dtype=torch.float64)
+    for step in range(3):
+        gradients = draw(step, factor=1.0 + step)
+        update(stats, gradients, loss_scale=3.0)
+        variance = torch.stack([elements(gradients, group).var(correction=0) for group in range(4)]) / 9.0
+        average = beta * average + (1.0 - beta) * variance
+    torch.testing.assert_close(stats.average[:4].cpu(), average, rtol=RTOL, atol=0.0)
+    assert stats.count.tolist() == [3, 3, 3, 3, 0]
+
+
+@both
+@pytest.mark.parametrize("ratio", [1e2, 1e4, 1e6])
+def test_a_mean_far_from_0_costs_no_digits(kernel: bool, ratio: float) -> None:
+    stats, gradients = stats_of(kernel), draw(1)
+    gradients[3] = (ratio + torch.randn(SIZES[3], generator=torch.Generator().manual_seed(2))).to(DEVICE)
+    gradients[2] = None
+    update(stats, gradients)
+    expected = elements(gradients, 2).var(correction=0).item() * SIZES[3]
+    assert stats.sum_squares_about_mean[2].item() == pytest.approx(expected, rel=RTOL)
+
+
+@both
+@pytest.mark.parametrize("scale", [2.0**-4, 2.0**16, 2.0**24])
+def test_the_loss_scale_is_divided_out(kernel: bool, scale: float) -> None:
+    plain, scaled = stats_of(kernel), stats_of(kernel)
+    for step in range(2):
+        # fp16 has no room for the largest scales.
+        gradients = [g.float() for g in draw(step) if g is not None]
+        update(plain, gradients)
+        update(scaled, [g * scale for g in gradients], loss_scale=scale)
+    assert torch.equal(plain.average, scaled.average)  # a power of two costs no rounding
+
+
+@both
+def test_fp16_gradients_near_the_end_of_their_range_do_not_overflow(kernel: bool) -> None:
+    stats, gradients = stats_of(kernel), draw(0)
+    gradients[1] = torch.where(torch.arange(4096) % 2 == 0, 65504.0, -65504.0).to(DEVICE, torch.float16)
+    assert update(stats, gradients, loss_scale=2.0**24) == 0.0
+    assert stats.average[1].item() == pytest.approx(0.1 * (65504.0 / 2.0**24) ** 2, rel=RTOL)
+
+
+@both
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+@pytest.mark.parametrize("index", [1, 2, 4])
+def test_a_non_finite_element_is_found_and_its_group_left_out(kernel: bool, bad: float, index: int) -> None:
+    stats, clean = stats_of(kernel), stats_of(kernel)
+    gradients, group = draw(0), GROUPS[index]
+    gradients[index][-1] = bad  # type: ignore[index]
+    absent = [g if group is None or of != group else None for g, of in zip(gradients, GROUPS, strict=True)]
+    before = draw(1)
+    for each in (stats, clean):
+        assert update(each, before) == 0.0
+    assert update(stats, gradients) == 1.0
+    assert update(clean, absent) == float(group is None)
+    assert torch.equal(stats.average, clean.average)
+    assert torch.equal(stats.count, clean.count)
+    assert stats.num_nonfinite.tolist() == [int(each == group) for each in range(5)]
+    if group is not None:
+        largest = stats.largest_magnitude[group].item()
+        assert largest == abs(bad) or (math.isnan(largest) and math.isnan(bad))
+    assert update(stats, before) == 0.0  # nothing sticks
+
+
+@both
+def test_absent_tensors_leave_the_others_of_their_group(kernel: bool) -> None:
+    stats, gradients = stats_of(kernel), draw(0)
+    gradients[0] = gradients[2] = None
+    update(stats, gradients)
+    assert stats.count.tolist() == [0, 1, 1, 1, 0]
+    assert stats.num_elements.tolist() == [0, SIZES[1], SIZES[3], SIZES[5], 0]
+    assert stats.average[2].item() == pytest.approx(0.1 * elements(gradients, 2).var(correction=0).item(), rel=RTOL)
+
+
+@both
+def test_no_gradient_at_all_changes_nothing(kernel: bool) -> None:
+    stats, gradients = stats_of(kernel), draw(0)
+    update(stats, gradients)
+    average, count = stats.average.clone(), stats.count.clone()
+    assert update(stats, [None] * len(SIZES)) == 0.0
+    assert torch.equal(stats.average, average)
+    assert torch.equal(stats.count, count)
+
+
+def test_tensors_may_begin_at_any_element() -> None:
+    stats, aligned = stats_of(True), stats_of(True)
+    gradients = draw(0)
+    shifted = [torch.cat([g.new_full((3,), math.nan), g])[3:] for g in gradients if g is not None]
+    assert update(aligned, gradients) == update(stats, shifted) == 0.0
+    torch.testing.assert_close(stats.average, aligned.average, rtol=RTOL, atol=0.0)
+    assert torch.equal(stats.largest_magnitude, aligned.largest_magnitude)
+
+
+@both
+def test_restored_statistics_go_on_alike(kernel: bool) -> None:
+    stats, restored = stats_of(kernel), stats_of(kernel)
+    first, second = draw(0), draw(1)
+    update(stats, first)
+    restored.average.copy_(stats.average)
+    restored.count.copy_(stats.count)
+    for each in (stats, restored):
+        update(each, second)
+    assert torch.equal(stats.average, restored.average)
+    assert torch.equal(stats.count, restored.count)
+
+
+@both
+def test_more_chunks_than_are_read_at_once(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.grad_stats.triton.SLOTS_PER_READ", 16)
+    # Tensors of one chunk each, groups not side by side, then one of none.
+    sizes = [3] * 100 + [0]
+    stats = GradStats(sizes, [i % 2 for i in range(101)], num_groups=2, beta=0.0, device=DEVICE, kernel=kernel)
+    table = TensorTable(101, DEVICE, sizes=sizes)
+    values = torch.randn(100, 3, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    values[94, 2] = math.inf
+    table.point_to([*values, values.new_zeros(0)])
+    assert stats.update(table, torch.ones((), device=DEVICE)).item() == 1.0
+    assert stats.num_nonfinite.tolist() == [1, 0]
+    expected = values[1::2].double().var(correction=0).item()
+    assert stats.average.tolist() == [0.0, pytest.approx(expected, rel=RTOL)]
+
+
+@pytest.mark.parametrize(("groups", "beta", "says"), [
+    ([0], 0.9, "1 groups for 2 sizes"), ([0, 2], 0.9, "groups holds 2"), ([-1, 0], 0.9, "groups holds -1"),
+    ([0, 1], 1.0, "beta is 1.0"),
+])  # fmt: skip
+def test_bad_construction_is_refused(groups: list[int | None], beta: float, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        GradStats([1, 2], groups, num_groups=2, beta=beta, device=torch.device("cpu"))
+
+
+def test_bad_updates_are_refused() -> None:
+    stats = stats_of(kernel=False)
+    with pytest.raises(ValueError, match="a table of 1 gradients: must be of 7"):
+        stats.update(TensorTable(1, DEVICE), torch.ones(()))
+    for scale in (torch.ones((), dtype=torch.float64), torch.ones(2)):
+        with pytest.raises(ValueError, match="must be one float32"):
+            stats.update(TensorTable(7, DEVICE), scale)
+
+
+class TestOnAGpu:
+    pytestmark = gpu
+
+    def test_a_captured_update_reads_tables_and_scale_anew_and_waits_for_nothing(self) -> None:
+        captured, eager = stats_of(True), stats_of(True)
+        table, scale = TensorTable(len(SIZES), DEVICE), torch.ones((), device=DEVICE)
+        captured.update(table, scale)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured.update(table, scale)
+        inputs = [draw(step) for step in range(4)]
+        inputs[1] = [None if g is None else g.float() for g in inputs[1]]  # another precision plan
+        inputs[2][3][17] = math.inf  # type: ignore[index]
+        for step, gradients in enumerate(inputs):
+            expected = update(eager, gradients, loss_scale=2.0**step)
+            with no_waiting():
+                table.point_to(gradients)
+                scale.fill_(2.0**step)
+                graph.replay()
+            assert captured.found_nonfinite.item() == expected == float(step == 2)
+            for name in ("average", "count", "sum", "sum_squares_about_mean", "largest_magnitude", "num_nonfinite"):
+                ours, theirs = getattr(captured, name), getattr(eager, name)
+                torch.testing.assert_close(ours, theirs, rtol=0.0, atol=0.0, equal_nan=True)
+
+    def test_eager_updates_wait_for_nothing(self) -> None:
+        stats, table, gradients = stats_of(True), TensorTable(len(SIZES), DEVICE), draw(0)
+        scale = torch.ones((), device=DEVICE)
+        stats.update(table, scale)
+        with no_waiting():
+            for _ in range(3):
+                table.point_to(gradients)
+                stats.update(table, scale)
+        assert stats.count.tolist() == [3, 3, 3, 3, 0]
+
+    def test_more_elements_than_32_bits_count(self) -> None:
+        size = 2**31 + 4099
+        stats = GradStats([5, size], [None, 0], num_groups=1, beta=0.0, device=DEVICE)
+        gradient = torch.zeros(size, dtype=torch.bfloat16, device=DEVICE)
+        gradient[-4100:] = 2.0
+        table = TensorTable(2, DEVICE, sizes=[5, size])
+        table.point_to([None, gradient])
+        stats.update(table, torch.ones((), device=DEVICE))
+        assert stats.num_elements.item() == size
+        assert stats.sum.item() == 8200.0
+        assert stats.sum_squares_about_mean.item() == pytest.approx(4 * 4100 - 8200**2 / size, rel=1e-6)
+        assert stats.found_nonfinite.item() == 0.0
+        gradient[-1] = math.nan
+        stats.update(table, torch.ones((), device=DEVICE))
+        assert (stats.num_nonfinite.item(), stats.found_nonfinite.item()) == (1, 1.0)

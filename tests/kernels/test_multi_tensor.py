@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.multi_tensor import DTYPE_CODES, Chunks, TensorTable, have_equal_dense_strides, is_dense
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Raises at whatever makes the host wait for the GPU."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch says once that it does not find every such call
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@given(st.lists(st.integers(0, 200), max_size=8), st.sampled_from([16, 32, 64]))
+def test_chunks_cover_each_element_once(sizes: list[int], chunk_size: int) -> None:
+    chunks = Chunks(sizes, CPU, chunk_size)
+    seen = [torch.zeros(size, dtype=torch.int64) for size in sizes]
+    for tensor, start, length in zip(chunks.tensor, chunks.start, chunks.length, strict=True):
+        assert 0 < length <= chunk_size
+        assert start % chunk_size == 0
+        seen[tensor][start : start + length] += 1
+    assert all((times == 1).all() for times in seen)
+    assert chunks.num_chunks == len(chunks.tensor) == sum(-(-size // chunk_size) for size in sizes)
+    assert chunks.sizes.tolist() == sizes
+
+
+def test_chunks_of_more_elements_than_32_bits_count() -> None:
+    chunks = Chunks([2**33 + 1], CPU, 2**20)
+    assert (chunks.num_chunks, chunks.start[0].item(), chunks.length[0].item()) == (2**13 + 1, 2**33, 1)
+    assert (chunks.tensor.dtype, chunks.start.dtype, chunks.sizes.dtype) == (torch.int32, torch.int64, torch.int64)
+
+
+@pytest.mark.parametrize(("sizes", "chunk_size", "says"), [
+    ([1], 8, "chunk_size is 8"), ([1], 100, "power of two"), ([3, -1], 16, "sizes holds -1"),
+])  # fmt: skip
+def test_bad_chunks_are_refused(sizes: list[int], chunk_size: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Chunks(sizes, CPU, chunk_size)
+
+
+@pytest.mark.parametrize("num_tensors", [0, 1, 2, 5])
+def test_a_table_begins_empty(num_tensors: int) -> None:
+    table = TensorTable(num_tensors, CPU)
+    assert table.addresses.tolist() == table.codes.tolist() == [0] * num_tensors
+    assert (table.addresses.dtype, table.codes.dtype) == (torch.int64, torch.int32)
+    assert table.tensors == (None,) * num_tensors
+    assert (table.codes.data_ptr() - table.addresses.data_ptr()) % 16 == 0
+
+
+def test_a_table_names_tensors_and_absent_ones() -> None:
+    tensors = [torch.ones(3), None, torch.ones(2, dtype=torch.bfloat16), torch.ones(1, dtype=torch.float16)]
+    table = TensorTable(4, CPU)
+    table.point_to(tensors)
+    assert table.addresses.tolist() == [0 if t is None else t.data_ptr() for t in tensors]
+    assert table.codes.tolist() == [0 if t is None else DTYPE_CODES[t.dtype] for t in tensors]
+    assert all(kept is given for kept, given in zip(table.tensors, tensors, strict=True))
+    assert table.dtypes == {torch.float32, torch.bfloat16, torch.float16}
+    table.point_to([None] * 4)
+    assert table.addresses.tolist() == table.codes.tolist() == [0] * 4
+
+
+def test_a_table_is_uploaded_only_when_something_changed() -> None:
+    first, second = torch.ones(4), torch.ones(4)
+    table = TensorTable(1, CPU)
+    table.point_to([first])
+    table.codes.fill_(7)
+    table.point_to([first])
+    assert table.codes.tolist() == [7]
+    table.point_to([second])
+    assert table.codes.tolist() == [1]
+
+
+@pytest.mark.parametrize(("tensors", "says"), [
+    ([torch.ones(3)], "1 tensors for a table of 2"),
+    ([None, torch.ones(4)], "tensor 1 has 4 elements: must have 2"),
+    ([torch.ones(3, dtype=torch.float64), None], "tensor 0 is torch.float64: this table takes torch.float16, torch.f"),
+    ([torch.ones(3, device="meta"), None], "tensor 0 is on meta"),
+    ([None, torch.ones(4)[::2]], r"tensor 1 of shape \(2,\) and strides \(2,\)"),
+])  # fmt: skip
+def test_tensors_that_a_kernel_could_not_read_are_refused(tensors: list[Tensor | None], says: str) -> None:
+    table = TensorTable(2, CPU, sizes=[3, 2], dtypes=[torch.float32, torch.float16])
+    with pytest.raises(ValueError, match=says):
+        table.point_to(tensors)
+
+
+def test_a_table_on_another_device_keeps_no_tensors() -> None:
+    with pytest.raises(RuntimeError, match="keeps no reference"):
+        _ = TensorTable(1, torch.device("meta")).tensors
+
+
+@pytest.mark.parametrize(("tensor", "dense"), [
+    (torch.zeros(()), True),
+    (torch.zeros(0, 3), True),
+    (torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last), True),
+    (torch.zeros(3, 4).t(), True),
+    (torch.zeros(4, 1, 3).transpose(0, 2), True),
+    (torch.zeros(3, 4)[:, :2], False),
+    (torch.zeros(3, 1).expand(3, 4), False),
+    (torch.zeros(6)[::2], False),
+])  # fmt: skip
+def test_dense_means_one_stretch_of_memory(tensor: Tensor, dense: bool) -> None:
+    assert is_dense(tensor) is dense
+
+
+def test_equal_dense_strides() -> None:
+    plain, last = torch.zeros(2, 3, 4, 5), torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    assert have_equal_dense_strides(plain)
+    assert have_equal_dense_strides(plain, plain.half(), plain.clone())
+    assert have_equal_dense_strides(last, last.bfloat16())
+    assert not have_equal_dense_strides(plain, last)
+    assert not have_equal_dense_strides(plain, plain.view(2, 3, 20))
+    assert not have_equal_dense_strides(torch.zeros(6)[::2], torch.zeros(6)[::2])
+    point = torch.zeros(4, 3, 1, 1)  # 1 x 1 convolutions: both layouts are the same memory
+    assert have_equal_dense_strides(point, point.contiguous(memory_format=torch.channels_last))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_naming_tensors_does_not_wait_for_the_gpu() -> None:
+    device = torch.device("cuda")
+    table = TensorTable(3, device, sizes=[4, 4, 4])
+    lists = [[torch.ones(4, device=device, dtype=dtype) for _ in range(3)] for dtype in DTYPE_CODES]
+    torch.cuda.synchronize()
+    snapshots = []
+    with no_waiting():
+        # Many uploads on their way at once: none may overtake another or change what it carries.
+        for tensors in lists * 20:
+            table.point_to(tensors)
+            snapshots.append((table.addresses.clone(), table.codes.clone()))
+    for tensors, (addresses, codes) in zip(lists * 20, snapshots, strict=True):
+        assert addresses.tolist() == [tensor.data_ptr() for tensor in tensors]
+        assert codes.tolist() == [DTYPE_CODES[tensor.dtype] for tensor in tensors]
