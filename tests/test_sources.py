@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from tests.build import CPU, CountingSource
-from triaccel_ray.sources import DatasetSource, TensorSource, as_source
+from triaccel_ray.sources import DatasetSource, DataSource, TensorSource, as_source
 
 INPUTS, TARGETS = torch.arange(10.0).view(5, 2), torch.arange(5)
 INDICES = torch.tensor([3, 0])
@@ -98,6 +98,36 @@ def test_a_source_is_itself_and_a_list_is_a_data_set() -> None:
 def test_what_has_no_index_is_refused(data: Any) -> None:
     with pytest.raises(TypeError, match=f"{type(data).__name__} cannot be indexed: every sample exactly once"):
         as_source(data)
+
+
+def test_a_negative_number_of_workers_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_workers = -1: must be 0 or more"):
+        DatasetSource(Items((1.0, 2)), num_workers=-1)
+
+
+def test_sources_say_whether_a_graph_may_hold_them() -> None:
+    def double(inputs: Tensor) -> Tensor:
+        return 2.0 * inputs
+
+    assert TensorSource(INPUTS, TARGETS).is_resident
+    assert not TensorSource(INPUTS, TARGETS, prepare=double).is_resident  # it may well ask the host
+    assert TensorSource(INPUTS, TARGETS, prepare=double, capturable=True).to(CPU).is_resident
+    assert not as_source([(1.0, 2)]).is_resident
+
+
+def test_a_source_derived_from_the_protocol_counts_as_the_hosts() -> None:
+    class Own(DataSource):
+        def __len__(self) -> int:
+            return 1
+
+        def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+            return INPUTS[indices], TARGETS[indices]
+
+        def to(self, device: torch.device) -> "Own":
+            return self
+
+    source = as_source(Own())
+    assert not source.is_resident
 
 
 def test_an_empty_data_set_is_refused() -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
 from trainables.cifar_download import obtain
 from trainables.cifar_files import cifar_set
-from trainables.images import PrepareImages, random_crop_and_flip
+from trainables.images import ImageSource, Preparation
 from trainables.models import Stem, efficientnet_b0, resnet18
 from trainables.split import stratified_split
 from trainables.task import Purpose, Recipe, Splits, Task
 from triaccel_ray.config import ControlConfig, PrecisionConfig
-from triaccel_ray.sources import TensorSource
 
 _SPLIT_SEED = 2026
 """Of the task, not of the run: every run, whatever its seed, is judged by the same samples."""
@@ -43,11 +43,10 @@ class CifarTask(Task):
         return self._splits((images[train], labels[train]), (images[validation], labels[validation]))
 
     def _splits(self, train: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor]) -> Splits:
-        prepare = PrepareImages(_CHANNEL_MEAN[self.num_classes], _CHANNEL_STD[self.num_classes], self.input_size)
-        return Splits(
-            train=TensorSource(*train, prepare=prepare, augment=random_crop_and_flip),
-            held_out=TensorSource(*held_out, prepare=prepare),
+        plain = Preparation(
+            mean=_CHANNEL_MEAN[self.num_classes], std=_CHANNEL_STD[self.num_classes], size=self.input_size
         )
+        return Splits(train=ImageSource(*train, replace(plain, augment=True)), held_out=ImageSource(*held_out, plain))
 
 
 class Cifar10ResNet18(CifarTask):

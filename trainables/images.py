@@ -1,55 +1,74 @@
-"""Operations on whole batches of images, on the device that trains."""
+"""Data sets of small images that live on the device that trains, whole and raw."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-
-def random_crop_and_flip(images: Tensor, generator: torch.Generator, padding: int = 4) -> Tensor:
-    """Returns every image shifted by up to `padding` pixels each way, zeros entering, and mirrored half of the time.
-
-    That is a random crop of the zero-padded image, then a horizontal flip, in one gather. `images` is [b, c, h, w] of
-    any dtype, on the generator's device; so is the result, in channels_last memory.
-    """
-    batch, _, height, width = images.shape
-    device = images.device
-    padded = F.pad(images, (padding, padding, padding, padding))
-    offsets = torch.randint(0, 2 * padding + 1, (2, batch, 1), generator=generator, device=device)
-    mirrored = torch.randint(0, 2, (batch, 1), generator=generator, device=device)
-    columns = torch.arange(width, device=device)
-    columns = torch.where(mirrored == 1, columns.flip(0), columns) + offsets[0]  # [b, w]
-    rows = torch.arange(height, device=device) + offsets[1]  # [b, h]
-    samples = torch.arange(batch, device=device)
-    # Advanced indices around a slice put the slice last: [b, h, w, c] in memory, which is what channels_last means.
-    return padded[samples[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+from kernels.image_batch import image_batch
+from triaccel_ray.sources import TensorSource
 
 
-class PrepareImages:
-    """Maps uint8 images [b, c, h, w] to float32 ones, normalised per channel, resized if asked, in channels_last."""
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What becomes of raw images on their way into a model."""
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float], size: int | None = None) -> None:
-        """Takes each channel's `mean` and `std` on the scale [0, 1], and the edge in pixels to resize to, if any."""
+    mean: Sequence[float]
+    """Of each channel, on the scale [0, 1]."""
+    std: Sequence[float]
+    """Of each channel, likewise; above 0."""
+    size: int | None = None
+    """Edge in pixels to which images are resized after all else; None leaves them."""
+    augment: bool = False
+    """Whether training batches are cropped at random and mirrored half of the time."""
+    padding: int = 4
+    """Pixels by which a random crop may move each way, zeros entering."""
+    dtype: torch.dtype = torch.float32
+    """Of the batches: float32, float16 or bfloat16."""
+
+
+class ImageSource(TensorSource):
+    """Images kept as uint8; cropped, mirrored, normalised, cast and resized a batch at a time, without the host."""
+
+    def __init__(self, images: Tensor, targets: Tensor, preparation: Preparation) -> None:
+        """Holds images uint8 [n, c, h, w] and targets [n, ...].
+
+        Raises:
+            ValueError: there are not as many images as targets, or not as many means or deviations as channels.
+        """
+        super().__init__(images.contiguous(), targets)
+        channels = images.shape[1]
+        for name, values in (("mean", preparation.mean), ("std", preparation.std)):
+            if len(values) != channels:
+                raise ValueError(f"{name} has {len(values)} entries: the images have {channels} channels")
+        self.preparation = preparation
+        mean, std = (torch.tensor(values, dtype=torch.float64) for values in (preparation.mean, preparation.std))
         # (x / 255 - mean) / std = x scale + shift
-        self._scale = tuple(1.0 / (255.0 * s) for s in std)
-        self._shift = tuple(-m / s for m, s in zip(mean, std, strict=True))
-        self._size = size
-        self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._scale = (1.0 / (255.0 * std)).float().to(images.device)
+        self._shift = (-mean / std).float().to(images.device)
 
-    def __call__(self, images: Tensor) -> Tensor:
-        """Returns the prepared batch."""
-        scale, shift = self._constants_on(images.device)
-        prepared = images.to(torch.float32, memory_format=torch.channels_last).mul_(scale).add_(shift)
-        if self._size is not None:
-            prepared = F.interpolate(prepared, size=self._size, mode="bilinear", align_corners=False)
-        return prepared.contiguous(memory_format=torch.channels_last)
+    def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """Returns the images at `indices`, [b, c, h, w] in channels_last memory, and their targets.
 
-    def _constants_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        # Kept, because copying them to a GPU anew at every batch would make the host wait for it.
-        if device not in self._constants:
-            scale, shift = torch.tensor([self._scale, self._shift], device=device).reshape(2, 1, -1, 1, 1)
-            self._constants[device] = (scale, shift)
-        return self._constants[device]
+        They are augmented if the preparation says so and a generator is given, which is asked for one number.
+        """
+        device, how = self.inputs.device, self.preparation
+        indices = indices.to(device, non_blocking=True)
+        key = None
+        if how.augment and generator is not None:
+            key = torch.randint(2**63 - 1, (), generator=generator, device=device)
+        images = image_batch(
+            self.inputs, indices, self._scale, self._shift, key=key, padding=how.padding, dtype=how.dtype
+        )
+        if how.size is not None:
+            images = F.interpolate(images, size=how.size, mode="bilinear", align_corners=False)
+            images = images.contiguous(memory_format=torch.channels_last)
+        return images, self.targets[indices]
+
+    def to(self, device: torch.device) -> ImageSource:
+        """Returns a source whose images live on `device`."""
+        return ImageSource(self.inputs.to(device), self.targets.to(device), self.preparation)

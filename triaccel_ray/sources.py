@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset
+
+from triaccel_ray.stream import SampleStream
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 """Maps inputs [batch, ...] to augmented inputs on the same device, drawing from the generator alone."""
@@ -31,6 +34,17 @@ class DataSource(Protocol):
         """Returns the same samples, delivered on `device`."""
         ...
 
+    @property
+    def is_resident(self) -> bool:
+        """Whether `batch` works on the device alone, given indices that are there: no copy, no waiting, no host.
+
+        A CUDA graph may then hold it. A source without this property counts as False, and gets its indices on the CPU.
+        """
+        return False
+
+    # A source may also have a method `announce(order, *, seed, follows)`, as `DatasetSource` does: it is then told
+    # which samples will be asked for.
+
 
 class TensorSource:
     """Samples held whole in two tensors, on the device that trains."""
@@ -42,18 +56,25 @@ class TensorSource:
         *,
         prepare: Callable[[Tensor], Tensor] | None = None,
         augment: Augment | None = None,
+        capturable: bool = False,
     ) -> None:
         """Holds inputs [n, ...] and targets [n, ...].
 
         `augment` acts on the raw inputs of a training batch, `prepare` (cast, normalise, resize) on every batch after
-        it.
+        it. `capturable` says that both, where given, work on the device alone, without the host's waiting or
+        drawing; they may then become part of a CUDA graph.
         """
         if len(inputs) != len(targets):
             raise ValueError(f"inputs and targets hold {len(inputs)} and {len(targets)} samples: must be as many")
         if len(inputs) == 0:
             raise ValueError("inputs hold 0 samples: a source needs at least one")
         self.inputs, self.targets = inputs, targets
-        self._prepare, self._augment = prepare, augment
+        self._prepare, self._augment, self._capturable = prepare, augment, capturable
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether no function of the user's stands in the way, or they are said to be capturable."""
+        return self._capturable or (self._prepare is None and self._augment is None)
 
     def __len__(self) -> int:
         """Returns the number of samples."""
@@ -72,18 +93,37 @@ class TensorSource:
     def to(self, device: torch.device) -> TensorSource:
         """Returns a source whose tensors live on `device`."""
         return TensorSource(
-            self.inputs.to(device), self.targets.to(device), prepare=self._prepare, augment=self._augment
+            self.inputs.to(device),
+            self.targets.to(device),
+            prepare=self._prepare,
+            augment=self._augment,
+            capturable=self._capturable,
         )
 
 
 class DatasetSource:
-    """An ordinary map-style PyTorch data set, read sample by sample and collated as `DataLoader` would."""
+    """An ordinary map-style PyTorch data set, read sample by sample and collated as `DataLoader` would.
 
-    def __init__(self, dataset: Dataset[Any], device: torch.device | None = None) -> None:
+    Training reads ahead of itself, in worker processes, and a GPU gets each batch by a copy that overlaps with the
+    step before it. A random transform in the data set that draws from the global generators of Python, PyTorch or
+    NumPy gives the same whatever the batch sizes, the number of workers and the moment at which a run was resumed;
+    one that keeps a generator of its own does not.
+    """
+
+    is_resident = False
+
+    def __init__(
+        self, dataset: Dataset[Any], device: torch.device | None = None, *, num_workers: int | None = None
+    ) -> None:
         """Wraps `dataset`, whose items are (input, target) pairs.
+
+        `num_workers` processes read ahead; 0 reads in this process, when a batch is asked for. None means 0 for a
+        CPU, which is busy training, and for a GPU one less than the CPUs at hand, 4 at most. Processes are forked on
+        Linux: the data set is not copied, and must not use CUDA.
 
         Raises:
             TypeError: the data set is iterable only; exact epochs at a changing batch size need indices.
+            ValueError: the data set is empty, or `num_workers` negative.
         """
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise TypeError(
@@ -92,21 +132,47 @@ class DatasetSource:
             )
         if len(dataset) == 0:  # type: ignore[arg-type]  # torch's Dataset leaves __len__ to its subclasses
             raise ValueError(f"{type(dataset).__name__} holds 0 samples: a source needs at least one")
-        self._dataset = dataset
+        if num_workers is not None and num_workers < 0:
+            raise ValueError(f"num_workers = {num_workers}: must be 0 or more")
+        self._dataset, self._num_workers = dataset, num_workers
         self._device = device or torch.device("cpu")
+        workers = _default_workers(self._device) if num_workers is None else num_workers
+        self._stream = SampleStream(dataset, self._device, workers)
 
     def __len__(self) -> int:
         """Returns the number of samples."""
         return len(self._dataset)  # type: ignore[arg-type]  # torch's Dataset leaves __len__ to its subclasses
 
+    def announce(self, order: Tensor, *, seed: int, follows: bool) -> None:
+        """Makes known which samples will be asked for next, in batches of any size: int64 [n], at most once each.
+
+        `follows` says whether they come after those announced before, or in their place. `seed` fixes, together with
+        a sample's index, what random transforms make of it.
+        """
+        self._stream.announce(order, seed=seed, follows=follows)
+
     def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Any, Tensor]:
-        """Returns the collated samples at `indices`; the data set does its own augmentation."""
-        inputs, targets = default_collate([self._dataset[i] for i in indices.tolist()])
-        return _to_device(inputs, self._device), targets.to(self._device)
+        """Returns the collated samples at `indices`; the data set does its own augmentation.
+
+        Samples other than the announced ones are read at once, in this process.
+        """
+        inputs, targets = self._stream.batch(indices)
+        return inputs, targets
 
     def to(self, device: torch.device) -> DatasetSource:
         """Returns the same data set with batches delivered on `device`."""
-        return DatasetSource(self._dataset, device)
+        return DatasetSource(self._dataset, device, num_workers=self._num_workers)
+
+    def close(self) -> None:
+        """Ends the worker processes, as dropping the last reference to this source does too."""
+        self._stream.close()
+
+
+def _default_workers(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(4, num_cpus - 1)
 
 
 def as_source(data: Any) -> DataSource:
@@ -120,15 +186,3 @@ def as_source(data: Any) -> DataSource:
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
         return TensorSource(*data)
     return DatasetSource(data)
-
-
-def _to_device(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: _to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_to_device(value, device) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(_to_device(value, device) for value in batch)
-    return batch

@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.build import CPU
 from triaccel_ray.apply.feed import Feed
@@ -63,6 +64,50 @@ def test_a_restored_feed_goes_on_alike(num_samples: int, before: list[int], afte
     assert restored.position == feed.position
     assert [restored.take(size).tolist() for size in after] == [feed.take(size).tolist() for size in after]
     assert torch.equal(torch.rand(3, generator=restored.generator), torch.rand(3, generator=feed.generator))
+
+
+class Listener(TensorSource):
+    """Writes down what is announced."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(torch.zeros(num_samples), torch.zeros(num_samples))
+        self.heard: list[tuple[list[int], int, bool]] = []
+
+    def announce(self, order: Tensor, *, seed: int, follows: bool) -> None:
+        self.heard.append((order.tolist(), seed, follows))
+
+
+def test_a_source_that_listens_hears_every_order_before_it_is_taken() -> None:
+    source = Listener(10)
+    feed = Feed(source, seed=3, device=CPU)
+    taken = [feed.take(6).tolist(), feed.take(4).tolist(), feed.take(10).tolist()]
+    orders, seeds, follows = zip(*source.heard, strict=True)
+    assert orders[0] == taken[0] + taken[1]
+    assert orders[1] == taken[2]
+    assert follows == (False, True, True)
+    assert len(set(seeds)) == 3
+
+
+def test_a_restored_feed_announces_what_is_left_in_place_of_what_it_had() -> None:
+    feed, source = Feed(Listener(10), seed=3, device=CPU), Listener(10)
+    feed.take(10)
+    feed.take(4)
+    restored = Feed(source, seed=4, device=CPU)
+    restored.load_state_dict(feed.state_dict())
+    order, seed, follows = source.heard[-1]
+    assert order == feed.take(6).tolist()
+    assert (seed, follows) == (feed.source.heard[1][1], False)  # type: ignore[attr-defined]  # a Listener
+
+
+@pytest.mark.gpu
+def test_indices_of_a_resident_source_are_on_the_device_and_the_same() -> None:
+    device = torch.device("cuda")
+    source = TensorSource(torch.zeros(100), torch.zeros(100)).to(device)
+    feed, twin = Feed(source, seed=0, device=device), feed_of(100)
+    for size in (30, 69, 20, 100):
+        indices = feed.take(size)
+        assert indices.device.type == "cuda"
+        assert torch.equal(indices.cpu(), twin.take(size))
 
 
 def test_a_state_of_another_data_set_is_refused() -> None:

@@ -1,87 +1,119 @@
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
-from trainables.images import PrepareImages, random_crop_and_flip
+from trainables.images import ImageSource, Preparation
+from triaccel_ray.apply.feed import Feed
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+PLAIN = Preparation(mean=MEAN, std=STD)
+AUGMENTED = replace(PLAIN, augment=True)
+INDICES = torch.tensor([3, 0, 3])
 
 
-def _images(num: int = 256) -> torch.Tensor:
-    """Returns images in which every pixel's value tells its place: row * 8 + column + 1, never zero."""
-    return (torch.arange(64, dtype=torch.uint8) + 1).reshape(1, 1, 8, 8).repeat(num, 3, 1, 1)
+def _images(num: int = 8) -> Tensor:
+    return torch.randint(0, 256, (num, 3, 32, 32), dtype=torch.uint8, generator=_generator(0))
 
 
 def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_shape_dtype_and_memory_format(dtype: torch.dtype) -> None:
-    images = torch.ones(5, 3, 10, 8, dtype=dtype)
-    augmented = random_crop_and_flip(images, _generator(0))
-    assert augmented.shape == images.shape
-    assert augmented.dtype == dtype
-    assert augmented.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_every_result_is_a_window_of_the_padded_image_or_its_mirror_image() -> None:
-    images = _images()
-    padded = torch.nn.functional.pad(images[0], (2, 2, 2, 2))
-    windows = {}
-    for row in range(5):
-        for column in range(5):
-            window = padded[:, row : row + 8, column : column + 8]
-            windows[window.numpy().tobytes()] = (row, column, False)
-            windows[window.flip(-1).contiguous().numpy().tobytes()] = (row, column, True)
-    seen = [
-        windows[image.contiguous().numpy().tobytes()]
-        for image in random_crop_and_flip(images, _generator(0), padding=2)
-    ]
-    assert {row for row, _, _ in seen} == {column for _, column, _ in seen} == set(range(5))
-    assert {mirrored for _, _, mirrored in seen} == {False, True}
-
-
-def test_half_of_the_images_are_mirrored() -> None:
-    images = _images(4000)
-    mirrored = (random_crop_and_flip(images, _generator(1), padding=0) != images).flatten(1).any(1)
-    assert abs(mirrored.float().mean().item() - 0.5) < 4 * 0.5 / 4000**0.5  # four standard errors
-
-
-def test_the_generator_alone_decides() -> None:
-    images = torch.randint(0, 256, (16, 3, 32, 32), dtype=torch.uint8, generator=_generator(5))
-    torch.manual_seed(1)
-    first = random_crop_and_flip(images, _generator(2))
-    torch.manual_seed(2)
-    assert torch.equal(first, random_crop_and_flip(images, _generator(2)))
-    assert not torch.equal(first, random_crop_and_flip(images, _generator(3)))
-
-
-def test_successive_batches_differ() -> None:
-    images, generator = _images(), _generator(2)
-    assert not torch.equal(random_crop_and_flip(images, generator), random_crop_and_flip(images, generator))
+def _source(preparation: Preparation, num: int = 8) -> ImageSource:
+    return ImageSource(_images(num), torch.arange(num), preparation)
 
 
 def test_normalised_per_channel_against_float64() -> None:
-    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-    images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, generator=_generator(0))
-    prepared = PrepareImages(mean, std)(images)
-    m, s = (torch.tensor(values, dtype=torch.float64).reshape(1, 3, 1, 1) for values in (mean, std))
-    expected = (images.double() / 255 - m) / s
-    assert prepared.dtype == torch.float32
-    assert prepared.is_contiguous(memory_format=torch.channels_last)
+    images, targets = _source(PLAIN).batch(INDICES, None)
+    mean, std = (torch.tensor(values, dtype=torch.float64).reshape(1, 3, 1, 1) for values in (MEAN, STD))
+    expected = (_images()[INDICES].double() / 255 - mean) / std
+    assert torch.equal(targets, INDICES)
+    assert images.dtype == torch.float32
+    assert images.is_contiguous(memory_format=torch.channels_last)
     # two roundings of values up to 2 (the mean's shift) and 4 (the scaled pixel)
-    assert (prepared - expected).abs().max() < 4 * 3 * torch.finfo(torch.float32).eps
+    assert (images - expected).abs().max() < 4 * 3 * torch.finfo(torch.float32).eps
 
 
-def test_resized_images_keep_their_mean_and_memory_format() -> None:
-    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8, generator=_generator(0))
-    plain = PrepareImages((0.5,) * 3, (0.25,) * 3)(images)
-    large = PrepareImages((0.5,) * 3, (0.25,) * 3, size=224)(images)
-    assert large.shape == (2, 3, 224, 224)
+def test_augmented_only_if_the_preparation_says_so_and_a_generator_is_given() -> None:
+    plain = _source(PLAIN).batch(INDICES, None)[0]
+    assert torch.equal(plain, _source(PLAIN).batch(INDICES, _generator(0))[0])
+    assert torch.equal(plain, _source(AUGMENTED).batch(INDICES, None)[0])
+    assert not torch.equal(plain, _source(AUGMENTED).batch(INDICES, _generator(0))[0])
+
+
+def test_the_generator_alone_decides_and_goes_on() -> None:
+    source, generator = _source(AUGMENTED), _generator(2)
+    torch.manual_seed(1)
+    first, second = source.batch(INDICES, generator)[0], source.batch(INDICES, generator)[0]
+    torch.manual_seed(2)
+    assert torch.equal(first, source.batch(INDICES, _generator(2))[0])
+    assert not torch.equal(first, second)
+    generator = _generator(2)
+    source.batch(INDICES, generator)
+    resumed = torch.Generator()
+    resumed.set_state(generator.get_state())
+    assert torch.equal(second, source.batch(INDICES, resumed)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_resized_images_keep_their_mean_type_and_memory_format(dtype: torch.dtype) -> None:
+    plain = _source(PLAIN).batch(INDICES, None)[0]
+    large = _source(replace(PLAIN, size=224, dtype=dtype)).batch(INDICES, None)[0]
+    assert large.shape == (3, 3, 224, 224)
+    assert large.dtype == dtype
     assert large.is_contiguous(memory_format=torch.channels_last)
-    assert (large.mean() - plain.mean()).abs() < 0.01
+    assert (large.float().mean() - plain.mean()).abs() < 0.01
 
 
-def test_the_raw_images_are_left_as_they_are() -> None:
-    images = _images(2)
-    random_crop_and_flip(images, _generator(0))
-    PrepareImages((0.5,) * 3, (0.25,) * 3)(images)
-    assert torch.equal(images, _images(2))
+def test_the_raw_images_keep_shape_type_and_values() -> None:
+    source = _source(AUGMENTED).to(torch.device("cpu"))
+    source.batch(INDICES, _generator(0))
+    assert torch.equal(source.inputs, _images())
+    assert source.is_resident
+
+
+@pytest.mark.parametrize(("name", "change"), [("mean", {"mean": (0.5,)}), ("std", {"std": (0.5,)})])
+def test_constants_of_other_channels_are_refused(name: str, change: dict[str, tuple[float, ...]]) -> None:
+    with pytest.raises(ValueError, match=f"{name} has 1 entries: the images have 3 channels"):
+        _source(replace(PLAIN, **change))  # type: ignore[arg-type]  # fields by name
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
+@pytest.mark.parametrize("size", [None, 64])
+def test_a_captured_batch_is_what_an_eager_one_is(size: int | None) -> None:
+    device = torch.device("cuda")
+    source = _source(replace(AUGMENTED, dtype=torch.float16, size=size), 256).to(device)
+    feed = Feed(source, seed=0, device=device)
+    indices = feed.take(16).clone()
+    source.batch(indices, feed.generator)
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(feed.generator)
+    with torch.cuda.graph(graph):
+        images, targets = source.batch(indices, feed.generator)
+    state = feed.generator.get_state()
+    replayed = []
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(3):
+            indices.copy_(feed.take(16))
+            graph.replay()
+            replayed.append((indices.clone(), images.clone(), targets.clone()))
+        source.batch(feed.take(16), feed.generator)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    feed.generator.set_state(state)
+    for taken, seen, labels in replayed:
+        again, _ = source.batch(taken, feed.generator)
+        assert torch.equal(seen, again)
+        assert torch.equal(labels, taken)
+    assert not torch.equal(replayed[0][1], replayed[1][1])
+
+
+@pytest.mark.gpu
+def test_a_gpu_makes_what_the_cpu_makes() -> None:
+    on_cpu = _source(PLAIN).batch(INDICES, None)[0]
+    on_gpu = _source(PLAIN).to(torch.device("cuda")).batch(INDICES, None)[0]
+    assert (on_gpu.cpu() - on_cpu).abs().max() < 4 * 3 * torch.finfo(torch.float32).eps

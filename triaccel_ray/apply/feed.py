@@ -11,15 +11,23 @@ from triaccel_ray.sources import DataSource
 
 
 class Feed:
-    """Walks through a random permutation of the samples, a new one each epoch, in batches of any size."""
+    """Walks through a random permutation of the samples, a new one each epoch, in batches of any size.
+
+    A source that can read ahead is told each permutation as soon as it is known.
+    """
 
     def __init__(self, source: DataSource, *, seed: int, device: torch.device) -> None:
-        """Starts before the first sample of epoch 0; permutations depend on `seed` and the epoch alone."""
+        """Starts before the first sample of epoch 0; permutations depend on `seed` and the epoch alone.
+
+        `device` is where the source delivers its batches.
+        """
         self.source = source
+        self._device = device
+        self._is_resident = bool(getattr(source, "is_resident", False))
         self._seed = seed
         self.epoch = 0
         self._cursor = 0
-        self._order = self._permutation()
+        self._order = self._begin_epoch(follows=False)
         # Augmentation draws where the data is; PyTorch's generators differ between devices, so do its crops.
         self.generator = torch.Generator(device=device).manual_seed(seed)
 
@@ -36,6 +44,7 @@ class Feed:
     def take(self, num_samples: int) -> Tensor:
         """Returns the indices of the next samples, int64 [num_samples], fewer at the end of an epoch.
 
+        They are on the device for a source that is resident there, views of the epoch's order; else on the CPU.
         A single sample is never left over for a batch of its own, which batch normalisation could not take: it joins
         the one before. After the last sample the next epoch begins.
         """
@@ -47,8 +56,13 @@ class Feed:
         if end == len(self.source):
             self.epoch += 1
             self._cursor = 0
-            self._order = self._permutation()
+            self._order = self._begin_epoch(follows=True)
         return indices
+
+    def close(self) -> None:
+        """Ends what the source may have running to read ahead."""
+        if hasattr(self.source, "close"):
+            self.source.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position and the augmentation's random state."""
@@ -71,10 +85,17 @@ class Feed:
                 f"num_samples = {state['num_samples']}: the checkpoint's data set; this one has {len(self.source)}"
             )
         self._seed, self.epoch, self._cursor = state["seed"], state["epoch"], state["cursor"]
-        self._order = self._permutation()
+        self._order = self._begin_epoch(follows=False)
         self.generator.set_state(state["generator"])
 
-    def _permutation(self) -> Tensor:
+    def _begin_epoch(self, *, follows: bool) -> Tensor:
+        """Returns the present epoch's order, int64 [n], and announces what is left of it."""
         # A generator of its own an epoch, so that a position is enough to resume from.
-        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + self.epoch) % 2**63)
-        return torch.randperm(len(self.source), generator=generator)
+        seed = (self._seed * 1_000_003 + self.epoch) % 2**63
+        order = torch.randperm(len(self.source), generator=torch.Generator().manual_seed(seed))
+        announce = getattr(self.source, "announce", None)
+        if announce is not None:
+            announce(order[self._cursor :], seed=seed, follows=follows)
+        if self._is_resident and self._device.type == "cuda":
+            return order.pin_memory().to(self._device, non_blocking=True)
+        return order

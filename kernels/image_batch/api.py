@@ -1,0 +1,90 @@
+"""The operation's entry: checks the arguments and chooses between the kernel and the reference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.image_batch.reference import image_batch as reference
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MAX_PADDING = 2**15 - 1
+"""An offset is drawn from 16 random bits."""
+
+
+def image_batch(
+    images: Tensor,
+    indices: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    *,
+    key: Tensor | None,
+    padding: int = 4,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Returns the images at `indices`, each pixel x as x scale[channel] + shift[channel], [b, c, h, w] of `dtype`.
+
+    With a `key`, image i of the batch is first padded with `padding` zeros on each side, cropped to h x w at an offset
+    drawn uniformly from (2 padding + 1)^2, and mirrored left to right half of the time. Offset and mirroring follow
+    from (key, i) alone, by a hash; equal keys give equal batches. What enters from outside is a raw 0, which the
+    normalisation maps to shift[channel].
+
+    One launch on a GPU, without synchronisation: a CUDA graph may hold it, and reads indices and key anew each time.
+
+    Args:
+        images: uint8 [n, c, h, w], contiguous.
+        indices: int64 [b] in [0, n), on the device of `images`. On a GPU an index out of range gives an image of
+            zeros; on a CPU it raises.
+        scale: float32 [c], of the raw values, on the device of `images`.
+        shift: float32 [c], likewise.
+        key: int64 scalar on the device of `images`; None leaves the images whole and as they are.
+        padding: pixels by which a crop may move each way, 0 to 32767.
+        dtype: of the result: float32, float16 or bfloat16. Arithmetic is float32.
+
+    Returns:
+        The batch, in channels_last memory.
+
+    Raises:
+        TypeError: a tensor or `dtype` has another type than named above.
+        ValueError: a tensor has another shape, device or memory layout, or `padding` is out of range.
+    """
+    _check_types(images, indices, scale, shift, key, dtype)
+    _check_shapes(images, indices, scale, shift, key)
+    if not 0 <= padding <= _MAX_PADDING:
+        raise ValueError(f"padding = {padding}: must be between 0 and {_MAX_PADDING} pixels")
+    if not images.is_cuda:
+        return reference(images, indices, scale, shift, key=key, padding=padding, dtype=dtype)
+    from kernels.image_batch.triton import image_batch as launch  # here: without a GPU triton need not exist
+
+    return launch(images, indices, scale, shift, key=key, padding=padding, dtype=dtype)
+
+
+def _check_types(
+    images: Tensor, indices: Tensor, scale: Tensor, shift: Tensor, key: Tensor | None, dtype: torch.dtype
+) -> None:
+    wanted = [("images", images, torch.uint8), ("indices", indices, torch.int64)]
+    wanted += [("scale", scale, torch.float32), ("shift", shift, torch.float32)]
+    if key is not None:
+        wanted.append(("key", key, torch.int64))
+    for name, tensor, expected in wanted:
+        if tensor.dtype is not expected:
+            raise TypeError(f"{name} is {tensor.dtype}: must be {expected}")
+        if tensor.device != images.device:
+            raise ValueError(f"{name} is on {tensor.device}, images on {images.device}: must be on one device")
+    if dtype not in _DTYPES:
+        raise TypeError(f"dtype = {dtype}: must be one of {', '.join(map(str, _DTYPES))}")
+
+
+def _check_shapes(images: Tensor, indices: Tensor, scale: Tensor, shift: Tensor, key: Tensor | None) -> None:
+    if images.dim() != 4:
+        raise ValueError(f"images have shape {list(images.shape)}: must be [n, channels, height, width]")
+    if not images.is_contiguous():
+        raise ValueError(f"images have strides {images.stride()}: must be contiguous; call .contiguous() once")
+    if indices.dim() != 1 or not indices.is_contiguous():
+        raise ValueError(f"indices have shape {list(indices.shape)}: must be a contiguous vector")
+    num_channels = images.shape[1]
+    for name, tensor in (("scale", scale), ("shift", shift)):
+        if tensor.shape != (num_channels,) or not tensor.is_contiguous():
+            raise ValueError(f"{name} has shape {list(tensor.shape)}: must be [{num_channels}] and contiguous")
+    if key is not None and key.dim() != 0:
+        raise ValueError(f"key has shape {list(key.shape)}: must be a scalar")

@@ -1,0 +1,71 @@
+"""The operation in PyTorch: its specification, and what runs without a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_MASK = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B9
+"""2^32 over the golden ratio: separates the words that are drawn from one counter."""
+
+
+def image_batch(
+    images: Tensor,
+    indices: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    *,
+    key: Tensor | None,
+    padding: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns the batch; `kernels.image_batch.image_batch` says of what."""
+    batch = images[indices]
+    if key is not None:
+        batch = _cropped_and_mirrored(batch, key, padding)
+    prepared = batch.to(torch.float32, memory_format=torch.channels_last)
+    prepared = prepared.mul_(scale.view(1, -1, 1, 1)).add_(shift.view(1, -1, 1, 1))
+    return prepared.to(dtype, memory_format=torch.channels_last)
+
+
+def _cropped_and_mirrored(images: Tensor, key: Tensor, padding: int) -> Tensor:
+    """Returns the images [b, c, h, w] augmented, in one gather."""
+    num, _, height, width = images.shape
+    rows, columns, mirrored = draw(key, num, padding)
+    y = torch.arange(height, device=images.device) + rows[:, None]  # [b, h], in the padded image
+    x = torch.arange(width, device=images.device)
+    x = torch.where(mirrored[:, None], x.flip(0), x) + columns[:, None]  # [b, w]
+    padded = F.pad(images, (padding, padding, padding, padding))
+    samples = torch.arange(num, device=images.device)
+    # Advanced indices around a slice put the slice last: [b, h, w, c] in memory, which is what channels_last means.
+    return padded[samples[:, None, None], :, y[:, :, None], x[:, None, :]].permute(0, 3, 1, 2)
+
+
+def draw(key: Tensor, num: int, padding: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns what augments each image of a batch of `num`: rows, columns int64 [num] in [0, 2 padding], mirrored bool.
+
+    Two 32-bit words an image come from a hash of the key's two halves and the image's place in the batch. 16 bits of
+    the first give the row, the others the column, by multiplication: over 9 offsets, no probability is off by more
+    than one in 7,000. The top bit of the second word mirrors.
+    """
+    place = torch.arange(num, dtype=torch.int64, device=key.device)
+    counter = _mix(place ^ _mix(key & _MASK))
+    counter = _mix((counter + _mix((key >> 32 & _MASK) ^ _GOLDEN)) & _MASK)
+    offsets = _mix(counter)
+    span = 2 * padding + 1
+    rows, columns = (offsets & 0xFFFF) * span >> 16, (offsets >> 16) * span >> 16
+    return rows, columns, _mix((counter + _GOLDEN) & _MASK) >> 31 == 1
+
+
+def _mix(word: Tensor) -> Tensor:
+    """Returns a permutation of the 32-bit numbers that looks random: Chris Wellons' `lowbias32` (hash-prospector).
+
+    int64 products of two such numbers wrap around, which leaves their low 32 bits right.
+    """
+    word = word ^ (word >> 16)
+    word = word * 0x7FEB352D & _MASK
+    word = word ^ (word >> 15)
+    word = word * 0x846CA68B & _MASK
+    return word ^ (word >> 16)

@@ -1,0 +1,105 @@
+"""The operation as one Triton kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+"""Elements of the result a program makes: three programs a CIFAR image, over 1,500 at batch 512."""
+
+
+def image_batch(
+    images: Tensor,
+    indices: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    *,
+    key: Tensor | None,
+    padding: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns the batch; `kernels.image_batch.image_batch` says of what, and has checked the arguments."""
+    _, channels, height, width = images.shape
+    num = len(indices)
+    out = torch.empty(
+        (num, channels, height, width), dtype=dtype, device=images.device, memory_format=torch.channels_last
+    )
+    size = channels * height * width
+    if out.numel() == 0:
+        return out
+    with torch.cuda.device_of(images):  # triton launches on the current device, whatever the tensors'
+        _image_batch[(num, triton.cdiv(size, _BLOCK))](
+            images,
+            indices,
+            scale,
+            shift,
+            indices if key is None else key,
+            out,
+            len(images),
+            PADDING=padding,
+            CHANNELS=channels,
+            HEIGHT=height,
+            WIDTH=width,
+            AUGMENT=key is not None,
+            BLOCK=_BLOCK,
+        )
+    return out
+
+
+@triton.jit
+def _mix(word):  # type: ignore[no-untyped-def]  # Triton's types are not Python's
+    """Returns reference._mix of uint32 `word`."""
+    word = word ^ (word >> 16)
+    word = word * 0x7FEB352D
+    word = word ^ (word >> 15)
+    word = word * 0x846CA68B
+    return word ^ (word >> 16)
+
+
+# A slice of an epoch's order starts anywhere: each alignment would be compiled anew when it is first met.
+@triton.jit(  # type: ignore[untyped-decorator]  # Triton's types are not Python's
+    do_not_specialize=["num_images"], do_not_specialize_on_alignment=["indices", "key"]
+)
+def _image_batch(  # type: ignore[no-untyped-def]  # Triton's types are not Python's
+    images,
+    indices,
+    scale,
+    shift,
+    key,
+    out,
+    num_images,
+    PADDING: tl.constexpr,  # noqa: N803  # compile-time constants
+    CHANNELS: tl.constexpr,  # noqa: N803
+    HEIGHT: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,  # noqa: N803
+    AUGMENT: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    place = tl.program_id(0)
+    index = tl.load(indices + place)
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # of the image made, [height, width, channel]
+    inside = element < HEIGHT * WIDTH * CHANNELS
+    channel = element % CHANNELS
+    x = element // CHANNELS % WIDTH
+    y = element // (CHANNELS * WIDTH)
+    # As a limit, for Triton's interpreter makes a number of a truth value that it spreads over a block.
+    readable = element < tl.where((index >= 0) & (index < num_images), HEIGHT * WIDTH * CHANNELS, 0)
+    if AUGMENT:
+        state = tl.load(key)
+        counter = _mix(place.to(tl.uint32) ^ _mix(state.to(tl.uint32)))
+        counter = _mix(counter + _mix((state >> 32).to(tl.uint32) ^ 0x9E3779B9))
+        offsets = _mix(counter)
+        mirrored = (_mix(counter + 0x9E3779B9) >> 31) != 0
+        x = tl.where(mirrored, WIDTH - 1 - x, x) + (((offsets >> 16) * (2 * PADDING + 1)) >> 16).to(tl.int32) - PADDING
+        y = y + (((offsets & 0xFFFF) * (2 * PADDING + 1)) >> 16).to(tl.int32) - PADDING
+        readable = readable & (x >= 0) & (x < WIDTH) & (y >= 0) & (y < HEIGHT)
+    # Reading images stored in channels_last memory instead takes as long: 2.0 us at batch 96, 4.4 at 512 on an H200.
+    offset = index * (CHANNELS * HEIGHT * WIDTH) + (channel * HEIGHT + y) * WIDTH + x
+    pixel = tl.load(images + offset, mask=readable, other=0).to(tl.float32)
+    factor = tl.load(scale + channel, mask=inside, other=0.0)
+    summand = tl.load(shift + channel, mask=inside, other=0.0)
+    start = place.to(tl.int64) * (CHANNELS * HEIGHT * WIDTH)
+    tl.store(out + start + element, (pixel * factor + summand).to(out.dtype.element_ty), mask=inside)

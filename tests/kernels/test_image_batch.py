@@ -1,0 +1,227 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.image_batch import image_batch
+from kernels.image_batch.reference import draw
+from kernels.image_batch.reference import image_batch as reference
+
+MEAN, STD = (0.4914, 0.4822, 0.4465, 0.5), (0.2470, 0.2435, 0.2616, 0.25)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where the kernel runs: without a GPU, through Triton's interpreter."""
+
+
+def kernel(*args: Any, **options: Any) -> Tensor:
+    """The kernel itself, through Triton's interpreter where the tensors are on a CPU."""
+    from kernels.image_batch.triton import image_batch as launch
+
+    return launch(*args, **{"padding": 4, "dtype": torch.float32, **options})
+
+
+def constants(channels: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Returns scale and shift, float32 [channels] each."""
+    mean, std = torch.tensor(MEAN[:channels]), torch.tensor(STD[:channels])
+    return (1 / (255 * std)).to(device), (-mean / std).to(device)
+
+
+def noise(num: int, channels: int, height: int, width: int) -> Tensor:
+    return torch.randint(0, 256, (num, channels, height, width), dtype=torch.uint8, generator=generator(0))
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def places(num: int) -> Tensor:
+    """Returns images in which every pixel's value tells its place: row * 8 + column + 1, never zero."""
+    return (torch.arange(64, dtype=torch.uint8) + 1).reshape(1, 1, 8, 8).repeat(num, 1, 1, 1)
+
+
+def raw(images: Tensor, key: int, padding: int, make: Callable[..., Tensor] = image_batch) -> Tensor:
+    """Returns all images augmented and otherwise as they are, uint8."""
+    device = images.device
+    one, indices = torch.ones(images.shape[1], device=device), torch.arange(len(images), device=device)
+    batch = make(
+        images, indices, one, torch.zeros_like(one), key=torch.tensor(key, device=device), padding=padding,
+        dtype=torch.float32,
+    )  # fmt: skip
+    return batch.to(torch.uint8)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Of values up to 3: two roundings in float32, one in the output (through the interpreter a bf16 one truncates)."""
+    return 4 * 2 * torch.finfo(torch.float32).eps + (0 if dtype is torch.float32 else 2 * 2 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "padding"), [((7, 3, 5, 9), 4), ((5, 1, 8, 8), 1), ((3, 4, 20, 17), 0), ((4, 2, 1, 3), 6)]
+)
+@pytest.mark.parametrize("augmented", [True, False])
+def test_the_kernel_makes_what_float64_makes(
+    dtype: torch.dtype, shape: tuple[int, ...], padding: int, augmented: bool
+) -> None:
+    images = noise(*shape)
+    indices = torch.tensor([2, 0, 2, 1, 2])
+    key = torch.tensor(2**62 - 12345) if augmented else None
+    expected = images[indices]
+    if key is not None:
+        rows, columns, mirrored = draw(key, 5, padding)
+        padded = F.pad(expected, (padding,) * 4)
+        windows = [
+            image[:, row : row + shape[2], column : column + shape[3]]
+            for image, row, column in zip(padded, rows.tolist(), columns.tolist(), strict=True)
+        ]
+        flips = zip(windows, mirrored.tolist(), strict=True)
+        expected = torch.stack([window.flip(-1) if flip else window for window, flip in flips])
+    factor, summand = (constant.view(1, -1, 1, 1).double() for constant in constants(shape[1]))
+    exact = expected.double() * factor + summand
+    on_device = [t.to(DEVICE) for t in (images, indices, *constants(shape[1]))]
+    here = None if key is None else key.to(DEVICE)
+    poison = torch.full((5 * images[0].numel(),), torch.nan, dtype=dtype, device=DEVICE)
+    del poison  # a GPU's allocator hands the same bytes out again: what the kernel leaves unwritten shows
+    for make in (kernel, reference):
+        batch = make(*on_device, key=here, padding=padding, dtype=dtype)
+        assert batch.dtype is dtype
+        assert batch.is_contiguous(memory_format=torch.channels_last)
+        assert (batch.cpu().double() - exact).abs().max() <= tolerance(dtype)
+
+
+@pytest.mark.parametrize("key", [0, 1, 2**32, 2**63 - 1, -1, -(2**63), 0x123456789ABCDEF])
+def test_kernel_and_reference_draw_the_same_offsets_bit_for_bit(key: int) -> None:
+    images = places(12)
+    assert torch.equal(raw(images.to(DEVICE), key, 4, kernel).cpu(), raw(images, key, 4, reference))
+
+
+def test_every_result_is_a_window_of_the_padded_image_or_its_mirror_image() -> None:
+    images = places(512)
+    padded = F.pad(images[0], (2, 2, 2, 2))
+    windows = {}
+    for row in range(5):
+        for column in range(5):
+            window = padded[:, row : row + 8, column : column + 8]
+            windows[window.numpy().tobytes()] = (row, column, False)
+            windows[window.flip(-1).contiguous().numpy().tobytes()] = (row, column, True)
+    seen = {windows[image.contiguous().numpy().tobytes()] for image in raw(images, 1, padding=2)}
+    assert len(seen) == 50
+
+
+def chi_square(counts: Tensor) -> float:
+    """Returns sum (seen - expected)^2 / expected against the uniform distribution over all entries."""
+    expected = counts.double().mean()
+    return float(((counts.double() - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize("padding", [1, 4, 7])
+@pytest.mark.parametrize("by", ["place", "key"])
+def test_offsets_are_uniform_and_independent_of_each_other(padding: int, by: str) -> None:
+    num = 100_000
+    if by == "place":
+        rows, columns, mirrored = draw(torch.tensor(7), num, padding)
+    else:  # the first image of many batches, keys as a generator gives them
+        keys = torch.randint(2**63 - 1, (num,), generator=generator(3))
+        rows, columns, mirrored = (drawn.flatten() for drawn in draw(keys.view(-1, 1), 1, padding))
+    span = 2 * padding + 1
+    joint = (rows * span + columns) * 2 + mirrored.long()
+    degrees = 2 * span**2 - 1
+    # The chi-square's mean is its degrees of freedom, its variance twice that; five standard deviations.
+    assert abs(chi_square(torch.bincount(joint, minlength=degrees + 1)) - degrees) < 5 * (2 * degrees) ** 0.5
+    # Neighbours in the batch, and the same place under neighbouring keys, have nothing to do with one another.
+    pairs = rows[:-1] * span + rows[1:]
+    assert abs(chi_square(torch.bincount(pairs, minlength=span**2)) - span**2 + 1) < 5 * (2 * span**2) ** 0.5
+
+
+def test_successive_keys_share_nothing() -> None:
+    first, second = (draw(torch.tensor(key), 50_000, 4)[0] for key in (41, 42))
+    counts = torch.bincount(first * 9 + second, minlength=81)
+    assert abs(chi_square(counts) - 80) < 5 * 160**0.5
+    assert abs((first == second).double().mean().item() - 1 / 9) < 5 * (8 / 81 / 50_000) ** 0.5
+
+
+def test_a_key_decides_alone() -> None:
+    images = noise(16, 3, 8, 8)
+    torch.manual_seed(1)
+    first = raw(images, 5, 4)
+    torch.manual_seed(2)
+    assert torch.equal(first, raw(images, 5, 4))
+    assert not torch.equal(first, raw(images, 6, 4))
+
+
+def test_the_images_are_left_as_they_are_and_no_index_gives_no_image() -> None:
+    images = noise(2, 3, 8, 8)
+    raw(images, 0, 4)
+    assert torch.equal(images, noise(2, 3, 8, 8))
+    empty = torch.empty(0, dtype=torch.int64)
+    assert image_batch(images, empty, *constants(3), key=torch.tensor(1)).shape == (0, 3, 8, 8)
+    on_device = [tensor.to(DEVICE) for tensor in (images, empty, *constants(3))]
+    assert kernel(*on_device, key=None).shape == (0, 3, 8, 8)
+
+
+def test_the_kernel_reads_nothing_outside_the_images() -> None:
+    images, (factor, summand) = noise(3, 3, 4, 4).to(DEVICE)[1:2], constants(3, DEVICE)
+    batch = kernel(images, torch.tensor([-1, 0, 1], device=DEVICE), factor, summand, key=None)
+    black = summand.view(3, 1, 1).expand(3, 4, 4)
+    assert torch.equal(batch[0], black)
+    assert torch.equal(batch[2], black)
+    assert not torch.equal(batch[1], black)
+
+
+GOOD: dict[str, Any] = {
+    "images": noise(4, 3, 8, 8), "indices": torch.arange(2), "scale": torch.ones(3), "shift": torch.ones(3),
+    "key": torch.tensor(1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"images": torch.zeros(4, 3, 8, 8)}, TypeError, "images is torch.float32: must be torch.uint8"),
+        ({"indices": torch.arange(2).int()}, TypeError, "indices is torch.int32: must be torch.int64"),
+        ({"key": torch.tensor(1.0)}, TypeError, "key is torch.float32: must be torch.int64"),
+        ({"scale": torch.ones(3, device="meta")}, ValueError, "scale is on meta, images on cpu"),
+        ({"dtype": torch.float64}, TypeError, "dtype = torch.float64: must be one of torch.float32"),
+        ({"images": noise(4, 3, 8, 8)[0]}, ValueError, r"images have shape \[3, 8, 8\]: must be \[n, channels"),
+        ({"images": noise(4, 3, 8, 8)[..., ::2]}, ValueError, "images have strides .* must be contiguous"),
+        ({"indices": torch.ones(2, 2).long()}, ValueError, r"indices have shape \[2, 2\]: must be a contiguous vector"),
+        ({"shift": torch.ones(1)}, ValueError, r"shift has shape \[1\]: must be \[3\]"),
+        ({"key": torch.ones(1).long()}, ValueError, r"key has shape \[1\]: must be a scalar"),
+        ({"padding": -1}, ValueError, "padding = -1: must be between 0 and 32767 pixels"),
+        ({"padding": 2**15}, ValueError, "padding = 32768: must be between 0 and 32767 pixels"),
+    ],
+)
+def test_other_arguments_are_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        image_batch(**{**GOOD, **change})
+
+
+@pytest.mark.gpu
+def test_a_captured_batch_follows_its_generator_and_its_indices() -> None:
+    images = noise(64, 3, 32, 32).cuda()
+    factor, summand = constants(3, "cuda")
+    drawing = torch.Generator(device="cuda").manual_seed(3)
+    indices = torch.arange(16, device="cuda")
+
+    def make() -> Tensor:
+        key = torch.randint(2**63 - 1, (), generator=drawing, device="cuda")
+        return image_batch(images, indices, factor, summand, key=key, dtype=torch.float16)
+
+    make()  # compiles, which a capture could not
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(drawing)
+    with torch.cuda.graph(graph):
+        captured = make()
+    state = drawing.get_state()
+    seen = []
+    for start in (0, 16, 32):
+        indices.copy_(torch.arange(start, start + 16))
+        graph.replay()
+        seen.append(captured.clone())
+    drawing.set_state(state)
+    for start, replayed in zip((0, 16, 32), seen, strict=True):
+        indices.copy_(torch.arange(start, start + 16))
+        assert torch.equal(replayed, make())
