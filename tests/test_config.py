@@ -29,6 +29,13 @@ OUT_OF_RANGE = [
     (PrecisionConfig, "dwell_ticks", "dwell_ticks", "must be an integer >= 0", [2.5, INF, -1, NAN, False, None]),
     (PrecisionConfig, "patience_ticks", "patience_ticks", "must be an integer >= 1", [2.5, INF, 0, -3, NAN, True]),
     (
+        PrecisionConfig,
+        "overflow_bar_ticks",
+        "overflow_bar_ticks",
+        "must be an integer >= 1",
+        [2.5, INF, 0, -1, NAN, True],
+    ),
+    (
         CurvatureConfig,
         "method",
         "curvature method",
@@ -161,6 +168,7 @@ def test_rules_that_need_the_gradient_noise_need_the_fisher(batch, values, curva
     ("config", "values"),
     [
         (PrecisionConfig, {"tau_low": 0.0, "tau_high": INF, "beta": 0.0, "dwell_ticks": 0, "patience_ticks": 1}),
+        (PrecisionConfig, {"border_aware": False, "overflow_bar_ticks": 1}),
         (PrecisionConfig, {"tau_low": 0, "tau_high": math.ulp(0.0), "beta": math.nextafter(1.0, 0.0)}),
         (CurvatureConfig, {"top_k": 1, "every_steps": 1, "num_samples": 2, "alpha": 0.0, "smoothing": 0.0}),
         (CurvatureConfig, {"tau_curv": math.ulp(0.0), "smoothing": math.nextafter(1.0, 0.0)}),

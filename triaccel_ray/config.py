@@ -35,7 +35,7 @@ class PrecisionConfig:
     """Rules 1 and 2: which precision each layer computes in (Tri-Accel, section 3.1)."""
 
     enabled: bool = True
-    """False: every layer stays at `initial`."""
+    """False: every layer stays at `initial`, except when FP16 overflows for good."""
     initial: Precision = Precision.BF16
     """Precision before any statistic exists, and of every layer when not enabled."""
     tau_low: float = 1e-7
@@ -46,9 +46,15 @@ class PrecisionConfig:
     """Smoothing of the variance, in [0, 1). The paper gives none; 0.9 averages over about 10 steps, well inside one
     control interval, so that a tick sees the interval it ends and not the ones before."""
     dwell_ticks: int = 2
-    """Ticks a layer keeps a precision at least, unless curvature promotes it; >= 0."""
+    """Ticks a layer keeps a precision at least, unless curvature or a neighbour's border moves it; >= 0."""
     patience_ticks: int = 2
     """Consecutive ticks that must ask for a lower precision before a layer is demoted; >= 1. Promotion needs one."""
+    border_aware: bool = True
+    """Whether a layer is demoted only where that saves more time than the casts at its borders take, by the costs
+    measured on the device; without such costs every demotion is made."""
+    overflow_bar_ticks: int = 20
+    """Ticks during which a layer stays out of FP16 after most steps of an interval overflowed in it although the loss
+    scale stood at its minimum; >= 1."""
 
     def __post_init__(self) -> None:
         require(isinstance(self.initial, Precision), "initial", self.initial, "must be a Precision")
@@ -64,6 +70,7 @@ class PrecisionConfig:
         require_number("beta", self.beta, "must lie in [0, 1)", low=0.0, high=math.nextafter(1.0, 0.0))
         require_integer("dwell_ticks", self.dwell_ticks, low=0)
         require_integer("patience_ticks", self.patience_ticks, low=1)
+        require_integer("overflow_bar_ticks", self.overflow_bar_ticks, low=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +199,24 @@ class LossScaleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExecutionConfig:
+    """How steps are run on a GPU; what they compute does not depend on it, up to rounding."""
+
+    capture: bool = True
+    """Whether steps are captured as CUDA graphs. Python code in the model and the loss then runs at captures only:
+    switch it off for a model whose forward pass depends on Python state that changes."""
+    fuse: bool = True
+    """Whether batch normalisation, the sum and the activation that follow it become one kernel."""
+    autotune: bool = False
+    """Whether cuDNN times its algorithms for every new batch size and precision: 1 to 4 seconds each, for steps that
+    are 2 to 7% faster. Pays in runs of minutes at one batch size."""
+
+    def __post_init__(self) -> None:
+        for name in ("capture", "fuse", "autotune"):
+            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "must be True or False")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ControlConfig:
     """The whole control loop: its rules' thresholds and its clock (Tri-Accel, section 3.4)."""
 
@@ -201,6 +226,7 @@ class ControlConfig:
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
 
     def __post_init__(self) -> None:
         require_integer("every_steps (T_ctrl)", self.every_steps, low=1)

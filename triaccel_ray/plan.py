@@ -65,6 +65,9 @@ class ReasonCode(StrEnum):
     VARIANCE = "variance"
     CURVATURE = "curvature"
     CURVATURE_RELEASED = "curvature_released"
+    HELD_BORDER = "held_border"
+    BORDER_RELEASED = "border_released"
+    OVERFLOW = "overflow"
     LR_SCALE = "lr_scale"
     MEMORY_LOW = "memory_low"
     MEMORY_HIGH = "memory_high"
@@ -93,6 +96,10 @@ class FaultKind(StrEnum):
 
     OUT_OF_MEMORY = "out_of_memory"
     APPLY_FAILED = "apply_failed"
+    FUSION_REFUSED = "fusion_refused"
+    """Batch normalisation runs apart from what follows it, slower. Recorded for the user; no rule acts."""
+    CAPTURE_FAILED = "capture_failed"
+    """A step could not be captured as a CUDA graph: it runs eagerly, slower. Recorded for the user; no rule acts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +110,7 @@ class Fault:
     step: int
     """Optimizer step during which it happened."""
     phase: str
-    """`forward_backward`, `evaluation`, `curvature` or `apply`."""
+    """`forward_backward`, `evaluation`, `curvature`, `optimizer`, `costs`, `fuse`, `capture` or `apply`."""
     batch_size: int = 0
     """Batch size in force; for a plan that could not be applied, the one it wanted."""
     micro_batch_size: int = 0
@@ -117,3 +124,8 @@ class Applied:
 
     plan: Plan
     faults: tuple[Fault, ...] = ()
+    evicted: tuple[str, ...] = ()
+    """Captured steps dropped since the last tick to make room for others, each by a name for people."""
+    adapt_ms: float = 0.0
+    """Milliseconds that building the first step of a new plan took since the last tick: autotuning, compilation and
+    capture."""

@@ -18,7 +18,7 @@ MACHINE = Machine(bytes_per_sample=15)
 TICKS = 200
 
 
-def log_of(config: ControlConfig = CONFIG, seed: int = 0, machine: Machine = MACHINE):
+def log_of(config: ControlConfig = CONFIG, seed: int = 8, machine: Machine = MACHINE):
     return list(eventful_run(config, machine, seed, TICKS))
 
 
@@ -37,6 +37,7 @@ def test_the_simulated_log_holds_every_kind_of_event():
     codes = {reason.code.value for _, decision in log for reason in decision.reasons}
     assert kinds == {"out_of_memory", "apply_failed"}
     assert codes >= {"variance", "curvature", "curvature_released", "lr_scale", "memory_low", "memory_high"}
+    assert codes >= {"held_border", "border_released", "overflow"}
     assert {level for observation, _ in log for level in observation.plan.precision.values()} == {FP16, BF16, FP32}
 
 
@@ -45,6 +46,7 @@ def test_the_simulated_log_holds_every_kind_of_event():
     [
         replace(CONFIG, precision=replace(CONFIG.precision, tau_high=1e-5)),
         replace(CONFIG, precision=replace(CONFIG.precision, patience_ticks=5)),
+        replace(CONFIG, precision=replace(CONFIG.precision, border_aware=False)),
         replace(CONFIG, curvature=replace(CONFIG.curvature, tau_curv=50.0)),
         replace(CONFIG, curvature=replace(CONFIG.curvature, alpha=0.5)),
         replace(CONFIG, batch=replace(CONFIG.batch, rho_high=0.8)),

@@ -22,7 +22,7 @@ from tests.decide.build import (
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import BatchState, ControlState, Decision, LayerState, decide, initial_decision
 from triaccel_ray.decide.batch import ladder
-from triaccel_ray.plan import FaultKind, Plan, Precision, ReasonCode
+from triaccel_ray.plan import Fault, FaultKind, Plan, Precision, ReasonCode
 from triaccel_ray.signals import LayerSignal, NoiseSignal, Observation
 
 LOW_MEMORY, HIGH_MEMORY = memory_of(0.1), memory_of(0.95)
@@ -144,6 +144,14 @@ def test_a_plan_that_could_not_be_applied_keeps_the_precision_and_enlarges_nothi
     assert codes(decision, "batch") == [ReasonCode.HELD_ENLARGED]
 
 
+def test_a_step_that_could_not_be_captured_changes_nothing():
+    faults = (Fault(kind=FaultKind.CAPTURE_FAILED, step=3, phase="capture", batch_size=96, detail="no graph"),)
+    start = initial_decision(CONFIG, NAMES)
+    assert first_tick(CONFIG, faults=faults) == first_tick(CONFIG)
+    assert first_tick(CONFIG, faults=faults, memory=LOW_MEMORY).plan.batch_size == 128
+    assert first_tick(CONFIG, faults=faults).plan == start.plan
+
+
 def test_a_plan_that_could_not_be_applied_does_not_keep_memory_from_being_freed():
     assert first_tick(CONFIG, memory=HIGH_MEMORY, faults=(apply_failed(96),)).plan.batch_size == 32
 
@@ -227,6 +235,7 @@ def assert_reasons(observation: Observation, decision: Decision) -> None:
     assert not batch_changed or rules & set(codes(decision, "batch"))
     assert (new.batch_lr_scale != old.batch_lr_scale) == (ReasonCode.LR_SCALE in codes(decision, "batch"))
     rules = {ReasonCode.VARIANCE, ReasonCode.CURVATURE, ReasonCode.CURVATURE_RELEASED}
+    rules |= {ReasonCode.HELD_BORDER, ReasonCode.BORDER_RELEASED, ReasonCode.OVERFLOW}
     for name, level in new.precision.items():
         assert level is old.precision[name] or rules & set(codes(decision, name))
         assert (new.lr_scale[name] != old.lr_scale[name]) == (ReasonCode.LR_SCALE in codes(decision, name))

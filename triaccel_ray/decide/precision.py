@@ -1,14 +1,15 @@
-"""Rules 2 and 5: the precision of each layer."""
+"""Rules 2 and 5: the precision of each layer, and what it costs at the borders."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from triaccel_ray.config import PrecisionConfig
+from triaccel_ray.decide.borders import Grant, Prediction, Wish, grant
 from triaccel_ray.decide.state import LayerState, nearest_supported
 from triaccel_ray.plan import Precision, Reason, ReasonCode
-from triaccel_ray.signals import LayerSignal, Observation
+from triaccel_ray.signals import LayerCost, LayerSignal, Observation
 
 
 def precision_for_variance(config: PrecisionConfig, variance: float) -> Precision:
@@ -24,29 +25,45 @@ def promoted(precision: Precision) -> Precision:
 
 
 def decide_precision(
-    config: PrecisionConfig, observation: Observation, layers: Mapping[str, LayerState]
+    config: PrecisionConfig,
+    observation: Observation,
+    layers: Mapping[str, LayerState],
+    costs: Sequence[LayerCost] | None = None,
 ) -> tuple[dict[str, Precision], dict[str, LayerState], list[Reason]]:
     """Returns each layer's precision and state for the next interval, and why any changed.
 
     The variance rule moves in both directions only after `dwell_ticks` at one precision, and downwards only after
     `patience_ticks` votes in a row: a change costs a new step to build, and v crosses a threshold more than once when
     it drifts through. Curvature promotes at once and releases at once, because it is measured rarely anyway.
+
+    With `costs`, what they settle on is granted as far as it pays (`borders.grant`). What a neighbour's change brings
+    about waits for no dwell of its own: the plan changes at that tick anyway.
     """
+    if not config.enabled:
+        return _keep_but_leave_fp16(observation, layers)
+    before = {
+        signal.name: replace(layers[signal.name], ticks_since_change=layers[signal.name].ticks_since_change + 1)
+        for signal in observation.layers
+    }
+    settled = {signal.name: _settle(config, signal, before[signal.name]) for signal in observation.layers}
+    granted = _grant(observation, settled, costs if config.border_aware else None)
     plan: dict[str, Precision] = {}
     updated: dict[str, LayerState] = {}
     reasons: list[Reason] = []
-    for signal in observation.layers:
-        in_force = observation.plan.precision[signal.name]
-        if not config.enabled:
-            plan[signal.name], updated[signal.name] = in_force, layers[signal.name]
-            continue
-        before = replace(layers[signal.name], ticks_since_change=layers[signal.name].ticks_since_change + 1)
-        after = _settle(config, signal, before)
-        chosen = _chosen(signal, after)
-        if chosen is not in_force:
-            reasons.append(_reason(config, signal, before, after, f"{in_force.value} -> {chosen.value}"))
-            after = replace(after, ticks_since_change=0)
-        plan[signal.name], updated[signal.name] = chosen, after
+    for signal, chosen in zip(observation.layers, granted.precision, strict=True):
+        name, old, new = signal.name, before[signal.name], settled[signal.name]
+        in_force, wanted, refused = observation.plan.precision[name], _chosen(signal, new), granted.refused.get(name)
+        changes = chosen is not in_force
+        if refused is None and changes:
+            reasons.append(_reason(config, signal, (old, new), in_force, chosen))
+        elif refused is not None and (changes or old.refused is not wanted):
+            reasons.append(_border_reason(name, wanted, refused, in_force, chosen))
+        plan[name] = chosen
+        updated[name] = replace(
+            new,
+            refused=None if refused is None else wanted,
+            ticks_since_change=0 if changes else new.ticks_since_change,
+        )
     return plan, updated, reasons
 
 
@@ -61,11 +78,49 @@ def keep_precision(
     plan = {signal.name: observation.plan.precision[signal.name] for signal in observation.layers}
     updated: dict[str, LayerState] = {}
     for signal in observation.layers:
-        state = replace(layers[signal.name], ticks_since_change=layers[signal.name].ticks_since_change + 1)
-        if _chosen(signal, state) is not plan[signal.name]:
-            state = replace(state, by_variance=plan[signal.name], held=False, lower_votes=0, ticks_since_change=0)
+        in_force, state = plan[signal.name], layers[signal.name]
+        state = replace(
+            state,
+            ticks_since_change=state.ticks_since_change + 1,
+            fp16_bar_ticks=max(state.fp16_bar_ticks - 1, 0),
+        )
+        chosen = _chosen(signal, state)
+        if chosen is in_force:
+            state = replace(state, refused=None)
+        elif chosen is not state.refused or chosen.rank > in_force.rank:
+            state = LayerState(by_variance=in_force, eigenvalues=state.eigenvalues)
         updated[signal.name] = state
     return plan, updated
+
+
+def _grant(observation: Observation, layers: Mapping[str, LayerState], costs: Sequence[LayerCost] | None) -> Grant:
+    """Returns everything that the layers want; with costs, only what pays."""
+    known = {cost.name: cost for cost in costs or ()}
+    wishes = [
+        Wish(
+            name=signal.name,
+            in_force=observation.plan.precision[signal.name],
+            wanted=_chosen(signal, layers[signal.name]),
+            supported=signal.supported,
+            cost=known.get(signal.name),
+        )
+        for signal in observation.layers
+    ]
+    return Grant(precision=tuple(wish.wanted for wish in wishes)) if costs is None else grant(wishes)
+
+
+def _keep_but_leave_fp16(
+    observation: Observation, layers: Mapping[str, LayerState]
+) -> tuple[dict[str, Precision], dict[str, LayerState], list[Reason]]:
+    """Returns the precisions in force; BF16, where supported, for a layer in FP16 that is barred from it."""
+    plan: dict[str, Precision] = {}
+    reasons: list[Reason] = []
+    for signal in observation.layers:
+        in_force = plan[signal.name] = observation.plan.precision[signal.name]
+        if in_force is Precision.FP16 and layers[signal.name].fp16_bar_ticks:
+            chosen = plan[signal.name] = nearest_supported(Precision.BF16, signal.supported)
+            reasons.append(_overflow_reason(signal, in_force, chosen))
+    return plan, dict(layers), reasons
 
 
 def _chosen(signal: LayerSignal, state: LayerState) -> Precision:
@@ -78,6 +133,8 @@ def _settle(config: PrecisionConfig, signal: LayerSignal, state: LayerState) -> 
     if signal.variance is None:
         return state
     wanted = precision_for_variance(config, signal.variance)
+    if wanted is Precision.FP16 and state.fp16_bar_ticks:
+        wanted = Precision.BF16
     lower = wanted.rank < state.by_variance.rank
     votes = state.lower_votes + 1 if lower else 0
     settled_long = state.ticks_since_change >= config.dwell_ticks
@@ -87,7 +144,21 @@ def _settle(config: PrecisionConfig, signal: LayerSignal, state: LayerState) -> 
     return replace(state, by_variance=wanted, lower_votes=0)
 
 
-def _reason(config: PrecisionConfig, signal: LayerSignal, before: LayerState, after: LayerState, change: str) -> Reason:
+def _reason(
+    config: PrecisionConfig,
+    signal: LayerSignal,
+    states: tuple[LayerState, LayerState],
+    in_force: Precision,
+    chosen: Precision,
+) -> Reason:
+    """Returns why a layer that got what it wanted changed; `states` are those before and after it settled."""
+    before, after = states
+    change = f"{in_force.value} -> {chosen.value}"
+    if in_force is Precision.FP16 and after.fp16_bar_ticks:
+        return _overflow_reason(signal, in_force, chosen)
+    if chosen is before.refused:
+        text = f"its borders no longer cost more than it saves: {change}"
+        return Reason(code=ReasonCode.BORDER_RELEASED, subject=signal.name, text=text)
     if signal.variance is None or after.by_variance is before.by_variance:
         code, cause = ReasonCode.CURVATURE_RELEASED, "released by curvature"
         if after.held:
@@ -103,3 +174,20 @@ def _reason(config: PrecisionConfig, signal: LayerSignal, before: LayerState, af
     if after.held:
         text += ", held one higher by curvature"
     return Reason(code=ReasonCode.VARIANCE, subject=signal.name, text=text, value=signal.variance, threshold=threshold)
+
+
+def _border_reason(name: str, wanted: Precision, refused: Prediction, in_force: Precision, chosen: Precision) -> Reason:
+    """Returns why a layer stays above what it wants, or is raised there beside a promoted neighbour."""
+    outcome = (
+        f"stays {chosen.value}" if chosen is in_force else f"{in_force.value} -> {chosen.value} with its neighbours"
+    )
+    whose = "its borders" if refused.num_layers == 1 else f"the borders of {refused.num_layers} such neighbours"
+    text = f"{wanted.value} saves {refused.saving_ms:.3g} ms, {whose} cost {refused.border_ms:.3g} ms: {outcome}"
+    return Reason(
+        code=ReasonCode.HELD_BORDER, subject=name, text=text, value=refused.saving_ms, threshold=refused.border_ms
+    )
+
+
+def _overflow_reason(signal: LayerSignal, in_force: Precision, chosen: Precision) -> Reason:
+    text = f"fp16 overflows at the smallest loss scale: {in_force.value} -> {chosen.value}"
+    return Reason(code=ReasonCode.OVERFLOW, subject=signal.name, text=text)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.plan import Plan, Precision, Reason
-from triaccel_ray.signals import NoiseSignal
+from triaccel_ray.signals import LayerCost, NoiseSignal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,10 @@ class LayerState:
     """Moving average over measurements, descending; None before the first."""
     held: bool = False
     """Whether curvature holds the layer one precision higher."""
+    refused: Precision | None = None
+    """The lower precision that the layer was refused because its borders would cost more than it saves."""
+    fp16_bar_ticks: int = 0
+    """Ticks during which the layer still stays out of FP16 after it overflowed there for good."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,12 @@ class ControlState:
 
     layers: Mapping[str, LayerState]
     batch: BatchState = field(default_factory=BatchState)
+    costs: tuple[LayerCost, ...] | None = None
+    """Measured last; None before the first measurement."""
+    step: int = 0
+    """Optimizer steps done at the last tick."""
+    num_skipped: int = 0
+    """Of these, skipped for a non-finite gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)

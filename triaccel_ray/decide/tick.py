@@ -7,6 +7,7 @@ from dataclasses import replace
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batch, retreat
 from triaccel_ray.decide.curvature import lr_reasons, lr_scale, remember_curvature, smooth_noise
+from triaccel_ray.decide.overflow import bar_overflowing
 from triaccel_ray.decide.precision import decide_precision, keep_precision
 from triaccel_ray.decide.state import ControlState, Decision
 from triaccel_ray.plan import FaultKind, Plan, Reason, ReasonCode
@@ -20,13 +21,16 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     tick enlarges memory use (any number of layers promoted together, or the batch grown); retreats are not limited.
     After a plan that could not be applied, precision keeps what is in force and nothing is enlarged for one tick.
     """
+    costs = state.costs if observation.costs is None else observation.costs
     layers, hold_reasons = remember_curvature(config.curvature, observation, state.layers)
     apply_failed = any(fault.kind is FaultKind.APPLY_FAILED for fault in observation.faults)
     if apply_failed:
         precision, layers = keep_precision(observation, layers)
         precision_reasons = [_apply_failed_reason(observation)]
     else:
-        precision, layers, precision_reasons = decide_precision(config.precision, observation, layers)
+        layers, overflow_reasons = bar_overflowing(config.precision, observation, state, layers)
+        precision, layers, precision_reasons = decide_precision(config.precision, observation, layers, costs)
+        precision_reasons = [*overflow_reasons, *precision_reasons]
     enlarged = any(
         level.bytes_per_element > observation.plan.precision[name].bytes_per_element
         for name, level in precision.items()
@@ -49,7 +53,13 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     )
     return Decision(
         plan=plan,
-        state=ControlState(layers=layers, batch=batch.state),
+        state=ControlState(
+            layers=layers,
+            batch=batch.state,
+            costs=costs,
+            step=observation.step,
+            num_skipped=observation.num_skipped,
+        ),
         reasons=(
             *hold_reasons,
             *precision_reasons,
