@@ -1,0 +1,178 @@
+"""The kernels as one differentiable function."""
+
+# mypy: disable-error-code="no-untyped-call"
+# (torch.autograd.Function.apply has no types)
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels.batch_norm_act import triton as kernels
+from kernels.batch_norm_act.reference import Activation
+from kernels.batch_norm_act.running import RunningStatistics
+from kernels.batch_norm_act.tiling import APPLYING, APPLYING_EXPONENTIALS, REDUCING, Shape, Tiling, tiling
+
+_FINISHING_CHANNELS, _FINISHING_PARTS = 8, 256
+"""Block of the table of partial results: 32 bytes wide, and as long as most tables."""
+_INTERPRETED_MULTIPROCESSORS = 2
+"""For which work is divided where Triton interprets its kernels on a CPU, a millisecond a program."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call's arguments that have no gradient."""
+
+    running: RunningStatistics
+    eps: float
+    activation: Activation
+    output_dtype: torch.dtype
+    forked: bool = False
+    """Whether the output is wanted twice, with a gradient each."""
+
+
+def launch(call: Call, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+    """Returns the output, twice when forked, of arguments that `kernels.batch_norm_act.api` describes and checks."""
+    outputs: Tensor | tuple[Tensor, ...] = _BatchNormAct.apply(call, x, weight, bias, residual)
+    return outputs
+
+
+class _BatchNormAct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None) -> Any:
+        matrix = Matrix(x)
+        mean, rstd = matrix.statistics(call)
+        y = torch.empty_like(x, dtype=call.output_dtype, memory_format=torch.channels_last)
+        matrix.apply(kernels.normalise, x, residual, y, mean, rstd, weight, bias, activation=call.activation)
+        kept = None
+        if residual is not None and call.activation != "none":
+            kept = y if call.activation == "relu" else residual
+        ctx.save_for_backward(x, weight, bias, mean, rstd, kept)
+        ctx.activation = call.activation
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        ctx.set_materialize_grads(False)
+        return (y, y.view_as(y)) if call.forked else y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        x, weight, bias, mean, rstd, kept = ctx.saved_tensors
+        present = [g.contiguous(memory_format=torch.channels_last) for g in gradients if g is not None]
+        if not present:
+            return None, None, None, None, None
+        dy, fork = present[0], present[1] if len(present) > 1 else None
+        activation, residual_dtype = ctx.activation, ctx.residual_dtype if ctx.needs_input_grad[4] else None
+        matrix, per_channel = Matrix(x), (mean, rstd, weight, bias)
+        # The residual's gradient is dz: written by the first pass, it spares the second one all it is made of.
+        writes_dz = residual_dtype is not None and (activation != "none" or fork is not None)
+        dz = torch.empty_like(dy) if writes_dz else None
+        tensors = (dy, fork, x, kept, dz)
+        dweight, dbias = matrix.gradient_sums(tensors, per_channel, activation)
+        if dz is not None:
+            activation, dy, fork, kept = "none", dz, None, None
+        dresidual = None
+        if residual_dtype is not None:
+            dresidual = dy if dy.dtype is residual_dtype else torch.empty_like(dy, dtype=residual_dtype)
+        dx = torch.empty_like(x)
+        matrix.apply(
+            kernels.gradient, dy, fork, x, kept, dx, None if dresidual is dy else dresidual, *per_channel,
+            dweight, dbias, activation=activation,
+        )  # fmt: skip
+        return None, dx, dweight.to(weight.dtype), dbias.to(bias.dtype), dresidual
+
+
+class Matrix:
+    """The pixels and channels of x, divided among programs: what launches on tensors of this shape have in common."""
+
+    def __init__(self, x: Tensor) -> None:
+        """Divides a tensor [n, c, h, w] in channels_last memory."""
+        self._x = x
+        self._num_channels = x.shape[1]
+        self._unit = math.gcd(self._num_channels, 8)
+        self._num_rows = x.numel() // self._num_channels
+        self._reducing = self._tiling(REDUCING)
+        early = _can_start_early(x.device)
+        self._launching = {"EARLY": early, **({"launch_pdl": True} if early else {})}
+
+    def statistics(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Returns the channels' mean and reciprocal standard deviation, fp32 [C]; updates the running statistics."""
+        partials, running = self._partials(), call.running
+        mean, rstd = self._per_channel(), self._per_channel()
+        self._start(kernels.statistics, self._reducing, REDUCING, self._x, partials)
+        self._finish(
+            kernels.finish_statistics, partials, mean, rstd, running.mean, running.var, running.num_batches,
+            tile_rows=self._reducing.block_rows, num_rows=self._num_rows, momentum=running.momentum, eps=call.eps,
+        )  # fmt: skip
+        return mean, rstd
+
+    def gradient_sums(
+        self, tensors: tuple[Tensor | None, ...], per_channel: tuple[Tensor, ...], activation: Activation
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the gradients of weight and bias, fp32 [C]."""
+        partials, dweight, dbias = self._partials(), self._per_channel(), self._per_channel()
+        self._start(
+            kernels.gradient_sums, self._reducing, REDUCING, *tensors, partials, *per_channel, ACTIVATION=activation
+        )
+        self._finish(kernels.finish_sums, partials, dweight, dbias)
+        return dweight, dbias
+
+    def apply(self, kernel: Any, *tensors: Tensor | None, activation: Activation) -> None:
+        """Launches a kernel that writes tensors of the shape of x."""
+        shape = APPLYING_EXPONENTIALS if activation == "silu" else APPLYING
+        self._start(kernel, self._tiling(shape), shape, *tensors, ACTIVATION=activation)
+
+    def _per_channel(self) -> Tensor:
+        return torch.empty(self._num_channels, dtype=torch.float32, device=self._x.device)
+
+    def _partials(self) -> Tensor:
+        shape = (2, self._reducing.num_parts, self._num_channels)
+        return torch.empty(shape, dtype=torch.float32, device=self._x.device)
+
+    def _tiling(self, shape: Shape) -> Tiling:
+        return tiling(self._num_rows, self._num_channels, shape, _num_multiprocessors(self._x.device))
+
+    def _start(self, kernel: Any, tiles: Tiling, shape: Shape, *tensors: Tensor | None, **constants: Any) -> None:
+        with torch.cuda.device_of(self._x):  # triton launches on the current device, whatever the tensors'
+            kernel[tiles.grid](
+                *tensors,
+                num_rows=self._num_rows,
+                channel_units=self._num_channels // self._unit,
+                UNIT=self._unit,
+                BLOCK_ROWS=tiles.block_rows,
+                BLOCK_CHANNELS=tiles.block_channels,
+                STAGES=shape.num_stages,
+                num_warps=shape.num_warps,
+                **self._launching,
+                **constants,
+            )
+
+    def _finish(self, kernel: Any, *tensors: Tensor | None, **sizes: Any) -> None:
+        with torch.cuda.device_of(self._x):
+            kernel[(-(-self._num_channels // _FINISHING_CHANNELS),)](
+                *tensors,
+                num_parts=self._reducing.num_parts,
+                channel_units=self._num_channels // self._unit,
+                UNIT=self._unit,
+                BLOCK_PARTS=_FINISHING_PARTS,
+                BLOCK_CHANNELS=_FINISHING_CHANNELS,
+                **self._launching,
+                **sizes,
+            )
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _can_start_early(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,0 +1,439 @@
+from __future__ import annotations
+
+import copy
+import operator
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.build import BF16, FP16, controlled, same, values
+from trainables.models import efficientnet_b0, resnet18
+from triaccel_ray.apply.fuse import FusedNorm, Fusion, Refusal, fuse
+from triaccel_ray.apply.precision import LayerPrecision
+from triaccel_ray.layers import find_layers
+
+GPU = torch.cuda.is_available()
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [module for layer in find_layers(model) for module in layer.modules]
+
+
+def _fused(model: nn.Module) -> Fusion:
+    fusion = fuse(model, _layers(model))
+    assert isinstance(fusion, Fusion), fusion
+    return fusion
+
+
+def _kinds(fusion: Fusion) -> list[tuple[str, bool, bool]]:
+    """Activation, whether there is a sum, and whether the output is forked, of each norm."""
+    return [(norm._activation, norm._combine is not None, norm.forked) for norm in fusion.norms]
+
+
+def _step(run: nn.Module, owner: nn.Module, x: Tensor) -> dict[str, Any]:
+    """Outputs, gradients and buffers of a step in training mode."""
+    torch.manual_seed(1)
+    for parameter in owner.parameters():
+        parameter.grad = None
+    x = x.clone().requires_grad_()
+    outputs = run(x)
+    sum(part.float().square().mean() for part in (outputs if isinstance(outputs, tuple) else (outputs,))).backward()
+    return {
+        "outputs": outputs, "x": x.grad, "gradients": [p.grad for p in owner.parameters()], "buffers": values(owner)
+    }  # fmt: skip
+
+
+def _assert_same(model: nn.Module, x: Tensor) -> Fusion:
+    """Asserts that the fused module's step is the model's, bit for bit where the original modules are called."""
+    twin = copy.deepcopy(model)
+    fusion = _fused(model)
+    for _ in range(2):
+        assert same(_step(fusion.module, model, x), _step(twin, twin, x))
+    assert {id(p) for p in fusion.module.parameters()} <= {id(p) for p in model.parameters()}
+    assert {id(b) for b in fusion.module.buffers()} <= {id(b) for b in model.buffers()}
+    return fusion
+
+
+class Block(nn.Module):
+    """Convolution, norm and what a test makes of them."""
+
+    def __init__(self, rest: Callable[[Block, Tensor], Any] | None = None, **parts: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.other = nn.Conv2d(4, 4, 1)
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self._rest = rest or (lambda block, x: torch.relu(block.norm(block.conv(x))))
+
+    def forward(self, x: Tensor) -> Any:
+        return self._rest(self, x)
+
+
+IMAGES = torch.randn(3, 4, 6, 6, generator=torch.Generator().manual_seed(0))
+
+
+def test_resnet_is_fused_whole_and_its_forks_too() -> None:
+    model = resnet18(10, "cifar")
+    fusion = _assert_same(model, torch.randn(2, 3, 16, 16))
+    kinds = _kinds(fusion)
+    assert len(kinds) == 20
+    assert kinds.count(("relu", True, True)) == 7  # the last block's output goes one way only
+    assert kinds[-1] == ("relu", True, False)
+    assert kinds[0] == ("relu", False, True)  # through the identity that stands for max-pooling
+    assert [kind for kind in kinds if kind[0] == "none"] == [("none", False, False)] * 3  # beside a downsampling norm
+    assert fusion.norms[0].reads is model.conv1
+    assert fusion.norms[0].following == (model.layer1[0].conv1,)
+    assert fusion.norms[-1].following == (model.fc,)
+    assert fusion.norms[4].following == (model.layer2[0].conv1, model.layer2[0].downsample[0])
+    assert not any(norm.has_other_readers for norm in fusion.norms)
+
+
+@pytest.mark.parametrize("name", ["resnet50", "mobilenet_v3_small", "mobilenet_v2", "densenet121"])
+def test_torchvision_networks_are_fused_whole(name: str) -> None:
+    models = pytest.importorskip("torchvision.models")
+    model = getattr(models, name)(weights=None, num_classes=4)
+    fusion = _assert_same(model, torch.randn(2, 3, 32, 32))
+    assert len(fusion.norms) == sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+
+
+def test_efficientnet_is_fused_whole_and_drops_paths_as_before() -> None:
+    model = efficientnet_b0(4)
+    fusion = _assert_same(model, torch.randn(2, 3, 32, 32))
+    assert len(fusion.norms) == 49
+    assert [kind[0] for kind in _kinds(fusion)].count("silu") == 33
+    gated = [norm for norm in fusion.norms if norm.has_other_readers and norm.activate is not None]
+    assert len(gated) == 17  # squeeze-and-excitation before a convolution, and the classifier's dropout
+
+
+def test_a_sequential_is_fused() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.SiLU(inplace=True),
+        nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4, 2),
+    )  # fmt: skip
+    fusion = _assert_same(model, IMAGES)
+    assert _kinds(fusion) == [("silu", False, False), ("none", False, False)]
+    assert fusion.norms[0].following == (model[3],)
+    assert fusion.norms[1].following == (model[7],)
+    assert fusion.norms[1].reads is model[3]
+
+
+FUSIBLE: dict[str, tuple[Callable[[Block, Tensor], Any], list[tuple[str, bool, bool]]]] = {
+    "function": (lambda b, x: F.relu(b.norm(b.conv(x))), [("relu", False, False)]),
+    "in place": (lambda b, x: F.relu(b.norm(b.conv(x)), inplace=True), [("relu", False, False)]),
+    "method": (lambda b, x: b.norm(b.conv(x)).relu_(), [("relu", False, False)]),
+    "silu": (lambda b, x: F.silu(b.norm(b.conv(x))), [("silu", False, False)]),
+    "sum": (lambda b, x: torch.relu(x + b.norm(b.conv(x))), [("relu", True, False)]),
+    "sum by name": (lambda b, x: torch.relu(torch.add(b.norm(b.conv(x)), x)), [("relu", True, False)]),
+    "sum into the norm": (lambda b, x: torch.relu(operator.iadd(b.norm(b.conv(x)), x)), [("relu", True, False)]),
+    "silu of a sum": (lambda b, x: F.silu(x + b.norm(b.conv(x))), [("none", True, False)]),
+    "sum of another size": (lambda b, x: b.norm(b.conv(x)) + x.mean((2, 3), keepdim=True), [("none", True, False)]),
+    "scaled sum": (lambda b, x: torch.add(b.norm(b.conv(x)), x, alpha=2), [("none", False, False)]),
+    "constant": (lambda b, x: b.norm(b.conv(x)) + 1, [("none", False, False)]),
+    "two readers": (lambda b, x: (lambda y: torch.relu(y) * y)(b.norm(b.conv(x))), [("none", False, False)]),
+    "twice itself": (lambda b, x: (lambda y: y + y)(b.norm(b.conv(x))), [("none", False, False)]),
+    "other function": (lambda b, x: torch.tanh(b.norm(b.conv(x))), [("none", False, False)]),
+    "output": (lambda b, x: (b.norm(b.conv(x)), x), [("none", False, False)]),
+}
+
+
+@pytest.mark.parametrize("name", FUSIBLE)
+def test_chains_in_all_spellings(name: str) -> None:
+    rest, kinds = FUSIBLE[name]
+    assert _kinds(_assert_same(Block(rest), IMAGES)) == kinds
+
+
+def _writes_into_the_residual(block: Block, x: Tensor) -> Tensor:
+    residual = block.other(x)
+    early = residual
+    residual += block.norm(block.conv(x))
+    return early * residual
+
+
+def _writes_between(block: Block, x: Tensor) -> Tensor:
+    hidden = block.norm(block.conv(x))
+    residual = block.other(x)
+    residual.mul_(2)
+    return torch.relu(hidden + residual)
+
+
+def _writes_into_a_fork(block: Block, x: Tensor) -> Tensor:
+    y = block.norm(block.conv(x))
+    z = y.mean((2, 3), keepdim=True)
+    y += 1
+    return y * z
+
+
+def _in_place_augmented(block: Block, x: Tensor) -> Tensor:
+    y = block.norm(block.conv(x))
+    alias = y
+    y += x
+    return block.other(alias)
+
+
+@pytest.mark.parametrize("rest", [_writes_into_the_residual, _writes_between, _writes_into_a_fork, _in_place_augmented])
+def test_what_writes_in_place_is_seen_by_every_reader(rest: Callable[[Block, Tensor], Tensor]) -> None:
+    _assert_same(Block(rest), IMAGES)
+
+
+def test_a_norm_used_twice_updates_its_averages_twice_in_order() -> None:
+    def rest(block: Block, x: Tensor) -> Tensor:
+        first = block.norm(block.conv(x))
+        return torch.relu(first + block.norm(block.other(x)))
+
+    fusion = _assert_same(Block(rest), IMAGES)
+    assert _kinds(fusion) == [("none", False, False), ("relu", True, False)]
+    assert fusion.norms[0].norm is fusion.norms[1].norm
+
+
+def test_a_frozen_norm_stays_frozen() -> None:
+    model = Block()
+    model.norm.eval()
+    before = values(model.norm)
+    _assert_same(model, IMAGES)
+    assert same(values(model.norm), before)
+
+
+def test_norms_without_parameters_averages_or_momentum_compute_as_before() -> None:
+    norms = [{"affine": False}, {"track_running_stats": False}, {"momentum": None}]
+    for options in norms:
+        _assert_same(Block(norm=nn.BatchNorm2d(4, **options)), IMAGES)  # type: ignore[arg-type]
+
+
+def test_layers_keep_their_replaced_forward_functions() -> None:
+    model = resnet18(10, "cifar")
+    precision = controlled(model, BF16, FP16)
+    fusion = _fused(model)
+    seen: list[torch.dtype] = []
+    model.layer3[0].conv1.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    with precision.in_force():
+        assert fusion.module(torch.randn(2, 3, 8, 8)).dtype is torch.float16
+    assert seen == [torch.float16]
+    assert fusion.holds()
+
+
+def test_a_norm_writes_what_it_is_told_to() -> None:
+    model = Block(lambda b, x: b.other(torch.relu(b.norm(b.conv(x)))))
+    fusion = _fused(model)
+    seen: list[torch.dtype] = []
+    model.other.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    (norm,) = fusion.norms
+    assert norm.output_dtype is None
+    norm.output_dtype = torch.float64
+    with pytest.raises(RuntimeError):
+        fusion.module(IMAGES)
+    assert seen == [torch.float64]
+
+
+def test_hooks_on_parts_are_kept_and_those_on_opened_modules_are_noticed() -> None:
+    model = nn.Sequential(Block(), Block(), Block())
+    calls: list[nn.Module] = []
+    model[0].register_forward_hook(lambda module, args, output: calls.append(module))
+    model[1].norm.register_forward_hook(lambda module, args, output: calls.append(module))
+    fusion = _fused(model)
+    fusion.module(IMAGES)
+    assert calls == [model[0], model[1].norm]
+    assert [norm.norm for norm in fusion.norms] == [model[2].norm]
+    model[1].register_forward_hook(lambda module, args, output: None)
+    assert not fusion.holds()
+
+
+def test_a_hook_on_a_fused_norm_is_called_whenever_it_comes() -> None:
+    model = Block()
+    fusion = _fused(model)
+    calls: list[nn.Module] = []
+    model.norm.register_forward_hook(lambda module, args, output: calls.append(module))
+    fusion.module(IMAGES)
+    assert calls == [model.norm]
+    assert fusion.holds()
+
+
+def test_a_change_of_mode_is_noticed_where_it_matters() -> None:
+    model = Block(lambda b, x: F.dropout(torch.relu(b.norm(b.conv(x))), 0.5, b.training))
+    fusion = _assert_same(model, IMAGES)
+    model.norm.eval()
+    assert fusion.holds()
+    model.eval()
+    assert not fusion.holds()
+    again = _fused(model)  # of a model in evaluation mode: as in training mode, and the model stays as it was
+    assert not model.training
+    assert not again.holds()
+    model.train()
+    assert again.holds()
+
+
+def test_the_model_is_not_written_on() -> None:
+    model = resnet18(10, "cifar")
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    _fused(model)
+    after = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    assert before.keys() == after.keys()
+    assert all(before[name].keys() == after[name].keys() for name in before)
+    copy.deepcopy(model)
+
+
+class Optional(Block):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        return super().forward(x)
+
+
+class Variable(Block):
+    def forward(self, *x: Tensor) -> Any:
+        return super().forward(*x)
+
+
+def _remembers(block: Block, x: Tensor) -> Tensor:
+    block.last = y = block.norm(block.conv(x))  # type: ignore[assignment]
+    return y
+
+
+def _appends(block: Block, x: Tensor) -> Tensor:
+    block.seen.append(x)  # type: ignore[operator, union-attr]
+    return block.norm(block.conv(x))
+
+
+def _without_gradients(block: Block, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x = block.conv(x)
+    return block.norm(x)
+
+
+def _autocast(block: Block, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return block.norm(block.conv(x))
+
+
+def _keeping_nothing(block: Block, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(lambda x: block.norm(block.conv(x)), x, use_reentrant=False)
+    return y
+
+
+def _named(block: Block, x: Tensor) -> Any:
+    return OrderedDict(y=block.norm(block.conv(x)))
+
+
+REFUSED: dict[str, tuple[Callable[[Block, Tensor], Any], str]] = {
+    "decision": (lambda b, x: b.norm(b.conv(x if x.sum() > 0 else -x)), "cannot be traced: TraceError"),
+    "type": (lambda b, x: b.norm(b.conv(x)) if isinstance(x, Tensor) else x, "asks for the type of a tensor"),
+    "chance": (lambda b, x: b.norm(b.conv(x)) * float(torch.rand(())), "draws random numbers"),
+    "plain chance": (lambda b, x: b.norm(b.conv(x)) * random.random(), "draws random numbers"),
+    "own tensor": (lambda b, x: b.norm(b.conv(x)) + torch.ones(4, 1, 1), "makes tensors of its own"),
+    "attribute": (_remembers, "assigns attributes of Block"),
+    "list": (_appends, "assigns attributes of Block"),
+    "no gradients": (_without_gradients, "switches gradients, autocast"),
+    "autocast": (_autocast, "switches gradients, autocast"),
+    "recomputation": (_keeping_nothing, "switches gradients, autocast or saved-tensor hooks"),
+    "mapping": (_named, "makes a OrderedDict"),
+    "no norm": (lambda b, x: b.conv(x), "calls no BatchNorm2d"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_graph_would_lose_is_refused_and_leaves_no_trace(name: str) -> None:
+    rest, reason = REFUSED[name]
+    model = Block(rest)
+    model.seen = []  # type: ignore[assignment]
+    torch.manual_seed(5)
+    state, plain_state, attributes = torch.get_rng_state(), random.getstate(), set(model.__dict__)
+    refusal = fuse(model, _layers(model))
+    assert isinstance(refusal, Refusal)
+    assert reason in refusal.reason
+    assert torch.equal(state, torch.get_rng_state())
+    assert plain_state == random.getstate()
+    assert set(model.__dict__) == attributes
+    assert model.seen == []
+
+
+def test_forward_functions_that_may_be_called_in_several_ways_are_refused() -> None:
+    for model, reason in [(Optional(), "mask may be left out"), (Variable(), "takes \\*x")]:
+        refusal = fuse(model, _layers(model))
+        assert isinstance(refusal, Refusal)
+        assert refusal.reason.endswith(reason.replace("\\", "")) or reason.replace("\\", "") in refusal.reason
+
+
+def test_a_model_with_hooks_or_another_forward_of_its_own_is_refused() -> None:
+    hooked, replaced = Block(), Block()
+    hooked.register_forward_hook(lambda module, args, output: None)
+    replaced.forward = lambda x: x  # type: ignore[method-assign]
+    wrapped = nn.DataParallel(Block())
+    for model, reason in [(hooked, "hooks"), (replaced, "a forward function of its own"), (wrapped, "a DataParallel")]:
+        refusal = fuse(model, _layers(model))
+        assert isinstance(refusal, Refusal)
+        assert reason in refusal.reason
+
+
+class Decides(nn.Module):
+    """A part without a norm may do what it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if float(x.detach().sum()) > 0 else x
+
+
+def test_parts_without_norms_are_called_as_they_are() -> None:
+    model = nn.Sequential(Block(), Decides(), Block())
+    assert len(_assert_same(model, IMAGES).norms) == 2
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
+def test_on_a_gpu_the_kernels_step_is_the_models(name: str) -> None:
+    torch.manual_seed(0)
+    model = (resnet18(10, "cifar") if name == "resnet18" else efficientnet_b0(10)).cuda()
+    for module in model.modules():
+        if type(module).__name__ in ("StochasticDepth", "Dropout"):
+            module.eval()
+    twin = copy.deepcopy(model)
+    fusion = _fused(model)
+    x = torch.randn(16, 3, 64, 64, device="cuda").to(memory_format=torch.channels_last)
+    actual, expected = _step(fusion.module, model, x), _step(twin, twin, x)
+    double = copy.deepcopy(twin).double()
+    double.load_state_dict({name: v.double() if v.is_floating_point() else v for name, v in values(twin).items()})
+    exact = _step(double, double, x.double())
+
+    def distance(first: list[Tensor], second: list[Tensor]) -> float:
+        flat = [torch.cat([t.double().flatten() for t in tensors]) for tensors in (first, second)]
+        return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+    assert distance([actual["outputs"]], [exact["outputs"]]) < 3 * distance([expected["outputs"]], [exact["outputs"]])
+    assert distance(actual["gradients"], exact["gradients"]) < 3 * distance(expected["gradients"], exact["gradients"])
+    for key, value in expected["buffers"].items():
+        torch.testing.assert_close(actual["buffers"][key], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_borders_between_precisions_need_no_cast() -> None:
+    torch.manual_seed(0)
+    model = resnet18(10, "cifar").cuda()
+    layers = find_layers(model)
+    precision: LayerPrecision = controlled(model, *[FP16, BF16] * 11)
+    fusion = _fused(model)
+    dtypes = {id(module): precision._dtypes[layer.name] for layer in layers for module in layer.modules}
+    for norm in fusion.norms:
+        wanted = {dtypes[id(layer)] for layer in norm.following}
+        norm.output_dtype = wanted.pop() if len(wanted) == 1 and not norm.has_other_readers else None
+    received: list[tuple[nn.Module, torch.dtype]] = []
+    for module in _layers(model):
+        module.register_forward_pre_hook(lambda module, args: received.append((module, args[0].dtype)))
+    x = torch.randn(32, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
+    with precision.in_force():
+        outputs = fusion.module(x).float()
+    outputs.square().mean().backward()
+    single = {id(norm.following[0]) for norm in fusion.norms if len(norm.following) == 1}
+    assert len(single) >= 14
+    assert all(dtype is dtypes[id(module)] for module, dtype in received if id(module) in single)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert isinstance(fusion.norms[0], FusedNorm)

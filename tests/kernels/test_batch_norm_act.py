@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kernels.batch_norm_act import RunningStatistics, batch_norm_act, batch_norm_act_forked
+from kernels.batch_norm_act.reference import ACTIVATIONS
+from kernels.batch_norm_act.reference import batch_norm_act as reference
+from kernels.batch_norm_act.tiling import APPLYING, APPLYING_EXPONENTIALS, REDUCING, tiling
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+ROUNDING = {FP32: 2.0**-23, FP16: 2.0**-11, BF16: 2.0**-8 if GPU else 2.0**-7}
+"""Relative error of a store: half a unit in the last place; the interpreter truncates to BF16."""
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+
+
+@pytest.fixture(autouse=True)
+def _poison() -> Iterator[None]:
+    """Fills every new tensor with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    shape: tuple[int, int, int, int] = (2, 8, 3, 5)
+    activation: Any = "none"
+    x: torch.dtype = FP32
+    residual: torch.dtype | None = None
+    output: torch.dtype | None = None
+    forked: bool = False
+    mean: float = 0.5
+    std: float = 1.0
+
+
+@dataclasses.dataclass
+class Results:
+    y: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches: Tensor
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    residual: Tensor | None
+
+
+def _inputs(case: Case) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    channels = case.shape[1]
+
+    def draw(dtype: torch.dtype, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+        values = torch.randn(case.shape, generator=generator) * scale + shift
+        return values.to(dtype).to(DEVICE, memory_format=torch.channels_last)
+
+    inputs = {
+        "x": draw(case.x, case.std, case.mean),
+        "weight": (torch.rand(channels, generator=generator) + 0.5).to(DEVICE),
+        "bias": torch.randn(channels, generator=generator).to(DEVICE),
+        "dy": draw(case.output or case.x),
+        "dy_fork": draw(case.output or case.x),
+    }
+    if case.residual is not None:
+        inputs["residual"] = draw(case.residual)
+    return inputs
+
+
+def _run(case: Case, *, exact: bool) -> Results:
+    """Forward and backward: the reference in FP64, or the kernels, through the interpreter where there is no GPU."""
+    inputs = _inputs(case)
+    if exact:
+        inputs = {name: tensor.double() for name, tensor in inputs.items()}
+    names = ["x", "weight", "bias", *(["residual"] if case.residual else [])]
+    leaves = {name: inputs[name].clone().requires_grad_() for name in names}
+    channels = case.shape[1]
+    dtype = FP64 if exact else FP32
+    running = RunningStatistics(
+        mean=torch.zeros(channels, dtype=dtype, device=DEVICE),
+        var=torch.ones(channels, dtype=dtype, device=DEVICE),
+        num_batches=torch.zeros((), dtype=torch.int64, device=DEVICE),
+        momentum=0.3,
+    )
+    arguments = [leaves["x"], leaves["weight"], leaves["bias"]]
+    if exact:
+        y = reference(
+            *arguments, running, eps=1e-5, activation=case.activation, residual=leaves.get("residual"),
+            output_dtype=FP64,
+        )  # fmt: skip
+        outputs = [y, y] if case.forked else [y]
+    else:
+        from kernels.batch_norm_act.launch import Call, launch
+
+        output_dtype = case.output or case.x
+        call = Call(
+            running=running, eps=1e-5, activation=case.activation, output_dtype=output_dtype, forked=case.forked
+        )
+        made = launch(call, *arguments, leaves.get("residual"))
+        outputs = list(made) if isinstance(made, tuple) else [made]
+        assert len(outputs) == 1 + case.forked
+        assert {output.dtype for output in outputs} == {output_dtype}
+        assert outputs[0].is_contiguous(memory_format=torch.channels_last)
+    torch.autograd.backward(outputs, [inputs["dy"], inputs["dy_fork"]][: len(outputs)])
+    gradients = {name: leaf.grad for name, leaf in leaves.items()}
+    if not exact:
+        assert all(gradients[name].dtype is leaf.dtype for name, leaf in leaves.items())  # type: ignore[union-attr]
+    return Results(
+        y=outputs[0].detach(), running_mean=running.mean, running_var=running.var,
+        num_batches=running.num_batches, residual=gradients.pop("residual", None), **gradients,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def _close(actual: Tensor | None, exact: Tensor | None, rounding: float, arithmetic: float) -> None:
+    """Asserts an error within the rounding of each value, and `arithmetic` of the largest one."""
+    assert (actual is None) == (exact is None)
+    if actual is not None and exact is not None:
+        assert actual.isfinite().all()
+        allowed = rounding * exact.abs() + arithmetic * exact.abs().max()
+        assert ((actual.double() - exact).abs() <= allowed).all(), ((actual.double() - exact).abs() / allowed).max()
+
+
+def _check(case: Case) -> None:
+    actual, exact = _run(case, exact=False), _run(case, exact=True)
+    output = case.output or case.x
+    # FP32 keeps mean and deviations to 2^-23 of the mean: this much of a standard deviation.
+    arithmetic = 2.0**-19 + 2.0**-22 * abs(case.mean) / case.std
+    # The gradients of two readers are summed in the output's dtype before anything else, as autograd does.
+    summed = arithmetic + (2 * ROUNDING[output] if case.forked and case.residual else 0.0)
+    _close(actual.y, exact.y, ROUNDING[output], arithmetic)
+    _close(actual.x, exact.x, ROUNDING[case.x], 4 * summed)
+    _close(actual.weight, exact.weight, ROUNDING[FP32], 4 * summed)
+    _close(actual.bias, exact.bias, ROUNDING[FP32], 4 * summed)
+    _close(actual.residual, exact.residual, ROUNDING[case.residual or FP32], summed)
+    _close(actual.running_mean, exact.running_mean, ROUNDING[FP32], 2.0**-21)
+    _close(actual.running_var, exact.running_var, ROUNDING[FP32], 2.0**-21 + 2.0**-21 * abs(case.mean) / case.std)
+    assert actual.num_batches.item() == 1
+
+
+SMALL = [
+    Case(),
+    Case(activation="relu"),
+    Case(shape=(3, 13, 5, 7), activation="silu", residual=FP32, forked=True),
+    Case(shape=(300, 65, 1, 1), activation="relu", residual=FP32, forked=True),
+    Case(shape=(2, 24, 7, 7), x=FP16, activation="relu", residual=FP16),
+    Case(shape=(2, 24, 7, 7), x=FP16, output=FP32, residual=BF16),
+    Case(shape=(5, 16, 11, 3), x=FP32, output=BF16, activation="relu", residual=FP16),
+    Case(shape=(5, 16, 11, 3), x=BF16, activation="silu", forked=True),
+    Case(shape=(3, 40, 9, 7), x=FP16, output=FP16, residual=FP16, forked=True),
+    Case(shape=(7, 48, 13, 13), activation="hardswish", residual=FP16, forked=True),
+    Case(shape=(7, 48, 13, 13), activation="relu6"),
+    Case(shape=(3, 20, 9, 7), activation="relu6", residual=FP32),
+    Case(shape=(3, 20, 9, 7), activation="hardswish"),
+    Case(shape=(4, 32, 17, 3), mean=1000.0, std=1.0),
+    Case(shape=(4, 32, 17, 3), mean=-100.0, std=1e-2, activation="silu"),
+    Case(shape=(5, 1, 1, 1)),
+]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_the_kernels_compute_what_fp64_does(case: Case) -> None:
+    _check(case)
+
+
+LARGE = [
+    Case(shape=(96, 64, 32, 32), x=FP16, activation="relu", residual=FP16, forked=True),
+    Case(shape=(512, 512, 4, 4), x=FP16, activation="relu"),
+    Case(shape=(37, 24, 29, 31), x=FP16, output=BF16, activation="silu", residual=BF16, forked=True),
+    Case(shape=(3001, 13, 1, 1), output=FP16, activation="hardswish"),
+    Case(shape=(64, 1152, 7, 7), x=BF16, activation="silu"),
+    Case(shape=(64, 2048, 7, 7), x=FP16, output=FP32, activation="relu", residual=BF16, forked=True),
+    Case(shape=(17, 144, 56, 56), x=FP16, activation="silu"),
+    Case(shape=(64, 96, 31, 13), mean=1000.0),
+]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_the_kernels_compute_what_fp64_does_on_large_maps(case: Case) -> None:
+    _check(case)
+
+
+def test_a_part_of_the_rows_far_from_the_rest_costs_no_accuracy() -> None:
+    from kernels.batch_norm_act.launch import Call, launch
+
+    x = torch.randn(512, 16, 4, 4, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    x[:8] += 1e4  # the first tile is nothing like the others
+    x = x.to(memory_format=torch.channels_last)
+    weight, bias = torch.ones(16, device=DEVICE), torch.zeros(16, device=DEVICE)
+    running = RunningStatistics(mean=torch.zeros(16, device=DEVICE), var=torch.ones(16, device=DEVICE), momentum=1.0)
+    launch(Call(running=running, eps=1e-5, activation="none", output_dtype=FP32), x, weight, bias, None)
+    exact = x.double().transpose(0, 1).flatten(1)
+    _close(running.mean, exact.mean(1), 2.0**-20, 0.0)
+    _close(running.var, exact.var(1), 2.0**-18, 0.0)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NumPy
+def test_not_a_number_is_passed_on_by_every_activation() -> None:
+    from kernels.batch_norm_act.launch import Call, launch
+
+    for activation in ACTIVATIONS:
+        x = torch.ones(2, 8, 2, 2, device=DEVICE).to(memory_format=torch.channels_last)
+        x[0, 3, 1, 1] = float("nan")
+        running = RunningStatistics(mean=torch.zeros(8, device=DEVICE), var=torch.ones(8, device=DEVICE))
+        call = Call(running=running, eps=1e-5, activation=activation, output_dtype=FP32)  # type: ignore[arg-type]
+        y = launch(call, x, torch.ones(8, device=DEVICE), torch.zeros(8, device=DEVICE), None)
+        assert isinstance(y, Tensor)
+        assert y[:, 3].isnan().all()
+        assert y[:, :3].isfinite().all()
+
+
+def test_gradients_that_are_not_wanted_and_readers_without_a_gradient() -> None:
+    from kernels.batch_norm_act.launch import Call, launch
+
+    inputs = _inputs(Case(residual=FP32))
+    x = inputs["x"].requires_grad_()
+    running = RunningStatistics(mean=torch.zeros(8, device=DEVICE), var=torch.ones(8, device=DEVICE))
+    call = Call(running=running, eps=1e-5, activation="relu", output_dtype=FP32, forked=True)
+    first, second = launch(call, x, inputs["weight"], inputs["bias"], inputs["residual"])
+    assert first.data_ptr() == second.data_ptr()
+    # what comes from a mean over pixels is expanded, not channels_last
+    second.mean((2, 3)).sum().backward()
+    gradient = x.grad
+    x.grad = None
+    y = reference(
+        x, inputs["weight"], inputs["bias"], running, eps=1e-5, activation="relu", residual=inputs["residual"]
+    )
+    y.mean((2, 3)).sum().backward()
+    torch.testing.assert_close(gradient, x.grad)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_graph_replays_what_eager_computes_bit_for_bit() -> None:
+    case = Case(shape=(96, 64, 16, 16), x=FP16, residual=FP16)
+    inputs = _inputs(case)
+    x, residual = inputs["x"].requires_grad_(), inputs["residual"].requires_grad_()
+    weight, bias = inputs["weight"].requires_grad_(), inputs["bias"].requires_grad_()
+    running = RunningStatistics(mean=torch.zeros(64, device="cuda"), var=torch.ones(64, device="cuda"))
+
+    def step() -> tuple[Tensor, ...]:
+        outputs = batch_norm_act_forked(x, weight, bias, running, eps=1e-5, activation="relu", residual=residual)
+        y = batch_norm_act(outputs[0], weight, bias, running, eps=1e-5, activation="silu", residual=outputs[1])
+        return (y, *torch.autograd.grad(y, [x, residual, weight, bias], inputs["dy"]), running.mean.clone())
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    start = running.mean.clone(), running.var.clone()
+    expected = [tensor.clone() for tensor in step()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(20):
+        running.mean.copy_(start[0])
+        running.var.copy_(start[1])
+        for tensor in captured:
+            tensor.fill_(float("nan"))
+        graph.replay()
+        assert all(map(torch.equal, captured, expected))
+
+
+def test_on_a_cpu_it_is_batch_norm_sum_and_activation() -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(6, momentum=0.2)
+    x, residual = torch.randn(2, 4, 6, 5, 5)
+    running = RunningStatistics(mean=torch.zeros(6), var=torch.ones(6), num_batches=torch.tensor(0), momentum=0.2)
+    arguments: dict[str, Any] = {"eps": norm.eps, "activation": "relu", "residual": residual}
+    y = batch_norm_act(x, norm.weight, norm.bias, running, **arguments)
+    torch.testing.assert_close(y, torch.relu(norm(x) + residual))
+    torch.testing.assert_close(running.mean, norm.running_mean)
+    torch.testing.assert_close(running.var, norm.running_var)
+    assert running.num_batches == norm.num_batches_tracked == 1
+    first, second = batch_norm_act_forked(x, norm.weight, norm.bias, running, **arguments, output_dtype=FP16)
+    assert first.dtype is second.dtype is FP16
+    torch.testing.assert_close(first.float(), y, rtol=2.0**-10, atol=1e-6)
+
+
+WEIGHT = torch.ones(8)
+IMAGES = torch.ones(2, 8, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"activation": "gelu"}, ValueError, "activation = 'gelu': must be one of none, relu"),
+        ({"x": torch.ones(2, 8, 3)}, ValueError, r"x has shape \[2, 8, 3\]: must be \[n, c, h, w\]"),
+        ({"x": torch.ones(1, 8, 1, 1)}, ValueError, "more than one value per channel"),
+        ({"x": torch.ones(0, 8, 1, 1)}, ValueError, "more than one value per channel"),
+        ({"x": IMAGES.int()}, TypeError, "x is torch.int32: must be one of"),
+        ({"output_dtype": torch.int8}, TypeError, "output_dtype is torch.int8"),
+        ({"residual": IMAGES.int()}, TypeError, "residual is torch.int32"),
+        ({"residual": IMAGES[:1]}, ValueError, r"residual is \[1, 8, 3, 3\] on cpu: must be \[2, 8, 3, 3\] on cpu"),
+        ({"weight": torch.ones(7)}, ValueError, r"weight is \[7\] on cpu: must be \[8\] on cpu"),
+        ({"bias": torch.ones(8, 1)}, ValueError, r"bias is \[8, 1\] on cpu"),
+    ],
+)
+def test_what_it_cannot_take_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    running = RunningStatistics(mean=torch.zeros(8), var=torch.ones(8))
+    given: dict[str, Any] = {"x": IMAGES, "weight": WEIGHT, "bias": WEIGHT, **arguments}
+    with pytest.raises(error, match=message):
+        batch_norm_act(given.pop("x"), given.pop("weight"), given.pop("bias"), running, eps=1e-5, **given)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_contiguous_memory_is_refused_on_a_gpu() -> None:
+    running = RunningStatistics(mean=torch.zeros(8, device="cuda"), var=torch.ones(8, device="cuda"))
+    with pytest.raises(ValueError, match="x has strides"):
+        batch_norm_act(IMAGES.cuda(), WEIGHT.cuda(), WEIGHT.cuda(), running, eps=1e-5)
+
+
+@pytest.mark.parametrize("shape", [REDUCING, APPLYING, APPLYING_EXPONENTIALS])
+@pytest.mark.parametrize("num_channels", [1, 8, 16, 24, 64, 96, 1152, 2048])
+@pytest.mark.parametrize("num_rows", [2, 63, 6144, 10**7])
+def test_every_program_has_a_tile_and_every_channel_a_program(num_rows: int, num_channels: int, shape: Any) -> None:
+    tiles = tiling(num_rows, num_channels, shape, 132)
+    assert tiles.num_channel_blocks * tiles.block_channels >= num_channels
+    assert 1 <= tiles.num_parts <= -(-num_rows // tiles.block_rows)
+    assert tiles.num_channel_blocks * tiles.num_parts <= max(shape.per_multiprocessor * 132, tiles.num_channel_blocks)

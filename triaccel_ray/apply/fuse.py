@@ -1,0 +1,293 @@
+"""Batch normalisation, residual sum and activation of a whole model, fused into single modules."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from kernels.batch_norm_act.reference import Activation
+from triaccel_ray.apply.fused_norm import FusedNorm
+from triaccel_ray.apply.trace import INPLACE_OPERATORS, Refusal, Trace, is_plain, trace
+
+__all__ = ["FusedNorm", "Fusion", "Refusal", "fuse"]
+
+_ACTIVATION_MODULES: Mapping[type[nn.Module], Activation] = {
+    nn.ReLU: "relu",
+    nn.ReLU6: "relu6",
+    nn.SiLU: "silu",
+    nn.Hardswish: "hardswish",
+}
+_ACTIVATION_FUNCTIONS: Mapping[Any, Activation] = {
+    F.relu: "relu",
+    F.relu_: "relu",
+    torch.relu: "relu",
+    torch.relu_: "relu",
+    F.relu6: "relu6",
+    F.silu: "silu",
+    F.hardswish: "hardswish",
+    "relu": "relu",
+    "relu_": "relu",
+}
+_SUMS: Mapping[Any, bool] = {operator.add: False, torch.add: False, operator.iadd: True, "add": False, "add_": True}
+"""Functions and methods that add, and whether they write into their first argument."""
+_POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
+_READERS = (nn.Conv2d, nn.Linear, *_POOLS)
+"""Modules that leave their input as it is and return a tensor with memory of its own."""
+_DTYPE_KEEPERS = (*_POOLS, nn.Identity, nn.Flatten)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fusion:
+    """A model's training step in fewer passes over memory."""
+
+    module: fx.GraphModule
+    """Computes what the model does in training mode, from the same parameters, buffers and submodules."""
+    norms: tuple[FusedNorm, ...]
+    """In the order in which they are computed."""
+    _trace: Trace
+
+    def holds(self) -> bool:
+        """Returns whether `module` still stands for the model.
+
+        It does not once a module that holds batch normalisations has been given hooks or switched between training and
+        evaluation mode: trace again, or run the model. Norms, activations and layers may change at any time.
+        """
+        return self._trace.holds()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chain:
+    """A norm's call and those that can be fused with it."""
+
+    norm: fx.Node
+    sum: fx.Node | None
+    activation: fx.Node | None
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return tuple(node for node in (self.norm, self.sum, self.activation) if node is not None)
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """The norm's, and the residual when there is a sum."""
+        summands = () if self.sum is None else self.sum.args
+        return (self.norm.args[0], *(summand for summand in summands if summand is not self.norm))
+
+
+def fuse(model: nn.Module, leaves: Collection[nn.Module]) -> Fusion | Refusal:
+    """Returns `model` with every chain BatchNorm2d [-> residual sum] [-> activation] as one `FusedNorm`, or why not.
+
+    `leaves`, the control loop's layers, are called as they are, hooks and replaced forward functions included. The
+    model is not changed. A chain ends before a value that is read twice, before an operation that writes into another
+    tensor, and before an activation other than ReLU of a sum. Where both summands end in norms, the later one takes
+    the sum. Outputs that are read twice are forked where possible: the gradients are then added by the kernel.
+
+    Refused are models whose graph, read once, would not compute the same: with data-dependent control flow, hooks on
+    the model itself, optional or variable arguments, context managers inside, tensors or random numbers made in
+    passing, or attributes assigned.
+    """
+    traced = trace(model, leaves)
+    if isinstance(traced, Refusal):
+        return traced
+    rewriting = _Rewriting(model, traced.graph, leaves)
+    chains = list(rewriting.chains())
+    if not chains:
+        return Refusal(reason="it calls no BatchNorm2d outside of its layers")
+    calls = {rewriting.replace(chain): chain for chain in chains}
+    norms = tuple(rewriting.described(call) for call in rewriting.in_order(calls))
+    return Fusion(module=rewriting.module(), norms=norms, _trace=traced)
+
+
+class _Rewriting:
+    """One pass over a graph that becomes the fused one."""
+
+    def __init__(self, model: nn.Module, graph: fx.Graph, leaves: Collection[nn.Module]) -> None:
+        self._model, self._graph = model, graph
+        self._leaves = {id(module) for module in leaves}
+        self._norms: dict[str, FusedNorm] = {}
+
+    def chains(self) -> Iterator[_Chain]:
+        """Yields the chains, later norms first: they take the sums."""
+        nodes = list(self._graph.nodes)
+        position = {node: index for index, node in enumerate(nodes)}
+        taken: set[fx.Node] = set()
+        for norm in reversed(nodes):
+            if not self._is_norm(norm):
+                continue
+            total = self._sum_after(norm, taken)
+            activation = self._activation_after(total or norm, relu_only=total is not None)
+            chain = _Chain(norm=norm, sum=total, activation=activation)
+            while any(
+                self._may_write(between) or between.target == norm.target
+                for between in nodes[position[norm] + 1 : position[chain.nodes[-1]]]
+                if between not in chain.nodes
+            ):
+                chain = _shortened(chain)
+            taken.update(chain.nodes)
+            yield chain
+
+    def replace(self, chain: _Chain) -> fx.Node:
+        """Returns the call that takes the place of the chain's."""
+        norm, last = self._module(chain.norm), chain.nodes[-1]
+        assert isinstance(norm, nn.BatchNorm2d)
+        combine = None if chain.sum is None else _callable(chain.sum)
+        activate, activation = self._activation(chain.activation)
+        fused = FusedNorm(norm, combine, activate, activation)
+        fused.keeps_dtype = chain.sum is not None and _SUMS[chain.sum.target]
+        name = f"fused_norm_{len(self._norms)}"
+        while hasattr(self._model, name):
+            name += "_"
+        self._norms[name] = fused
+        with self._graph.inserting_after(last):
+            call = self._graph.create_node("call_module", name, chain.inputs, {})
+        last.replace_all_uses_with(call)
+        for node in reversed(chain.nodes):
+            self._graph.erase_node(node)
+        return call
+
+    def in_order(self, calls: Collection[fx.Node]) -> list[fx.Node]:
+        """Returns the calls in the order of the graph."""
+        return [node for node in self._graph.nodes if node in calls]
+
+    def described(self, call: fx.Node) -> FusedNorm:
+        """Returns the norm of this call, its surroundings filled in and its output forked where that is possible."""
+        fused = self._norms[str(call.target)]
+        source = call.args[0]
+        assert isinstance(source, fx.Node)
+        layer = self._module(source)
+        fused.reads = layer if id(layer) in self._leaves else None
+        following: dict[int, nn.Module] = {}
+        fused.has_other_readers = self._collect(call, following)
+        fused.following = tuple(following.values())
+        readers = list(call.users)
+        if len(readers) > 1 and all(self._only_reads(reader, call) for reader in readers):
+            fused.forked = True
+            with self._graph.inserting_after(call):
+                second = self._graph.call_function(operator.getitem, (call, 1))
+                first = self._graph.call_function(operator.getitem, (call, 0))
+            residual_readers = [reader for reader in readers if call in reader.args[1:]]
+            for reader in readers:
+                alone = reader is (residual_readers or readers)[-1]
+                reader.replace_input_with(call, second if alone else first)
+        return fused
+
+    def module(self) -> fx.GraphModule:
+        """Returns the graph with what it calls."""
+        targets = [str(node.target) for node in self._graph.nodes if node.op in ("call_module", "get_attr")]
+        root = {target: self._norms.get(target) or operator.attrgetter(target)(self._model) for target in targets}
+        self._graph.lint()
+        return fx.GraphModule(root, self._graph, type(self._model).__name__)
+
+    def _is_norm(self, node: fx.Node) -> bool:
+        module = self._module(node)
+        takes_one = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
+        return type(module) is nn.BatchNorm2d and takes_one and self._is_free(module)
+
+    def _sum_after(self, node: fx.Node, taken: Collection[fx.Node]) -> fx.Node | None:
+        """Returns the call that alone reads `node` and adds another value to it, into no other tensor."""
+        total = _only_user(node)
+        if total is None or total in taken or total.kwargs or len(total.args) != 2:
+            return None
+        if total.op not in ("call_function", "call_method") or total.target not in _SUMS:
+            return None
+        first, second = total.args
+        writes_into_other = _SUMS[total.target] and first is not node
+        is_sum_of_two = first is not second and isinstance(first, fx.Node) and isinstance(second, fx.Node)
+        return total if is_sum_of_two and not writes_into_other else None
+
+    def _activation_after(self, node: fx.Node, *, relu_only: bool) -> fx.Node | None:
+        """Returns the activation that alone reads `node`.
+
+        Others than ReLU would make the kernel keep the residual, where the original keeps their sum: code that then
+        writes into the residual would break the backward pass.
+        """
+        user = _only_user(node)
+        activation = self._activation(user)[1]
+        if user is None or activation == "none" or (relu_only and activation != "relu"):
+            return None
+        return user if user.args[:1] == (node,) else None
+
+    def _activation(self, node: fx.Node | None) -> tuple[Callable[[Tensor], Tensor] | None, Activation]:
+        """Returns the activation that `node` calls and its name; None and "none" when it calls no known one."""
+        if node is None or len(node.args) != 1 or set(node.kwargs) - {"inplace"}:
+            return None, "none"
+        module = self._module(node)
+        if module is not None:
+            name = _ACTIVATION_MODULES.get(type(module), "none")
+            return (module, name) if name != "none" and self._is_free(module) else (None, "none")
+        if node.op in ("call_function", "call_method") and node.target in _ACTIVATION_FUNCTIONS:
+            return functools.partial(_callable(node), **node.kwargs), _ACTIVATION_FUNCTIONS[node.target]
+        return None, "none"
+
+    def _may_write(self, node: fx.Node) -> bool:
+        """Returns whether the call may change a tensor that exists already; unknown code may."""
+        if node.op in ("get_attr", "placeholder", "output"):
+            return False
+        module = self._module(node)
+        if module is not None:
+            return not type(module).__module__.startswith("torch.nn.") or getattr(module, "inplace", False)
+        if node.target in INPLACE_OPERATORS or "out" in node.kwargs:
+            return True
+        if any(value is True for value in (*node.args, node.kwargs.get("inplace"))):
+            return True
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "_")
+        origin = "torch" if node.op == "call_method" else str(getattr(node.target, "__module__", "") or "torch")
+        known = origin.partition(".")[0] in ("torch", "_operator", "operator", "math")
+        return not known or (name.endswith("_") and not name.endswith("__"))
+
+    def _only_reads(self, reader: fx.Node, call: fx.Node) -> bool:
+        """Returns whether `reader` neither writes into the value of `call` nor returns a view of it."""
+        if [*reader.args, *reader.kwargs.values()].count(call) != 1:
+            return False
+        module = self._norms.get(str(reader.target)) or self._module(reader)
+        if module is not None:
+            return isinstance(module, FusedNorm) or type(module) in _READERS
+        if reader.op == "call_function" and reader.target in (operator.add, torch.add, operator.mul, torch.mul):
+            return True
+        return reader.target in (operator.iadd, operator.imul) and reader.args[0] is not call
+
+    def _collect(self, node: fx.Node, following: dict[int, nn.Module]) -> bool:
+        """Adds the layers that read the value of `node`, and returns whether anything else does."""
+        has_others = False
+        for reader in node.users:
+            module = self._norms.get(str(reader.target)) or self._module(reader)
+            if id(module) in self._leaves and module is not None:
+                following[id(module)] = module
+            elif isinstance(module, _DTYPE_KEEPERS) or reader.target in (torch.flatten, operator.getitem, "flatten"):
+                has_others |= self._collect(reader, following)
+            elif not isinstance(module, FusedNorm) or node not in reader.args[1:]:
+                has_others = True
+        return has_others
+
+    def _module(self, node: fx.Node) -> nn.Module | None:
+        if node.op != "call_module" or node.target in self._norms:
+            return None
+        return self._model.get_submodule(str(node.target))
+
+    def _is_free(self, module: nn.Module | None) -> bool:
+        return module is not None and id(module) not in self._leaves and is_plain(module)
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _shortened(chain: _Chain) -> _Chain:
+    if chain.activation is not None:
+        return _Chain(norm=chain.norm, sum=chain.sum, activation=None)
+    return _Chain(norm=chain.norm, sum=None, activation=None)
+
+
+def _callable(node: fx.Node) -> Callable[..., Any]:
+    """Returns what the node calls, as a function."""
+    target = node.target
+    if isinstance(target, str):
+        return lambda value, *args: getattr(value, target)(*args)
+    return target

@@ -1,0 +1,115 @@
+"""A batch normalisation with what follows it, as one module."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from kernels.batch_norm_act import RunningStatistics, batch_norm_act, batch_norm_act_forked
+from kernels.batch_norm_act.api import DTYPES
+from kernels.batch_norm_act.reference import Activation
+from triaccel_ray.apply.trace import is_plain
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_MINIMAL_CAPABILITY = (8, 0)
+"""Of the GPUs that Triton compiles for."""
+
+
+class FusedNorm(nn.Module):
+    """Computes activate(combine(norm(x), residual)), by one kernel where there is one for it.
+
+    There is one in training mode on a GPU: for 4-dimensional FP32, FP16 and BF16 tensors in channels_last memory and a
+    norm with weight, bias, moving averages and a momentum. Everywhere else, what the original modules compute is
+    computed by calling them.
+    """
+
+    def __init__(
+        self,
+        norm: nn.BatchNorm2d,
+        combine: Callable[[Any, Any], Any] | None,
+        activate: Callable[[Tensor], Tensor] | None,
+        activation: Activation,
+    ) -> None:
+        """Shares `norm`, and `activate` when it is a module; `activation` is the kernel's name for the latter."""
+        super().__init__()
+        self.norm, self.activate = norm, activate
+        self._combine, self._activation = combine, activation
+        self.output_dtype: torch.dtype | None = None
+        """In which the output is written, for all its readers; None: as the original modules would."""
+        self.keeps_dtype = False
+        """Whether the sum with the residual has the dtype of x whatever the residual's, as `+=` gives it."""
+        self.forked = False
+        """Whether the output is returned twice, for two readers."""
+        self.reads: nn.Module | None = None
+        """The layer whose output is normalised."""
+        self.following: tuple[nn.Module, ...] = ()
+        """Layers that read the output, directly or through pooling, flattening and identities."""
+        self.has_other_readers = False
+        """Whether others than these, and residual sums of fused norms, read it."""
+
+    def forward(self, x: Any, residual: Any = None) -> Any:
+        """Returns the output, twice when forked; the residual is given exactly when there is a sum."""
+        dtype = self._kernel_dtype(x, residual)
+        if dtype is None:
+            y = self._as_original(x, residual)
+            return (y, y) if self.forked else y
+        norm = self.norm
+        running = RunningStatistics(
+            mean=cast(Tensor, norm.running_mean),
+            var=cast(Tensor, norm.running_var),
+            num_batches=norm.num_batches_tracked,
+            momentum=cast(float, norm.momentum),
+        )
+        return (batch_norm_act_forked if self.forked else batch_norm_act)(
+            x, norm.weight, norm.bias, running, eps=norm.eps, activation=self._activation, residual=residual,
+            output_dtype=dtype,
+        )  # fmt: skip
+
+    def _as_original(self, x: Any, residual: Any) -> Any:
+        y: Any = self.norm(x)
+        if self._combine is not None:
+            y = self._combine(y, residual)
+        if self.activate is not None:
+            y = self.activate(y)
+        return y if self.output_dtype is None else y.to(self.output_dtype)
+
+    def _kernel_dtype(self, x: Any, residual: Any) -> torch.dtype | None:
+        """Returns the output's dtype, None when the kernel is not for these arguments."""
+        if not (self._norm_fits() and _tensor_fits(x) and x.numel() > x.shape[1]):
+            return None
+        dtype: torch.dtype = x.dtype
+        if self._combine is not None:
+            if not (_tensor_fits(residual) and residual.shape == x.shape and residual.device == x.device):
+                return None
+            dtype = x.dtype if self.keeps_dtype else torch.promote_types(x.dtype, residual.dtype)
+        dtype = self.output_dtype or dtype
+        return dtype if dtype in DTYPES and self.norm.weight.device == x.device else None
+
+    def _norm_fits(self) -> bool:
+        norm = self.norm
+        return (
+            norm.training
+            and norm.weight is not None
+            and norm.bias is not None
+            and norm.running_mean is not None
+            and norm.running_var is not None
+            and norm.momentum is not None
+            and is_plain(norm)
+            and (not isinstance(self.activate, nn.Module) or is_plain(self.activate))
+        )
+
+
+def _tensor_fits(value: Any) -> bool:
+    return (
+        _HAS_TRITON
+        and isinstance(value, Tensor)
+        and value.is_cuda
+        and value.dim() == 4
+        and value.dtype in DTYPES
+        and value.is_contiguous(memory_format=torch.channels_last)
+        and torch.cuda.get_device_capability(value.device) >= _MINIMAL_CAPABILITY
+    )

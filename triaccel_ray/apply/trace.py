@@ -1,0 +1,234 @@
+"""A model's forward pass as a graph of calls, or the reason why a graph would not compute the same."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import operator
+import random
+import sys
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+INPLACE_OPERATORS: frozenset[Callable[..., Any]] = frozenset(
+    getattr(operator, name)
+    for name in [
+        "iadd",
+        "isub",
+        "imul",
+        "imatmul",
+        "itruediv",
+        "ifloordiv",
+        "imod",
+        "ipow",
+        "iand",
+        "ior",
+        "ixor",
+        "ilshift",
+        "irshift",
+    ]
+)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Why a model runs as it is."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trace:
+    """What the forward pass calls, as long as nothing that it was read from has changed."""
+
+    graph: fx.Graph
+    model: nn.Module
+    opened: tuple[tuple[nn.Module, bool], ...]
+    """Modules whose own code became part of the graph, and whether they were in training mode."""
+
+    def holds(self) -> bool:
+        """Returns whether modes and hooks are those of the time of the trace."""
+        return all(module.training is mode and is_plain(module) for module, mode in self.opened)
+
+
+class _UntraceableError(Exception):
+    """Says why tracing was given up."""
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Returns whether calling `module` means no more than running its class's forward function."""
+    return "forward" not in module.__dict__ and not any(getattr(module, name) for name in _HOOKS)
+
+
+def trace(model: nn.Module, leaves: Collection[nn.Module]) -> Trace | Refusal:
+    """Returns the calls that `model` makes in training mode, or why they cannot be told without running it.
+
+    Opened are plain containers that hold a `torch.nn.BatchNorm2d`, `torch.nn.Sequential` and `torch.nn.Identity`; every
+    other module is one call. A model in evaluation mode is traced as if in training mode; parts kept in evaluation mode
+    inside a model in training mode stay so. The model itself is left as it was.
+    """
+    if reason := _refused_from_outside(model):
+        return Refusal(reason=reason)
+    modes = {module: module.training for module in model.modules()}
+    tracer = _Tracer(leaves)
+    try:
+        if not model.training:
+            model.train()
+        with _unchanged(model):
+            graph = tracer.trace(model)
+    except _UntraceableError as error:
+        return Refusal(reason=str(error))
+    except Exception as error:  # the model's own code runs on stand-ins for tensors: anything may come of it
+        first_line = next(iter(str(error).splitlines()), "")
+        return Refusal(reason=f"its forward pass cannot be traced: {type(error).__name__}: {first_line}")
+    finally:
+        opened = tuple((module, module.training) for module in (model, *tracer.opened))
+        for module, mode in modes.items():
+            module.training = mode
+    return Trace(graph=graph, model=model, opened=opened)
+
+
+def _refused_from_outside(model: nn.Module) -> str | None:
+    if not is_plain(model):
+        return "the model itself has hooks, or a forward function of its own beside its class's"
+    if type(model).__module__.startswith("torch.") and type(model) is not nn.Sequential:
+        return f"the model is a {type(model).__name__}, whose forward function is not its own"
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            return f"its forward function takes {parameter}"
+        if parameter.default is not parameter.empty:
+            return f"its forward function's {parameter.name} may be left out"
+    return None
+
+
+class _Tracer(fx.Tracer):
+    """Refuses what `torch.fx` would leave out of a graph without a word."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, leaves: Collection[nn.Module]) -> None:
+        super().__init__()
+        self._leaves = {id(module) for module in leaves}
+        self._surroundings = _surroundings()
+        self.opened: list[nn.Module] = []
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if id(m) in self._leaves or not is_plain(m):
+            return True
+        if type(m) in (nn.Sequential, nn.Identity):
+            return False
+        own_code = not type(m).__module__.startswith("torch.")
+        return not (own_code and any(type(part) is nn.BatchNorm2d for part in m.modules()))
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self.is_leaf_module(m, ""):
+            self.opened.append(m)
+        return super().call_module(m, forward, args, kwargs)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if _surroundings() != self._surroundings:
+            raise _UntraceableError("its forward pass switches gradients, autocast or saved-tensor hooks on or off")
+        return super().create_node(*args, **kwargs)
+
+    def create_arg(self, a: Any) -> Any:
+        if type(a) is _Proxy:
+            return a.node
+        if isinstance(a, dict) and type(a) is not dict:
+            raise _UntraceableError(f"its forward pass makes a {type(a).__name__}")
+        node = super().create_arg(a)
+        if isinstance(node, fx.Node) and str(node.target).startswith("_tensor_constant"):
+            raise _UntraceableError("its forward pass makes tensors of its own")
+        return node
+
+
+class _Proxy(fx.Proxy):
+    """A stand-in that keeps `x += y` in place, and does not answer what type it is."""
+
+    @property  # type: ignore[misc]  # isinstance asks for it
+    def __class__(self) -> type:
+        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        if caller in ("torch", __name__.partition(".")[0]) or caller in sys.stdlib_module_names:
+            return type(self)
+        raise _UntraceableError("its forward pass asks for the type of a tensor")
+
+
+def _in_place(function: Callable[..., Any]) -> Callable[[_Proxy, Any], Any]:
+    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
+
+
+for _function in INPLACE_OPERATORS:
+    setattr(_Proxy, f"__{_function.__name__}__", _in_place(_function))
+
+
+def _surroundings() -> tuple[Any, ...]:
+    """Returns the state that context managers change and graphs do not hold."""
+    autocast = tuple(
+        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+    )
+    saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, saved_tensor_hooks
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Puts back what a forward function assigns to modules, and the random state.
+
+    Raises:
+        _UntraceableError: anything had changed: the graph would not do so.
+    """
+    attributes = {module: _attributes(module) for module in model.modules()}
+    randomness, torch_randomness = random.getstate(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        drew = randomness != random.getstate() or not torch.equal(torch_randomness, torch.get_rng_state())
+        random.setstate(randomness)
+        torch.set_rng_state(torch_randomness)
+        changed = [module for module, before in attributes.items() if _restored(module, before)]
+    if drew:
+        raise _UntraceableError("its forward pass draws random numbers outside of what it calls")
+    if changed:
+        raise _UntraceableError(f"its forward pass assigns attributes of {type(changed[0]).__name__}")
+
+
+def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Returns the module's attributes, each with a shallow copy where it is a container."""
+    return {
+        name: (value, value.copy() if isinstance(value, dict | list | set) else None)
+        for name, value in module.__dict__.items()
+    }
+
+
+def _restored(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> bool:
+    """Returns whether the module had changed; it has not afterwards."""
+    changed = False
+    for name in [name for name in module.__dict__ if name not in before]:
+        del module.__dict__[name]
+        changed = True
+    for name, (value, copy) in before.items():
+        if module.__dict__.get(name) is not value:
+            module.__dict__[name] = value
+            changed = True
+        if copy is not None and not _same_items(value, copy):
+            value.clear()
+            value.extend(copy) if isinstance(value, list) else value.update(copy)
+            changed = True
+    return changed
+
+
+def _same_items(first: Any, second: Any) -> bool:
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(first[key] is second[key] for key in first)
+    if isinstance(first, list):
+        return len(first) == len(second) and all(map(operator.is_, first, second))
+    return {id(item) for item in first} == {id(item) for item in second}
