@@ -119,3 +119,32 @@ def test_checkpoints_that_hide_the_graph_are_refused(method: Any) -> None:
     model, targets = Checkpointed(use_reentrant=True), torch.randint(NUM_CLASSES, (NUM_SAMPLES,))
     with pytest.raises(ValueError, match="use_reentrant = True: must be False"):
         top_eigenvalues(model, F.cross_entropy, vectors(), targets, find_layers(model), method=method, top_k=1)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_order_of_channels_in_memory_does_not_matter(groups: int) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(8, 8, 3, padding=1, stride=(2, 1), groups=groups), nn.Tanh(),
+        nn.Conv2d(8, 6, (2, 3), dilation=(1, 2), groups=groups), nn.Flatten(), nn.LazyLinear(NUM_CLASSES),
+    )  # fmt: skip
+    inputs, targets = torch.randn(NUM_SAMPLES, 8, 7, 9), torch.randint(NUM_CLASSES, (NUM_SAMPLES,))
+    model(inputs)
+    found = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        model.to(memory_format=memory_format)
+        for method in ("fisher", "ggn"):
+            estimate = top_eigenvalues(
+                model,
+                F.cross_entropy,
+                inputs.contiguous(memory_format=memory_format),
+                targets,
+                find_layers(model),
+                method=method,
+                top_k=3,
+            )
+            assert estimate.fallback_layers == ()
+            found.append(estimate.eigenvalues)
+    torch.testing.assert_close(found[:2], found[2:])
+    double, layers = model.double(), find_layers(model)
+    expected = dense.largest(dense.fisher_block(double, F.cross_entropy, inputs.double(), targets, layers[0]), 3)
+    torch.testing.assert_close(found[2][0].double(), expected, rtol=1e-4, atol=1e-7)

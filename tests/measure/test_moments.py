@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.build import ONE, mlp, same
+from tests.build import ONE, collected, mlp, same
 from triaccel_ray.layers import find_layers
-from triaccel_ray.measure.moments import GradientMoments, layer_variance
+from triaccel_ray.measure.moments import GradientMoments
 
 # The sum of squares of n FP32 numbers, added pairwise or in vector lanes, is good to a few roundings.
 RTOL = 16 * torch.finfo(torch.float32).eps
@@ -25,6 +25,12 @@ def draw_gradients(model: nn.Module, seed: int, factor: float = 1.0) -> None:
         parameter.grad = factor * (0.1 + torch.randn(parameter.shape, generator=generator))
 
 
+def variance_of(module: nn.Module) -> float:
+    moments = moments_of(module)
+    moments.update(collected(module), ONE)
+    return moments.read().item()
+
+
 @given(st.floats(0.0, 0.999), st.integers(1, 12))
 def test_the_average_follows_its_formula(beta: float, num_steps: int) -> None:
     model = mlp()
@@ -32,7 +38,7 @@ def test_the_average_follows_its_formula(beta: float, num_steps: int) -> None:
     average = np.zeros(3)
     for step in range(num_steps):
         draw_gradients(model, step, factor=1.0 + step)
-        assert moments.update(ONE).item() == 0.0
+        assert moments.update(collected(model), ONE).item() == 0.0
         variance = [layer.weights[0].grad.double().numpy().var() for layer in find_layers(model)]
         average = beta * average + (1.0 - beta) * np.array(variance)
     np.testing.assert_allclose(moments.read().numpy(), average / (1.0 - beta**num_steps), rtol=RTOL)
@@ -43,7 +49,7 @@ def test_the_first_reading_is_the_first_variance() -> None:
     moments = moments_of(model, beta=0.99)
     assert moments.read().isnan().all()
     draw_gradients(model, 0)
-    moments.update(ONE)
+    moments.update(collected(model), ONE)
     expected = [layer.weights[0].grad.double().var(correction=0).item() for layer in find_layers(model)]
     np.testing.assert_allclose(moments.read().numpy(), expected, rtol=RTOL)
 
@@ -54,9 +60,9 @@ def test_the_loss_scale_is_divided_out(scale: float) -> None:
     plain, scaled = moments_of(model), moments_of(model)
     for step in range(3):
         draw_gradients(model, step)
-        plain.update(ONE)
+        plain.update(collected(model), ONE)
         draw_gradients(model, step, factor=scale)
-        scaled.update(torch.tensor(scale))
+        scaled.update(collected(model), torch.tensor(scale))
     assert torch.equal(plain.read(), scaled.read())  # a power of two costs no rounding
 
 
@@ -70,8 +76,8 @@ def test_a_non_finite_gradient_is_found_and_left_out(bad: float) -> None:
         if step == 2:
             model[2].weight.grad[3, 1] = bad
             reference[2].weight.grad = None
-        assert moments.update(ONE).item() == (1.0 if step == 2 else 0.0)
-        clean.update(ONE)
+        assert moments.update(collected(model), ONE).item() == (1.0 if step == 2 else 0.0)
+        clean.update(collected(reference), ONE)
     assert torch.equal(moments.read(), clean.read())
     assert moments.read().isfinite().all()
 
@@ -81,7 +87,7 @@ def test_a_non_finite_gradient_of_a_bias_is_found_too() -> None:
     moments = moments_of(model)
     draw_gradients(model, 0)
     model[4].bias.grad[0] = float("inf")
-    found = moments.update(ONE)
+    found = moments.update(collected(model), ONE)
     assert (found.item(), found.dtype) == (1.0, torch.float32)
     assert moments.read().isfinite().all()
 
@@ -91,17 +97,18 @@ def test_a_layer_without_a_gradient_has_no_statistic_until_it_has_one() -> None:
     moments = moments_of(model)
     draw_gradients(model, 0)
     model[2].weight.grad = None
-    moments.update(ONE)
+    moments.update(collected(model), ONE)
     assert moments.read().isnan().tolist() == [False, True, False]
     draw_gradients(model, 1)
-    moments.update(ONE)
-    variance = layer_variance(find_layers(model)[1])
-    assert moments.read()[1].item() == pytest.approx(variance.item(), rel=1e-12)
+    moments.update(collected(model), ONE)
+    expected = model[2].weight.grad.double().var(correction=0).item()
+    assert moments.read()[1].item() == pytest.approx(expected, rel=RTOL)
 
 
 def test_no_gradient_at_all_changes_nothing() -> None:
-    moments = moments_of(mlp())
-    assert moments.update(ONE).item() == 0.0
+    model = mlp()
+    moments = moments_of(model)
+    assert moments.update(collected(model), ONE).item() == 0.0
     assert moments.read().isnan().all()
 
 
@@ -111,21 +118,21 @@ def test_several_weights_have_the_variance_of_all_their_elements(module: nn.Modu
     for index, weight in enumerate(layer.weights):
         weight.grad = 10.0 * index + torch.randn(weight.shape, generator=torch.Generator().manual_seed(index))
     every: Any = np.concatenate([weight.grad.double().numpy().ravel() for weight in layer.weights])
-    assert layer_variance(layer).item() == pytest.approx(every.var(), rel=RTOL)
+    assert variance_of(module) == pytest.approx(every.var(), rel=RTOL)
     layer.weights[0].grad = None
     rest: Any = np.concatenate([weight.grad.double().numpy().ravel() for weight in layer.weights[1:]])
-    assert layer_variance(layer).item() == pytest.approx(rest.var(), rel=RTOL)
+    assert variance_of(module) == pytest.approx(rest.var(), rel=RTOL)
 
 
 def test_restored_moments_go_on_alike() -> None:
     model = mlp()
     moments, restored = moments_of(model), moments_of(model)
     draw_gradients(model, 0)
-    moments.update(ONE)
+    moments.update(collected(model), ONE)
     state = moments.state_dict()
     restored.load_state_dict(state)
     draw_gradients(model, 1)
-    moments.update(ONE)
-    restored.update(ONE)
+    moments.update(collected(model), ONE)
+    restored.update(collected(model), ONE)
     assert torch.equal(moments.read(), restored.read())
     assert not same(state, moments.state_dict())

@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.build import CPU, FP32, mlp, same
+from tests.build import FP32, collected, mlp, same
 from triaccel_ray.layers import find_layers
-from triaccel_ray.measure.curvature import CurvatureEstimate
+from triaccel_ray.measure.curvature import CurvatureEstimate, SpectrumShape
 from triaccel_ray.measure.memory import ResidentMemory
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.measure.sensors import Sensors
@@ -17,11 +17,12 @@ PLAN = Plan(batch_size=8, precision={"0": FP32, "2": FP32, "4": FP32})
 FAULT = Fault(kind=FaultKind.OUT_OF_MEMORY, step=3, phase="forward_backward", batch_size=8, micro_batch_size=4)
 NAN = math.nan
 ESTIMATE = CurvatureEstimate(
-    eigenvalues=torch.tensor([[3.0, 2.0], [1.5, NAN], [NAN, NAN]]),
+    matrices=torch.diag_embed(torch.tensor([[2.0, 3.0], [1.5, 0.5], [NAN, 1.0]], dtype=torch.float64)),
+    shape=SpectrumShape(orders=(2, 2, 2), counts=(2, 1, 2), top_k=2),
     mean_square_norm=torch.tensor(-0.25),
     trace_covariance=torch.tensor(7.0),
 )
-WITHOUT_NOISE = CurvatureEstimate(eigenvalues=ESTIMATE.eigenvalues)
+WITHOUT_NOISE = CurvatureEstimate(matrices=ESTIMATE.matrices, shape=ESTIMATE.shape)
 
 
 def sensors_of() -> Sensors:
@@ -29,9 +30,10 @@ def sensors_of() -> Sensors:
     layers = find_layers(model)
     named: list[tuple[str, tuple[Precision, ...]]] = [(layer.name, tuple(Precision)) for layer in layers]
     named[1] = ("2", (FP32,))
-    sensors = Sensors(named, GradientMoments(layers, list(model.parameters()), beta=0.5), ResidentMemory(None), CPU)
+    moments = GradientMoments(layers, list(model.parameters()), beta=0.5)
+    sensors = Sensors(named, moments, ResidentMemory(None), torch.zeros(2, dtype=torch.float64))
     model[0].weight.grad = torch.arange(model[0].weight.numel()).view_as(model[0].weight).float()
-    sensors.moments.update(torch.tensor(2.0))
+    moments.update(collected(model), torch.tensor(2.0))
     return sensors
 
 
@@ -48,8 +50,9 @@ def read(sensors: Sensors, tick: int = 4) -> Observation:
 
 def test_a_reading_holds_what_was_seen() -> None:
     sensors = sensors_of()
-    sensors.record_step(torch.tensor([6.0, 2], dtype=torch.float64), [FAULT])
-    sensors.record_step(torch.tensor([2.0, 6], dtype=torch.float64), [])
+    sensors.losses += torch.tensor([6.0, 2])
+    sensors.record_faults([FAULT])
+    sensors.losses += torch.tensor([2.0, 6])
     sensors.record_faults([FAULT])
     seen = read(sensors)
     assert (seen.step, seen.tick, seen.epoch, seen.plan) == (100, 4, 1.5, PLAN)
@@ -78,7 +81,8 @@ def test_curvature_comes_without_its_padding(estimate: CurvatureEstimate, noise:
 
 def test_a_reading_begins_anew_but_keeps_the_averages() -> None:
     sensors = sensors_of()
-    sensors.record_step(torch.tensor([6.0, 2], dtype=torch.float64), [FAULT])
+    sensors.losses += torch.tensor([6.0, 2])
+    sensors.record_faults([FAULT])
     sensors.record_curvature(ESTIMATE)
     first, second = read(sensors), read(sensors, tick=5)
     assert (second.tick, second.loss, second.faults, second.noise) == (5, None, (), None)
@@ -88,7 +92,7 @@ def test_a_reading_begins_anew_but_keeps_the_averages() -> None:
 
 def test_a_loss_that_is_not_finite_is_reported_as_it_is() -> None:
     sensors = sensors_of()
-    sensors.record_step(torch.tensor([math.inf, 2], dtype=torch.float64), [])
+    sensors.losses += torch.tensor([math.inf, 2])
     assert read(sensors).loss == math.inf
 
 
@@ -97,7 +101,8 @@ def test_restored_sensors_read_alike(estimate: CurvatureEstimate | None) -> None
     sensors, restored = sensors_of(), sensors_of()
     restored.record_curvature(ESTIMATE)
     restored.record_faults([FAULT, FAULT])
-    sensors.record_step(torch.tensor([6.0, 2], dtype=torch.float64), [FAULT])
+    sensors.losses += torch.tensor([6.0, 2])
+    sensors.record_faults([FAULT])
     if estimate is not None:
         sensors.record_curvature(estimate)
     state: dict[str, Any] = sensors.state_dict()

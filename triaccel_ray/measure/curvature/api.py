@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from triaccel_ray.config import CurvatureMethod, require, require_number
 from triaccel_ray.layers import Layer
-from triaccel_ray.measure.curvature.fisher import fisher_grams, gradient_noise
-from triaccel_ray.measure.curvature.ggn import ggn_grams
-from triaccel_ray.measure.curvature.gram import block_eigenvalues
+from triaccel_ray.measure.curvature.estimate import CurvatureEstimate
+from triaccel_ray.measure.curvature.gram_method import GramMethod
 from triaccel_ray.measure.curvature.hessian import PowerIteration, hessian_eigenvalues
 from triaccel_ray.measure.curvature.objective import Loss, Objective, measuring
+from triaccel_ray.measure.curvature.spectrum import SpectrumShape, solver_dtype
 
 _DEFAULT_POWER = PowerIteration()
-
-
-@dataclass(frozen=True, kw_only=True)
-class CurvatureEstimate:
-    """One measurement, still on the device."""
-
-    eigenvalues: Tensor
-    """fp32 [num_layers, k], descending; NaN in the places beyond what the samples or the layer's weights can fill
-    (fisher: b, ggn: b C), and throughout the row of a layer whose gradients are not finite."""
-    mean_square_norm: Tensor | None = None
-    """|E g|^2 over all layers' weights, a scalar (fisher only)."""
-    trace_covariance: Tensor | None = None
-    """tr Cov[g_i] over all layers' weights, a scalar (fisher only)."""
-    fallback_layers: tuple[str, ...] = ()
-    """Names of the layers for which fisher or ggn had to pass the samples through the whole model one by one."""
 
 
 def top_eigenvalues(
@@ -54,10 +38,11 @@ def top_eigenvalues(
       the same as the Hessian's.
     - `fisher`: of the empirical Fisher block, from one backward pass; with the first two moments of the gradient.
 
-    The model is measured in eval mode and full precision, and left as it was found: training flags, gradients,
+    The model is measured in eval mode without autocast (fisher and ggn: without TF32 too; `hessian` as PyTorch's flags
+    have it, by default with TF32 convolutions on a GPU), and left as it was found: training flags, gradients,
     buffers and the global random state included, whether it succeeds or raises. Gradients are taken with
-    `torch.autograd.grad`; hooks that others have put on parameter tensors may see them pass. fisher and ggn wait for
-    the device inside the eigenvalue solver only.
+    `torch.autograd.grad`; hooks that others have put on parameter tensors may see them pass. No method waits for the
+    device, unless `power` has a tolerance. For repeated measurements see `CurvatureMeter`.
 
     Args:
         model: called with `inputs`, by name or position if they are a mapping, tuple or list.
@@ -78,18 +63,29 @@ def top_eigenvalues(
     require_number("top_k", top_k, "must be >= 1", low=1)
     require(bool(layers), "layers", list(layers), "must name at least one layer; find_layers(model) returns all")
     objective = Objective(model=model, loss=loss, inputs=inputs, targets=targets)
-    num_samples = objective.num_samples
-    require(num_samples >= 2 or method == "hessian", "number of samples", num_samples, f"{method} needs at least 2")
-    with measuring(model):
+    objective.require_samples(method)
+    with measuring(model, strict_fp32=method != "hessian"):
         if method == "hessian":
             generator = torch.Generator().manual_seed(0) if generator is None else generator
-            return CurvatureEstimate(eigenvalues=hessian_eigenvalues(objective, layers, top_k, power, generator))
-        grams = (fisher_grams if method == "fisher" else ggn_grams)(objective, layers)
-        eigenvalues = block_eigenvalues(grams, layers, num_samples, top_k)
-        mean_square_norm, trace_covariance = gradient_noise(grams) if method == "fisher" else (None, None)
+            return _by_power_iteration(objective, layers, top_k, power, generator)
+        passes = GramMethod(layers, method, top_k)
+        passes.prepare(objective)
+        (matrices, *moments), shape = passes.finish()
     return CurvatureEstimate(
-        eigenvalues=eigenvalues,
-        mean_square_norm=mean_square_norm,
-        trace_covariance=trace_covariance,
-        fallback_layers=grams.fallback_layers,
+        matrices=matrices,
+        shape=shape,
+        mean_square_norm=moments[0] if moments else None,
+        trace_covariance=moments[1] if moments else None,
+        fallback_layers=passes.fallback_layers,
+    )
+
+
+def _by_power_iteration(
+    objective: Objective, layers: Sequence[Layer], top_k: int, power: PowerIteration, generator: torch.Generator
+) -> CurvatureEstimate:
+    eigenvalues = hessian_eigenvalues(objective, layers, top_k, power, generator)
+    counts = tuple(min(top_k, layer.num_elements) for layer in layers)
+    return CurvatureEstimate(
+        matrices=torch.diag_embed(eigenvalues.to(solver_dtype(eigenvalues))),
+        shape=SpectrumShape(orders=counts, counts=counts, top_k=top_k, is_semidefinite=False),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -126,15 +127,33 @@ def _conv2d(module: nn.Conv2d, inputs: Tensor, gradients: Tensor) -> Factors:
 
     def right(samples: slice) -> Tensor:
         padded = F.pad(inputs[samples], (*horizontal, *vertical))
-        # All patches in one view, copied once: F.unfold starts a kernel for every sample.
+        # All patches in one view, copied once: F.unfold starts a kernel for every sample. The weight's elements are in
+        # one order for all calls, row, column, channel; they lie in memory as the image does, so that runs stay runs.
+        if padded.stride(1) == 1:
+            return _patches_of_runs(module, padded, gradients.shape[3:])
         sample, channel, *pixel = padded.stride()
         inside = [step * stride for step, stride in zip(module.dilation, pixel, strict=True)]
         between = [step * stride for step, stride in zip(module.stride, pixel, strict=True)]
-        sizes = (*padded.shape[:2], *module.kernel_size, *gradients.shape[3:])
-        patches = padded.as_strided(sizes, (sample, channel, *inside, *between))
-        return patches.reshape(len(padded), g, 1, -1, num_positions).transpose(-1, -2)
+        (s, c), sizes = padded.shape[:2], (*module.kernel_size, padded.shape[1] // g, *gradients.shape[3:])
+        patches = padded.as_strided((s, g, *sizes), (sample, c // g * channel, *inside, channel, *between))
+        return patches.reshape(s, g, 1, -1, num_positions).transpose(-1, -2)
 
     return Factors(num_positions=num_positions, left=left, right=right)
+
+
+def _patches_of_runs(module: nn.Conv2d, padded: Tensor, image: torch.Size) -> Tensor:
+    """Returns the patches [s, g, 1, T, k] of images that are channels_last: every pixel of a patch is one run."""
+    channels, dtype = padded.shape[1] // module.groups, padded.dtype
+    pixels = padded.permute(0, 2, 3, 1)
+    if pixels.is_contiguous() and channels % 4 == 0 and dtype is torch.float32:
+        pixels = pixels.view(torch.complex128)  # four elements moved as one: the copy is bound by its index arithmetic
+    channels = pixels.shape[3] // module.groups
+    sample, *pixel, _ = pixels.stride()
+    inside = [step * stride for step, stride in zip(module.dilation, pixel, strict=True)]
+    between = [step * stride for step, stride in zip(module.stride, pixel, strict=True)]
+    sizes = (len(pixels), module.groups, *image, *module.kernel_size, channels)
+    patches = pixels.as_strided(sizes, (sample, channels, *between, *inside, 1))
+    return patches.reshape(len(pixels), module.groups, 1, math.prod(image), -1).view(dtype)
 
 
 def _zero_padding(module: nn.Conv2d) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -185,8 +204,9 @@ def _columns(factors: Factors, samples: slice, rows: slice, shape: Shape) -> Ten
     num_samples, num_rows = len(left), rows.stop - rows.start
     if not factors.is_one_hot:
         # [s, g, q * rows, T] @ [s, g, T, k]: the columns of a sample share its right factor, so that none is copied.
-        stacked = left[..., rows].transpose(-1, -2).reshape(num_samples, shape.g, shape.q * num_rows, -1)
-        product = (stacked @ right.squeeze(2)).view(num_samples, shape.g, shape.q, num_rows, shape.k)
+        product = (_stacked_rows(left[..., rows]) @ right.squeeze(2)).view(
+            num_samples, shape.g, shape.q, num_rows, shape.k
+        )
         return product.transpose(1, 2).reshape(num_samples * shape.q, -1)
     num_columns = num_samples * shape.q
     # One row more than asked for takes in what belongs to other rows: a boolean index would wait for the device.
@@ -196,6 +216,14 @@ def _columns(factors: Factors, samples: slice, rows: slice, shape: Shape) -> Ten
     table = right.new_zeros(num_columns * (num_rows + 1), shape.k)
     table.index_add_(0, (row + offset).flatten(), right.reshape(-1, shape.k))
     return table.view(num_columns, num_rows + 1, shape.k)[:, :-1].reshape(num_columns, -1)
+
+
+def _stacked_rows(left: Tensor) -> Tensor:
+    """Returns [s, g, q, T, rows] as [s, g, q * rows, T], copied, if at all, along the dimension that is contiguous."""
+    s, g, q, t, rows = left.shape
+    if left.stride(-1) == 1:
+        return left.transpose(2, 3).reshape(s, g, t, q * rows).transpose(-1, -2)
+    return left.transpose(-1, -2).reshape(s, g, q * rows, t)
 
 
 def _gram_by_pairs(factors: Sequence[Factors], shape: Shape, chunk_bytes: int) -> Tensor:

@@ -11,16 +11,17 @@ from torch import Tensor
 from triaccel_ray.layers import Layer
 from triaccel_ray.measure.curvature.gram import Grams, layer_grams
 from triaccel_ray.measure.curvature.objective import Objective
+from triaccel_ray.measure.curvature.ways import Structure
 
 
-def fisher_grams(objective: Objective, layers: Sequence[Layer]) -> Grams:
+def fisher_grams(objective: Objective, layers: Sequence[Layer], known: Structure | None = None) -> Grams:
     """Returns each layer's matrix K_ij = <g_i, g_j> [b, b], g_i the gradient of sample i's own loss.
 
     The block is F_l = (1/b) sum_i g_i g_i^T, the uncentred second moment of the gradient: the true labels stand in
     for labels drawn from the model, so that F is the Fisher matrix, hence near the Hessian, only as far as the model
     fits (Martens 2020, section 11). One backward pass.
     """
-    return layer_grams(objective, layers, _head)
+    return layer_grams(objective, layers, _head, known)
 
 
 def gradient_noise(grams: Grams) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Each layer's Gram matrix of backpropagated columns, and the eigenvalues of the curvature block that it stands for.
+"""Each layer's Gram matrix of backpropagated columns.
 
 A block (1/b) sum_r a_r a_r^T of m columns a_r with n elements has the non-zero eigenvalues of the m x m matrix
 (1/b) <a_r, a_s>, and m is hundreds where n is millions (Dangel et al. 2022, "ViViT": there for a list of module types,
@@ -7,19 +7,21 @@ here for any module, by falling back on ever more general ways to the same matri
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from triaccel_ray.layers import Layer
-from triaccel_ray.measure.curvature.capture import Call, find_weight_uses, locate_samples, record_calls
-from triaccel_ray.measure.curvature.factors import Shape, factor_gram, factorize, is_factorizable
-from triaccel_ray.measure.curvature.objective import Objective
+from triaccel_ray.measure.curvature.capture import Call, locate_samples, record_calls
+from triaccel_ray.measure.curvature.columns import Backward
+from triaccel_ray.measure.curvature.factors import Shape, factor_gram, factorize
+from triaccel_ray.measure.curvature.objective import Objective, tensor_cores
 from triaccel_ray.measure.curvature.persample import Cotangents, Head, compute_dtype, module_gram, sample_grams
+from triaccel_ray.measure.curvature.ways import Structure, Way, find_structure, next_way
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,96 +30,129 @@ class Grams:
 
     matrices: list[Tensor]
     """For each layer [b q, b q], at least FP32: the inner products of its columns; column c of sample i is i q + c."""
-    fallback_layers: tuple[str, ...]
-    """Names of the layers that took one pass of the whole model per sample."""
+    structure: Structure
+    """How they were had; makes the next ones of the same shapes cheaper."""
 
 
-def layer_grams(objective: Objective, layers: Sequence[Layer], head: Head) -> Grams:
+def layer_grams(objective: Objective, layers: Sequence[Layer], head: Head, known: Structure | None = None) -> Grams:
     """Returns each layer's Gram matrix of the columns that `head` defines.
 
-    One forward pass of all samples; one of a single sample, which shows where the samples lie in each layer's inputs
-    and outputs; and one backward pass per cotangent, which keeps the gradients with respect to the layers' outputs
-    alone. From these, one layer at a time, by the first way that is open:
+    One forward pass of all samples and one backward pass, which keeps the gradients with respect to the layers'
+    outputs alone. From these, one layer at a time, in the first of the `Way`s that is open. Without `known`, one more
+    forward pass of a single sample shows where the samples lie in each layer's inputs and outputs, and ways that fail
+    give place to the next; with it, what fails raises.
 
-    1. zero, for a layer that has no part in what is differentiated;
-    2. from the inputs and output gradients of its calls (`nn.Linear`, `nn.Conv2d`, `nn.Embedding`);
-    3. by running its modules again under `torch.func`, all samples side by side;
-    4. by running the whole model so, for weights used outside their modules or on what all samples share;
-    5. by one pass of the whole model per sample, where `torch.func` fails too.
+    Raises:
+        StructureChangedError: the model did not take the course that is known.
     """
-    model, chunk_bytes = objective.model, objective.chunk_bytes
-    watched = [model, *(module for layer in layers for module in layer.modules)]
+    watched = [objective.model, *(module for layer in layers for module in layer.modules)]
     outputs, calls = record_calls(objective.outputs, watched)
-    _, single = record_calls(objective.sample(0).outputs, watched)
-    locate_samples(calls, single, objective.num_samples)
+    if known is None:
+        single = record_calls(objective.sample(0).outputs, watched)[1]
+        locate_samples(calls, single, objective.num_samples)
+        del single
+    else:
+        known.place_samples(calls)
     root, cotangents = head(outputs, objective)
-    del outputs, single
-    shape = (objective.num_samples, len(cotangents))
-    own, unused = _sort_layers(root, calls, layers)
-    factored = {layer for layer in own if all(is_factorizable(layer, call) for call in own[layer])}
-    grams = {layer: _zeros(layer, shape) for layer in unused}
-
-    whole: Cotangents = {}
-    if len(unused) + len(factored) < len(layers):
-        of_model = [call for call in calls if call.module is model and call.understood]
-        in_model = find_weight_uses(root, of_model)
-        whole = _pull_back(root, cotangents, of_model, retain_graph=True)
-    del calls
-    groups = list(_groups(own, shape[1], 4 * chunk_bytes))
-    for index, group in enumerate(groups):
-        wanted = [call for layer in group for call in own[layer]]
-        arrived = _pull_back(root, cotangents, wanted, retain_graph=index + 1 < len(groups))
-        for layer in group:
-            tensors = {call: arrived.pop(call) for call in own.pop(layer)}
-            if layer in factored:
-                grams[layer] = _factored_gram(layer, tensors, shape, chunk_bytes)
-            else:
-                _try_module_gram(grams, layer, tensors, shape, chunk_bytes)
-    for layer in layers:
-        if layer not in grams and whole and in_model.are_calls_complete(layer, list(whole)):
-            _try_module_gram(grams, layer, whole, shape, chunk_bytes)
-    left = [layer for layer in layers if layer not in grams]
+    del outputs
+    structure = known or find_structure(root, calls, layers, objective.model)
+    backward = Backward(
+        root=root,
+        cotangents=cotangents,
+        limit_bytes=objective.chunk_bytes,
+        is_batched=structure.batched_columns,
+        is_trial=known is None,
+    )
+    shape, chunk_bytes = (objective.num_samples, len(cotangents)), objective.chunk_bytes
+    ways = dict(structure.ways)
+    passes = _Passes(structure=structure, backward=backward, shape=shape, chunk_bytes=chunk_bytes, grams={}, ways=ways)
+    with tensor_cores() if objective.allow_tf32 else contextlib.nullcontext():
+        passes.of_layers(calls)
+    left = [layer for layer in layers if ways[layer] is Way.SAMPLES]
     if left:
-        grams.update(zip(left, sample_grams(objective, left, head, shape), strict=True))
-    return Grams(matrices=[grams[layer] for layer in layers], fallback_layers=tuple(layer.name for layer in left))
+        passes.grams.update(zip(left, sample_grams(objective, left, head, shape), strict=True))
+    found = known or replace(structure, ways=ways, batched_columns=backward.is_batched)
+    return Grams(matrices=[passes.grams[layer] for layer in layers], structure=found)
 
 
-def block_eigenvalues(grams: Grams, layers: Sequence[Layer], num_samples: int, top_k: int) -> Tensor:
-    """Returns the top_k largest eigenvalues of each layer's block, fp32 [num_layers, top_k], descending.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Passes:
+    """What the passes of one measurement gave so far."""
 
-    NaN stands where a block of n weights and m columns has fewer than top_k candidates, min(m, n), and in the whole
-    row where a column is not finite. The solver waits for the device once or more; no value is copied to the host.
-    """
-    # In FP64, which cuSOLVER finishes 3 times as fast as FP32 at 320 x 320 (H200), and as fast at 32 x 32.
-    first = grams.matrices[0]
-    dtype = first.dtype if first.device.type == "mps" else torch.float64
-    stacked = torch.stack([matrix.to(first.device, dtype) for matrix in grams.matrices]) / num_samples
-    is_finite = stacked.isfinite().flatten(1).all(dim=1)
-    # The solver raises on NaN and infinity, which a diverging training produces and a policy should see.
-    ascending = torch.linalg.eigvalsh(torch.where(is_finite[:, None, None], stacked, 0.0))
-    eigenvalues = torch.where(is_finite[:, None], ascending.flip(1).clamp(min=0.0), math.nan)
-    sizes = [min(eigenvalues.shape[1], layer.num_elements, top_k) for layer in layers]
-    rows = [F.pad(row[:size], (0, top_k - size), value=math.nan) for row, size in zip(eigenvalues, sizes, strict=True)]
-    return torch.stack(rows).float()
+    structure: Structure
+    backward: Backward
+    shape: tuple[int, int]
+    """(b, q)."""
+    chunk_bytes: int
+    grams: dict[Layer, Tensor]
+    ways: dict[Layer, Way]
+    """How each layer is measured; those that failed are replaced."""
 
+    def of_layers(self, calls: list[Call]) -> None:
+        """Adds the matrices of all layers but those to be had sample by sample; empties `calls`."""
+        self.grams.update({layer: self._zeros(layer) for layer, way in self.ways.items() if way is Way.NONE})
+        whole = self._whole(calls)
+        told = [layer for layer, way in self.ways.items() if way in (Way.FACTORS, Way.MODULE)]
+        own = {layer: [calls[index] for index in self.structure.own[layer]] for layer in told}
+        calls.clear()  # each layer's calls, and what they hold, go with its turn
+        groups = list(_groups(own, self.shape[1], 4 * self.chunk_bytes))
+        for index, group in enumerate(groups):
+            wanted = [call for layer in group for call in own[layer]]
+            arrived = self.backward.pull_back(wanted, retain_graph=index + 1 < len(groups))
+            del wanted
+            for layer in group:
+                tensors = {call: arrived.pop(call) for call in own.pop(layer)}
+                if self.ways[layer] is Way.FACTORS:
+                    self.grams[layer] = self._factored(layer, tensors)
+                else:
+                    self._by_module(layer, tensors)
+        for layer in [layer for layer, way in self.ways.items() if way is Way.MODEL]:
+            self._by_module(layer, whole)
 
-def _sort_layers(
-    root: Tensor, calls: Sequence[Call], layers: Sequence[Layer]
-) -> tuple[dict[Layer, list[Call]], list[Layer]]:
-    """Returns the layers whose own calls tell everything, with these calls; and the layers that have no part at all."""
-    owner = {module: layer for layer in layers for module in layer.modules}
-    own: dict[Layer, list[Call]] = {layer: [] for layer in layers}
-    for call in calls:
-        if call.module in owner:
-            own[owner[call.module]].append(call)
-    uses = find_weight_uses(root, [call for of_layer in own.values() for call in of_layer])
-    unused = [layer for layer in layers if not uses.is_used(layer)]
-    told = {
-        layer: calls
-        for layer, calls in own.items()
-        if layer not in unused and all(call.understood for call in calls) and uses.are_calls_complete(layer, calls)
-    }
-    return told, unused
+    def _whole(self, calls: Sequence[Call]) -> Cotangents:
+        """Returns what arrives at the whole model's outputs, if a layer needs it or may come to need it."""
+        asks = (Way.MODEL, Way.MODULE) if self.backward.is_trial else (Way.MODEL,)
+        if not self.structure.of_model or not any(way in asks for way in self.ways.values()):
+            return {}
+        return self.backward.pull_back([calls[index] for index in self.structure.of_model], retain_graph=True)
+
+    def _by_module(self, layer: Layer, tensors: Cotangents) -> None:
+        """Differentiates the modules of these calls under `torch.func`; in a trial, notes the next way if that fails.
+
+        Raises:
+            Exception: whatever a foreign module raises, if this is no trial.
+        """
+        reached = {call: gradients for call, gradients in tensors.items() if any(g is not None for g in gradients)}
+        try:
+            self.grams[layer] = (
+                module_gram(layer, reached, self.shape, self.chunk_bytes, check=self.backward.is_trial)
+                if reached
+                else self._zeros(layer)
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # the module is foreign code under a transformation that it need not support in any way
+            if not self.backward.is_trial:
+                raise
+            self.ways[layer] = next_way(self.ways[layer], layer, self.structure.complete_in_model)
+
+    def _factored(self, layer: Layer, tensors: Cotangents) -> Tensor:
+        factors = [
+            factorize(call, gradient, compute_dtype(layer))
+            for call, gradients in tensors.items()
+            for gradient in gradients
+            if gradient is not None
+        ]
+        if not factors:
+            return self._zeros(layer)
+        weight, (b, q) = layer.weights[0], self.shape
+        groups = getattr(layer.modules[0], "groups", 1)
+        sizes = Shape(b=b, q=q, g=groups, o=weight.shape[0] // groups, k=weight.numel() // weight.shape[0])
+        return factor_gram(factors, sizes, self.chunk_bytes)
+
+    def _zeros(self, layer: Layer) -> Tensor:
+        size = self.shape[0] * self.shape[1]
+        return layer.weights[0].new_zeros(size, size, dtype=compute_dtype(layer))
 
 
 def _groups(own: Mapping[Layer, Sequence[Call]], q: int, limit_bytes: int) -> Iterator[list[Layer]]:
@@ -138,68 +173,3 @@ def _groups(own: Mapping[Layer, Sequence[Call]], q: int, limit_bytes: int) -> It
         held_bytes += needed_bytes
     if group:
         yield group
-
-
-def _pull_back(
-    root: Tensor, cotangents: Sequence[Tensor | None], calls: Sequence[Call], *, retain_graph: bool
-) -> dict[Call, list[Tensor | None]]:
-    """Returns the gradients with respect to each call's outputs under each cotangent, [b, q, ...]; None: has none."""
-    edges = [edge for call in calls for edge in call.edges if edge is not None]
-    q = len(cotangents)
-    stacks: list[Tensor | None] = [None] * len(edges)
-    for c, cotangent in enumerate(cotangents if edges else ()):
-        keep = retain_graph or c + 1 < q
-        arrived = torch.autograd.grad(root, edges, cotangent, retain_graph=keep, allow_unused=True)
-        for e, gradient in enumerate(arrived):
-            if gradient is not None and q == 1:
-                stacks[e] = gradient.unsqueeze(0)
-            elif gradient is not None:
-                stack = gradient.new_empty(q, *gradient.shape) if c == 0 else stacks[e]
-                assert stack is not None  # which edges are reached does not depend on the cotangent
-                stack[c] = gradient
-                stacks[e] = stack
-    remaining = iter(stacks)
-    return {
-        call: [
-            _samples_first(next(remaining), dim) if edge is not None else None
-            for edge, dim in zip(call.edges, call.output_dims, strict=True)
-        ]
-        for call in calls
-    }
-
-
-def _samples_first(stack: Tensor | None, dim: int | None) -> Tensor | None:
-    return None if stack is None or dim is None else stack.movedim(dim + 1, 0)
-
-
-def _factored_gram(layer: Layer, tensors: Cotangents, shape: tuple[int, int], chunk_bytes: int) -> Tensor:
-    factors = [
-        factorize(call, gradient, compute_dtype(layer))
-        for call, gradients in tensors.items()
-        for gradient in gradients
-        if gradient is not None
-    ]
-    if not factors:
-        return _zeros(layer, shape)
-    weight = layer.weights[0]
-    groups = getattr(layer.modules[0], "groups", 1)
-    sizes = Shape(b=shape[0], q=shape[1], g=groups, o=weight.shape[0] // groups, k=weight.numel() // weight.shape[0])
-    return factor_gram(factors, sizes, chunk_bytes)
-
-
-def _try_module_gram(
-    grams: dict[Layer, Tensor], layer: Layer, tensors: Cotangents, shape: tuple[int, int], chunk_bytes: int
-) -> None:
-    """Adds the layer's matrix to `grams` if differentiating the modules of these calls under `torch.func` works."""
-    reached = {call: gradients for call, gradients in tensors.items() if any(g is not None for g in gradients)}
-    try:
-        grams[layer] = module_gram(layer, reached, shape, chunk_bytes) if reached else _zeros(layer, shape)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # the module is foreign code under a transformation that it need not support in any way
-        return
-
-
-def _zeros(layer: Layer, shape: tuple[int, int]) -> Tensor:
-    size = shape[0] * shape[1]
-    return layer.weights[0].new_zeros(size, size, dtype=compute_dtype(layer))

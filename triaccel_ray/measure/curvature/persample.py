@@ -23,7 +23,9 @@ Cotangents = Mapping[Call, Sequence[Tensor | None]]
 """For each call and each of its outputs, the q gradients with respect to it, [b, q, ...]; None where it has none."""
 
 
-def module_gram(layer: Layer, cotangents: Cotangents, shape: tuple[int, int], chunk_bytes: int) -> Tensor:
+def module_gram(
+    layer: Layer, cotangents: Cotangents, shape: tuple[int, int], chunk_bytes: int, *, check: bool = True
+) -> Tensor:
     """Returns the Gram matrix [b q, b q] of a layer of any kind from its calls, or from the call of the whole model.
 
     `torch.func` runs the module again and pulls the cotangents back to the weights, for all samples side by side.
@@ -33,6 +35,7 @@ def module_gram(layer: Layer, cotangents: Cotangents, shape: tuple[int, int], ch
         cotangents: the calls to differentiate, and what arrives at their outputs.
         shape: (b, q).
         chunk_bytes: bytes of columns to hold at once.
+        check: whether to make sure that the module can be run again with other weights.
 
     Raises:
         LookupError: the module has hooks, or computes with references to its weights that cannot be replaced.
@@ -46,7 +49,7 @@ def module_gram(layer: Layer, cotangents: Cotangents, shape: tuple[int, int], ch
     # The fused attention kernels have no batching rule; what else has none runs one by one, as is fitting here.
     with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")
-        for call in cotangents:
+        for call in cotangents if check else ():
             _require_replaceable(layer, call)
         return _blocked_grams(columns, [layer], shape, chunk_bytes)[0]
 

@@ -1,0 +1,227 @@
+"""How far the curvature methods agree, also with other libraries: `python -m benchmarks.curvature_agreement`.
+
+A small convolutional network is trained on the handwritten digits of scikit-learn (on a CPU), or ResNet-18 (CIFAR stem)
+on random but learnable images (`--resnet`, on a GPU). At several moments of training, the largest eigenvalue of each
+layer:
+
+- fisher and ggn against the Hessian on the same 32 samples, and against PyHessian and curvlinops where they are
+  importable (they are no dependencies);
+- how much log10 lambda_1 varies from one draw of samples to the next, for 32 samples, 128, and averages of 4 x 32;
+- how far `CurvatureMeter`'s power iteration, which goes on from the vectors of the last refresh, is from converged.
+
+Exits with 1 when ggn and the Hessian of this piecewise-linear network differ by more than 2%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from benchmarks.curvature import NUM_CLASSES, learnable_images
+from trainables.models import resnet18
+from triaccel_ray.config import CurvatureConfig, CurvatureMethod
+from triaccel_ray.layers import Layer, find_layers
+from triaccel_ray.measure.curvature import CurvatureMeter, PowerIteration, top_eigenvalues
+
+NUM_DRAWS = 10
+NUM_ITERATIONS = 100
+
+
+class DigitsNet(nn.Sequential):
+    """Two convolutions and two linear layers for 8 x 8 images."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+            nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+            nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, NUM_CLASSES),
+        )  # fmt: skip
+
+
+class Study:
+    """One network in training, and what is asked of it."""
+
+    def __init__(self, model: nn.Module, samples: tuple[Tensor, Tensor], batch_size: int) -> None:
+        self.model, self.batch_size = model, batch_size
+        self.inputs, self.targets = samples
+        self.layers: Sequence[Layer] = find_layers(model)
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        self._generator = torch.Generator().manual_seed(0)
+
+    def draw(self, count: int) -> tuple[Tensor, Tensor]:
+        """Returns samples drawn without replacement."""
+        chosen = torch.randperm(len(self.inputs), generator=self._generator)[:count].to(self.inputs.device)
+        return self.inputs[chosen], self.targets[chosen]
+
+    def train(self, num_steps: int) -> None:
+        """Makes steps of SGD."""
+        self.model.train()
+        for _ in range(num_steps):
+            inputs, targets = self.draw(self.batch_size)
+            self._optimizer.zero_grad()
+            F.cross_entropy(self.model(inputs), targets).backward()
+            self._optimizer.step()
+
+    def largest(self, method: CurvatureMethod, samples: tuple[Tensor, Tensor]) -> Tensor:
+        """Returns the largest eigenvalue of each layer, FP64 on the CPU; `hessian` converged."""
+        estimate = top_eigenvalues(
+            self.model,
+            F.cross_entropy,
+            *samples,
+            self.layers,
+            method=method,
+            top_k=1,
+            power=PowerIteration(num_iterations=NUM_ITERATIONS),
+        )
+        return estimate.eigenvalues[:, 0].double().cpu()
+
+
+def compared(found: Tensor, reference: Tensor) -> str:
+    """Returns correlation of the logarithms over layers, and the ratios' median and range."""
+    ratio = found / reference
+    logs = torch.stack([found.clamp(min=1e-30).log10(), reference.clamp(min=1e-30).log10()])
+    correlation = float(torch.corrcoef(logs)[0, 1])
+    return f"log correlation {correlation:6.3f}, ratio {ratio.median():.3f} ({ratio.min():.3f} - {ratio.max():.3f})"
+
+
+def spread(study: Study, method: CurvatureMethod) -> str:
+    """Returns the standard deviation of log10 lambda_1 over draws, averaged over layers; the median against 128's."""
+
+    def draws_of(count: int, parts: int) -> Tensor:
+        rows = []
+        for _ in range(NUM_DRAWS):
+            values = [study.largest(method, study.draw(count)) for _ in range(parts)]
+            rows.append(torch.stack(values).mean(dim=0).clamp(min=1e-30).log10())
+        return torch.stack(rows)
+
+    found = {"32": draws_of(32, 1), "4 x 32": draws_of(32, 4), "128": draws_of(128, 1)}
+    truth = found["128"].median(dim=0).values
+    return ", ".join(
+        f"{name}: {rows.std(dim=0).mean():.3f} (median {(rows.median(dim=0).values - truth).mean():+.2f})"
+        for name, rows in found.items()
+    )
+
+
+def of_pyhessian(study: Study, samples: tuple[Tensor, Tensor]) -> Tensor:
+    """Returns PyHessian's largest eigenvalue of each layer, everything else frozen in turn."""
+    from pyhessian import hessian
+
+    study.model.eval()
+    values = []
+    for weight in [layer.weights[0] for layer in study.layers]:
+        for parameter in study.model.parameters():
+            parameter.requires_grad_(parameter is weight)
+            parameter.grad = None
+        meter = hessian(study.model, nn.CrossEntropyLoss(), data=samples, cuda=samples[0].is_cuda)
+        values.append(float(meter.eigenvalues(maxIter=NUM_ITERATIONS, tol=1e-5)[0][0]))
+    for parameter in study.model.parameters():
+        parameter.requires_grad_(True)
+        parameter.grad = None
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def of_curvlinops(study: Study, samples: tuple[Tensor, Tensor], operator: str) -> Tensor:
+    """Returns the largest eigenvalue of curvlinops' operator on each layer, by power iteration."""
+    import curvlinops
+
+    study.model.eval()
+    values = []
+    for layer in study.layers:
+        weight = layer.weights[0]
+        parameters: object = [weight]
+        names = [name for name, parameter in study.model.named_parameters() if parameter is weight]
+        try:
+            linear = getattr(curvlinops, operator)(study.model, nn.CrossEntropyLoss(), parameters, [samples])
+        except (TypeError, ValueError, AttributeError):
+            parameters = {names[0]: weight}
+            linear = getattr(curvlinops, operator)(study.model, nn.CrossEntropyLoss(), parameters, [samples])
+        vector = torch.randn(weight.numel(), generator=torch.Generator().manual_seed(0)).to(weight.device)
+        value = 0.0
+        for _ in range(NUM_ITERATIONS):
+            vector = vector / vector.norm()
+            image = (linear @ vector).detach()
+            value, vector = float(vector @ image), image
+        values.append(value)
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def libraries(study: Study, samples: tuple[Tensor, Tensor]) -> None:
+    """Prints our methods beside other libraries' on the same samples, or that they are not there."""
+    peers: list[tuple[str, CurvatureMethod, Callable[[], Tensor]]] = [
+        ("PyHessian", "hessian", lambda: of_pyhessian(study, samples)),
+        ("curvlinops Hessian", "hessian", lambda: of_curvlinops(study, samples, "HessianLinearOperator")),
+        ("curvlinops GGN", "ggn", lambda: of_curvlinops(study, samples, "GGNLinearOperator")),
+        ("curvlinops EF", "fisher", lambda: of_curvlinops(study, samples, "EFLinearOperator")),
+    ]
+    for name, method, measure in peers:
+        try:
+            theirs = measure()
+        except ImportError as error:
+            print(f"  {name:20s} not compared: {error}")
+            continue
+        print(f"  {method:8s} against {name:20s} {compared(study.largest(method, samples), theirs)}")
+
+
+def warm_starts(study: Study, num_refreshes: int, num_steps: int) -> str:
+    """Returns how far the meter's power iteration is from converged, refresh by refresh, other samples each time."""
+    device = study.inputs.device
+    config = CurvatureConfig(method="hessian", top_k=1)
+    meter = CurvatureMeter(study.model, F.cross_entropy, study.layers, config, device=device)
+    generator = torch.Generator(device=device).manual_seed(0)
+    errors = []
+    for _ in range(num_refreshes):
+        samples = study.draw(32)
+        found = meter.measure(*samples, generator).eigenvalues[:, 0].double().cpu()
+        exact = study.largest("ggn", samples)
+        errors.append(float(((found - exact).abs() / exact).median()))
+        study.train(num_steps)
+    return ", ".join(f"{error:.1e}" for error in errors)
+
+
+def main() -> int:
+    """Prints the agreement at several moments of training; returns 1 if ggn and the Hessian disagree."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--resnet", action="store_true", help="ResNet-18 in place of the digits network")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    if options.resnet:
+        model, samples, moments = resnet18(NUM_CLASSES, "cifar"), learnable_images(4096, device, seed=1), (0, 40, 160)
+    else:
+        digits = load_digits()
+        images = torch.from_numpy(digits.images).float().unsqueeze(1) / 16.0
+        model, samples = DigitsNet(), (images.to(device), torch.from_numpy(digits.target).to(device))
+        moments = (0, 28, 168)
+    study = Study(model.to(device), samples, batch_size=64)
+    print(f"{len(study.layers)} layers, {device}, PyTorch {torch.__version__}; n = {NUM_DRAWS} draws")
+    worst, before = 0.0, 0
+    for num_steps in moments:
+        study.train(num_steps - before)
+        before = num_steps
+        batch = study.draw(32)
+        hessian, ggn, fisher = (study.largest(method, batch) for method in ("hessian", "ggn", "fisher"))
+        print(f"after {num_steps} steps: lambda_1 from {float(ggn.min()):.2g} to {float(ggn.max()):.2g}")
+        print(f"  ggn      against hessian            {compared(ggn, hessian)}")
+        print(f"  fisher   against hessian            {compared(fisher, hessian)}")
+        print(f"  hessian  on 32 other samples        {compared(study.largest('ggn', study.draw(32)), hessian)}")
+        print(f"  spread of log10 lambda_1, ggn:      {spread(study, 'ggn')}")
+        print(f"  spread of log10 lambda_1, fisher:   {spread(study, 'fisher')}")
+        worst = max(worst, float((ggn / hessian - 1.0).abs().median()))
+        if not options.resnet:
+            libraries(study, batch)
+    print(f"meter's hessian, relative error at each refresh (20 iterations, then 5): {warm_starts(study, 6, 28)}")
+    if math.isnan(worst) or worst > 0.02:
+        print(f"WRONG: ggn and hessian differ by {worst:.1%}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,371 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.measure import dense_curvature as dense
+from tests.measure.curvature_models import CASES, FALLBACK, METHODS, NUM_CLASSES, make
+from triaccel_ray.config import CurvatureConfig
+from triaccel_ray.layers import find_layers
+from triaccel_ray.measure.curvature import CurvatureMeter, PowerIteration, top_eigenvalues
+from triaccel_ray.measure.curvature.block_power import BlockPower
+from triaccel_ray.measure.curvature.objective import Objective, measuring, tensor_cores
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _same_draws_everywhere() -> None:
+    torch.manual_seed(0)
+
+
+def meter_of(model: nn.Module, method: Any, top_k: int = 2, device: torch.device = CPU) -> CurvatureMeter:
+    config = CurvatureConfig(method=method, top_k=top_k)
+    return CurvatureMeter(model, F.cross_entropy, find_layers(model), config, device=device)
+
+
+def draws(device: str = "cpu") -> torch.Generator:
+    return torch.Generator(device=device).manual_seed(0)
+
+
+def directly(model: nn.Module, inputs: Any, targets: Tensor, method: Any, top_k: int = 2) -> Tensor:
+    power = PowerIteration(num_iterations=100)
+    return top_eigenvalues(
+        model, F.cross_entropy, inputs, targets, find_layers(model), method=method, top_k=top_k, power=power
+    ).eigenvalues
+
+
+@pytest.mark.parametrize("method", ["fisher", "ggn"])
+@pytest.mark.parametrize("name", CASES)
+def test_later_measurements_are_as_good_as_the_first(name: str, method: Any) -> None:
+    model, inputs, targets = make(name)
+    meter = meter_of(model, method)
+    for _ in range(3):
+        estimate = meter.measure(inputs, targets, draws())
+        torch.testing.assert_close(estimate.eigenvalues, directly(model, inputs, targets, method))
+        assert estimate.fallback_layers == FALLBACK.get(name, ())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+        inputs = inputs.flip(0)
+    assert not meter.is_captured
+    assert meter.not_captured_because == "there is no CUDA device"
+
+
+@pytest.mark.parametrize("name", ["convolutions", "attention", "tied_tokens"])
+def test_only_the_first_measurement_asks_where_the_samples_lie(name: str) -> None:
+    model, inputs, targets = make(name)
+    batch_sizes: list[int] = []
+    model.register_forward_hook(lambda module, args, output: batch_sizes.append(len(args[0])))
+    meter = meter_of(model, "fisher")
+    for count in (6, 6, 4, 4):
+        meter.measure(inputs[:count], targets[:count], draws())
+    assert batch_sizes == [6, 1, 6, 4, 1, 4]
+
+
+def test_noise_comes_along() -> None:
+    model, inputs, targets = make("smooth")
+    layers = find_layers(model)
+    expected = top_eigenvalues(model, F.cross_entropy, inputs, targets, layers, method="fisher", top_k=1)
+    meter = meter_of(model, "fisher")
+    for _ in range(2):
+        estimate = meter.measure(inputs, targets, draws())
+        torch.testing.assert_close(estimate.mean_square_norm, expected.mean_square_norm)
+        torch.testing.assert_close(estimate.trace_covariance, expected.trace_covariance)
+
+
+class Moody(nn.Module):
+    """Takes another course when told to, with the same shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.head = nn.Linear(5, NUM_CLASSES)
+        self.is_swapped = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [self.first, self.second]
+        for part in reversed(parts) if self.is_swapped else parts:
+            x = torch.tanh(part(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("method", ["fisher", "ggn"])
+def test_a_model_that_takes_another_course_is_looked_at_anew(method: Any) -> None:
+    model = Moody().double()
+    inputs, targets = torch.randn(6, 5, dtype=torch.float64), torch.randint(NUM_CLASSES, (6,))
+    meter = meter_of(model, method)
+    for is_swapped in (False, False, True, True, False):
+        model.is_swapped = is_swapped
+        found = meter.measure(inputs, targets, draws()).eigenvalues
+        torch.testing.assert_close(found, directly(model, inputs, targets, method))
+
+
+class Fickle(nn.Module):
+    """Stops working under `torch.func` at some point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, NUM_CLASSES))
+        self.looks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.looks and bool((x > 1e9).any()):
+            return -x @ self.weight
+        return torch.tanh(x @ self.weight)
+
+
+def test_a_way_that_closes_gives_place_to_the_next() -> None:
+    model = nn.Sequential(nn.Linear(5, 5), Fickle()).double()
+    inputs, targets = torch.randn(6, 5, dtype=torch.float64), torch.randint(NUM_CLASSES, (6,))
+    meter = meter_of(model, "fisher")
+    assert meter.measure(inputs, targets, draws()).fallback_layers == ()
+    model[1].looks = True
+    estimate = meter.measure(inputs, targets, draws())
+    assert estimate.fallback_layers == ("1",)
+    torch.testing.assert_close(estimate.eigenvalues, directly(model, inputs, targets, "fisher"))
+
+
+class _Doubling(torch.autograd.Function):
+    """Has no batching rule for its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if bool((gradient > 1e9).any()):
+            raise ArithmeticError
+        return 2 * gradient
+
+
+def test_columns_pass_one_by_one_where_they_cannot_pass_side_by_side() -> None:
+    model, inputs, targets = make("convolutions")
+    plain = directly(model, inputs, targets, "ggn")
+    model.register_forward_hook(lambda module, args, output: _Doubling.apply(output / 2))
+    meter = meter_of(model, "ggn")
+    for _ in range(2):
+        torch.testing.assert_close(meter.measure(inputs, targets, draws()).eigenvalues, plain)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_errors_of_the_loss_reach_the_caller(method: Any) -> None:
+    model, inputs, targets = make("convolutions")
+    is_broken = False
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if is_broken:
+            raise ArithmeticError("no loss today")
+        return F.cross_entropy(outputs, targets)
+
+    config = CurvatureConfig(method=method, top_k=1)
+    meter = CurvatureMeter(model, loss, find_layers(model), config, device=CPU)
+    meter.measure(inputs, targets, draws())
+    is_broken = True
+    with pytest.raises(ArithmeticError, match="no loss today"):
+        meter.measure(inputs, targets, draws())
+
+
+@pytest.mark.parametrize("method", ["fisher", "ggn"])
+def test_a_single_sample_is_refused(method: Any) -> None:
+    model, inputs, targets = make("convolutions")
+    with pytest.raises(ValueError, match=f"number of samples = 1: {method} needs at least 2"):
+        meter_of(model, method).measure(inputs[:1], targets[:1], draws())
+
+
+@pytest.mark.parametrize("name", ["convolutions", "smooth"])
+def test_repeated_hessian_measurements_converge(name: str) -> None:
+    model, inputs, targets = make(name)
+    meter = meter_of(model, "hessian", top_k=2)
+    generator = draws()
+    for _ in range(12):
+        found = meter.measure(inputs, targets, generator).eigenvalues
+    for layer, row in zip(find_layers(model), found.double(), strict=True):
+        expected = dense.largest(
+            dense.hessian_block(model, F.cross_entropy, inputs, targets, layer), 2, by_magnitude=True
+        )
+        # 75 iterations: an error of the second of 1% where the third is 3% smaller.
+        torch.testing.assert_close(row, expected, rtol=0.0, atol=1e-2 * expected.abs().max().item())
+        largest = row.abs().argmax()
+        torch.testing.assert_close(row[largest], expected[largest], rtol=1e-3, atol=0.0)
+
+
+def test_a_block_finds_eigenvalues_of_either_sign_together() -> None:
+    class Quadratic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 1, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight[:, 0].square()).sum(dim=1)
+
+    spectrum = torch.tensor([-5.0, 4.0, 4.0, 1.0, 0.0], dtype=torch.float64)
+    model = Quadratic()
+    objective = Objective(
+        model=model, loss=lambda y, t: y.mean(), inputs=(spectrum / 2).repeat(3, 1), targets=torch.zeros(3)
+    )
+    block = BlockPower(find_layers(model), 3)
+    with measuring(model):
+        block.begin(draws())
+        block.prepare(objective)
+        for _ in range(60):
+            block.advance()
+    (matrices,), shape = block.finish()
+    torch.testing.assert_close(torch.linalg.eigvalsh(matrices)[0], torch.tensor([-5.0, 4.0, 4.0], dtype=torch.float64))
+    assert not shape.is_semidefinite
+
+
+def test_a_layer_that_had_no_curvature_is_found_when_it_has() -> None:
+    model, inputs, targets = make("convolutions")
+    meter = meter_of(model, "hessian", top_k=1)
+    with torch.no_grad():
+        saved = model[10].weight.clone()
+        model[10].weight.zero_()
+    first = meter.measure(inputs, targets, draws()).eigenvalues
+    assert first[0] == 0.0
+    with torch.no_grad():
+        model[10].weight.fill_(math.nan)
+    assert meter.measure(inputs, targets, draws()).eigenvalues[0].isnan().all()
+    with torch.no_grad():
+        model[10].weight.copy_(saved)
+    for _ in range(20):
+        found = meter.measure(inputs, targets, draws()).eigenvalues
+    torch.testing.assert_close(found, directly(model, inputs, targets, "hessian", 1), rtol=1e-4, atol=1e-7)
+
+
+def test_restored_vectors_go_on_alike() -> None:
+    model, inputs, targets = make("smooth")
+    meter, other = meter_of(model, "hessian"), meter_of(model, "hessian")
+    assert meter.state_dict() == {"vectors": None}
+    meter.measure(inputs, targets, draws())
+    other.measure(inputs.flip(0) * 2, targets, draws())
+    state = meter.state_dict()
+    expected = meter.measure(inputs, targets, draws()).eigenvalues
+    fresh = meter_of(model, "hessian")
+    for restored in (other, fresh):
+        restored.load_state_dict(state)
+        assert torch.equal(restored.measure(inputs, targets, draws()).eigenvalues, expected)
+    assert meter_of(model, "fisher").state_dict() == {"vectors": None}
+    meter_of(model, "fisher").load_state_dict(state)
+
+
+def fp32_flags() -> list[Any]:
+    conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    return [torch.backends.cuda.matmul.fp32_precision, conv.fp32_precision, torch.backends.cuda.matmul.allow_tf32]
+
+
+def test_flags_are_as_before_after_tensor_cores() -> None:
+    before = fp32_flags()
+    with pytest.raises(ZeroDivisionError), tensor_cores():
+        assert 1 / (torch.backends.cuda.matmul.fp32_precision != "tf32")
+    assert fp32_flags() == before
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["convolutions", "smooth", "tied_tokens", "attention", "foreign", "lent"])
+def test_a_replay_is_the_measurement_it_was_captured_from(name: str, method: Any) -> None:
+    model, inputs, targets = make(name)
+    model, inputs, targets = model.cuda(), inputs.cuda(), targets.cuda()
+    meter, eager = (meter_of(model, method, device=torch.device("cuda")) for _ in range(2))
+    eager._tries_capture = False
+    generators = draws("cuda"), draws("cuda")
+    for index in range(5):
+        found = meter.measure(inputs, targets, generators[0])
+        expected = eager.measure(inputs, targets, generators[1])
+        torch.testing.assert_close(found.eigenvalues, expected.eigenvalues)
+        if expected.trace_covariance is not None:
+            torch.testing.assert_close(found.trace_covariance, expected.trace_covariance)
+        assert meter.is_captured == (index > 0), meter.not_captured_because
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+        inputs = inputs.flip(0)
+    torch.cuda.manual_seed(0)
+    torch.rand(1, device="cuda")  # the default generator is none the worse
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_the_host_does_not_wait(method: Any) -> None:
+    model, inputs, targets = make("convolutions", torch.float32)
+    model, inputs, targets = model.cuda(), inputs.cuda(), targets.cuda()
+    meter = meter_of(model, method, top_k=20, device=torch.device("cuda"))
+    generator = draws("cuda")
+    meter.measure(inputs, targets, generator)
+    meter.measure(inputs, targets, generator)
+    assert meter.is_captured, meter.not_captured_because
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        estimate = meter.measure(inputs, targets, generator)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert estimate.eigenvalues.isfinite().any(dim=1).all()
+
+
+@pytest.mark.gpu
+@gpu
+def test_what_waits_for_the_device_stays_eager_and_says_so() -> None:
+    model, inputs, targets = make("convolutions", torch.float32)
+    model, inputs, targets = model.cuda(), inputs.cuda(), targets.cuda()
+    model.register_forward_hook(lambda module, args, output: output * float(output.sum().item() > -math.inf))
+    meter, before = meter_of(model, "fisher", device=torch.device("cuda")), fp32_flags()
+    for _ in range(3):
+        found = meter.measure(inputs, targets, draws("cuda")).eigenvalues
+    assert not meter.is_captured
+    assert "synchroniz" in meter.not_captured_because
+    torch.testing.assert_close(found, directly(model, inputs, targets, "fisher"), rtol=1e-2, atol=1e-6)
+    assert fp32_flags() == before
+
+
+@pytest.mark.gpu
+@gpu
+def test_fallback_layers_stay_eager_and_are_named() -> None:
+    model, inputs, targets = make("deciding", torch.float32)
+    meter = meter_of(model.cuda(), "fisher", device=torch.device("cuda"))
+    for _ in range(2):
+        meter.measure(inputs.cuda(), targets.cuda(), draws("cuda"))
+    assert not meter.is_captured
+    assert "layers 0 take one pass" in meter.not_captured_because
+
+
+@pytest.mark.gpu
+@gpu
+def test_a_released_meter_captures_again_and_moved_weights_are_noticed() -> None:
+    model, inputs, targets = make("convolutions", torch.float32)
+    model, inputs, targets = model.cuda(), inputs.cuda(), targets.cuda()
+    meter = meter_of(model, "fisher", device=torch.device("cuda"))
+    for _ in range(2):
+        expected = meter.measure(inputs, targets, draws("cuda")).eigenvalues
+    meter.release()
+    assert not meter.is_captured
+    assert meter.not_captured_because == "released"
+    torch.testing.assert_close(meter.measure(inputs, targets, draws("cuda")).eigenvalues, expected)
+    assert meter.is_captured
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone() * 0.9
+    found = meter.measure(inputs, targets, draws("cuda")).eigenvalues
+    torch.testing.assert_close(found, directly(model, inputs, targets, "fisher"), rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("method", ["fisher", "ggn"])
+def test_a_gpu_reduces_large_matrices_as_a_cpu_solves_them(method: Any) -> None:
+    model, _, _ = make("convolutions")
+    inputs, targets = torch.randn(40, 2, 8, 9, dtype=torch.float64), torch.randint(NUM_CLASSES, (40,))
+    expected = directly(model, inputs, targets, method)
+    found = directly(model.cuda(), inputs.cuda(), targets.cuda(), method)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=0.0)

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from triaccel_ray.measure.curvature.second_order import Wanted, twice_differentiable
+
+
+@pytest.fixture(autouse=True)
+def _same_draws_everywhere() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"stride": 2, "padding": (1, 0)}, {"groups": 2, "bias": False}, {"dilation": 2, "padding": 2}]
+)
+def test_twice_differentiable_convolutions_are_those_of_pytorch(options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, **options), nn.Tanh(), nn.Conv2d(4, 3, 2), nn.Tanh()).double()
+    x, direction = torch.randn(2, 2, 7, 8, dtype=torch.float64), torch.randn_like(model[0].weight)
+
+    def products() -> list[Tensor]:
+        weights = [model[0].weight, model[2].weight]
+        first = torch.autograd.grad(model(x).square().sum(), weights, create_graph=True)
+        return [*first, *torch.autograd.grad(first[0], weights, direction)]
+
+    expected = products()
+    with twice_differentiable(model, Wanted()):
+        found = products()
+        assert model(x[0]).shape == model(x[:1])[0].shape
+    assert all("_conv_forward" not in module.__dict__ for module in model)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_only_what_is_wanted_is_differentiated() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Conv2d(4, 3, 2)).double()
+    wanted, weights = Wanted(), [model[0].weight, model[2].weight]
+    with twice_differentiable(model, wanted):
+        value = model(torch.randn(2, 2, 7, 8, dtype=torch.float64)).square().sum()
+    with wanted.only(weights[:1]):
+        first, second = torch.autograd.grad(value, weights, retain_graph=True, allow_unused=True)
+    assert second is None
+    torch.testing.assert_close(first, torch.autograd.grad(value, weights)[0])
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (6, 3, 4), (6, 3, 4, 5)])
+@pytest.mark.parametrize("affine", [True, False])
+def test_affine_norms_are_batch_norms_in_eval_mode(shape: tuple[int, ...], affine: bool) -> None:
+    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)]
+    norm = kind(3, affine=affine).double()
+    for value in (*norm.parameters(), norm.running_mean, norm.running_var):
+        nn.init.uniform_(value, 0.5, 1.5)
+    norm.eval()
+    x = torch.randn(shape, dtype=torch.float64)
+    with twice_differentiable(norm, Wanted()):
+        found = norm(x)
+        assert "forward" in norm.__dict__
+    assert "forward" not in norm.__dict__
+    torch.testing.assert_close(found, norm(x))
+
+
+def test_norms_that_use_the_batch_are_left_alone() -> None:
+    norms = nn.ModuleList([nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False)])
+    norms[1].eval()
+    with twice_differentiable(norms, Wanted()):
+        assert all("forward" not in norm.__dict__ for norm in norms)
