@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.step import Step
-from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.events import Tick
+from triaccel_ray.gradients import Gradients
+from triaccel_ray.graphs import GraphPool
 from triaccel_ray.layers import find_layers
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.plan import Precision
@@ -110,6 +113,23 @@ def step_of(model: nn.Module, data: Any, *, loss: Any = cross_entropy, check: An
     return Step(model, loss, feed, precision, check_memory=check, release_memory=nothing)
 
 
+class NoUpdate:
+    """Follows the gradients with nothing, and counts the steps."""
+
+    is_capturable = True
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def run(self, loss_sum: Tensor, num_samples: int, gradients: Gradients) -> None:
+        self.num_steps += 1
+
+
+def cache_of(step: Step, update: Any = None) -> StepCache:
+    watched = list(step.model.parameters())
+    return StepCache(step, update or NoUpdate(), lambda: Gradients(watched), GraphPool(CPU), ExecutionConfig())
+
+
 def controlled(model: nn.Module, *levels: Precision) -> LayerPrecision:
     """The model's layers at these precisions, in their order, the last repeated."""
     layers = find_layers(model)
@@ -121,6 +141,14 @@ def controlled(model: nn.Module, *levels: Precision) -> LayerPrecision:
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def collected(model: nn.Module) -> Gradients:
+    """The gradients that the model's parameters hold, where statistics read them."""
+    found = Gradients(list(model.parameters()))
+    found.collect({})
+    found.publish()
+    return found
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:

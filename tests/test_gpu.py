@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -133,3 +135,58 @@ def test_a_budget_is_kept_as_nvml_sees_it_and_an_out_of_memory_error_is_survived
     assert loop.plan.batch_size < 1024
     assert loop.memory.peak_bytes <= budget
     torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+_NEIGHBOUR = """
+import sys, torch
+torch.zeros(1, device="cuda")
+held = []
+for line in sys.stdin:
+    leave = int(line)
+    held.clear()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    if leave:
+        held.append(torch.empty(free - leave, dtype=torch.uint8, device="cuda"))
+    print("done", flush=True)
+"""
+
+
+def test_a_neighbour_that_takes_memory_makes_the_batch_shrink_and_grow_again() -> None:
+    torch.manual_seed(0)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    model = _conv_net(64).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    ticks: list[Tick] = []
+    config = _config(start=512, minimum=64, maximum=512, granularity=64, step_up=64, step_down=192)
+    config = replace(config, curvature=CurvatureConfig(enabled=False))
+    loop = ControlLoop(
+        model, optimizer, nn.functional.cross_entropy, _data(8192, 64), config=config, on_tick=ticks.append
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", _NEIGHBOUR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as neighbour:
+        assert neighbour.stdin is not None
+        assert neighbour.stdout is not None
+
+        def leave(num_bytes: int) -> None:
+            neighbour.stdin.write(f"{num_bytes}\n")
+            neighbour.stdin.flush()
+            assert neighbour.stdout.readline() == "done\n"
+
+        loop.train_epoch()
+        assert loop.plan.batch_size == 512
+        leave(160 * 2**20)
+        for _ in range(6):
+            loop.step()
+        squeezed = loop.plan.batch_size
+        for _ in range(20):
+            loop.step()
+        leave(0)
+        neighbour.stdin.close()
+        for _ in range(4):
+            assert loop.train_epoch().num_samples == 8192
+    assert squeezed < 512
+    assert loop.plan.batch_size == 512
+    # It shrank at a tick, by what it saw, before anything failed.
+    assert not [f for t in ticks for f in t.observation.faults if f.kind is FaultKind.OUT_OF_MEMORY]

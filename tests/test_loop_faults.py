@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.build import CONFIG, FP16, QUIET, Limited, blobs, cross_entropy, loop_of, mlp
+from tests.build import CONFIG, FP16, QUIET, Limited, blobs, cross_entropy, loop_of, mlp, same, values
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import BatchConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.events import Tick
+from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.memory import MIB
 from triaccel_ray.plan import FaultKind
 
@@ -146,7 +148,7 @@ class Narrow(Step):
 
 def test_a_plan_that_could_not_be_applied_is_a_fault_of_the_next_tick() -> None:
     loop, ticks = loop_of(nn.Sequential(mlp(), Limited(1)), blobs(240), QUIET)
-    loop._step.__class__ = Narrow
+    loop._steps.step.__class__ = Narrow
     while len(ticks) < 2:
         loop.step()
     assert ticks[0].decision.plan.num_micro_batches == 4
@@ -154,3 +156,30 @@ def test_a_plan_that_could_not_be_applied_is_a_fault_of_the_next_tick() -> None:
     failed = [fault for fault in ticks[1].observation.faults if fault.kind is FaultKind.APPLY_FAILED]
     assert failed == list(ticks[0].applied.faults)
     assert [fault.detail for fault in failed] == ["RuntimeError: no memory for more parts"]
+
+
+class Starved(torch.optim.SGD):
+    """Finds no memory at its third step, before it writes anything."""
+
+    num_calls = 0
+
+    def step(self, closure=None):
+        self.num_calls += 1
+        if self.num_calls == 3:
+            raise torch.OutOfMemoryError("no room for the step")
+        return super().step(closure)
+
+
+def test_an_optimizer_without_memory_is_a_fault_and_no_step_is_lost() -> None:
+    models = mlp(), mlp()
+    ticks: list[Tick] = []
+    for model, kind in zip(models, (Starved, torch.optim.SGD), strict=True):
+        optimizer = kind(model.parameters(), lr=0.1)
+        loop = ControlLoop(model, optimizer, cross_entropy, blobs(64), config=QUIET, on_tick=ticks.append)
+        for _ in range(3):
+            loop.step()
+        loop.tick()
+    assert same(values(models[0]), values(models[1]))
+    faults = [fault for tick in ticks for fault in tick.observation.faults]
+    assert [(fault.phase, fault.detail) for fault in faults] == [("optimizer", "no room for the step")]
+    assert ticks[0].applied.plan.batch_size < 16  # the batch is what memory can be had from

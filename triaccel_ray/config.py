@@ -205,7 +205,7 @@ class ExecutionConfig:
     capture: bool = True
     """Whether steps are captured as CUDA graphs. Python code in the model and the loss then runs at captures only:
     switch it off for a model whose forward pass depends on Python state that changes."""
-    fuse: bool = True
+    fuse: bool = False
     """Whether batch normalisation, the sum and the activation that follow it become one kernel."""
     autotune: bool = False
     """Whether cuDNN times its algorithms for every new batch size and precision: 1 to 4 seconds each, for steps that

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 T = TypeVar("T")
 
+_PLAIN = frozenset([type(None), bool, int, str])
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -22,8 +23,12 @@ def encode(value: Any) -> Any:
     Raises:
         TypeError: a part is neither a dataclass, mapping, sequence, enum nor a JSON scalar.
     """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    kind = type(value)
+    if kind in _PLAIN or (kind is float and math.isfinite(value)):  # nearly everything there is
+        return value
+    names = _field_names(kind)  # type: ignore[arg-type]  # mypy doubts that classes are hashable
+    if names is not None:
+        return {name: encode(getattr(value, name)) for name in names}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
@@ -34,9 +39,15 @@ def encode(value: Any) -> Any:
         return next(
             text for text, number in _NON_FINITE.items() if number == value or (text == "nan" and value != value)
         )
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, int | float | str):
         return value
-    raise TypeError(f"{type(value).__name__} has no JSON form: {value!r}")
+    raise TypeError(f"{kind.__name__} has no JSON form: {value!r}")
+
+
+@cache
+def _field_names(kind: Any) -> tuple[str, ...] | None:
+    """Returns the names of a dataclass's fields; None for any other class."""
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
 
 
 def decode(cls: type[T], data: Any, where: str = "") -> T:

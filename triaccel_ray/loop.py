@@ -11,25 +11,36 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.apply.actuators import Actuators
+from triaccel_ray.apply.capture import StepCache
+from triaccel_ray.apply.copies import ComputeCopies
 from triaccel_ray.apply.evaluate import Evaluation, Metric, count_top1, evaluate
 from triaccel_ray.apply.feed import Feed
+from triaccel_ray.apply.fuse import Fusion, fuse
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.apply.precision import LayerPrecision, supported_precisions
-from triaccel_ray.apply.step import Loss, Step, first_line, is_out_of_memory
+from triaccel_ray.apply.step import Loss, Step
 from triaccel_ray.checkpoint import random_states, set_random_states
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.decide import ControlState, decide, initial_decision
 from triaccel_ray.events import EventLog, Tick
+from triaccel_ray.gradients import Gradients
+from triaccel_ray.graphs import GraphPool
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.layers import find_layers
-from triaccel_ray.measure.curvature import top_eigenvalues
+from triaccel_ray.measure.costs import measure_costs
+from triaccel_ray.measure.curvature import CurvatureMeter
 from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.measure.sensors import Sensors
 from triaccel_ray.measure.timing import EpochClock
+from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.plan import Fault, FaultKind, Plan
 from triaccel_ray.sources import as_source
+from triaccel_ray.update import TrainingUpdate
+
+_RECORD_AFTER = 8
+"""Steps after a tick when it is put on record: the host has run ahead of the device, which need not wait for that."""
 
 Schedule = Callable[[float], float]
 """Maps epochs trained, fractional, to a factor on the optimizer's learning rates."""
@@ -92,33 +103,37 @@ class ControlLoop:
         self.model, self._loss, self._log, self._on_tick = model, loss, log, on_tick
         self._schedule = schedule or (lambda epoch: 1.0)
         self.memory = memory_meter(self.device, memory_budget, memory_headroom)
-        self.optimizer = LayerwiseOptimizer(optimizer, self._layers)
+        self.optimizer = LayerwiseOptimizer(optimizer, self._layers, release_memory=self.memory.release)
         self.feed = Feed(as_source(data).to(self.device), seed=seed, device=self.device)
         self.loss_scale = LossScale(self.config.loss_scale, self.device)
         self._curvature_samples = torch.Generator().manual_seed(seed)
         self.memory.require_room()
 
+        # On a CPU timings differ from run to run, and so would the decisions of two equal runs.
+        self._weighs_borders = (
+            self.device.type == "cuda" and self.config.precision.enabled and self.config.precision.border_aware
+        )
         named = [(layer.name, supported_precisions(layer, self.device)) for layer in self._layers]
         first = initial_decision(self.config, named)
         self.state: ControlState = first.state
-        moments = GradientMoments(self._layers, self.optimizer.parameters, beta=self.config.precision.beta)
-        self.sensors = Sensors(named, moments, self.memory, self.device)
-        self._precision = LayerPrecision(model, self._layers)
-        self._step = Step(
-            model,
-            loss,
-            self.feed,
-            self._precision,
-            check_memory=self.memory.check,
-            release_memory=self.memory.release,
+        # Every step adds its loss to both: of the epoch, and since the last tick.
+        losses = torch.zeros(2, 2, dtype=torch.float64, device=self.device)
+        self._epoch_loss = losses[0]
+        moments = GradientMoments(self._layers, self.optimizer.watched, beta=self.config.precision.beta)
+        self._supported = dict(named)
+        self.sensors = Sensors(named, moments, self.memory, losses[1])
+        self._pool = GraphPool(self.device)
+        self._precision, self._steps = self._build_steps(moments, losses)
+        self.curvature = CurvatureMeter(
+            model, loss, self._layers, self.config.curvature, device=self.device, pool=self._pool
         )
-        self._actuators = Actuators(first.plan, self._precision, self._step)
+        self._actuators = Actuators(first.plan, self._steps, self._pool)
         self._clock = EpochClock(self.device)
-        self._epoch_loss = torch.zeros(2, dtype=torch.float64, device=self.device)
         self._epoch_steps = 0
         self.num_steps = 0
         """Optimizer steps done, skipped ones included."""
         self.num_ticks = 0
+        self._unrecorded: Tick | None = None
 
     @property
     def plan(self) -> Plan:
@@ -141,34 +156,33 @@ class ControlLoop:
         if self.feed.at_epoch_start:
             self._epoch_loss.zero_()
             self._epoch_steps = 0
-        self.model.train()
-        indices = self.feed.take(plan.batch_size)
-        active = self._precision.needs_loss_scale
-        scale = self.loss_scale.factor(active)
-        outcome = self._step.run(indices, scale, step=self.num_steps)
-        found = self.sensors.moments.update(scale)
-        self.optimizer.step(
-            self._schedule(epoch) * plan.batch_lr_scale,
-            plan.lr_scale,
-            loss_scale=scale if active else None,
-            found_nonfinite=found,
+        if not self.model.training:
+            self.model.train()
+        copies = self._precision.copies
+        self.optimizer.set_rates(
+            self._schedule(epoch) * plan.batch_lr_scale, plan.lr_scale, {} if copies is None else copies.in_force
         )
-        if active:
-            self.loss_scale.update(found)
-        loss = torch.stack([outcome.loss_sum, torch.full_like(outcome.loss_sum, outcome.num_samples)])
-        if active:  # a step that overflowed was not made, and its loss may be as infinite as its gradients
-            loss = torch.where(found > 0, 0.0, loss)
+        scale = self.loss_scale.factor(self._precision.needs_loss_scale)
+        self.sensors.record_faults(self._steps.run(self.feed.take(plan.batch_size), scale, step=self.num_steps))
+        if self.optimizer.survived:
+            self._record_optimizer_faults()
         self.num_steps += 1
         self._epoch_steps += 1
-        self._epoch_loss += loss
-        self.sensors.record_step(loss, outcome.faults)
+        if self.num_steps % self.config.every_steps == _RECORD_AFTER:
+            self._record()
         if self.config.curvature.enabled and self.num_steps % self.config.curvature.every_steps == 0:
             self._measure_curvature()
         if self.num_steps % self.config.every_steps == 0:
             self.tick()
 
     def tick(self) -> Tick:
-        """Measures, decides, applies, records; returns the record."""
+        """Measures, decides, applies, records; returns the record.
+
+        On a GPU the record is written a few steps later, or at the end of the epoch: the device has work by then.
+        """
+        self._record()
+        if self._weighs_borders and self.state.costs is None:
+            self._measure_costs()
         observation = self.sensors.read(
             plan=self.plan,
             step=self.num_steps,
@@ -186,11 +200,20 @@ class ControlLoop:
         self.sensors.record_faults(applied.faults)
         self.num_ticks += 1
         tick = Tick(observation=observation, decision=decision, applied=applied)
+        self._unrecorded = tick
+        if self.device.type == "cpu":
+            self._record()
+        return tick
+
+    def _record(self) -> None:
+        """Puts the last tick on record, if it is not there yet."""
+        tick, self._unrecorded = self._unrecorded, None
+        if tick is None:
+            return
         if self._log is not None:
             self._log.append(tick)
         if self._on_tick is not None:
             self._on_tick(tick)
-        return tick
 
     def train_epoch(self) -> EpochStats:
         """Makes the steps that are left of the present epoch and returns what they amount to."""
@@ -199,6 +222,7 @@ class ControlLoop:
         while self.feed.epoch == epoch:
             self.step()
         seconds = self._clock.finish()
+        self._record()
         return EpochStats(
             epoch=self.feed.epoch,
             loss=_mean(self._epoch_loss),
@@ -210,38 +234,46 @@ class ControlLoop:
     def evaluate(self, data: Any, metric: Metric = count_top1) -> Evaluation:
         """Returns accuracy and mean loss on `data`, computed in FP32 and eval mode, each sample seen once.
 
-        In batches of the size that trains, so that judging never takes more memory than training.
+        In batches of the size that trains, so that judging never takes more memory than training; on a GPU, where the
+        captured steps keep theirs meanwhile, in quarters of it.
         """
+        is_captured = self._steps.num_captured > 0
         with self._precision.suspended():
             result = evaluate(
                 self.model,
                 self._loss,
-                as_source(data).to(self.device),
+                data,
                 metric,
                 device=self.device,
-                batch_size=self.plan.batch_size,
+                batch_size=max(self.plan.batch_size // (4 if is_captured else 1), 1),
                 step=self.num_steps,
                 release_memory=self.memory.release,
             )
+        if is_captured:
+            torch.cuda.empty_cache()  # else the pool that eager work leaves would stand beside the captured steps'
         self.sensors.record_faults(result.faults)
         return result
 
     def close(self) -> None:
         """Gives the model its own forward functions back; it can be used on as any other."""
+        self._record()
         self._precision.remove()
+        self.feed.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything a resumed run needs to equal an uninterrupted one."""
+        self._record()
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.optimizer.state_dict(),
             "feed": self.feed.state_dict(),
             "loss_scale": self.loss_scale.state_dict(),
             "sensors": self.sensors.state_dict(),
+            "curvature": self.curvature.state_dict(),
             "curvature_samples": self._curvature_samples.get_state(),
             "control": encode(self.state),
             "plan": encode(self.plan),
-            "num_parts": self._step.num_parts,
+            "num_parts": self._steps.step.num_parts,
             "counters": [self.num_steps, self.num_ticks, self._epoch_steps],
             "epoch_loss": self._epoch_loss.clone(),
             "epoch_seconds": self._clock.seconds(),
@@ -260,35 +292,89 @@ class ControlLoop:
         self.feed.load_state_dict(state["feed"])
         self.loss_scale.load_state_dict(state["loss_scale"])
         self.sensors.load_state_dict(state["sensors"])
+        self.curvature.load_state_dict(state["curvature"])
         self._curvature_samples.set_state(state["curvature_samples"])
         self.state = decode(ControlState, state["control"])
-        self._actuators = Actuators(decode(Plan, state["plan"]), self._precision, self._step)
-        self._step.set_parts(state["num_parts"])
+        self._actuators = Actuators(decode(Plan, state["plan"]), self._steps, self._pool)
+        self._steps.step.set_parts(state["num_parts"])
         self.num_steps, self.num_ticks, self._epoch_steps = state["counters"]
         self._epoch_loss.copy_(state["epoch_loss"])
         self._clock.restore(state["epoch_seconds"])
         self.memory.raise_peaks(*state["memory_peaks"])
         set_random_states(state["random"])
 
+    def _build_steps(self, moments: GradientMoments, losses: Tensor) -> tuple[LayerPrecision, StepCache]:
+        """Returns what gives the layers their precision, and what makes the steps."""
+        copies = fusion = None
+        if self.device.type == "cuda":
+            copies = ComputeCopies(self._layers, self.optimizer.parameters)
+            fusion = self._fuse()
+        precision = LayerPrecision(
+            self.model, self._layers, copies=copies, norms=() if fusion is None else fusion.norms
+        )
+        step = Step(
+            self.model,
+            self._loss,
+            self.feed,
+            precision,
+            check_memory=self.memory.check,
+            release_memory=self.memory.release,
+            fusion=fusion,
+        )
+        update = TrainingUpdate(precision, moments, self.optimizer, self.loss_scale, losses)
+        execution = self.config.execution
+        return precision, StepCache(step, update, lambda: Gradients(self.optimizer.watched), self._pool, execution)
+
+    def _fuse(self) -> Fusion | None:
+        """Returns the model with its norms fused; None where that is not wanted or, on record, not possible."""
+        has_norms = any(isinstance(module, nn.BatchNorm2d) for module in self.model.modules())
+        if not self.config.execution.fuse or not has_norms:
+            return None
+        if not self.model.training:
+            self.model.train()
+        fusion = fuse(self.model, [module for layer in self._layers for module in layer.modules])
+        if isinstance(fusion, Fusion):
+            return fusion
+        self.sensors.record_faults([Fault(kind=FaultKind.FUSION_REFUSED, step=0, phase="fuse", detail=fusion.reason)])
+        return None
+
+    def _measure_costs(self) -> None:
+        """Measures, once, what each layer costs in each precision, and a border, at the batch size in force."""
+        self._weighs_borders = False  # without memory for it: not again at every tick
+        self.memory.refresh_peaks()
+        with self._steps.adapting(), self._precision.suspended():
+            count = -(-self.plan.batch_size // self._steps.step.num_parts)
+            indices = torch.arange(min(count, len(self.feed.source)))
+            inputs, _ = self.feed.source.batch(indices, None)
+            result = measure_costs(self.model, self._layers, inputs, self._supported, step=self.num_steps)
+        self.sensors.record_faults(result.faults)
+        if result.costs is not None:
+            self.sensors.record_costs(result.costs)
+
+    def _record_optimizer_faults(self) -> None:
+        for detail in self.optimizer.survived:
+            fault = Fault(
+                kind=FaultKind.OUT_OF_MEMORY,
+                step=self.num_steps,
+                phase="optimizer",
+                batch_size=self.plan.batch_size,
+                detail=detail,
+            )
+            self.sensors.record_faults([fault])
+        self.optimizer.survived.clear()
+
     def _measure_curvature(self) -> None:
         """Measures every layer's largest eigenvalues on plain training samples, for the next tick to read."""
         config = self.config.curvature
         count = min(config.num_samples, len(self.feed.source))
         indices = torch.randperm(len(self.feed.source), generator=self._curvature_samples)[:count]
+        if self._steps.num_captured and self.curvature.will_run_eagerly:
+            self._pool.release()  # or the process would hold memory for a step and a measurement at once
         try:
-            with self._precision.suspended():
-                inputs, targets = self.feed.source.batch(indices, None)
-                estimate = top_eigenvalues(
-                    self.model,
-                    self._loss,
-                    inputs,
-                    targets,
-                    self._layers,
-                    method=config.method,
-                    top_k=config.top_k,
-                    generator=self._device_generator(),
-                )
-            self.sensors.record_curvature(estimate)
+            # On the stream of the steps, because only graphs of one stream share memory.
+            with self._steps.on_stream(), self._precision.suspended():
+                inputs, targets = self.feed.source.batch(self.feed.placed(indices), None)
+                self.sensors.record_curvature(self.curvature.measure(inputs, targets, self._device_generator()))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

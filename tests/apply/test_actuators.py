@@ -3,9 +3,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.build import BF16, FP16, FP32, ONE, blobs, mlp, step_of
+from tests.build import BF16, CPU, FP16, FP32, ONE, blobs, cache_of, mlp, step_of
 from triaccel_ray.apply.actuators import Actuators
 from triaccel_ray.apply.step import Step
+from triaccel_ray.graphs import GraphPool
 from triaccel_ray.plan import Applied, Fault, FaultKind, Plan
 
 OLD = Plan(batch_size=8, precision={"0": BF16, "2": FP32, "4": BF16}, num_micro_batches=2)
@@ -14,16 +15,15 @@ NEW = Plan(batch_size=16, precision={"0": FP16, "2": FP32, "4": BF16}, num_micro
 
 def parts_and_dtype(actuators: Actuators) -> tuple[int, torch.dtype]:
     """What a step really does: in how many parts it passes, and what its first layer returns."""
-    model, dtypes = actuators._step._model, []
+    model, dtypes = actuators._cache.step.model, []
     hook = model[0].register_forward_hook(lambda module, inputs, outputs: dtypes.append(outputs.dtype))
-    actuators._step.run(torch.arange(16), ONE, step=0)
+    actuators._cache.step.run(torch.arange(16), ONE, step=0)
     hook.remove()
     return len(dtypes), dtypes[0]
 
 
 def actuators_of(plan: Plan) -> Actuators:
-    step = step_of(mlp(), blobs(16))
-    return Actuators(plan, step._precision, step)
+    return Actuators(plan, cache_of(step_of(mlp(), blobs(16))), GraphPool(CPU))
 
 
 def test_a_plan_is_in_force_at_once() -> None:
@@ -61,7 +61,7 @@ class Narrow(Step):
 
 def test_a_plan_that_fails_halfway_is_undone() -> None:
     actuators = actuators_of(OLD)
-    actuators._step.__class__ = Narrow
+    actuators._cache.step.__class__ = Narrow
     applied = actuators.apply(NEW, step=3)
     assert applied.plan is OLD
     assert applied.faults[0].detail == "RuntimeError: no memory for more parts"

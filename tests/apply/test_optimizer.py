@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.build import BF16, CPU, FP16, ONE, blobs, cross_entropy, mlp, same, step_of, values
+from tests.build import BF16, CPU, FP16, ONE, blobs, collected, cross_entropy, mlp, same, step_of, values
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.config import LossScaleConfig
@@ -169,7 +169,7 @@ def test_after_a_skipped_first_step_the_next_is_a_first_step(kind: str) -> None:
 def test_a_real_fp16_overflow_is_found_and_skipped(kind: str) -> None:
     model, data = mlp(), blobs(16)
     step = step_of(model, data)
-    step._precision.set({"0": BF16, "2": FP16})  # the step owns the precision here
+    step.precision.set({"0": BF16, "2": FP16})  # the step owns the precision here
     optimizer = layerwise(model, kind)
     moments = GradientMoments(find_layers(model), optimizer.parameters, beta=0.5)
     scale = LossScale(LossScaleConfig(initial=2.0**24, growth_interval=1), CPU)
@@ -179,7 +179,7 @@ def test_a_real_fp16_overflow_is_found_and_skipped(kind: str) -> None:
         kept = (before[0], [{name: value.clone() for name, value in state.items()} for state in before[1]])
         factor = scale.factor(True)
         step.run(torch.arange(16), factor, step=0)
-        found = moments.update(factor)
+        found = moments.update(collected(model), factor)
         optimizer.step(1.0, {}, loss_scale=factor, found_nonfinite=found)
         scale.update(found)
         overflows.append(bool(found))
@@ -208,3 +208,46 @@ def test_what_an_optimizer_keeps_in_its_groups_survives_the_splitting():
         layerwise.step(1.0, {layers[0].name: 0.5}, loss_scale=None, found_nonfinite=torch.zeros(()))
     assert [group["num_steps"] for group in optimizer.param_groups] == [3]
     assert [group["lr"] for group in optimizer.param_groups] == [0.1]
+
+
+class Starved(torch.optim.SGD):
+    """Finds no memory at its first step: before it writes anything, or after the first parameter."""
+
+    def __init__(self, params: Any, *, writes_first: bool) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.num_failures, self.writes_first = 0, writes_first
+
+    def step(self, closure=None):
+        if self.num_failures == 0:
+            self.num_failures += 1
+            if self.writes_first:
+                with torch.no_grad():
+                    self.param_groups[0]["params"][0].add_(1.0)
+            raise torch.OutOfMemoryError("no room for the step")
+        return super().step(closure)
+
+
+def test_a_step_without_memory_is_made_once_room_has_been_made() -> None:
+    model, reference = mlp(), mlp()
+    released: list[int] = []
+    optimizer = LayerwiseOptimizer(
+        Starved(model.parameters(), writes_first=False), find_layers(model), release_memory=lambda: released.append(1)
+    )
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for seed in range(2):
+        backward(model, seed)
+        backward(reference, seed)
+        optimizer.step(1.0, {}, loss_scale=None, found_nonfinite=FINE)
+        plain.step()
+    assert same(values(model), values(reference))
+    assert optimizer.survived == ["no room for the step"]
+    assert released == [1]
+
+
+def test_a_step_that_failed_half_way_is_not_made_again() -> None:
+    model = mlp()
+    optimizer = LayerwiseOptimizer(Starved(model.parameters(), writes_first=True), find_layers(model))
+    backward(model, 0)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        optimizer.step(1.0, {}, loss_scale=None, found_nonfinite=FINE)
+    assert optimizer.survived == []

@@ -26,8 +26,9 @@ from tests.build import (
 )
 from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.precision import LayerPrecision
-from triaccel_ray.apply.step import Step, is_out_of_memory
+from triaccel_ray.apply.step import Step
 from triaccel_ray.measure.memory import MIB, BudgetExceededError, ResidentMemory
+from triaccel_ray.out_of_memory import is_out_of_memory
 from triaccel_ray.plan import FaultKind
 from triaccel_ray.sources import TensorSource
 
@@ -92,7 +93,7 @@ def test_a_batch_that_does_not_fit_is_computed_in_parts(where: str, limit: int, 
 
     # The gradient of 16 samples is a sum of 16 terms: its rounding grows with their number at most.
     eps = torch.finfo(torch.float32).eps
-    for name, gradient in gradients(clean._model).items():
+    for name, gradient in gradients(clean.model).items():
         largest = float(gradient.abs().max())
         torch.testing.assert_close(gradients(model)[name], gradient, rtol=0.0, atol=32 * eps * max(largest, 1.0))
     torch.testing.assert_close(outcome.loss_sum, expected.loss_sum)
@@ -139,7 +140,7 @@ def test_a_retried_batch_leaves_the_same_state_as_a_clean_pass_in_parts(where: s
     assert not clean.run(ALL, ONE, step=0).faults
     assert same(values(broken), values(whole))  # running statistics and their counter among them
     assert same(gradients(broken), gradients(whole))
-    assert torch.equal(retried._feed.generator.get_state(), clean._feed.generator.get_state())
+    assert torch.equal(retried.feed.generator.get_state(), clean.feed.generator.get_state())
 
 
 def test_parts_stay_until_they_are_set() -> None:
@@ -228,7 +229,7 @@ def test_a_real_budget_is_kept_by_computing_in_parts() -> None:
 def test_the_loss_scale_is_a_factor_on_the_gradient(levels: dict[str, Any]) -> None:
     model = mlp()
     step = step_of(model, blobs(16))
-    step._precision.set(levels)
+    step.precision.set(levels)
     step.run(ALL, ONE, step=0)
     plain = gradients(model)
     step.run(ALL, torch.tensor(4.0), step=0)
@@ -270,7 +271,7 @@ def test_outputs_reach_the_loss_in_fp32_whatever_their_structure(shape: Any, lev
 
     model = Shaped(shape)
     step = step_of(model, blobs(16), loss=loss)
-    step._precision.set({"linear": level})
+    step.precision.set({"linear": level})
     with torch.autocast("cpu", dtype=torch.bfloat16):  # the user's own
         step.run(ALL, ONE, step=0)
     assert type(seen[0]) is type(shape(torch.zeros(1, 4)))

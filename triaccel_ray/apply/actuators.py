@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-from triaccel_ray.apply.precision import LayerPrecision
-from triaccel_ray.apply.step import Step
+from triaccel_ray.apply.capture import StepCache
+from triaccel_ray.graphs import GraphPool
 from triaccel_ray.plan import Applied, Fault, FaultKind, Plan
 
 
 class Actuators:
     """Puts a plan into force; a plan that fails leaves the one before in force and comes back as a fault."""
 
-    def __init__(self, plan: Plan, precision: LayerPrecision, step: Step) -> None:
+    def __init__(self, plan: Plan, cache: StepCache, pool: GraphPool) -> None:
         """Applies the first plan; there is nothing to fall back to, so its errors propagate."""
-        self._precision, self._step = precision, step
+        self._cache, self._pool = cache, pool
         self._put(plan)
         self.plan = plan
         """The plan in force."""
 
     def apply(self, plan: Plan, *, step: int) -> Applied:
-        """Returns the plan in force afterwards, and the fault if that is still the old one."""
+        """Returns the plan in force afterwards, the fault if that is still the old one, and what plans have cost."""
+        faults: tuple[Fault, ...] = ()
         try:
             self._put(plan)
+            if plan.needs_less_than(self.plan):
+                self._pool.release()  # captured steps of the larger plan would go on holding its memory
+            self.plan = plan
         except (RuntimeError, KeyError, MemoryError) as error:
             self._put(self.plan)
-            fault = Fault(
-                kind=FaultKind.APPLY_FAILED,
-                step=step,
-                phase="apply",
-                batch_size=plan.batch_size,
-                detail=f"{type(error).__name__}: {error}"[:500],
+            faults = (
+                Fault(
+                    kind=FaultKind.APPLY_FAILED,
+                    step=step,
+                    phase="apply",
+                    batch_size=plan.batch_size,
+                    detail=f"{type(error).__name__}: {error}"[:500],
+                ),
             )
-            return Applied(plan=self.plan, faults=(fault,))
-        self.plan = plan
-        return Applied(plan=plan)
+        cost = self._cache.take_cost()
+        return Applied(plan=self.plan, faults=faults, evicted=tuple(cost.evicted), adapt_ms=cost.milliseconds)
 
     def _put(self, plan: Plan) -> None:
-        self._precision.set(plan.precision)
-        self._step.set_parts(plan.num_micro_batches)
+        self._cache.step.precision.set(plan.precision)
+        self._cache.step.set_parts(plan.num_micro_batches)

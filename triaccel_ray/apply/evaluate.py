@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.apply.step import Loss, first_line, is_out_of_memory
+from triaccel_ray.apply.step import Loss
 from triaccel_ray.layers import forward
+from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.plan import Fault, FaultKind
-from triaccel_ray.sources import DataSource
+from triaccel_ray.sources import DataSource, as_source
 
 Metric = Callable[[Any, Tensor], Tensor]
 """Maps outputs and targets to the number of correct samples, a scalar tensor."""
@@ -40,7 +41,7 @@ class Evaluation:
 def evaluate(
     model: nn.Module,
     loss: Loss,
-    source: DataSource,
+    data: Any,
     metric: Metric,
     *,
     device: torch.device,
@@ -48,7 +49,7 @@ def evaluate(
     step: int,
     release_memory: Callable[[], None],
 ) -> Evaluation:
-    """Returns accuracy and loss over all samples of `source`, each seen once, in eval mode and FP32.
+    """Returns accuracy and loss over all samples of `data`, each seen once, in eval mode and FP32.
 
     On an out-of-memory error the samples that failed are tried again in batches half as large.
 
@@ -60,6 +61,10 @@ def evaluate(
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     faults: list[Fault] = []
     cursor = 0
+    source: DataSource = as_source(data).to(device)
+    announce = getattr(source, "announce", None)
+    if announce is not None:
+        announce(torch.arange(len(source)), seed=0, follows=False)
     try:
         while cursor < len(source):
             indices = torch.arange(cursor, min(cursor + batch_size, len(source)))
@@ -85,6 +90,8 @@ def evaluate(
     finally:
         for module, mode in training.items():
             module.training = mode
+        if source is not data and hasattr(source, "close"):
+            source.close()  # ends the processes that have read ahead
     num_correct, loss_sum = totals.tolist()
     return Evaluation(
         accuracy=100.0 * num_correct / len(source),

@@ -59,6 +59,12 @@ class Feed:
             self._order = self._begin_epoch(follows=True)
         return indices
 
+    def placed(self, indices: Tensor) -> Tensor:
+        """Returns indices from the CPU where the source wants them, without having the host wait for the device."""
+        if not self._is_resident or self._device.type != "cuda":
+            return indices
+        return indices.pin_memory().to(self._device, non_blocking=True)
+
     def close(self) -> None:
         """Ends what the source may have running to read ahead."""
         if hasattr(self.source, "close"):

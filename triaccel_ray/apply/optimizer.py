@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from triaccel_ray.apply.fused_optimizer import FusedOptimizer, is_supported
+from triaccel_ray.gradients import Gradients
 from triaccel_ray.layers import Layer
+from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 
 
 class LayerwiseOptimizer:
@@ -17,19 +21,60 @@ class LayerwiseOptimizer:
     The optimizer's own parameter groups, and so its schedulers and checkpoints, never see the scaling: groups are
     split for the time of one step and put back. Parameters of equal scale stay in one group, so that with no scaling
     nothing is split and fused implementations launch as often as before.
+
+    SGD and AdamW on a GPU are stepped by a kernel instead, which takes a learning rate per layer as it comes: with
+    `is_capturable`, `update` is device work alone.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, layers: Sequence[Layer]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        layers: Sequence[Layer],
+        *,
+        release_memory: Callable[[], object] = gc.collect,
+    ) -> None:
         """Remembers which parameter belongs to which layer, and allocates SGD's momentum ahead of the first step."""
-        self.optimizer = optimizer
+        self.optimizer, self._release_memory = optimizer, release_memory
+        self.survived: list[str] = []
+        """Messages of out-of-memory errors after which a step was made all the same; to be taken by the owner."""
         self._layer_of = {id(weight): layer.name for layer in layers for weight in layer.weights}
         self._skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        _allocate_momentum(optimizer)
+        self._lr_factor = 1.0
+        self._lr_scale: Mapping[str, float] = {}
+        self.watched = list(dict.fromkeys([*self.parameters, *(w for layer in layers for w in layer.weights)]))
+        """The parameters whose gradients count: those updated, then weights of layers that are not."""
+        self._fused = FusedOptimizer(optimizer, self.watched, self._layer_of) if is_supported(optimizer) else None
+        if self._fused is None:
+            _allocate_momentum(optimizer)
+        device = self.watched[0].device
+        self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Every parameter the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether `update` is device work alone, which a CUDA graph can hold."""
+        return self._fused is not None
+
+    def set_rates(self, lr_factor: float, lr_scale: Mapping[str, float], copies: Mapping[int, Tensor]) -> None:
+        """Sets what `update` uses: lr = group lr x `lr_factor` x the layer's scale, and the copies it writes."""
+        self._lr_factor, self._lr_scale = lr_factor, lr_scale
+        if self._fused is not None:
+            self._fused.prepare(lr_factor, lr_scale, copies)
+
+    def update(self, gradients: Gradients, *, loss_scale: Tensor | None, found_nonfinite: Tensor) -> None:
+        """Updates the parameters, once, from `gradients` (of `watched`); otherwise as `step`."""
+        if self._fused is None:
+            for parameter, gradient in zip(gradients.parameters, gradients.tensors, strict=True):
+                parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+            self.step(self._lr_factor, self._lr_scale, loss_scale=loss_scale, found_nonfinite=found_nonfinite)
+            return
+        if loss_scale is None:
+            loss_scale, found_nonfinite = self._one, self._zero
+        self._fused.launch(gradients, loss_scale=loss_scale, found_nonfinite=found_nonfinite)
 
     def step(
         self,
@@ -48,11 +93,32 @@ class LayerwiseOptimizer:
         split = [self._split(group, lr_factor, lr_scale) for group in own_groups]
         self.optimizer.param_groups = [part for parts in split for part in parts]
         try:
-            self._step(loss_scale, found_nonfinite)
+            self._step_with_room(loss_scale, found_nonfinite)
         finally:
             self.optimizer.param_groups = own_groups
             for group, parts in zip(own_groups, split, strict=True):
                 _keep_state(group, parts)
+
+    def _step_with_room(self, loss_scale: Tensor | None, found_nonfinite: Tensor) -> None:
+        """Makes the step; after an out-of-memory error once more, if no parameter and no state had been written yet."""
+        before = self._versions()
+        try:
+            self._step(loss_scale, found_nonfinite)
+            return
+        except (RuntimeError, MemoryError) as error:
+            after = self._versions()
+            is_untouched = all(before.get(key, 0) == version for key, version in after.items())
+            if not is_out_of_memory(error) or not is_untouched:
+                raise
+            self.survived.append(first_line(error))
+        # Outside the handler: the traceback no longer holds the attempt's tensors.
+        self._release_memory()
+        self._step(loss_scale, found_nonfinite)
+
+    def _versions(self) -> dict[int, int]:
+        """Returns how often each parameter and state tensor has been written in place."""
+        state = [value for of_one in self.optimizer.state.values() for value in of_one.values()]
+        return {id(t): t._version for t in (*self.parameters, *state) if isinstance(t, Tensor)}
 
     def _step(self, loss_scale: Tensor | None, found_nonfinite: Tensor) -> None:
         if loss_scale is None:

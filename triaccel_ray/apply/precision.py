@@ -12,8 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from triaccel_ray.apply.copies import ComputeCopies
+from triaccel_ray.apply.fused_norm import FusedNorm
 from triaccel_ray.layers import NORMS, SINGLE_DTYPE_NORMS, Layer
 from triaccel_ray.plan import Precision
+from triaccel_ray.structure import map_tensors, tensors_in
 
 DTYPES: Mapping[Precision, torch.dtype] = {
     Precision.FP16: torch.float16,
@@ -44,15 +47,28 @@ def supported_precisions(layer: Layer, device: torch.device) -> tuple[Precision,
 class LayerPrecision:
     """Casts a layer's inputs and weights on entry, so that it computes, and returns, in its own precision.
 
-    Weights stay FP32 parameters: the cast is part of the graph, and their gradients arrive in FP32. Batch
+    Weights stay FP32 parameters. Where `copies` holds a weight in the layer's precision the layer computes with that,
+    and the gradient arrives there; else the cast is part of the graph and the gradient arrives in FP32. Batch
     normalisation and activations take what they are given. Layer, group and RMS normalisation demand one dtype and
     have their parameters cast to that of their input. Operations between layers that multiply matrices (attention
     written out, say) could meet two precisions; they run under `torch.autocast` to the plan's most common low one.
     Functions that autocast leaves with two dtypes, or refuses FP16 beside BF16 (concatenation), get the wider of them.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[Layer]) -> None:
-        """Wraps the layers' forward functions; `remove` undoes it."""
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        *,
+        copies: ComputeCopies | None = None,
+        norms: Sequence[FusedNorm] = (),
+    ) -> None:
+        """Wraps the layers' forward functions; `remove` undoes it.
+
+        `norms` are told to write what the layers that read them compute in, so that no cast stands at the border.
+        """
+        self.copies, self._norms = copies, norms
+        self._name_of = {module: layer.name for layer in layers for module in layer.modules}
         self._device_type = next(model.parameters()).device.type
         self._glue: torch.dtype | None = None
         self._dtypes: dict[str, torch.dtype] = {layer.name: torch.float32 for layer in layers}
@@ -75,9 +91,19 @@ class LayerPrecision:
         if unknown:
             raise KeyError(f"layers {unknown} are not in the model")
         self._dtypes.update({name: DTYPES[level] for name, level in precision.items()})
+        if self.copies is not None:
+            self.copies.set(self._dtypes)
+        for norm in self._norms:
+            wanted = {self._dtypes[self._name_of[module]] for module in norm.following}
+            norm.output_dtype = wanted.pop() if len(wanted) == 1 and not norm.has_other_readers else None
         low = [dtype for dtype in self._dtypes.values() if dtype is not torch.float32]
         # BF16 wins a tie: it cannot overflow.
         self._glue = max((torch.bfloat16, torch.float16), key=low.count) if low else None
+
+    @property
+    def key(self) -> tuple[torch.dtype, ...]:
+        """The layers' dtypes in force, in the model's order: what a captured step was captured with."""
+        return tuple(self._dtypes.values())
 
     @property
     def needs_loss_scale(self) -> bool:
@@ -120,7 +146,8 @@ class LayerPrecision:
             if self._suspended:
                 return original(module, *args, **kwargs)
             dtype = self._dtypes[name]
-            with torch.autocast(self._device_type, enabled=False), _parameters_as(module, dtype):
+            copies = {} if self.copies is None else self.copies.in_force
+            with torch.autocast(self._device_type, enabled=False), _parameters_as(module, dtype, copies):
                 return original(module, *_cast(args, dtype), **_cast(kwargs, dtype))
 
         self._install(module, forward)
@@ -131,7 +158,7 @@ class LayerPrecision:
         def forward(module: nn.Module, input: Tensor) -> Any:  # noqa: A002  # the name that callers may use
             if self._suspended:
                 return original(module, input)
-            with torch.autocast(self._device_type, enabled=False), _parameters_as(module, input.dtype):
+            with torch.autocast(self._device_type, enabled=False), _parameters_as(module, input.dtype, {}):
                 return original(module, input)
 
         self._install(module, forward)
@@ -148,21 +175,11 @@ class _Promotion(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _SINGLE_DTYPE_FUNCTIONS:
-            dtypes = {tensor.dtype for tensor in _floating_tensors([args, kwargs])}
+            dtypes = {tensor.dtype for tensor in tensors_in([args, kwargs]) if tensor.is_floating_point()}
             if len(dtypes) > 1:
                 widest = torch.float64 if torch.float64 in dtypes else torch.float32
                 args, kwargs = _cast(args, widest), _cast(kwargs, widest)
         return func(*args, **kwargs)
-
-
-def _floating_tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        yield value
-    elif isinstance(value, dict):
-        yield from _floating_tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _floating_tensors(item)
 
 
 def _unbound_forward(module: nn.Module) -> Callable[..., Any]:
@@ -174,10 +191,11 @@ def _unbound_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _parameters_as(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def _parameters_as(module: nn.Module, dtype: torch.dtype, copies: Mapping[int, Any]) -> Iterator[None]:
     """Lets the floating-point parameters of `module` and of the modules below it appear in `dtype`.
 
-    Norms below it are left to themselves, unless `module` is the norm.
+    From `copies` (id of a parameter -> its copy) where there is one, else cast. Norms below it are left to themselves,
+    unless `module` is the norm.
     """
     if dtype is torch.float32:
         yield
@@ -187,7 +205,9 @@ def _parameters_as(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         for part in module.modules():
             if part is module or not isinstance(part, NORMS):
                 saved.append((part, part._parameters))
-                part._parameters = {name: _cast(p, dtype) for name, p in part._parameters.items()}
+                part._parameters = {
+                    name: copies[id(p)] if id(p) in copies else _cast(p, dtype) for name, p in part._parameters.items()
+                }
         yield
     finally:
         for part, parameters in saved:
@@ -195,12 +215,4 @@ def _parameters_as(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(item, dtype) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_cast(item, dtype) for item in value)
-    return value
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)

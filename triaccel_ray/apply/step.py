@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,30 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.apply.feed import Feed
+from triaccel_ray.apply.fuse import Fusion
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.layers import forward
+from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.plan import Fault, FaultKind
+from triaccel_ray.structure import map_tensors
 
 Loss = Callable[[Any, Tensor], Tensor]
 """Maps outputs (floating-point tensors in FP32) and targets to the mean loss over the batch."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether `error` says that the device, or the budget, has no memory left."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    signs = (
-        "can't allocate memory",
-        "CUDA error: out of memory",
-        "CUDNN_STATUS_ALLOC_FAILED",
-        "CUBLAS_STATUS_ALLOC_FAILED",
-    )
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the first line of the error's message, its type's name when there is none (Python's MemoryError)."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +34,9 @@ class StepOutcome:
 class Step:
     """Computes the gradients of one batch; survives a batch that does not fit.
 
-    On an out-of-memory error everything the attempt left is dropped, buffers and the augmentation's random state go
-    back to where they were, and the same samples are tried again in twice as many parts: none is lost, none counts
-    twice. The parts stay until `set_parts`, so that the steps until the next tick do not fail again.
+    On an out-of-memory error everything the attempt left is dropped, buffers and random states go back to where they
+    were, and the same samples are tried again in twice as many parts: none is lost, none counts twice. The parts stay
+    until `set_parts`, so that the steps until the next tick do not fail again.
     """
 
     def __init__(
@@ -63,9 +48,14 @@ class Step:
         *,
         check_memory: Callable[[], None],
         release_memory: Callable[[], None],
+        fusion: Fusion | None = None,
     ) -> None:
-        """Borrows the model and its surroundings; `check_memory` raises when the process is beyond its budget."""
-        self._model, self._loss, self._feed, self._precision = model, loss, feed, precision
+        """Borrows the model and its surroundings; `check_memory` raises when the process is beyond its budget.
+
+        `fusion` computes in place of `model` for as long as it stands for it.
+        """
+        self.model, self._loss, self.feed, self.precision = model, loss, feed, precision
+        self.fusion = fusion
         self._check_memory, self._release_memory = check_memory, release_memory
         self._parts = 1
 
@@ -85,11 +75,11 @@ class Step:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.
         """
         faults: list[Fault] = []
-        before = _Snapshot(self._model, self._feed)
+        before = _Snapshot(self.model, self.feed)
         while True:
-            self._zero_grad()
+            self.zero_grad()
             try:
-                loss_sum = self._accumulate(indices, loss_scale)
+                loss_sum = self.accumulate(self.batches(indices), len(indices), loss_scale)
                 return StepOutcome(loss_sum=loss_sum, num_samples=len(indices), faults=tuple(faults))
             except (RuntimeError, MemoryError) as error:
                 part_size = -(-len(indices) // self._parts)
@@ -98,8 +88,8 @@ class Step:
                 detail = first_line(error)
             # Outside the handler: the traceback no longer holds the attempt's tensors.
             self._parts = min(2 * self._parts, len(indices))
-            self._zero_grad()
-            before.restore(self._model, self._feed)
+            self.zero_grad()
+            before.restore(self.model, self.feed)
             self._release_memory()
             fault = Fault(
                 kind=FaultKind.OUT_OF_MEMORY,
@@ -111,38 +101,56 @@ class Step:
             )
             faults = [fault]
 
-    def _accumulate(self, indices: Tensor, loss_scale: Tensor) -> Tensor:
+    def accumulate(self, batches: Iterable[tuple[Any, Tensor]], num_samples: int, loss_scale: Tensor) -> Tensor:
+        """Adds up the gradients of `batches`, parts of one batch of `num_samples`; returns the sum of their losses.
+
+        Device work alone, as long as the model, the loss and the source of the batches do nothing else.
+        """
         loss_sum = torch.zeros((), dtype=torch.float64, device=loss_scale.device)
-        for part in _parts(indices, self._parts):
-            inputs, targets = self._feed.source.batch(part, self._feed.generator)
-            with self._precision.in_force():
-                outputs = _as_fp32(forward(self._model, inputs))
+        model = self.model if self.fusion is None or not self.fusion.holds() else self.fusion.module
+        for inputs, targets in batches:
+            with self.precision.in_force():
+                outputs = _as_fp32(forward(model, inputs))
             with torch.autocast(loss_scale.device.type, enabled=False):
                 loss = self._loss(outputs, targets)
             self._check_memory()
-            (loss * (loss_scale * (len(part) / len(indices)))).backward()
-            loss_sum += loss.detach().double() * len(part)
+            (loss * (loss_scale * (len(targets) / num_samples))).backward()
+            loss_sum += loss.detach().double() * len(targets)
             self._check_memory()
         return loss_sum
 
-    def _zero_grad(self) -> None:
-        for parameter in self._model.parameters():
+    def zero_grad(self) -> None:
+        """Drops all gradients."""
+        for parameter in self.model.parameters():
             parameter.grad = None
+        if self.precision.copies is not None:
+            self.precision.copies.zero_grad()
+
+    def batches(self, indices: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        """Yields the samples at `indices` in the present number of parts."""
+        for part in _parts(indices, self._parts):
+            yield self.feed.source.batch(part, self.feed.generator)
 
 
 class _Snapshot:
-    """Buffers and augmentation state before a step, to go back to after a failed attempt."""
+    """Buffers and random states before a step, to go back to after a failed attempt."""
 
     def __init__(self, model: nn.Module, feed: Feed) -> None:
         buffers = [buffer for buffer in model.buffers() if buffer is not None]
         self._buffers = [buffer.clone() for buffer in buffers]
         self._generator = feed.generator.get_state()
+        self._device = feed.generator.device
+        self._global = torch.get_rng_state()
+        self._global_cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
 
     def restore(self, model: nn.Module, feed: Feed) -> None:
         with torch.no_grad():
             for buffer, saved in zip(model.buffers(), self._buffers, strict=True):
                 buffer.copy_(saved)
         feed.generator.set_state(self._generator)
+        torch.set_rng_state(self._global)
+        if self._global_cuda is not None:
+            torch.cuda.set_rng_state(self._global_cuda, self._device)
 
 
 def _parts(indices: Tensor, num_parts: int) -> Sequence[Tensor]:
@@ -157,12 +165,4 @@ def _parts(indices: Tensor, num_parts: int) -> Sequence[Tensor]:
 
 
 def _as_fp32(outputs: Any) -> Any:
-    if isinstance(outputs, Tensor):
-        return outputs.float() if outputs.is_floating_point() else outputs
-    if isinstance(outputs, dict):
-        return type(outputs)((key, _as_fp32(value)) for key, value in outputs.items())
-    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
-        return type(outputs)(*(_as_fp32(value) for value in outputs))
-    if isinstance(outputs, list | tuple):
-        return type(outputs)(_as_fp32(value) for value in outputs)
-    return outputs
+    return map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, outputs)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from triaccel_ray.config import ControlConfig, CurvatureMethod, LrRule
+from triaccel_ray.config import ControlConfig, CurvatureMethod, ExecutionConfig, LrRule
 
 DEFAULT_STORAGE = Path("triaccel-runs")
 
@@ -56,6 +56,17 @@ class Training:
     """Folder of data files, in torchvision's layout or CIFAR's binary one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train."""
+    capture: Literal["on", "off"] | None = None
+    """Whether steps on a GPU are captured as CUDA graphs; off for models whose Python code acts at every step."""
+    fuse: Literal["on", "off"] | None = None
+    """Whether batch normalisation and what follows it become one kernel on a GPU."""
+    autotune: Literal["on", "off"] | None = None
+    """Whether cuDNN times its algorithms for every new batch size: pays in long runs at one size."""
+
+    def execution(self, execution: ExecutionConfig) -> ExecutionConfig:
+        """Returns `execution` with what was given."""
+        given = {"capture": self.capture, "fuse": self.fuse, "autotune": self.autotune}
+        return replace(execution, **{name: value == "on" for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 
 from trainables.registry import load_task
 from trainables.task import Purpose, Recipe
@@ -22,6 +23,7 @@ def spec_from(
     """
     recipe_fields = ("epochs", "lr", "weight_decay", "warmup_epochs", "label_smoothing")
     control = thresholds.onto(load_task(task, training.data_dir).control, batch_size=training.batch_size)
+    control = replace(control, execution=training.execution(control.execution))
     return run_spec(
         task,
         data_dir=training.data_dir,
@@ -92,4 +94,5 @@ def _settings(recipe: Recipe, control: ControlConfig) -> dict[str, object]:
         "t-curv": control.curvature.every_steps,
         "b-curv": control.curvature.num_samples,
         "curvature": control.curvature.method,
+        **{name: "on" if getattr(control.execution, name) else "off" for name in ("capture", "fuse", "autotune")},
     }

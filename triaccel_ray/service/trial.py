@@ -9,7 +9,7 @@ from typing import Any
 from ray import tune
 
 from search_spaces.thresholds import Calibration, thresholds
-from triaccel_ray.apply.step import is_out_of_memory
+from triaccel_ray.out_of_memory import is_out_of_memory
 from triaccel_ray.service.objective import Objective
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.worker import CHECKPOINT, NonFiniteLossError, Worker

@@ -19,13 +19,14 @@ from torch import nn
 
 from trainables.registry import load_task
 from trainables.task import Purpose
-from triaccel_ray.apply.step import Loss, is_out_of_memory
+from triaccel_ray.apply.step import Loss
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from triaccel_ray.events import End, Epoch, EventLog, LogError, Record, Start
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.layers import forward
 from triaccel_ray.loop import ControlLoop
+from triaccel_ray.out_of_memory import is_out_of_memory
 from triaccel_ray.plan import Precision
 from triaccel_ray.score import BYTES_PER_GB, TIMED_EPOCHS, efficiency_score, mean_epoch_seconds
 from triaccel_ray.service.objective import Figures
@@ -68,6 +69,7 @@ class Worker:
         _seed_everything(spec.seed)
         self._task = load_task(spec.task, None if spec.data_dir is None else Path(spec.data_dir))
         self._splits = self._task.data(spec.purpose)
+        self._held_out = self._splits.held_out.to(self.device)  # once, not at every evaluation
         self.loop = self._build_loop()
         self._log: EventLog | None = None
         self._epoch_seconds: deque[float] = deque(maxlen=TIMED_EPOCHS)
@@ -189,7 +191,7 @@ class Worker:
             self._log = None
         self.loop.close()
         memory = self.loop.memory
-        del self.loop, self._splits
+        del self.loop, self._splits, self._held_out
         gc.collect()
         memory.release()
 
@@ -298,7 +300,7 @@ class Worker:
         )
 
     def _evaluate(self) -> Any:
-        return self.loop.evaluate(self._splits.held_out, self._task.num_correct)
+        return self.loop.evaluate(self._held_out, self._task.num_correct)
 
     def _score(self, accuracy: float) -> float:
         peak_gb = self.loop.memory.peak_bytes / BYTES_PER_GB

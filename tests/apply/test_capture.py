@@ -1,0 +1,313 @@
+"""Captured steps against eager ones, on a real GPU."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
+from triaccel_ray.loop import ControlLoop
+from triaccel_ray.plan import FaultKind, Precision
+from triaccel_ray.structure import map_tensors
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+Data = tuple[Tensor, Tensor]
+
+
+def images(num_samples: int, size: int = 16) -> Data:
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(0, 10, (num_samples,), generator=generator)
+    inputs = torch.randn(num_samples, 3, size, size, generator=generator)
+    inputs[:, 0] += targets.view(-1, 1, 1) / 3
+    return inputs.cuda(), targets.cuda()
+
+
+def network(*, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1, stride=2, bias=False), nn.BatchNorm2d(64), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(dropout), nn.Linear(64, 10),
+    ).cuda().to(memory_format=torch.channels_last)  # fmt: skip
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def fixed(level: Precision, *, capture: bool, fuse: bool = True, batch: int = 64) -> ControlConfig:
+    return ControlConfig(
+        every_steps=5,
+        precision=PrecisionConfig(enabled=False, initial=level),
+        curvature=CurvatureConfig(enabled=False),
+        batch=BatchConfig(enabled=False, start=batch, minimum=batch, maximum=batch, granularity=1),
+        execution=ExecutionConfig(capture=capture, fuse=fuse),
+    )
+
+
+def loop_of(model: nn.Module, config: ControlConfig, make: Any = sgd, data: Data | None = None, **options: Any) -> Any:
+    loss = nn.functional.cross_entropy
+    return ControlLoop(model, make(model), loss, data or images(640), config=config, **options)
+
+
+def distance(first: nn.Module, second: nn.Module) -> float:
+    """Largest relative difference between two models' weights and buffers."""
+    pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    return max(float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-6)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize("level", list(Precision))
+def test_captured_steps_equal_eager_ones(level: Precision, make: Any) -> None:
+    models = network(), network()
+    loops = [loop_of(m, fixed(level, capture=c), make) for m, c in zip(models, (True, False), strict=True)]
+    for loop in loops:
+        loop.train_epoch()
+    assert loops[0].sensors._faults == []
+    assert loops[0]._steps.num_captured == 1
+    assert loops[1]._steps.num_captured == 0
+    # Both do the same arithmetic; atomics in cuDNN's weight gradients may add in another order.
+    assert distance(*models) < {Precision.FP32: 1e-4, Precision.FP16: 2e-2, Precision.BF16: 5e-2}[level]
+    assert float(loops[0]._epoch_loss[0]) == pytest.approx(float(loops[1]._epoch_loss[0]), rel=1e-2)
+
+
+def test_the_fused_model_trains_as_the_plain_one() -> None:
+    models = network(), network()
+    for model, fuse in zip(models, (True, False), strict=True):
+        loop = loop_of(model, fixed(Precision.FP32, capture=True, fuse=fuse))
+        loop.train_epoch()
+    assert distance(*models) < 1e-3
+
+
+def test_the_kernel_steps_as_the_users_optimizer_would() -> None:
+    """Without copies and captures: the same data through plain PyTorch."""
+    model, reference = network(), network()
+    data = images(64)
+    loop = loop_of(model, fixed(Precision.FP32, capture=True, fuse=False), data=data)
+    plain = sgd(reference)
+    for _ in range(6):
+        loop.step()
+        reference.train()
+        plain.zero_grad()
+        nn.functional.cross_entropy(reference(data[0]), data[1]).backward()
+        plain.step()
+    assert distance(model, reference) < 1e-3
+    own = loop.optimizer.optimizer.state
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        a, b = own[mine]["momentum_buffer"], plain.state[theirs]["momentum_buffer"]
+        assert (a - b).norm() / b.norm().clamp(min=1e-6) < 1e-2
+
+
+def test_a_changed_learning_rate_changes_the_replayed_step() -> None:
+    model = network()
+    rate = [1.0]
+    loop = loop_of(model, fixed(Precision.FP16, capture=True), schedule=lambda epoch: rate[0])
+    for _ in range(3):
+        loop.step()
+    assert loop._steps.num_captured == 1
+    rate[0] = 0.0
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    loop.step()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    rate[0] = 1.0
+    loop.optimizer.optimizer.param_groups[0]["lr"] = 0.5
+    loop.step()
+    moved = [float((p.detach() - before[name]).norm()) for name, p in model.named_parameters()]
+    assert min(moved) > 0.0
+    assert loop._steps.num_captured == 1
+
+
+def test_the_loss_scale_moves_and_an_overflow_skips_a_replayed_step() -> None:
+    model = network()
+    loop = loop_of(model, fixed(Precision.FP16, capture=True))
+    for _ in range(3):
+        loop.step()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    loop.loss_scale._scale.fill_(2.0**24 * 2**24)  # no gradient survives this in FP16
+    loop.step()
+    assert loop.num_skipped == 1
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert float(loop.loss_scale._scale) <= 2.0**24
+
+
+@pytest.mark.parametrize("level", [Precision.FP16, Precision.FP32])
+def test_a_step_never_waits_for_the_device(level: Precision) -> None:
+    loop = loop_of(network(dropout=0.1), replace(fixed(level, capture=True), every_steps=1000))
+    loop.step()
+    loop.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(6):
+            loop.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_dropout_draws_anew_at_every_replay() -> None:
+    class Recorder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("last", torch.zeros(64, 64))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.last.copy_(inputs.detach())
+            return inputs
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 64), nn.Dropout(0.5), Recorder(), nn.Linear(64, 10)).cuda()
+    data = images(64, size=4)
+    loop = loop_of(model, fixed(Precision.FP32, capture=True), data=data, schedule=lambda epoch: 1e-9)
+    seen = []
+    for _ in range(4):
+        loop.step()
+        seen.append(model[3].last == 0)
+    assert loop._steps.num_captured == 1
+    assert not torch.equal(seen[2], seen[3])
+
+
+class Waiting(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * (1.0 if float(inputs.detach().mean()) > -1e9 else 2.0)
+
+
+def test_a_model_that_waits_for_the_device_runs_eagerly_and_says_so() -> None:
+    ticks: list[Any] = []
+    model = nn.Sequential(network(), Waiting())
+    loop = loop_of(model, fixed(Precision.FP16, capture=True), on_tick=ticks.append)
+    loop.train_epoch()
+    assert loop._steps.num_captured == 0
+    faults = [fault for tick in ticks for fault in tick.observation.faults]
+    assert [fault.kind for fault in faults] == [FaultKind.CAPTURE_FAILED]
+    assert "waits for the device" in faults[0].detail
+
+
+class Uncapturable(nn.Module):
+    """Does what a capture refuses, but no operation of PyTorch's waits for the device."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        torch.cuda.synchronize()
+        return inputs
+
+
+def test_a_model_that_cannot_be_captured_goes_on_eagerly() -> None:
+    ticks: list[Any] = []
+    model, reference = nn.Sequential(network(), Uncapturable()), nn.Sequential(network(), nn.Identity())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loop = loop_of(model, fixed(Precision.FP32, capture=True), on_tick=ticks.append)
+        stats = [loop.train_epoch() for _ in range(2)]
+    assert [s.num_samples for s in stats] == [640, 640]
+    plain = loop_of(reference, fixed(Precision.FP32, capture=False))
+    for _ in range(2):
+        plain.train_epoch()
+    faults = [fault for tick in ticks for fault in tick.observation.faults]
+    assert FaultKind.CAPTURE_FAILED in [fault.kind for fault in faults]
+    assert distance(model, reference) < 1e-3
+
+
+def test_a_moved_weight_is_noticed() -> None:
+    model = network()
+    loop = loop_of(model, fixed(Precision.FP16, capture=True))
+    for _ in range(3):
+        loop.step()
+    assert loop._steps.num_captured == 1
+    weight = model[0].weight
+    kept = weight.data
+    weight.data = weight.data.clone(memory_format=torch.preserve_format)
+    frozen = kept.clone()
+    for _ in range(3):
+        loop.step()
+    assert torch.equal(kept, frozen)  # nobody writes where the weight was
+    assert not torch.equal(weight.data, frozen)
+
+
+def test_weights_loaded_from_elsewhere_reach_the_next_step() -> None:
+    model, other = network(), network()
+    loops = [loop_of(m, fixed(Precision.FP16, capture=True), schedule=lambda e: 1e-9) for m in (model, other)]
+    for _ in range(3):
+        loops[0].step()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.5)
+    for _ in range(3):
+        loops[1].step()
+    model.load_state_dict(other.state_dict())
+    loops[0].step()
+    copies = loops[0]._precision.copies
+    assert copies is not None
+    for p in model.parameters():
+        if id(p) in copies.in_force:
+            assert torch.equal(copies.in_force[id(p)], p.half())
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one() -> None:
+    config = replace(fixed(Precision.BF16, capture=True), curvature=CurvatureConfig(every_steps=4, num_samples=16))
+    whole = loop_of(network(dropout=0.2), config)
+    for _ in range(7):
+        whole.step()
+    state = map_tensors(torch.clone, whole.state_dict())
+    for _ in range(8):
+        whole.step()
+    resumed = loop_of(network(dropout=0.2), config)
+    resumed.load_state_dict(state)
+    for _ in range(8):
+        resumed.step()
+    assert distance(whole.model, resumed.model) < 1e-3
+
+
+def test_every_batch_size_and_plan_has_its_own_graph_and_shrinking_frees_them() -> None:
+    config = ControlConfig(
+        every_steps=4,
+        precision=PrecisionConfig(tau_low=1e-7, tau_high=1e3),
+        curvature=CurvatureConfig(every_steps=8, num_samples=16),
+        batch=BatchConfig(start=32, minimum=32, maximum=128, granularity=32, step_up=32, step_down=32),
+    )
+    ticks: list[Any] = []
+    model = network()
+    loop = loop_of(model, config, data=images(2048), on_tick=ticks.append)
+    for _ in range(3):
+        assert loop.train_epoch().num_samples == 2048
+    assert {tick.applied.plan.batch_size for tick in ticks} >= {64, 96, 128}
+    assert sum(tick.applied.adapt_ms for tick in ticks) > 0.0
+    assert any(tick.applied.evicted for tick in ticks)
+
+
+def test_host_data_is_copied_into_the_captured_step() -> None:
+    inputs, targets = images(640)
+    items = [(inputs[i].cpu(), int(targets[i])) for i in range(640)]
+    models = network(), network()
+    first = loop_of(models[0], fixed(Precision.FP32, capture=True), data=items)
+    second = loop_of(models[1], fixed(Precision.FP32, capture=False), data=(inputs, targets))
+    for loop in (first, second):
+        loop.train_epoch()
+    assert first._steps.num_captured == 1
+    assert distance(*models) < 1e-3
+
+
+def test_graphs_and_eager_steps_do_not_hold_memory_at_once() -> None:
+    """The peak of a captured run stays near the eager one's."""
+    peaks = []
+    for capture in (False, True):
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_reserved()
+        loop = loop_of(network(), fixed(Precision.FP16, capture=capture, batch=512), data=images(1500, size=64))
+        for _ in range(2):
+            loop.train_epoch()
+        peaks.append(torch.cuda.max_memory_reserved() - before)
+        loop.close()
+        del loop
+    assert peaks[1] <= 1.15 * peaks[0]

@@ -1,0 +1,102 @@
+import torch
+from torch import nn
+
+from tests.build import blobs, cross_entropy, mlp
+from triaccel_ray.apply.copies import ComputeCopies
+from triaccel_ray.apply.precision import LayerPrecision
+from triaccel_ray.gradients import Gradients
+from triaccel_ray.layers import find_layers
+from triaccel_ray.plan import Precision
+
+DTYPES = {"0": torch.float16, "2": torch.bfloat16, "4": torch.float32}
+LEVELS = {"0": Precision.FP16, "2": Precision.BF16, "4": Precision.FP32}
+
+
+def copies_of(model: nn.Module) -> ComputeCopies:
+    return ComputeCopies(find_layers(model), list(model.parameters()))
+
+
+def test_a_low_layer_has_copies_of_its_parameters_and_an_fp32_one_has_none() -> None:
+    model = mlp()
+    copies = copies_of(model)
+    copies.set(DTYPES)
+    expected = {id(p): DTYPES[name] for name in ("0", "2") for p in model.get_submodule(name).parameters()}
+    assert {key: copy.dtype for key, copy in copies.in_force.items()} == expected
+    for parameter in model[0].parameters():
+        assert torch.equal(copies.in_force[id(parameter)], parameter.half())
+
+
+def test_what_others_write_into_a_parameter_reaches_its_copy() -> None:
+    model = mlp()
+    copies = copies_of(model)
+    copies.set(DTYPES)
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    stale = copies.in_force[id(model[0].weight)].clone()
+    copies.refresh()
+    assert not torch.equal(copies.in_force[id(model[0].weight)], stale)
+    assert torch.equal(copies.in_force[id(model[0].weight)], model[0].weight.half())
+
+
+def test_a_copy_outlives_a_change_of_plan_until_it_is_dropped() -> None:
+    model = mlp()
+    copies = copies_of(model)
+    copies.set(DTYPES)
+    first = copies.in_force[id(model[0].weight)]
+    copies.set({**DTYPES, "0": torch.bfloat16})
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    copies.set(DTYPES)
+    assert copies.in_force[id(model[0].weight)] is first  # captured graphs hold its address
+    assert torch.equal(first, model[0].weight.half())
+    copies.set({**DTYPES, "0": torch.bfloat16})
+    copies.drop_unused()
+    copies.set(DTYPES)
+    assert copies.in_force[id(model[0].weight)] is not first
+
+
+def test_gradients_arrive_at_the_copies_and_equal_those_through_a_cast() -> None:
+    cast, copied = mlp(), mlp()
+    inputs, targets = blobs(16)
+    LayerPrecision(cast, find_layers(cast)).set(LEVELS)
+    cross_entropy(cast(inputs).float(), targets).backward()
+    copies = copies_of(copied)
+    precision = LayerPrecision(copied, find_layers(copied), copies=copies)
+    precision.set(LEVELS)
+    cross_entropy(copied(inputs).float(), targets).backward()
+    found = Gradients(list(copied.parameters()))
+    found.collect(copies.in_force)
+    dtypes = [gradient.dtype for gradient in found.tensors if gradient is not None]
+    assert dtypes == [torch.float16] * 2 + [torch.bfloat16] * 2 + [torch.float32] * 2
+    for gradient, parameter in zip(found.tensors, cast.parameters(), strict=True):
+        assert gradient is not None
+        assert torch.equal(gradient.float(), parameter.grad)
+
+
+def test_a_weight_that_the_model_reads_beside_its_layer_gathers_both_gradients() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4, bias=False)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.layer(inputs).float() + inputs @ self.layer.weight.T
+
+    model, reference = Reader(), Reader()
+    reference.load_state_dict(model.state_dict())
+    inputs = torch.randn(8, 4)
+    copies = copies_of(model)
+    LayerPrecision(model, find_layers(model), copies=copies).set({"layer": Precision.BF16})
+    model(inputs).sum().backward()
+    reference(inputs).sum().backward()
+    found = Gradients(list(model.parameters()))
+    found.collect(copies.in_force)
+    torch.testing.assert_close(found.tensors[0], reference.layer.weight.grad, rtol=2.0**-7, atol=2.0**-5)
+
+
+def test_a_parameter_of_two_layers_and_one_nobody_updates_have_no_copy() -> None:
+    model = mlp()
+    model[2].bias = model[0].bias
+    copies = ComputeCopies(find_layers(model), [model[0].weight, model[2].weight, model[0].bias])
+    copies.set(dict.fromkeys(DTYPES, torch.float16))
+    assert copies.in_force.keys() == {id(model[0].weight), id(model[2].weight)}

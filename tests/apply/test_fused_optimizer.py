@@ -1,0 +1,175 @@
+"""The fused step through the kernels' reference, which runs on a CPU, against PyTorch's own optimizers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.build import ConvNet, images, same, values
+from triaccel_ray.apply.fused_optimizer import FusedOptimizer, is_supported
+from triaccel_ray.gradients import Gradients
+from triaccel_ray.layers import find_layers
+
+ONE, FINE, OVERFLOW = torch.tensor(1.0), torch.tensor(0.0), torch.tensor(1.0)
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
+}
+EVERY = pytest.mark.parametrize("kind", OPTIMIZERS)
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Weights and the rest apart, as recipes have them."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() > 1]},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def network() -> nn.Module:
+    model = ConvNet().to(memory_format=torch.channels_last)
+    # A bias before a norm has no gradient but rounding, of which Adam makes whole steps.
+    model.first.bias = None
+    return model
+
+
+class Pair:
+    """A model stepped by the kernels' reference, and its twin by PyTorch."""
+
+    def __init__(self, kind: str) -> None:
+        self.model, self.twin = network(), network()
+        self.optimizer = OPTIMIZERS[kind](groups_of(self.model))
+        self.plain = OPTIMIZERS[kind](groups_of(self.twin))
+        self.watched = [p for group in self.optimizer.param_groups for p in group["params"]]
+        layers = find_layers(self.model)
+        self.fused = FusedOptimizer(
+            self.optimizer, self.watched, {id(w): layer.name for layer in layers for w in layer.weights}
+        )
+        self.gradients = Gradients(self.watched)
+
+    def backward(self, seed: int, factor: float = 1.0) -> None:
+        for model in (self.model, self.twin):
+            torch.manual_seed(seed)
+            model.zero_grad()
+            inputs, targets = images(8, seed=seed)
+            scale = factor if model is self.model else 1.0
+            (nn.functional.cross_entropy(model(inputs), targets) * scale).backward()
+
+    def step(self, *, lr: float = 1.0, scales: dict[str, float] | None = None, factor: float = 1.0) -> None:
+        self.fused.prepare(lr, {} if scales is None else scales, {})
+        self.gradients.collect({})
+        self.gradients.publish()
+        self.fused.launch(self.gradients, loss_scale=torch.tensor(factor), found_nonfinite=FINE)
+
+    def assert_close(self) -> None:
+        for mine, theirs in zip(self.model.parameters(), self.twin.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@EVERY
+def test_it_steps_as_pytorch_does(kind: str) -> None:
+    pair = Pair(kind)
+    for seed in range(4):
+        pair.backward(seed, factor=2.0**10)
+        pair.step(factor=2.0**10)
+        pair.plain.step()
+        pair.assert_close()
+
+
+@EVERY
+def test_learning_rates_follow_schedule_group_and_layer(kind: str) -> None:
+    pair = Pair(kind)
+    name = find_layers(pair.model)[0].name
+    scaled = pair.twin.get_submodule(name).weight
+    rest = [p for p in pair.twin.parameters() if p is not scaled]
+    weights = [p for p in rest if p.dim() > 1]
+    plain = OPTIMIZERS[kind](
+        [
+            {"params": [scaled]},
+            {"params": weights},
+            {"params": [p for p in rest if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+    )
+    base = plain.param_groups[0]["lr"]
+    for seed, factor in enumerate([1.0, 0.5, 0.5]):
+        if seed == 2:
+            pair.optimizer.param_groups[0]["lr"] = 3 * base
+        pair.backward(seed)
+        pair.step(lr=factor, scales={name: 0.25})
+        group_lr = base if seed < 2 else 3 * base
+        for group, lr in zip(plain.param_groups, (group_lr * 0.25, group_lr, base), strict=True):
+            group["lr"] = lr * factor
+        plain.step()
+        pair.assert_close()
+
+
+@EVERY
+def test_its_state_is_the_optimizers_own(kind: str) -> None:
+    pair = Pair(kind)
+    for seed in range(3):
+        pair.backward(seed)
+        pair.step()
+        pair.plain.step()
+    mine, theirs = pair.optimizer.state_dict()["state"], pair.plain.state_dict()["state"]
+    for index, state in theirs.items():
+        for name, value in state.items():
+            if value is not None:
+                torch.testing.assert_close(mine[index][name], value, rtol=1e-5, atol=1e-6)
+
+
+@EVERY
+def test_a_loaded_checkpoint_is_found(kind: str) -> None:
+    first, second = Pair(kind), Pair(kind)
+    for seed in range(3):
+        first.backward(seed)
+        first.step()
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))  # else they share it
+    for pair in (first, second):
+        pair.backward(7)
+        pair.step()
+    torch.testing.assert_close(values(first.model), values(second.model))
+
+
+@EVERY
+def test_an_overflow_changes_nothing(kind: str) -> None:
+    pair = Pair(kind)
+    pair.backward(0)
+    pair.step()
+    before = (values(pair.model), {k: dict(v) for k, v in pair.optimizer.state_dict()["state"].items()})
+    kept = {k: {n: t.clone() for n, t in v.items()} for k, v in before[1].items()}
+    pair.gradients.collect({})
+    pair.fused.launch(pair.gradients, loss_scale=ONE, found_nonfinite=OVERFLOW)
+    assert same(values(pair.model), before[0])
+    assert same(pair.optimizer.state_dict()["state"], kept)
+
+
+def test_copies_receive_the_new_values() -> None:
+    pair = Pair("momentum")
+    weight = find_layers(pair.model)[0].weights[0]
+    copy = torch.empty_like(weight, dtype=torch.bfloat16)
+    pair.backward(0)
+    pair.fused.prepare(1.0, {}, {id(weight): copy})
+    pair.gradients.collect({})
+    pair.gradients.publish()
+    pair.fused.launch(pair.gradients, loss_scale=ONE, found_nonfinite=FINE)
+    assert torch.equal(copy, weight.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),  # parameters on a CPU
+        lambda p: torch.optim.RMSprop(p, lr=0.1),
+    ],
+)
+def test_what_it_cannot_step_is_left_to_the_optimizer(make: Any) -> None:
+    assert not is_supported(make(network().parameters()))

@@ -1,0 +1,317 @@
+"""Training steps as captured CUDA graphs: one for each batch size and precision plan, replayed in one launch."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from triaccel_ray.apply.step import Step
+from triaccel_ray.config import ExecutionConfig
+from triaccel_ray.gradients import Gradients
+from triaccel_ray.graphs import GraphPool, capturing
+from triaccel_ray.out_of_memory import first_line, is_out_of_memory
+from triaccel_ray.plan import Fault, FaultKind
+from triaccel_ray.structure import map_tensors, tensors_in
+
+MAX_GRAPHS = 8
+"""Captured steps kept. They share one pool, so that a further one costs its kernels' arguments, a few MB at most."""
+
+
+class Update(Protocol):
+    """What follows the gradients: statistics, optimizer step, loss scale."""
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether `run` is device work alone."""
+        ...
+
+    def run(self, loss_sum: Tensor, num_samples: int, gradients: Gradients) -> None:
+        """Takes in one step's gradients (fp64 scalar loss sum) and updates the parameters."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What a captured step is a function of; everything else is read from the device at each replay."""
+
+    batch_size: int
+    num_parts: int
+    dtypes: tuple[torch.dtype, ...]
+
+    def __str__(self) -> str:
+        names = [str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(self.dtypes)]
+        parts = f" in {self.num_parts} parts" if self.num_parts > 1 else ""
+        return f"batch {self.batch_size}{parts}, " + ", ".join(
+            f"{self.dtypes.count(getattr(torch, name))} x {name}" for name in names
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Captured:
+    """A graph with the tensors that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    indices: Tensor
+    """Read by a graph that makes its own batch."""
+    batch: tuple[Any, Tensor] | None
+    """Read, in place of `indices`, by a graph whose batch comes from the host."""
+    loss_sum: Tensor
+    gradients: Gradients
+
+
+@dataclass(kw_only=True)
+class AdaptingCost:
+    """What new plans have cost since this was last asked for."""
+
+    milliseconds: float = 0.0
+    """First steps of new batch sizes and precisions, autotuning and compilation included, and captures."""
+    evicted: list[str] = field(default_factory=list)
+    """Captured steps that were dropped."""
+
+
+class StepCache:
+    """Makes training steps: the first of a kind eagerly, the later ones as replays of a captured graph.
+
+    Between two ticks a step is a function of batch size and precision plan; learning rates, loss scale and counters
+    are read from the device. So a step is captured once and replayed, which costs the host one launch where an eager
+    step of a small network takes longer to launch than to compute.
+
+    The first step of a kind runs eagerly: libraries choose their kernels then. Eager steps and captured ones never
+    hold memory at once, or the process would need twice what a step needs: an eager step on a GPU drops all graphs,
+    and they are captured again when next used. A step that waits for the device, or fails to be captured, stays
+    eager: reported once as a fault. A model whose forward pass changes Python state does that at captures only.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        update: Update,
+        gradients_of: Callable[[], Gradients],
+        pool: GraphPool,
+        config: ExecutionConfig,
+    ) -> None:
+        """Captures nothing yet; without a CUDA device, or where the configuration says so, every step is eager."""
+        self.step = step
+        self._update, self._gradients_of, self._pool = update, gradients_of, pool
+        self._autotune = config.autotune
+        self.enabled = config.capture and pool.handle is not None
+        """Whether steps may be captured."""
+        self._source = step.feed.source
+        self._is_resident = bool(getattr(self._source, "is_resident", False))
+        self._eager_gradients = gradients_of()
+        self._stream = torch.cuda.Stream(step.feed.generator.device) if pool.handle is not None else None
+        self._entries: OrderedDict[_Key, _Captured] = OrderedDict()
+        self._warm: set[_Key] = set()
+        self._too_large: set[_Key] = set()
+        self._ground: tuple[Any, ...] = ()
+        self._cost = AdaptingCost()
+        pool.on_release(self._drop_all)
+
+    @property
+    def num_captured(self) -> int:
+        """Graphs held now."""
+        return len(self._entries)
+
+    def take_cost(self) -> AdaptingCost:
+        """Returns what adapting has cost since the last call."""
+        cost, self._cost = self._cost, AdaptingCost()
+        return cost
+
+    def run(self, indices: Tensor, loss_scale: Tensor, *, step: int) -> tuple[Fault, ...]:
+        """Makes one training step on the samples at `indices`; returns what it survived.
+
+        Raises:
+            torch.OutOfMemoryError, MemoryError: not even a single sample fits.
+        """
+        precision = self.step.precision
+        if precision.copies is not None:
+            precision.copies.refresh()
+        key = _Key(len(indices), self.step.num_parts, precision.key)
+        with self.on_stream():
+            in_parts_from_host = key.num_parts > 1 and not self._is_resident
+            if not self.enabled or key in self._too_large or in_parts_from_host:
+                return self._eager(indices, loss_scale, step)
+            if self._entries and self._find_ground() != self._ground:
+                self._pool.release()
+            if key in self._entries:
+                self._fill(self._entries[key], indices)
+            elif key not in self._warm:
+                return self._first(key, indices, loss_scale, step)
+            else:
+                fault = self._capture(key, indices, loss_scale, step)
+                if fault is not None:
+                    return (fault, *self._eager(indices, loss_scale, step))
+            self._replay(key)
+        return ()
+
+    def _eager(self, indices: Tensor, loss_scale: Tensor, step: int) -> tuple[Fault, ...]:
+        if self._entries:
+            self._pool.release()
+        outcome = self.step.run(indices, loss_scale, step=step)
+        gradients = self._eager_gradients
+        gradients.collect({} if self.step.precision.copies is None else self.step.precision.copies.in_force)
+        gradients.publish()
+        self._update.run(outcome.loss_sum, outcome.num_samples, gradients)
+        gradients.drop()
+        return outcome.faults
+
+    def _first(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> tuple[Fault, ...]:
+        """Makes the first step of a kind, eagerly, and watches whether it waits for the device."""
+        with self._timed(), _watched_for_waiting() as waits:
+            faults = self._eager(indices, loss_scale, step)
+            self.step.zero_grad()
+        self._warm.add(key)
+        if waits and not faults:
+            self.enabled = False
+            return (_capture_fault(key, step, f"the step waits for the device ({waits[0]})"),)
+        return faults
+
+    def _capture(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> Fault | None:
+        """Captures the step on these samples without making it; returns what prevented it."""
+        gradients = self._gradients_of()
+        batch = None if self._is_resident else _clones(self._source.batch(indices, self.step.feed.generator))
+        static = indices.clone()
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self.step.feed.generator)
+        self.step.zero_grad()
+        try:
+            with self._timed(), capturing(graph, self._pool.handle, self._stream):
+                batches = iter([batch]) if batch is not None else self.step.batches(static)
+                loss_sum = self.step.accumulate(batches, key.batch_size, loss_scale)
+                gradients.collect({} if self.step.precision.copies is None else self.step.precision.copies.in_force)
+                if self._update.is_capturable:
+                    self._update.run(loss_sum, key.batch_size, gradients)
+        except RuntimeError as error:
+            detail = first_line(error)
+            is_too_large = is_out_of_memory(error)
+        else:
+            gradients.publish()
+            if self._update.is_capturable:
+                gradients.drop()
+            self.step.zero_grad()
+            self._ground = self._find_ground()
+            self._entries[key] = _Captured(
+                graph=graph,
+                indices=static,
+                batch=batch,
+                loss_sum=loss_sum,
+                gradients=gradients,
+            )
+            if len(self._entries) > MAX_GRAPHS:
+                torch.cuda.synchronize()
+                self._cost.evicted.append(str(self._entries.popitem(last=False)[0]))
+            return None
+        self.step.zero_grad()
+        self._pool.release()
+        if is_too_large:
+            self._too_large.add(key)  # until memory is given back the next time
+        else:
+            self.enabled = False
+        return _capture_fault(key, step, detail)
+
+    def _fill(self, entry: _Captured, indices: Tensor) -> None:
+        """Writes these samples to where the graph reads them."""
+        if entry.batch is None:
+            entry.indices.copy_(indices, non_blocking=True)
+            return
+        fresh = self._source.batch(indices, self.step.feed.generator)
+        for mine, theirs in zip(tensors_in(entry.batch), tensors_in(fresh), strict=True):
+            mine.copy_(theirs, non_blocking=True)
+
+    def _replay(self, key: _Key) -> None:
+        entry = self._entries[key]
+        self._entries.move_to_end(key)
+        entry.graph.replay()
+        if not self._update.is_capturable:
+            self._update.run(entry.loss_sum, key.batch_size, entry.gradients)
+
+    def _find_ground(self) -> tuple[Any, ...]:
+        """Returns what graphs stand on and others may change: where parameters and buffers lie, whether norms fuse."""
+        model, fusion = self.step.model, self.step.fusion
+        addresses = [t.data_ptr() for tensors in (model.parameters(), model.buffers()) for t in tensors]
+        return (*addresses, fusion is not None and fusion.holds())
+
+    def _drop_all(self) -> None:
+        self._cost.evicted.extend(map(str, self._entries))
+        self._entries.clear()
+        self._too_large.clear()
+        if self.step.precision.copies is not None:
+            self.step.precision.copies.drop_unused()
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Has what is inside run on the stream that captures, between what is launched before it and after it."""
+        if self._stream is None:
+            yield
+            return
+        outside = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(outside)
+        benchmark = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = benchmark or self._autotune
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            torch.backends.cudnn.benchmark = benchmark
+            outside.wait_stream(self._stream)
+
+    @contextlib.contextmanager
+    def adapting(self) -> Iterator[None]:
+        """Counts what is done inside as cost of adapting, with the captured steps' memory given back before it."""
+        if self._stream is None:
+            yield
+            return
+        self._pool.release()
+        with self._timed():
+            yield
+        torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        yield
+        torch.cuda.synchronize()
+        self._cost.milliseconds += 1e3 * (time.perf_counter() - start)
+
+
+def _capture_fault(key: _Key, step: int, detail: str) -> Fault:
+    return Fault(
+        kind=FaultKind.CAPTURE_FAILED, step=step, phase="capture", batch_size=key.batch_size, detail=detail[:500]
+    )
+
+
+def _clones(batch: tuple[Any, Tensor]) -> tuple[Any, Tensor]:
+    cloned: tuple[Any, Tensor] = map_tensors(torch.clone, batch)
+    return cloned
+
+
+@contextlib.contextmanager
+def _watched_for_waiting() -> Iterator[list[str]]:
+    """Yields a list that receives where PyTorch's operations waited for the device.
+
+    Asked beforehand, because a capture that meets such an operation leaves the allocator and the random generators in
+    a state that eager steps cannot go on from.
+    """
+    waits: list[str] = []
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for warning in caught:
+        if "called a synchronizing CUDA operation" in str(warning.message):
+            waits.append(f"{warning.filename}:{warning.lineno}")
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)

@@ -1,0 +1,76 @@
+"""Low-precision copies of weights, which forward passes read and the optimizer writes: autocast casts nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from triaccel_ray.layers import NORMS, Layer
+
+
+class ComputeCopies:
+    """For each layer in low precision a copy of its parameters, a leaf of the autograd graph.
+
+    The copies are written by whoever updates the parameters, in the same pass; what anybody else writes into a
+    parameter (a checkpoint, the user) is noticed by its version counter. A copy once made is kept until
+    `drop_unused`: captured graphs hold its address.
+    """
+
+    def __init__(self, layers: Sequence[Layer], parameters: Sequence[nn.Parameter]) -> None:
+        """Makes copies, when asked, of those of `parameters` that belong to exactly one of `layers`."""
+        owned = {layer.name: _parameters_of(layer) for layer in layers}
+        owners = Counter(id(p) for of_layer in owned.values() for p in of_layer)
+        updated = {id(p) for p in parameters}
+        self._parameters = {
+            name: [p for p in of_layer if owners[id(p)] == 1 and id(p) in updated and p.dtype is torch.float32]
+            for name, of_layer in owned.items()
+        }
+        self._made: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._covered: list[nn.Parameter] = []
+        self._versions: dict[int, int] = {}
+        self.in_force: dict[int, Tensor] = {}
+        """Id of a parameter -> the copy that computes in its place."""
+
+    def set(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Puts copies of these dtypes into force, one for each layer's name; none where the dtype is FP32."""
+        low = [(p, dtype) for name, dtype in dtypes.items() for p in self._parameters[name] if dtype != torch.float32]
+        self.in_force = {id(parameter): self._copy(parameter, dtype) for parameter, dtype in low}
+        self._covered = [parameter for parameter, _ in low]
+        self.write(self._covered)
+
+    def refresh(self) -> None:
+        """Writes the parameters that somebody has changed since into their copies."""
+        self.write([p for p in self._covered if self._versions[id(p)] != p._version])
+
+    @torch.no_grad()
+    def write(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Writes these parameters into their copies, those that have one."""
+        covered: list[Tensor] = [p for p in parameters if id(p) in self.in_force]
+        if covered:
+            torch._foreach_copy_([self.in_force[id(p)] for p in covered], covered)
+        self._versions.update({id(p): p._version for p in covered})
+
+    def zero_grad(self) -> None:
+        """Drops the copies' gradients."""
+        for copy in self.in_force.values():
+            copy.grad = None
+
+    def drop_unused(self) -> None:
+        """Frees the copies that are not in force."""
+        in_force = {id(copy) for copy in self.in_force.values()}
+        self._made = {key: copy for key, copy in self._made.items() if id(copy) in in_force}
+
+    def _copy(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        key = (id(parameter), dtype)
+        if key not in self._made:
+            self._made[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=True)
+        return self._made[key]
+
+
+def _parameters_of(layer: Layer) -> list[nn.Parameter]:
+    parts = [part for module in layer.modules for part in module.modules() if not isinstance(part, NORMS)]
+    own = [p for part in parts for p in part.parameters(recurse=False)]
+    return list(dict.fromkeys(p for p in own if p.requires_grad and p.is_floating_point()))

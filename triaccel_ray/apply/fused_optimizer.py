@@ -1,0 +1,191 @@
+"""SGD, Adam and AdamW as one kernel launch over all parameters, their state and their low-precision copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.multi_tensor import TensorTable, have_equal_dense_strides
+from kernels.optimizer_step.api import AdamWHyperparameters, AdamWStep, SgdHyperparameters, SgdStep
+from triaccel_ray.gradients import Gradients
+
+_STATE = {
+    torch.optim.SGD: ("momentum_buffer",),
+    torch.optim.Adam: ("exp_avg", "exp_avg_sq", "step"),
+    torch.optim.AdamW: ("exp_avg", "exp_avg_sq", "step"),
+}
+
+
+def is_supported(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether `FusedOptimizer` computes what `optimizer` would.
+
+    Exactly SGD, Adam or AdamW on FP32 CUDA parameters, without dampening, amsgrad, maximize, a learning rate in a
+    tensor or step hooks. Adam and AdamW must be `fused` or `capturable`: the others count their steps on the host.
+    """
+    if type(optimizer) not in _STATE or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False
+    for group in optimizer.param_groups:
+        unusual = [group.get(name) for name in ("dampening", "amsgrad", "maximize", "differentiable")]
+        if any(unusual) or isinstance(group["lr"], Tensor):
+            return False
+        if type(optimizer) is not torch.optim.SGD and not (group.get("fused") or group.get("capturable")):
+            return False
+        if any(not p.is_cuda or p.dtype is not torch.float32 for p in group["params"]):
+            return False
+    return True
+
+
+class FusedOptimizer:
+    """Steps the parameters of a supported optimizer; state stays where the optimizer and its checkpoints keep it."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, watched: Sequence[nn.Parameter], layer_of: Mapping[int, str]
+    ) -> None:
+        """Allocates the optimizer's state ahead, zero as it starts, so that no step allocates.
+
+        `watched` are the parameters whose gradients a step brings, the optimizer's own first; `layer_of` maps the id
+        of a weight to its layer's name.
+        """
+        self._optimizer, self._watched, self._layer_of = optimizer, tuple(watched), layer_of
+        self._own = [p for group in optimizer.param_groups for p in group["params"]]
+        self._names = _STATE[type(optimizer)]
+        device, sizes = self._watched[0].device, [p.numel() for p in self._watched]
+        self._parameters, self._copies, *self._states = (
+            TensorTable(len(sizes), device) for _ in range(2 + len(self._names))
+        )
+        self._kernel: SgdStep | AdamWStep
+        self._hyperparameters: SgdHyperparameters | AdamWHyperparameters
+        if type(optimizer) is torch.optim.SGD:
+            self._kernel, self._hyperparameters = SgdStep(sizes, device), SgdHyperparameters(len(sizes), device)
+        else:
+            self._kernel, self._hyperparameters = AdamWStep(sizes, device), AdamWHyperparameters(len(sizes), device)
+        self._lr_factor = torch.ones((), device=device)
+        self._last_factor = 1.0
+        self._last_rates: tuple[Any, ...] = ()
+        self._last_scale: Mapping[str, float] | None = None
+        self._last_copies: Mapping[int, Tensor] | None = None
+        self._held: list[Tensor | None] = []
+        self._addresses: list[int] = []
+        self._allocate()
+
+    def prepare(self, lr_factor: float, lr_scale: Mapping[str, float], copies: Mapping[int, Tensor]) -> None:
+        """Brings to the device what has changed: learning rates, and where state and copies lie."""
+        if lr_factor != self._last_factor:
+            self._lr_factor.fill_(lr_factor)
+            self._last_factor = lr_factor
+        groups = self._optimizer.param_groups
+        rates = tuple(tuple(value for key, value in group.items() if key != "params") for group in groups)
+        if lr_scale is not self._last_scale or rates != self._last_rates:
+            self._set_hyperparameters(lr_scale)
+            self._last_scale, self._last_rates = lr_scale, rates
+        if copies is not self._last_copies:
+            self._copies.point_to([copies.get(id(p)) for p in self._watched])
+            self._last_copies = copies
+        self._find_state()
+
+    def launch(self, gradients: Gradients, *, loss_scale: Tensor, found_nonfinite: Tensor) -> None:
+        """Updates parameters, state and copies; device work alone."""
+        scalars = {"lr_factor": self._lr_factor, "loss_scale": loss_scale, "found_nonfinite": found_nonfinite}
+        if isinstance(self._kernel, SgdStep):
+            assert isinstance(self._hyperparameters, SgdHyperparameters)
+            self._kernel.step(
+                self._parameters, gradients.table, self._states[0], self._copies, self._hyperparameters, **scalars
+            )
+        else:
+            assert isinstance(self._hyperparameters, AdamWHyperparameters)
+            first, second, steps = self._states
+            self._kernel.step(
+                self._parameters,
+                gradients.table,
+                (first, second),
+                steps,
+                self._copies,
+                self._hyperparameters,
+                **scalars,
+            )
+        # What schedulers look at: they warn where no step has gone before.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # set by PyTorch's schedulers themselves
+
+    def _allocate(self) -> None:
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self._optimizer.state[parameter]
+                if not parameter.requires_grad or (self._names[0] == "momentum_buffer" and not group["momentum"]):
+                    continue
+                for name in self._names:
+                    if state.get(name) is None:
+                        shape = parameter.new_zeros(()) if name == "step" else torch.zeros_like(parameter)
+                        state[name] = shape.detach()
+
+    def _find_state(self) -> None:
+        """Names the tensors of parameters and state anew where a checkpoint, say, has replaced one."""
+        addresses = [p.data_ptr() for p in self._own]
+        found = self._state()
+        is_same = len(found) == len(self._held) and all(a is b for a, b in zip(found, self._held, strict=True))
+        if is_same and addresses == self._addresses:
+            return
+        self._allocate()
+        found, state = self._state(), self._optimizer.state
+        absent = [None] * (len(self._watched) - len(self._own))
+        self._parameters.point_to([*(p.detach() if p.requires_grad else None for p in self._own), *absent])
+        for index, table in enumerate(self._states):
+            part = found[index * len(self._own) : (index + 1) * len(self._own)]
+            aligned = [_as_laid_out(tensor, p) for tensor, p in zip(part, self._own, strict=True)]
+            for p, tensor in zip(self._own, aligned, strict=True):
+                if tensor is not None:
+                    state[p][self._names[index]] = tensor
+            table.point_to([*aligned, *absent])
+        self._held, self._addresses = self._state(), addresses
+
+    def _state(self) -> list[Tensor | None]:
+        """Returns the optimizer's state tensors, all of one name first."""
+        state = self._optimizer.state
+        return [state[p].get(name) if p in state else None for name in self._names for p in self._own]
+
+    def _set_hyperparameters(self, lr_scale: Mapping[str, float]) -> None:
+        if sum(len(group["params"]) for group in self._optimizer.param_groups) != len(self._own):
+            raise ValueError(
+                "the optimizer has been given parameters since the control loop was built: build another loop, and let "
+                "it take over this one's state_dict"
+            )
+        num_others = len(self._watched) - len(self._own)
+        of_each = [(p, group) for group in self._optimizer.param_groups for p in group["params"]]
+
+        def values(name: str) -> list[float]:
+            return [*(float(group[name]) for _, group in of_each), *[0.0] * num_others]
+
+        scales = [lr_scale.get(self._layer_of.get(id(p), ""), 1.0) for p, _ in of_each]
+        lr = [rate * scale for rate, scale in zip(values("lr"), [*scales, *[1.0] * num_others], strict=True)]
+        if isinstance(self._hyperparameters, SgdHyperparameters):
+            self._hyperparameters.set(
+                lr=lr,
+                weight_decay=values("weight_decay"),
+                momentum=values("momentum"),
+                nesterov=[bool(value) for value in values("nesterov")],
+            )
+            return
+        is_adamw = type(self._optimizer) is torch.optim.AdamW
+        self._hyperparameters.set(
+            lr=lr,
+            weight_decay=values("weight_decay"),
+            beta1=[*(group["betas"][0] for _, group in of_each), *[0.0] * num_others],
+            beta2=[*(group["betas"][1] for _, group in of_each), *[0.0] * num_others],
+            eps=values("eps"),
+            decoupled=[
+                *(is_adamw or bool(group.get("decoupled_weight_decay")) for _, group in of_each),
+                *[False] * num_others,
+            ],
+        )
+
+
+def _as_laid_out(tensor: Tensor | None, parameter: nn.Parameter) -> Tensor | None:
+    """Returns state in the memory layout of its parameter, as FP32 on its device; a checkpoint may bring another."""
+    if tensor is None or tensor.dim() == 0:
+        return None if tensor is None else tensor.to(parameter.device, torch.float32)
+    is_placed = tensor.dtype is torch.float32 and tensor.device == parameter.device
+    if is_placed and have_equal_dense_strides(tensor, parameter):
+        return tensor
+    return torch.empty_like(parameter, requires_grad=False).copy_(tensor)

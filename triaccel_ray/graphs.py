@@ -1,0 +1,59 @@
+"""Captured CUDA graphs: the memory that they share, how it is given back, and how one is captured."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+class GraphPool:
+    """One memory pool for all captured graphs of a run: they never run at once, so that the largest sets its size.
+
+    A pool's memory goes back to the device only when every graph in it is gone; whoever keeps one registers with
+    `on_release` how to drop it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Starts empty; without effect where there is no CUDA."""
+        self._device = device
+        self._callbacks: list[Callable[[], None]] = []
+        self.handle = self._new_handle()
+        """What `torch.cuda.graph(pool=...)` takes; another one after each release. None without CUDA."""
+
+    def on_release(self, drop_graphs: Callable[[], None]) -> None:
+        """Registers what drops one owner's graphs."""
+        self._callbacks.append(drop_graphs)
+
+    def release(self) -> None:
+        """Drops all graphs and gives their memory back to the device; waits for the device."""
+        for drop_graphs in self._callbacks:
+            drop_graphs()
+        if self.handle is not None:
+            torch.cuda.synchronize(self._device)  # a graph must not be destroyed, nor its memory go, while it replays
+            torch.cuda.empty_cache()
+        self.handle = self._new_handle()
+
+    def _new_handle(self) -> Any:
+        return torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+
+
+@contextlib.contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Captures what is launched inside into `graph`, with memory from `pool`, on `stream` (None: one of PyTorch's own).
+
+    Graphs share a pool's memory only if they are captured on one stream. Other threads (tracking, data loading) may go
+    on using CUDA meanwhile. The garbage collector rests: to destroy another graph that it finds would break the capture
+    off.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,23 @@
+"""How to tell that memory has run out, and what the error said."""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether `error` says that the device, or the budget, has no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    signs = (
+        "can't allocate memory",
+        "CUDA error: out of memory",
+        "CUDNN_STATUS_ALLOC_FAILED",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+    )
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of the error's message, its type's name when there is none (Python's MemoryError)."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
