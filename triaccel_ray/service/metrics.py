@@ -63,6 +63,7 @@ def _tick_metrics(tick: Tick) -> dict[str, float | None]:
         "train/loss": seen.loss,
         "control/batch_size": plan.batch_size,
         "control/micro_batches": plan.num_micro_batches,
+        "control/adapt_seconds": tick.applied.adapt_ms / 1e3,
         "memory/used_gb": memory.used_bytes / BYTES_PER_GB,
         "memory/window_peak_gb": memory.window_peak_bytes / BYTES_PER_GB,
         "memory/peak_gb": memory.peak_bytes / BYTES_PER_GB,

@@ -23,6 +23,7 @@ METHODS: Mapping[str, str] = {
     "dynamic-precision": "precision per layer alone",
     "dynamic-both": "precision per layer and elastic batch size, no curvature",
     "triaccel": "the full control loop",
+    "fixed": "one precision and batch size on this product's engine, nothing adapted",
     "probe": "one low precision, statistics recorded, nothing adapted",
 }
 """Name of a training method -> what it is."""

@@ -8,6 +8,7 @@ from triaccel_ray.events import read_events
 from triaccel_ray.service.comparison import MethodSummary
 from triaccel_ray.service.console import out, rich_table
 from triaccel_ray.service.figures import save_run_figures
+from triaccel_ray.service.notes import run_notes
 from triaccel_ray.service.pareto import Outcome, pareto_front
 from triaccel_ray.service.record import RunRecord
 from triaccel_ray.service.report import REPORT, Section, write_page
@@ -30,8 +31,11 @@ def view_run(run: RunRecord) -> None:
         result = result_grid(run.end.results)
         out.print(rich_table(result, title="result"))
         sections.insert(0, Section(title="Result", header=result.header, rows=result.rows))
+    notes = "\n".join(run_notes(run))
+    if notes:
+        out.print(f"\n{notes}")
     pictures = save_run_figures(read_events(run.folder / EVENTS), run.folder / FIGURES)
-    sections.append(Section(title="What the loop did", pictures=pictures))
+    sections.append(Section(title="What the loop did", text=notes, pictures=pictures))
     _announce(write_page(run.folder / REPORT, f"{run.name}: {run.spec.task}", sections))
 
 

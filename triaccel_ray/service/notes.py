@@ -1,0 +1,31 @@
+"""What a user should know of a run besides its figures: what adapting cost, and what ran slower than it might."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from triaccel_ray.plan import FaultKind
+from triaccel_ray.service.record import RunRecord
+
+_SLOWER = {
+    FaultKind.CAPTURE_FAILED: "steps ran eagerly, without CUDA graphs",
+    FaultKind.FUSION_REFUSED: "batch normalisation ran apart from what follows it",
+}
+
+
+def run_notes(run: RunRecord) -> Iterator[str]:
+    """Yields one sentence each; none for a run without ticks, or on a CPU, where nothing is captured."""
+    seconds = sum(tick.applied.adapt_ms for tick in run.ticks) / 1e3
+    if seconds > 0:
+        num_dropped = sum(len(tick.applied.evicted) for tick in run.ticks)
+        yield (
+            f"adapting took {seconds:.1f} s of the run: first steps of new plans, captures, measuring what borders "
+            f"cost; {num_dropped} captured steps were dropped"
+        )
+    faults = [fault for tick in run.ticks for fault in tick.observation.faults]
+    num_out_of_memory = sum(fault.kind is FaultKind.OUT_OF_MEMORY for fault in faults)
+    if num_out_of_memory:
+        yield f"{num_out_of_memory} times memory ran out; no sample was lost"
+    for kind, text in _SLOWER.items():
+        reasons = dict.fromkeys(fault.detail for fault in faults if fault.kind is kind)
+        yield from (f"{text}: {reason}" for reason in reasons)

@@ -1,0 +1,84 @@
+"""Whether two methods differ by more than their seeds do: paired differences, and Holm's correction."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+MIN_PAIRS = 3
+"""Below this a test would rest on one difference of differences."""
+LEVEL = 0.95
+"""Of the confidence intervals."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A figure of one method less the same figure of another, over the seeds that both have."""
+
+    num_pairs: int
+    mean: float
+    """Mean of the differences; nan without pairs."""
+    low: float = math.nan
+    """Lower end of the mean's confidence interval; nan with fewer than MIN_PAIRS pairs."""
+    high: float = math.nan
+    """Upper end, likewise."""
+    p_value: float = math.nan
+    """Of the two-sided paired t-test; nan with fewer than MIN_PAIRS pairs, and for differences that are all the same
+    but not zero: without any spread there is nothing to measure them by."""
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether there were enough pairs for a test."""
+        return self.num_pairs >= MIN_PAIRS
+
+
+def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Difference:
+    """Returns the difference `values - reference`, both by seed.
+
+    With n pairs, d their differences and s the standard deviation of d, t = mean(d) / (s / sqrt(n)) follows Student's
+    distribution of n - 1 degrees of freedom when the methods do not differ and d is normal.
+    """
+    pairs = [(values[seed], reference[seed]) for seed in sorted(values.keys() & reference.keys())]
+    if not pairs:
+        return Difference(num_pairs=0, mean=math.nan)
+    differences = [one - other for one, other in pairs]
+    mean, count = statistics.fmean(differences), len(pairs)
+    if count < MIN_PAIRS:
+        return Difference(num_pairs=count, mean=mean)
+    error = statistics.stdev(differences) / math.sqrt(count)
+    rounding = 1e-12 * max(abs(value) for pair in pairs for value in pair)
+    if error <= rounding:
+        p_value = 1.0 if abs(mean) <= rounding else math.nan
+        return Difference(num_pairs=count, mean=mean, low=mean, high=mean, p_value=p_value)
+    from scipy.special import stdtr  # here: it takes most of a second, which other commands need not spend
+
+    half = quantile(count) * error
+    p_value = float(2.0 * stdtr(count - 1, -abs(mean) / error))
+    return Difference(num_pairs=count, mean=mean, low=mean - half, high=mean + half, p_value=p_value)
+
+
+def quantile(num_pairs: int) -> float:
+    """Returns the t that a test of `num_pairs` pairs has to exceed at LEVEL, two-sided."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(num_pairs - 1, 0.5 + LEVEL / 2))
+
+
+def smallest_effect(num_pairs: int) -> float:
+    """Returns the mean difference, in standard deviations of the differences, from which p falls below 1 - LEVEL."""
+    return quantile(num_pairs) / math.sqrt(num_pairs)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Returns the p-values corrected for being several (Holm 1979); nan stays nan and counts as no test.
+
+    In ascending order the i-th of m, from 0, is multiplied by m - i; none is smaller than the one before, or above 1.
+    """
+    order = sorted((index for index, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])
+    adjusted, largest = [math.nan] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
