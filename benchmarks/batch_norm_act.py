@@ -25,12 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.timing import BYTES_PER_SECOND, describe_machine
 from kernels.batch_norm_act import RunningStatistics, batch_norm_act
 from kernels.batch_norm_act.reference import ACTIVATIONS, Activation
 from kernels.batch_norm_act.reference import batch_norm_act as reference
 
-PEAK_GB_S = 4300.0
-"""What a device-to-device copy moves on an H200, read and written."""
 ROTATION_BYTES = 256 * 2**20
 REPLAYS = 30
 
@@ -213,8 +212,9 @@ def compare_kernels(*, with_compile: bool) -> bool:
         cells += [""] * (3 - len(cells))
         totals = [total + median for total, median in zip(totals, [*medians, 0.0], strict=False)]
         speed = shape.num_bytes / medians[0] / 1e3
+        share = 1e9 * speed / BYTES_PER_SECOND
         print(
-            f"{shape!s:38}{cells[0]:>24}{cells[1]:>26}{cells[2]:>26}   {speed:8.0f} ({speed / PEAK_GB_S:.0%})"
+            f"{shape!s:38}{cells[0]:>24}{cells[1]:>26}{cells[2]:>26}   {speed:8.0f} ({share:.0%})"
             f"  {wrong_by:.1e}{'' if ok else '  WRONG'}",
             flush=True,
         )
@@ -273,9 +273,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("needs an NVIDIA GPU")
         return 1
-    print(
-        f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}; us, median (10%-90%) of {REPLAYS} replays, FP16"
-    )
+    print(f"{describe_machine()}; us, median (10%-90%) of {REPLAYS} replays, FP16")
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache  # so that first steps include every compilation
         if arguments.models:

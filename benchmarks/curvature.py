@@ -248,13 +248,7 @@ def main() -> int:
     print(f"largest eigenvalue by layer: {ggn[:, 0].min():.2g} to {ggn[:, 0].max():.2g} (ggn)")
     slow = max(1, options.n // 10)
     rows = [
-        timed(
-            "fisher, vmap(grad), eigvalsh",
-            lambda: vmap_fisher(case),
-            device,
-            slow,
-            relative_errors(vmap_fisher(case), fisher),
-        ),
+        vmap_row(case, fisher, slow),
         function_row(case, "fisher", TOP_K, fisher, options.n),
         meter_row(case, "fisher", TOP_K, fisher, options.n),
         function_row(case, "ggn", TOP_K, ggn, slow),

@@ -7,46 +7,17 @@ the L2 cache. Exits with 1 when a result is wrong. `--compile` adds torch.compil
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
-import triton
 from torch import Tensor
 from torchvision.models import resnet18
 
+from benchmarks.timing import BYTES_PER_SECOND, describe_machine, time_calls
 from kernels.grad_stats.api import GradStats
 from kernels.multi_tensor import TensorTable
-
-BYTES_PER_SECOND = 4.3e12
-"""What a large copy on the GPU moves here (H200), read and written bytes counted."""
-ROUNDS = 5
-REPLAYS = 100
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Times of one call, in microseconds, one per replay."""
-
-    name: str
-    microseconds: Sequence[float]
-    floor: float
-    """Time in which the fewest possible bytes pass at `BYTES_PER_SECOND`."""
-
-    @property
-    def median(self) -> float:
-        """The median time."""
-        return statistics.median(self.microseconds)
-
-    def __str__(self) -> str:
-        cuts = statistics.quantiles(self.microseconds, n=20)
-        return (
-            f"{self.name:58s} {self.median:8.1f} us  p5-p95 {cuts[0]:7.1f} -{cuts[-1]:7.1f}  n {len(self.microseconds)}"
-            f"  {self.median / self.floor:5.2f} x the floor of {self.floor:.1f} us"
-        )
 
 
 def resnet18_parameters(device: torch.device) -> list[tuple[str, Tensor]]:
@@ -55,35 +26,6 @@ def resnet18_parameters(device: torch.device) -> list[tuple[str, Tensor]]:
     model.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
     model.to(device, memory_format=torch.channels_last)
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-
-
-def time_calls(name: str, calls: Sequence[Callable[[], object]], floor: float) -> Timing:
-    """Returns the time of one call, over replays of a graph that goes round `calls` several times."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(ROUNDS):
-            for call in calls:
-                call()
-    for _ in range(5):
-        graph.replay()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPLAYS)]
-    for begin, end in events:
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    times = [1e3 * begin.elapsed_time(end) / (ROUNDS * len(calls)) for begin, end in events]
-    return Timing(name, times, floor)
-
-
-def describe_machine() -> str:
-    """Returns the GPU and the versions that the figures hold for."""
-    return f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, Triton {triton.__version__}"
 
 
 class Case:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.grad_stats import BYTES_PER_SECOND, describe_machine, foreach_norms, resnet18_parameters, time_calls
+from benchmarks.grad_stats import foreach_norms, resnet18_parameters
+from benchmarks.timing import BYTES_PER_SECOND, describe_machine, time_calls
 from kernels.grad_stats.api import GradStats
 from kernels.multi_tensor import TensorTable
 from kernels.optimizer_step.api import AdamWHyperparameters, AdamWStep, SgdHyperparameters, SgdStep

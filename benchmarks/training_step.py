@@ -77,6 +77,8 @@ def _compare(args: argparse.Namespace, batch_size: int) -> int:
     wrong = [n for n, rs in found.items() if any(abs(r["loss"] / expected - 1) > _LOSS_TOLERANCE for r in rs)]
     properties = torch.cuda.get_device_properties(0)
     print(f"\n{args.model}, batch {batch_size}, {properties.name}, PyTorch {torch.__version__}, SGD momentum")
+    settings = [name for name in ("autotune", "unfused") if getattr(args, name)]
+    print(f"this engine: {', '.join(settings) or 'norms fused, no autotuning'}")
     print(f"n = {args.rounds} processes x {args.repeats} stretches of {args.steps} steps; median [least, most]\n")
     if wrong:
         losses = {name: [round(r["loss"], 3) for r in found[name]] for name in found}
@@ -120,6 +122,7 @@ def _run_child(args: argparse.Namespace, name: str, batch_size: int) -> Result:
         "--repeats",
         str(args.repeats),
         *(["--autotune"] if args.autotune else []),
+        *(["--unfused"] if args.unfused else []),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
     if done.returncode:
@@ -130,12 +133,12 @@ def _run_child(args: argparse.Namespace, name: str, batch_size: int) -> Result:
 
 def _measure(name: str, args: argparse.Namespace) -> Result:
     batch_size = args.batch_size[0]
-    size, num_images, lr = (224, 4096, 0.02) if args.model == "efficientnet-b0" else (32, 50_000, 0.02)
+    size, num_images = (224, 4096) if args.model == "efficientnet-b0" else (32, 50_000)
     torch.manual_seed(0)
     images, targets = _images(num_images, size)
     started = time.perf_counter()
     make = _loop if name.startswith("loop") else _plain if name == "plain" else _amp
-    step, losses, epoch = make(name, _network(args.model), images, targets, batch_size, lr, args)
+    step, losses, epoch = make(name, _network(args.model), images, targets, batch_size, args)
     for _ in range(60):
         step()
     torch.cuda.synchronize()
@@ -158,10 +161,9 @@ def _measure(name: str, args: argparse.Namespace) -> Result:
 
 
 def _images(num_images: int, size: int) -> tuple[Tensor, Tensor]:
-    """Returns noise whose mean colour and a bright quarter tell the class: learnable within a few dozen steps."""
+    """Returns noise whose amount of red tells the class: learnable within a few dozen steps."""
     targets = torch.randint(0, 10, (num_images,), device=DEVICE)
     images = torch.randint(0, 192, (num_images, 3, size, size), dtype=torch.uint8, device=DEVICE)
-    images = images.contiguous(memory_format=torch.channels_last)  # as this engine keeps them: no second copy
     images[:, 0] += (targets * 6).to(torch.uint8).view(-1, 1, 1)
     return images, targets
 
@@ -196,13 +198,12 @@ Made = tuple[Callable[[], None], Callable[[], float], Callable[[], float] | None
 """What makes a step; what returns the mean loss since last asked; what trains an epoch and returns its seconds."""
 
 
-def _amp(name: str, model: nn.Module, images: Tensor, targets: Tensor, batch_size: int, lr: float, args: Any) -> Made:
+def _amp(name: str, model: nn.Module, images: Tensor, targets: Tensor, batch_size: int, args: Any) -> Made:
     dtype = torch.bfloat16 if name.endswith("bf16") else torch.float16
     is_tuned = not name.startswith("tutorial")
     if is_tuned:
         model = model.to(memory_format=torch.channels_last)
-    options = {"fused": True} if is_tuned else {}
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4, **options)
+    optimizer = _sgd(model, fused=is_tuned or None)
     scaler = torch.amp.GradScaler(DEVICE.type, enabled=dtype is torch.float16)
     compute: Any = model
     prepare: Any = _crop_flip_normalise
@@ -213,7 +214,7 @@ def _amp(name: str, model: nn.Module, images: Tensor, targets: Tensor, batch_siz
     shift = torch.tensor([-m / s for m, s in zip(MEAN, STD, strict=True)], device=DEVICE).view(1, 3, 1, 1)
     generator = torch.Generator(DEVICE).manual_seed(0)
     total = torch.zeros(2, device=DEVICE)
-    state = {"cursor": 0, "order": torch.randperm(len(images), device=DEVICE)}
+    state: dict[str, Any] = {"cursor": 0, "order": torch.randperm(len(images), device=DEVICE)}
     model.train()
 
     def step() -> None:
@@ -259,11 +260,11 @@ def _config(name: str, batch_size: int, args: Any) -> Any:
     )
 
 
-def _sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)
+def _sgd(model: nn.Module, *, fused: bool | None = None) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4, fused=fused)
 
 
-def _loop(name: str, model: nn.Module, images: Tensor, targets: Tensor, batch_size: int, lr: float, args: Any) -> Made:
+def _loop(name: str, model: nn.Module, images: Tensor, targets: Tensor, batch_size: int, args: Any) -> Made:
     import tempfile
 
     from triaccel_ray.events import EventLog
@@ -272,7 +273,7 @@ def _loop(name: str, model: nn.Module, images: Tensor, targets: Tensor, batch_si
     model = model.to(memory_format=torch.channels_last)
     log = EventLog(Path(tempfile.mkdtemp()) / "events.jsonl")
     config = _config(name, batch_size, args)
-    loop = ControlLoop(model, _sgd(model, lr), F.cross_entropy, _source(images, targets), config=config, log=log)
+    loop = ControlLoop(model, _sgd(model), F.cross_entropy, _source(images, targets), config=config, log=log)
     last = torch.zeros(2, dtype=torch.float64, device=DEVICE)
 
     def losses() -> float:
@@ -287,7 +288,7 @@ def _loop(name: str, model: nn.Module, images: Tensor, targets: Tensor, batch_si
     return loop.step, losses, epoch
 
 
-def _plain(name: str, model: nn.Module, images: Tensor, targets: Tensor, batch_size: int, lr: float, args: Any) -> Made:
+def _plain(name: str, model: nn.Module, images: Tensor, targets: Tensor, batch_size: int, args: Any) -> Made:
     """The captured step that a user would write: fixed loss scale, no statistics, nothing decided."""
     from triaccel_ray.apply.capture import StepCache
     from triaccel_ray.apply.copies import ComputeCopies
@@ -304,18 +305,18 @@ def _plain(name: str, model: nn.Module, images: Tensor, targets: Tensor, batch_s
     model = model.to(memory_format=torch.channels_last)
     model.train()
     layers, device = find_layers(model), DEVICE
-    optimizer = LayerwiseOptimizer(_sgd(model, lr), layers)
+    optimizer = LayerwiseOptimizer(_sgd(model), layers)
     copies = ComputeCopies(layers, optimizer.parameters)
     fused = None if args.unfused else fuse(model, [module for layer in layers for module in layer.modules])
     fusion = fused if isinstance(fused, Fusion) else None
     precision = LayerPrecision(model, layers, copies=copies, norms=() if fusion is None else fusion.norms)
     precision.set({layer.name: Precision.FP16 for layer in layers})
     feed = Feed(_source(images, targets), seed=0, device=device)
-    nothing: Callable[[], None] = lambda: None  # noqa: E731  # one word, twice
-    step = Step(
-        model, F.cross_entropy, feed, precision, check_memory=nothing, release_memory=nothing,
-        fusion=fusion,
-    )  # fmt: skip
+
+    def nothing() -> None:
+        """Memory is neither checked nor given back."""
+
+    step = Step(model, F.cross_entropy, feed, precision, check_memory=nothing, release_memory=nothing, fusion=fusion)
     scale, finite = torch.tensor(1024.0, device=device), torch.zeros((), device=device)
     total = torch.zeros(2, dtype=torch.float64, device=device)
 

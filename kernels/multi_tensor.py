@@ -41,8 +41,6 @@ class Chunks:
         order = torch.argsort((length == chunk_size).int(), stable=True)
         self.chunk_size = chunk_size
         self.num_chunks = len(tensor)
-        self.sizes = size.to(device)
-        """Elements of each tensor, int64 [num_tensors]."""
         self.tensor = tensor[order].int().to(device)
         """The tensor that each chunk belongs to, int32 [num_chunks]."""
         self.start = start[order].to(device)
@@ -84,7 +82,11 @@ class TensorTable:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors last named; on a CPU only, elsewhere no reference is kept."""
+        """The tensors last named; on a CPU only.
+
+        Raises:
+            RuntimeError: the table is elsewhere, where it keeps no reference.
+        """
         if self.device.type != "cpu":
             raise RuntimeError(f"a table on {self.device} keeps no reference to its tensors")
         return self._tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,3 +58,20 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream 
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def sync_debug_mode(mode: str) -> Iterator[None]:
+    """Has PyTorch warn (`warn`) or raise RuntimeError (`error`) where the host would wait for the device."""
+    before = torch.cuda.get_sync_debug_mode()
+    _set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        _set_sync_debug_mode(before)
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode(mode)

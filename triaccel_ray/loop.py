@@ -11,20 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.apply.actuators import Actuators
-from triaccel_ray.apply.capture import StepCache
-from triaccel_ray.apply.copies import ComputeCopies
 from triaccel_ray.apply.evaluate import Evaluation, Metric, count_top1, evaluate
 from triaccel_ray.apply.feed import Feed
-from triaccel_ray.apply.fuse import Fusion, fuse
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
-from triaccel_ray.apply.precision import LayerPrecision, supported_precisions
-from triaccel_ray.apply.step import Loss, Step
+from triaccel_ray.apply.precision import supported_precisions
+from triaccel_ray.apply.step import Loss
 from triaccel_ray.checkpoint import random_states, set_random_states
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.decide import ControlState, decide, initial_decision
 from triaccel_ray.events import EventLog, Tick
-from triaccel_ray.gradients import Gradients
 from triaccel_ray.graphs import GraphPool
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.layers import find_layers
@@ -37,7 +33,7 @@ from triaccel_ray.measure.timing import EpochClock
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.plan import Fault, FaultKind, Plan
 from triaccel_ray.sources import as_source
-from triaccel_ray.update import TrainingUpdate
+from triaccel_ray.steps import StepParts, build_steps
 
 _RECORD_AFTER = 8
 """Steps after a tick when it is put on record: the host has run ahead of the device, which need not wait for that."""
@@ -110,7 +106,7 @@ class ControlLoop:
         self.memory.require_room()
 
         # On a CPU timings differ from run to run, and so would the decisions of two equal runs.
-        self._weighs_borders = (
+        self._costs_due = (
             self.device.type == "cuda" and self.config.precision.enabled and self.config.precision.border_aware
         )
         named = [(layer.name, supported_precisions(layer, self.device)) for layer in self._layers]
@@ -123,7 +119,23 @@ class ControlLoop:
         self._supported = dict(named)
         self.sensors = Sensors(named, moments, self.memory, losses[1])
         self._pool = GraphPool(self.device)
-        self._precision, self._steps = self._build_steps(moments, losses)
+        self._steps, faults = build_steps(
+            StepParts(
+                model=model,
+                loss=loss,
+                layers=self._layers,
+                feed=self.feed,
+                optimizer=self.optimizer,
+                moments=moments,
+                loss_scale=self.loss_scale,
+                loss_sums=losses,
+                memory=self.memory,
+                pool=self._pool,
+            ),
+            self.config.execution,
+        )
+        self.sensors.record_faults(faults)
+        self._precision = self._steps.step.precision
         self.curvature = CurvatureMeter(
             model, loss, self._layers, self.config.curvature, device=self.device, pool=self._pool
         )
@@ -158,9 +170,8 @@ class ControlLoop:
             self._epoch_steps = 0
         if not self.model.training:
             self.model.train()
-        copies = self._precision.copies
         self.optimizer.set_rates(
-            self._schedule(epoch) * plan.batch_lr_scale, plan.lr_scale, {} if copies is None else copies.in_force
+            self._schedule(epoch) * plan.batch_lr_scale, plan.lr_scale, self._precision.copies_in_force
         )
         scale = self.loss_scale.factor(self._precision.needs_loss_scale)
         self.sensors.record_faults(self._steps.run(self.feed.take(plan.batch_size), scale, step=self.num_steps))
@@ -181,7 +192,7 @@ class ControlLoop:
         On a GPU the record is written a few steps later, or at the end of the epoch: the device has work by then.
         """
         self._record()
-        if self._weighs_borders and self.state.costs is None:
+        if self._costs_due and self.state.costs is None:
             self._measure_costs()
         observation = self.sensors.read(
             plan=self.plan,
@@ -303,44 +314,9 @@ class ControlLoop:
         self.memory.raise_peaks(*state["memory_peaks"])
         set_random_states(state["random"])
 
-    def _build_steps(self, moments: GradientMoments, losses: Tensor) -> tuple[LayerPrecision, StepCache]:
-        """Returns what gives the layers their precision, and what makes the steps."""
-        copies = fusion = None
-        if self.device.type == "cuda":
-            copies = ComputeCopies(self._layers, self.optimizer.parameters)
-            fusion = self._fuse()
-        precision = LayerPrecision(
-            self.model, self._layers, copies=copies, norms=() if fusion is None else fusion.norms
-        )
-        step = Step(
-            self.model,
-            self._loss,
-            self.feed,
-            precision,
-            check_memory=self.memory.check,
-            release_memory=self.memory.release,
-            fusion=fusion,
-        )
-        update = TrainingUpdate(precision, moments, self.optimizer, self.loss_scale, losses)
-        execution = self.config.execution
-        return precision, StepCache(step, update, lambda: Gradients(self.optimizer.watched), self._pool, execution)
-
-    def _fuse(self) -> Fusion | None:
-        """Returns the model with its norms fused; None where that is not wanted or, on record, not possible."""
-        has_norms = any(isinstance(module, nn.BatchNorm2d) for module in self.model.modules())
-        if not self.config.execution.fuse or not has_norms:
-            return None
-        if not self.model.training:
-            self.model.train()
-        fusion = fuse(self.model, [module for layer in self._layers for module in layer.modules])
-        if isinstance(fusion, Fusion):
-            return fusion
-        self.sensors.record_faults([Fault(kind=FaultKind.FUSION_REFUSED, step=0, phase="fuse", detail=fusion.reason)])
-        return None
-
     def _measure_costs(self) -> None:
         """Measures, once, what each layer costs in each precision, and a border, at the batch size in force."""
-        self._weighs_borders = False  # without memory for it: not again at every tick
+        self._costs_due = False  # without memory for it: not again at every tick
         self.memory.refresh_peaks()
         with self._steps.adapting(), self._precision.suspended():
             count = -(-self.plan.batch_size // self._steps.step.num_parts)

@@ -151,11 +151,11 @@ def _join_leaves(leaves: Sequence[Any], device: torch.device) -> Any:
         return first if len(leaves) == 1 else [sample for leaf in leaves for sample in leaf]
     if len(leaves) == 1:
         return first.to(device, non_blocking=True)
-    if device.type == "cpu":
-        return torch.cat(list(leaves))
     if any(leaf.shape[1:] != first.shape[1:] or leaf.dtype is not first.dtype for leaf in leaves):
         seen = sorted({f"{leaf.dtype} {list(leaf.shape[1:])}" for leaf in leaves})
         raise ValueError(f"samples of one batch have {' and '.join(seen)}: the data set must return one type and shape")
+    if device.type == "cpu":
+        return torch.cat(list(leaves))
     whole = torch.empty((sum(map(len, leaves)), *first.shape[1:]), dtype=first.dtype, device=device)
     for place, leaf in zip(whole.split([len(leaf) for leaf in leaves]), leaves, strict=True):
         place.copy_(leaf, non_blocking=True)

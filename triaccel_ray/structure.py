@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,11 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         return function(value)
     if isinstance(value, Mapping):
         items = {key: map_tensors(function, item) for key, item in value.items()}
-        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]  # as mappings are made
+        if isinstance(value, dict):  # of any kind, such as one that knows a default
+            same = copy.copy(value)
+            same.update(items)
+            return same
+        return type(value)(items)  # type: ignore[call-arg]  # as mappings are made
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(function, item) for item in value))
     if isinstance(value, list | tuple):

@@ -63,7 +63,8 @@ class GradStats:
         self.largest_magnitude = statistics.largest_magnitude
         self.num_nonfinite = statistics.num_nonfinite
         self._reduction = None
-        if device.type == "cuda" if kernel is None else kernel:
+        runs_kernel = device.type == "cuda" if kernel is None else kernel
+        if runs_kernel:
             from kernels.grad_stats.triton import GroupReduction  # imports triton
 
             self._reduction = GroupReduction(sizes, groups, num_groups, device)

@@ -14,10 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grad_stats.reference import GroupStatistics
-from kernels.multi_tensor import DTYPE_CODES, Chunks, TensorTable, on_device
+from kernels.multi_tensor import Chunks, TensorTable, on_device
+from kernels.multi_tensor_triton import FP16, FP32, load_fp32
 
-FP32 = tl.constexpr(DTYPE_CODES[torch.float32])
-FP16 = tl.constexpr(DTYPE_CODES[torch.float16])
 INFINITY_BITS = tl.constexpr(0x7F800000)
 MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
 
@@ -77,21 +76,6 @@ class GroupReduction:
                 statistics.largest_magnitude, statistics.num_nonfinite,
                 num_groups, chunks.num_chunks, BLOCK=SLOTS_PER_READ, num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
-
-
-@triton.jit
-def load_fp32(address, dtype: tl.constexpr, offsets, length, FULL: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns the elements of `dtype` at `address` + `offsets` as fp32.
-
-    FULL promises that all of them exist and that the address is a multiple of ALIGN bytes, which is then how much a
-    thread reads at once; else those from `length` on read 0.
-    """
-    pointer = address.to(tl.pointer_type(dtype))
-    if FULL:
-        values = tl.load(tl.multiple_of(pointer, ALIGN) + offsets)
-    else:
-        values = tl.load(pointer + offsets, mask=offsets < length, other=0.0)
-    return values.to(tl.float32)
 
 
 @triton.jit

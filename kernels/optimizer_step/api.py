@@ -34,7 +34,8 @@ class _Step:
         self._num_tensors = len(sizes)
         self._chunks: Chunks | None = None
         device = torch.device(device)
-        if device.type == "cuda" if kernel is None else kernel:
+        runs_kernel = device.type == "cuda" if kernel is None else kernel
+        if runs_kernel:
             from kernels.optimizer_step.triton import CHUNK_SIZE  # imports triton
 
             self._chunks = Chunks(sizes, device, CHUNK_SIZE)

@@ -6,16 +6,13 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.grad_stats.triton import FP16, FP32, load_fp32
-from kernels.multi_tensor import DTYPE_CODES, Chunks, TensorTable, on_device
+from kernels.multi_tensor import Chunks, TensorTable, on_device
+from kernels.multi_tensor_triton import BF16, FP16, FP32, load_fp32
 from kernels.optimizer_step.reference import Scalars
-
-BF16 = tl.constexpr(DTYPE_CODES[torch.bfloat16])
 
 # Fastest of 512 to 8192 elements and 2 to 16 warps on an H200.
 CHUNK_SIZE = 1024
@@ -234,6 +231,7 @@ def _adamw(
 
 @triton.jit
 def _itemsize(code):
+    """Returns the bytes of an element."""
     return tl.where(code == FP32, 4, 2)
 
 
@@ -251,6 +249,7 @@ def _load_any(address, code, offsets, length, FULL: tl.constexpr):
 
 @triton.jit
 def _store(address, dtype: tl.constexpr, values, offsets, length, FULL: tl.constexpr, ALIGN: tl.constexpr):
+    """Writes fp32 values as `dtype`; FULL and ALIGN as in `load_fp32`."""
     pointer = address.to(tl.pointer_type(dtype))
     if FULL:
         tl.store(tl.multiple_of(pointer, ALIGN) + offsets, values.to(dtype))

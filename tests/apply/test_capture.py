@@ -88,6 +88,7 @@ def test_the_fused_model_trains_as_the_plain_one() -> None:
     models = network(), network()
     for model, fuse in zip(models, (True, False), strict=True):
         loop = loop_of(model, fixed(Precision.FP32, capture=True, fuse=fuse))
+        assert (loop._steps.step.fusion is not None) == fuse
         loop.train_epoch()
     assert distance(*models) < 1e-3
 
@@ -136,11 +137,11 @@ def test_the_loss_scale_moves_and_an_overflow_skips_a_replayed_step() -> None:
     for _ in range(3):
         loop.step()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    loop.loss_scale._scale.fill_(2.0**24 * 2**24)  # no gradient survives this in FP16
+    loop.loss_scale.state.scale.fill_(2.0**24 * 2**24)  # no gradient survives this in FP16
     loop.step()
     assert loop.num_skipped == 1
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    assert float(loop.loss_scale._scale) <= 2.0**24
+    assert float(loop.loss_scale.state.scale) <= 2.0**24
 
 
 @pytest.mark.parametrize("level", [Precision.FP16, Precision.FP32])

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from kernels.step_end.reference import move_scale
 from tests.build import CPU, same
 from triaccel_ray.apply.loss_scale import MAXIMUM, LossScale
 from triaccel_ray.config import LossScaleConfig
@@ -16,7 +17,7 @@ def scales(scale: LossScale, outcomes: str) -> list[float]:
     """The scale after each step; x is an overflow."""
     seen = []
     for outcome in outcomes:
-        scale.update(OVERFLOW if outcome == "x" else FINE)
+        move_scale(scale.state, OVERFLOW if outcome == "x" else FINE)
         seen.append(scale.factor(True).item())
     return seen
 

@@ -18,7 +18,6 @@ DEVICE = "cuda" if GPU else "cpu"
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 ROUNDING = {FP32: 2.0**-23, FP16: 2.0**-11, BF16: 2.0**-8 if GPU else 2.0**-7}
 """Relative error of a store: half a unit in the last place; the interpreter truncates to BF16."""
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +180,6 @@ LARGE = [
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_the_kernels_compute_what_fp64_does_on_large_maps(case: Case) -> None:
     _check(case)
@@ -237,7 +235,6 @@ def test_gradients_that_are_not_wanted_and_readers_without_a_gradient() -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_graph_replays_what_eager_computes_bit_for_bit() -> None:
     case = Case(shape=(96, 64, 16, 16), x=FP16, residual=FP16)
     inputs = _inputs(case)
@@ -312,7 +309,6 @@ def test_what_it_cannot_take_is_refused(arguments: dict[str, Any], error: type[E
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_contiguous_memory_is_refused_on_a_gpu() -> None:
     running = RunningStatistics(mean=torch.zeros(8, device="cuda"), var=torch.ones(8, device="cuda"))
     with pytest.raises(ValueError, match="x has strides"):

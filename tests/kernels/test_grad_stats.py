@@ -9,14 +9,11 @@ from torch import Tensor
 
 from kernels.grad_stats.api import GradStats
 from kernels.multi_tensor import TensorTable
-from tests.kernels.test_multi_tensor import no_waiting
+from tests.kernels.build import DEVICE, both
+from tests.waiting import no_waiting
 
 # Without a GPU the kernels run through Triton's interpreter, whose NumPy warns of NaN and infinity.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-both = pytest.mark.parametrize("kernel", [True, pytest.param(False, marks=pytest.mark.skipif(
-    DEVICE.type == "cuda", reason="the reference runs on a CPU"))])  # fmt: skip
-gpu = [pytest.mark.gpu, pytest.mark.skipif(DEVICE.type == "cpu", reason="needs an NVIDIA GPU")]
 
 # A chunk's squares are added in fp32, pairwise or in vector lanes: good to a few roundings.
 RTOL = 16 * torch.finfo(torch.float32).eps
@@ -218,7 +215,7 @@ def test_bad_updates_are_refused() -> None:
 
 
 class TestOnAGpu:
-    pytestmark = gpu
+    pytestmark = pytest.mark.gpu
 
     def test_a_captured_update_reads_tables_and_scale_anew_and_waits_for_nothing(self) -> None:
         captured, eager = stats_of(True), stats_of(True)

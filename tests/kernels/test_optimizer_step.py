@@ -10,15 +10,12 @@ from torch import Tensor
 
 from kernels.multi_tensor import TensorTable
 from kernels.optimizer_step.api import AdamWHyperparameters, AdamWStep, SgdHyperparameters, SgdStep
-from tests.kernels.test_multi_tensor import no_waiting
+from tests.kernels.build import DEVICE, both
+from tests.waiting import no_waiting
 
 # Without a GPU the kernels run through Triton's interpreter, whose NumPy warns of NaN and infinity.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-both = pytest.mark.parametrize("kernel", [True, pytest.param(False, marks=pytest.mark.skipif(
-    DEVICE.type == "cuda", reason="the reference runs on a CPU"))])  # fmt: skip
 each_optimizer = pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-gpu = [pytest.mark.gpu, pytest.mark.skipif(DEVICE.type == "cpu", reason="needs an NVIDIA GPU")]
 EPS = torch.finfo(torch.float32).eps
 
 SHAPES = [(1,), (7,), (16, 3, 3, 3), (127,), (2048,), (2049,), (71, 73)]
@@ -237,9 +234,8 @@ def test_empty_tables_change_nothing(optimizer: str, kernel: bool) -> None:
 @each_optimizer
 def test_a_model_without_elements_is_stepped(optimizer: str, kernel: bool) -> None:
     model = Model(optimizer, kernel=kernel)
-    none = type(model.kernel)([0] * len(SHAPES), DEVICE, kernel=kernel)
-    model.kernel = none
-    model.launch()
+    model.kernel = type(model.kernel)([0] * len(SHAPES), DEVICE, kernel=kernel)
+    model.launch()  # CUDA refuses a grid without programs
 
 
 def test_hyperparameters_are_uploaded_only_when_they_changed() -> None:
@@ -292,7 +288,7 @@ def test_what_the_kernel_could_not_read_is_refused(optimizer: str, spoil: Callab
 
 
 class TestOnAGpu:
-    pytestmark = gpu
+    pytestmark = pytest.mark.gpu
 
     @each_optimizer
     def test_a_captured_step_reads_tables_hyperparameters_and_scalars_anew(self, optimizer: str) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from tests.measure.curvature_models import (
     smooth_cross_entropy,
     squared_error,
 )
+from tests.waiting import no_waiting
 from triaccel_ray.layers import find_layers
 from triaccel_ray.measure.curvature import PowerIteration, top_eigenvalues
 from triaccel_ray.measure.curvature.fisher import fisher_grams, gradient_noise
@@ -201,7 +201,6 @@ def test_noise_is_unbiased_also_where_that_is_below_zero() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_gpu_measures_what_a_cpu_does(name: str, method: Any) -> None:
@@ -227,17 +226,10 @@ def test_a_gpu_measures_what_a_cpu_does(name: str, method: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_the_host_does_not_wait_for_gram_matrices() -> None:
     model, inputs, targets = make("convolutions", torch.float32)
     model, inputs, targets = model.cuda(), inputs.cuda(), targets.cuda()
     objective = Objective(model=model, loss=F.cross_entropy, inputs=inputs, targets=targets)
     fisher_grams(objective, find_layers(model))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        with measuring(model):
-            gradient_noise(fisher_grams(objective, find_layers(model)))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with no_waiting(), measuring(model):
+        gradient_noise(fisher_grams(objective, find_layers(model)))

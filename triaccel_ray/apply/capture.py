@@ -16,7 +16,7 @@ from torch import Tensor
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import ExecutionConfig
 from triaccel_ray.gradients import Gradients
-from triaccel_ray.graphs import GraphPool, capturing
+from triaccel_ray.graphs import GraphPool, capturing, sync_debug_mode
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.plan import Fault, FaultKind
 from triaccel_ray.structure import map_tensors, tensors_in
@@ -157,7 +157,7 @@ class StepCache:
             self._pool.release()
         outcome = self.step.run(indices, loss_scale, step=step)
         gradients = self._eager_gradients
-        gradients.collect({} if self.step.precision.copies is None else self.step.precision.copies.in_force)
+        gradients.collect(self.step.precision.copies_in_force)
         gradients.publish()
         self._update.run(outcome.loss_sum, outcome.num_samples, gradients)
         gradients.drop()
@@ -168,43 +168,26 @@ class StepCache:
         with self._timed(), _watched_for_waiting() as waits:
             faults = self._eager(indices, loss_scale, step)
             self.step.zero_grad()
+        if faults:  # the attempts that failed waited for the device too, and what passed was another kind of step
+            return faults
         self._warm.add(key)
-        if waits and not faults:
-            self.enabled = False
-            return (_capture_fault(key, step, f"the step waits for the device ({waits[0]})"),)
-        return faults
+        if not waits:
+            return ()
+        self.enabled = False
+        return (_capture_fault(key, step, f"the step waits for the device ({waits[0]})"),)
 
     def _capture(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> Fault | None:
-        """Captures the step on these samples without making it; returns what prevented it."""
-        gradients = self._gradients_of()
-        batch = None if self._is_resident else _clones(self._source.batch(indices, self.step.feed.generator))
-        static = indices.clone()
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self.step.feed.generator)
+        """Captures the step on these samples without making it, and keeps it; returns what prevented that."""
         self.step.zero_grad()
         try:
-            with self._timed(), capturing(graph, self._pool.handle, self._stream):
-                batches = iter([batch]) if batch is not None else self.step.batches(static)
-                loss_sum = self.step.accumulate(batches, key.batch_size, loss_scale)
-                gradients.collect({} if self.step.precision.copies is None else self.step.precision.copies.in_force)
-                if self._update.is_capturable:
-                    self._update.run(loss_sum, key.batch_size, gradients)
-        except RuntimeError as error:
-            detail = first_line(error)
+            captured = self._record(key, indices, loss_scale)
+        except Exception as error:  # CUDA, PyTorch and the model's own code may all refuse, each in its way
+            fault = _capture_fault(key, step, first_line(error))
             is_too_large = is_out_of_memory(error)
         else:
-            gradients.publish()
-            if self._update.is_capturable:
-                gradients.drop()
             self.step.zero_grad()
             self._ground = self._find_ground()
-            self._entries[key] = _Captured(
-                graph=graph,
-                indices=static,
-                batch=batch,
-                loss_sum=loss_sum,
-                gradients=gradients,
-            )
+            self._entries[key] = captured
             if len(self._entries) > MAX_GRAPHS:
                 torch.cuda.synchronize()
                 self._cost.evicted.append(str(self._entries.popitem(last=False)[0]))
@@ -215,7 +198,24 @@ class StepCache:
             self._too_large.add(key)  # until memory is given back the next time
         else:
             self.enabled = False
-        return _capture_fault(key, step, detail)
+        return fault
+
+    def _record(self, key: _Key, indices: Tensor, loss_scale: Tensor) -> _Captured:
+        gradients = self._gradients_of()
+        batch = None if self._is_resident else _clones(self._source.batch(indices, self.step.feed.generator))
+        static = indices.clone()
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self.step.feed.generator)
+        with self._timed(), capturing(graph, self._pool.handle, self._stream):
+            batches = iter([batch]) if batch is not None else self.step.batches(static)
+            loss_sum = self.step.accumulate(batches, key.batch_size, loss_scale)
+            gradients.collect(self.step.precision.copies_in_force)
+            if self._update.is_capturable:
+                self._update.run(loss_sum, key.batch_size, gradients)
+        gradients.publish()
+        if self._update.is_capturable:
+            gradients.drop()
+        return _Captured(graph=graph, indices=static, batch=batch, loss_sum=loss_sum, gradients=gradients)
 
     def _fill(self, entry: _Captured, indices: Tensor) -> None:
         """Writes these samples to where the graph reads them."""
@@ -302,14 +302,10 @@ def _watched_for_waiting() -> Iterator[list[str]]:
     a state that eager steps cannot go on from.
     """
     waits: list[str] = []
-    before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
+        with sync_debug_mode("warn"):
             yield waits
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
     for warning in caught:
         if "called a synchronizing CUDA operation" in str(warning.message):
             waits.append(f"{warning.filename}:{warning.lineno}")

@@ -72,13 +72,22 @@ class FusedOptimizer:
         self._allocate()
 
     def prepare(self, lr_factor: float, lr_scale: Mapping[str, float], copies: Mapping[int, Tensor]) -> None:
-        """Brings to the device what has changed: learning rates, and where state and copies lie."""
+        """Brings to the device what has changed: learning rates, and where state and copies lie.
+
+        Raises:
+            ValueError: the optimizer has been given parameters, or has lost some, since this was built.
+        """
+        if sum(len(group["params"]) for group in self._optimizer.param_groups) != len(self._own):
+            raise ValueError(
+                "the optimizer has other parameters than when the control loop was built: build another loop, and let "
+                "it take over this one's state_dict"
+            )
         if lr_factor != self._last_factor:
             self._lr_factor.fill_(lr_factor)
             self._last_factor = lr_factor
         groups = self._optimizer.param_groups
         rates = tuple(tuple(value for key, value in group.items() if key != "params") for group in groups)
-        if lr_scale is not self._last_scale or rates != self._last_rates:
+        if (lr_scale is not self._last_scale and lr_scale != self._last_scale) or rates != self._last_rates:
             self._set_hyperparameters(lr_scale)
             self._last_scale, self._last_rates = lr_scale, rates
         if copies is not self._last_copies:
@@ -117,8 +126,8 @@ class FusedOptimizer:
                     continue
                 for name in self._names:
                     if state.get(name) is None:
-                        shape = parameter.new_zeros(()) if name == "step" else torch.zeros_like(parameter)
-                        state[name] = shape.detach()
+                        zeros = parameter.new_zeros(()) if name == "step" else torch.zeros_like(parameter)
+                        state[name] = zeros.detach()
 
     def _find_state(self) -> None:
         """Names the tensors of parameters and state anew where a checkpoint, say, has replaced one."""
@@ -146,11 +155,6 @@ class FusedOptimizer:
         return [state[p].get(name) if p in state else None for name in self._names for p in self._own]
 
     def _set_hyperparameters(self, lr_scale: Mapping[str, float]) -> None:
-        if sum(len(group["params"]) for group in self._optimizer.param_groups) != len(self._own):
-            raise ValueError(
-                "the optimizer has been given parameters since the control loop was built: build another loop, and let "
-                "it take over this one's state_dict"
-            )
         num_others = len(self._watched) - len(self._own)
         of_each = [(p, group) for group in self._optimizer.param_groups for p in group["params"]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ DTYPES: Mapping[Precision, torch.dtype] = {
     Precision.FP32: torch.float32,
 }
 
+_NO_COPIES: Mapping[int, Tensor] = MappingProxyType({})
 _SINGLE_DTYPE_FUNCTIONS = frozenset(
     [
         *(torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack, torch.dstack),
@@ -72,7 +73,7 @@ class LayerPrecision:
         self._device_type = next(model.parameters()).device.type
         self._glue: torch.dtype | None = None
         self._dtypes: dict[str, torch.dtype] = {layer.name: torch.float32 for layer in layers}
-        self._suspended = False
+        self._is_set = self._suspended = False
         self._wrapped: list[tuple[nn.Module, Any]] = []
         for layer in layers:
             for module in layer.modules:
@@ -90,15 +91,23 @@ class LayerPrecision:
         unknown = sorted(set(precision) - set(self._dtypes))
         if unknown:
             raise KeyError(f"layers {unknown} are not in the model")
-        self._dtypes.update({name: DTYPES[level] for name, level in precision.items()})
+        wanted = {**self._dtypes, **{name: DTYPES[level] for name, level in precision.items()}}
+        if wanted == self._dtypes and self._is_set:
+            return
+        self._dtypes, self._is_set = wanted, True
         if self.copies is not None:
             self.copies.set(self._dtypes)
         for norm in self._norms:
-            wanted = {self._dtypes[self._name_of[module]] for module in norm.following}
-            norm.output_dtype = wanted.pop() if len(wanted) == 1 and not norm.has_other_readers else None
+            read_in = {self._dtypes[self._name_of[module]] for module in norm.following}
+            norm.output_dtype = read_in.pop() if len(read_in) == 1 and not norm.has_other_readers else None
         low = [dtype for dtype in self._dtypes.values() if dtype is not torch.float32]
         # BF16 wins a tie: it cannot overflow.
         self._glue = max((torch.bfloat16, torch.float16), key=low.count) if low else None
+
+    @property
+    def copies_in_force(self) -> Mapping[int, Tensor]:
+        """Id of a parameter -> the low-precision copy that computes in its place; the same object while it holds."""
+        return _NO_COPIES if self.copies is None else self.copies.in_force
 
     @property
     def key(self) -> tuple[torch.dtype, ...]:
@@ -146,8 +155,7 @@ class LayerPrecision:
             if self._suspended:
                 return original(module, *args, **kwargs)
             dtype = self._dtypes[name]
-            copies = {} if self.copies is None else self.copies.in_force
-            with torch.autocast(self._device_type, enabled=False), _parameters_as(module, dtype, copies):
+            with torch.autocast(self._device_type, enabled=False), _parameters_as(module, dtype, self.copies_in_force):
                 return original(module, *_cast(args, dtype), **_cast(kwargs, dtype))
 
         self._install(module, forward)

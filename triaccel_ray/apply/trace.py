@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from triaccel_ray.out_of_memory import first_line
+
 INPLACE_OPERATORS: frozenset[Callable[..., Any]] = frozenset(
     getattr(operator, name)
     for name in [
@@ -47,7 +49,6 @@ class Trace:
     """What the forward pass calls, as long as nothing that it was read from has changed."""
 
     graph: fx.Graph
-    model: nn.Module
     opened: tuple[tuple[nn.Module, bool], ...]
     """Modules whose own code became part of the graph, and whether they were in training mode."""
 
@@ -84,13 +85,12 @@ def trace(model: nn.Module, leaves: Collection[nn.Module]) -> Trace | Refusal:
     except _UntraceableError as error:
         return Refusal(reason=str(error))
     except Exception as error:  # the model's own code runs on stand-ins for tensors: anything may come of it
-        first_line = next(iter(str(error).splitlines()), "")
-        return Refusal(reason=f"its forward pass cannot be traced: {type(error).__name__}: {first_line}")
+        return Refusal(reason=f"its forward pass cannot be traced: {type(error).__name__}: {first_line(error)}")
     finally:
         opened = tuple((module, module.training) for module in (model, *tracer.opened))
         for module, mode in modes.items():
             module.training = mode
-    return Trace(graph=graph, model=model, opened=opened)
+    return Trace(graph=graph, opened=opened)
 
 
 def _refused_from_outside(model: nn.Module) -> str | None:

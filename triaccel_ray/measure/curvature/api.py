@@ -70,14 +70,8 @@ def top_eigenvalues(
             return _by_power_iteration(objective, layers, top_k, power, generator)
         passes = GramMethod(layers, method, top_k)
         passes.prepare(objective)
-        (matrices, *moments), shape = passes.finish()
-    return CurvatureEstimate(
-        matrices=matrices,
-        shape=shape,
-        mean_square_norm=moments[0] if moments else None,
-        trace_covariance=moments[1] if moments else None,
-        fallback_layers=passes.fallback_layers,
-    )
+        results, shape = passes.finish()
+    return CurvatureEstimate.of(results, shape, passes.fallback_layers)
 
 
 def _by_power_iteration(

@@ -23,6 +23,20 @@ class CurvatureEstimate:
     fallback_layers: tuple[str, ...] = ()
     """Names of the layers for which fisher or ggn had to pass the samples through the whole model one by one."""
 
+    @classmethod
+    def of(
+        cls, results: tuple[Tensor, ...], shape: SpectrumShape, fallback_layers: tuple[str, ...]
+    ) -> CurvatureEstimate:
+        """Returns the estimate of a method's results: the matrices and, from fisher, the gradient's two moments."""
+        matrices, *moments = results
+        return cls(
+            matrices=matrices,
+            shape=shape,
+            mean_square_norm=moments[0] if moments else None,
+            trace_covariance=moments[1] if moments else None,
+            fallback_layers=fallback_layers,
+        )
+
     @property
     def eigenvalues(self) -> Tensor:
         """fp32 [num_layers, k] where the matrices are, descending; waits for the device.

@@ -17,6 +17,7 @@ from triaccel_ray.measure.curvature.gram_method import GramMethod
 from triaccel_ray.measure.curvature.objective import Loss, Objective, measuring
 from triaccel_ray.measure.curvature.replay import Method, Recording, no_waiting
 from triaccel_ray.measure.curvature.spectrum import SpectrumShape
+from triaccel_ray.out_of_memory import first_line
 from triaccel_ray.structure import map_tensors
 
 
@@ -165,7 +166,7 @@ class CurvatureMeter:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self._stay_eager(_first_line(error))
+            self._stay_eager(first_line(error))
             return self._run(objective, num_iterations)
         if not self._tries_capture:
             return measured
@@ -176,20 +177,13 @@ class CurvatureMeter:
             self._recording = Recording(self._method, static, num_iterations, self._pool.handle)
             self.not_captured_because = ""
         except torch.OutOfMemoryError as error:
-            self.not_captured_because = _first_line(error)  # there may be room the next time
+            self.not_captured_because = first_line(error)  # there may be room the next time
         except Exception as error:  # CUDA, PyTorch and the model's own code may all refuse, each in its way
-            self._stay_eager(_first_line(error))
+            self._stay_eager(first_line(error))
         return measured
 
     def _estimate(self, results: tuple[Tensor, ...], shape: SpectrumShape) -> CurvatureEstimate:
-        matrices, *moments = results
-        return CurvatureEstimate(
-            matrices=matrices,
-            shape=shape,
-            mean_square_norm=moments[0] if moments else None,
-            trace_covariance=moments[1] if moments else None,
-            fallback_layers=self._method.fallback_layers,
-        )
+        return CurvatureEstimate.of(results, shape, self._method.fallback_layers)
 
     def _stay_eager(self, reason: str) -> None:
         self._tries_capture = False
@@ -205,7 +199,3 @@ class CurvatureMeter:
         """Returns what a structure and a recording depend on: shapes, other inputs, and where the weights are."""
         shapes = map_tensors(lambda tensor: (tensor.shape, tensor.dtype), (inputs, targets))
         return shapes, [tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers())]
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

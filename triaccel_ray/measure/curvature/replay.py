@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from triaccel_ray.graphs import capturing
+from triaccel_ray.graphs import capturing, sync_debug_mode
 from triaccel_ray.measure.curvature.objective import Objective
 from triaccel_ray.measure.curvature.spectrum import SpectrumShape
 from triaccel_ray.structure import tensors_in
@@ -67,24 +66,12 @@ class Recording:
         return tuple(result.clone() for result in self._results)
 
 
-@contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """Has PyTorch raise RuntimeError where the host would wait for the device.
+def no_waiting() -> AbstractContextManager[None]:
+    """Returns a context in which PyTorch raises RuntimeError where the host would wait for the device.
 
     A capture broken off by such a wait leaves the default generator unusable; so this is found out before.
     """
-    before = torch.cuda.get_sync_debug_mode()
-    _set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        _set_sync_debug_mode(before)
-
-
-def _set_sync_debug_mode(mode: int | str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
-        torch.cuda.set_sync_debug_mode(mode)
+    return sync_debug_mode("error")
 
 
 def _capture(work: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:

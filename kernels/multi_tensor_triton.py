@@ -1,0 +1,32 @@
+"""What kernels over a `TensorTable` have in common: its dtype codes, and how elements are read."""
+
+# ruff: noqa: N803  constants of a compilation are written in capitals, as everywhere in Triton
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
+# (Triton ships no types, and compiles no annotation but its own)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.multi_tensor import DTYPE_CODES
+
+FP32 = tl.constexpr(DTYPE_CODES[torch.float32])
+FP16 = tl.constexpr(DTYPE_CODES[torch.float16])
+BF16 = tl.constexpr(DTYPE_CODES[torch.bfloat16])
+
+
+@triton.jit
+def load_fp32(address, dtype: tl.constexpr, offsets, length, FULL: tl.constexpr, ALIGN: tl.constexpr):
+    """Returns the elements of `dtype` at `address` + `offsets` as fp32.
+
+    FULL promises that all of them exist and that the address is a multiple of ALIGN bytes, which is then how much a
+    thread reads at once; else those from `length` on read 0.
+    """
+    pointer = address.to(tl.pointer_type(dtype))
+    if FULL:
+        values = tl.load(tl.multiple_of(pointer, ALIGN) + offsets)
+    else:
+        values = tl.load(pointer + offsets, mask=offsets < length, other=0.0)
+    return values.to(tl.float32)

@@ -1,0 +1,53 @@
+"""The operation's entry: checks the arguments and chooses between the kernel and the reference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.step_end import reference
+from kernels.step_end.reference import LossScaleState
+
+__all__ = ["LossScaleState", "end_step"]
+
+
+@torch.no_grad()
+def end_step(
+    loss_sum: Tensor,
+    num_samples: int,
+    totals: Tensor,
+    found_nonfinite: Tensor,
+    state: LossScaleState | None,
+    *,
+    kernel: bool | None = None,
+) -> None:
+    """Adds one step's loss to the totals and moves the loss scale, in one launch and without a look from the host.
+
+    A step that overflowed was not made: it moves the scale (Micikevicius et al. 2018) and counts as skipped, and its
+    loss, which may be as infinite as its gradients, is left out. Can be captured in a CUDA graph.
+
+    Args:
+        loss_sum: the loss summed over the step's samples, fp64 scalar.
+        num_samples: how many they are.
+        totals: fp64 [rows, 2], contiguous: sums of losses, numbers of samples.
+        found_nonfinite: whether any gradient was not finite, fp32 scalar, 0 or 1.
+        state: the loss scale; None where there is none, and no step is ever skipped.
+        kernel: whether to run the Triton kernel: by default on a GPU; on a CPU it needs Triton's interpreter.
+
+    Raises:
+        ValueError: a tensor has another dtype or shape than named above.
+    """
+    for name, tensor, dtype in (
+        ("loss_sum", loss_sum, torch.float64),
+        ("found_nonfinite", found_nonfinite, torch.float32),
+    ):
+        if tensor.dtype is not dtype or tensor.numel() != 1:
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: must be one {dtype}")
+    if totals.dtype is not torch.float64 or totals.dim() != 2 or totals.shape[1] != 2 or not totals.is_contiguous():
+        raise ValueError(f"totals is {totals.dtype} {list(totals.shape)}: must be contiguous torch.float64 [rows, 2]")
+    if totals.is_cuda if kernel is None else kernel:
+        from kernels.step_end.triton import launch  # here: without a GPU triton need not exist
+
+        launch(loss_sum, num_samples, totals, found_nonfinite, state)
+    else:
+        reference.end_step(loss_sum, num_samples, totals, found_nonfinite, state)

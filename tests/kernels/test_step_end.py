@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.step_end import LossScaleState, end_step
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def state_of(scale: float = 8.0, growth_interval: int = 3, maximum: float = 2.0**24) -> LossScaleState:
+    return LossScaleState(
+        scale=torch.tensor(scale, device=DEVICE),
+        num_finite=torch.zeros((), device=DEVICE),
+        num_skipped=torch.zeros((), dtype=torch.float64, device=DEVICE),
+        growth_interval=growth_interval,
+        maximum=maximum,
+    )
+
+
+def scalar(value: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=DEVICE)
+
+
+def outcomes_of(state: LossScaleState | None, outcomes: str, *, rows: int, kernel: bool) -> tuple[list[float], Tensor]:
+    """The scale after each step (x: an overflow), and the totals after all."""
+    totals = torch.zeros(rows, 2, dtype=torch.float64, device=DEVICE)
+    scales = []
+    for index, outcome in enumerate(outcomes):
+        loss = math.inf if outcome == "x" else 1.0 / 3.0 + index
+        found = scalar(float(outcome == "x"), torch.float32)
+        end_step(scalar(loss), 96 + index, totals, found, state, kernel=kernel)
+        scales.append(math.nan if state is None else state.scale.item())
+    return scales, totals
+
+
+@pytest.mark.parametrize("outcomes", ["......", "..x...", "...x..", "xx...x", "xxxxx"])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_the_kernel_does_what_the_reference_does(outcomes: str, rows: int) -> None:
+    mine, reference = state_of(), state_of()
+    got = outcomes_of(mine, outcomes, rows=rows, kernel=True)
+    expected = outcomes_of(reference, outcomes, rows=rows, kernel=False)
+    assert got[0] == expected[0]
+    assert torch.equal(got[1], expected[1])
+    assert (mine.num_finite.item(), mine.num_skipped.item()) == (
+        reference.num_finite.item(),
+        reference.num_skipped.item(),
+    )
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_skipped_steps_leave_no_loss_and_the_scale_keeps_its_bounds(kernel: bool) -> None:
+    scales, totals = outcomes_of(state_of(2.0, maximum=4.0, growth_interval=1), "xxx..", rows=2, kernel=kernel)
+    assert scales == [1.0, 1.0, 1.0, 2.0, 4.0]
+    assert totals.tolist() == [[(1.0 / 3.0 + 3) + (1.0 / 3.0 + 4), 99.0 + 100.0]] * 2
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_without_a_scale_every_step_counts(kernel: bool) -> None:
+    totals = torch.zeros(2, 2, dtype=torch.float64, device=DEVICE)
+    end_step(scalar(3.0), 7, totals, scalar(1.0, torch.float32), None, kernel=kernel)
+    assert totals.tolist() == [[3.0, 7.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss_sum": torch.zeros((), device=DEVICE)}, "loss_sum is torch.float32"),
+        ({"found_nonfinite": torch.zeros(2, device=DEVICE)}, r"found_nonfinite is torch.float32 \[2\]"),
+        ({"totals": torch.zeros(2, dtype=torch.float64, device=DEVICE)}, "totals is torch.float64"),
+        ({"totals": torch.zeros(2, 2, device=DEVICE)}, "totals is torch.float32"),
+    ],
+)
+def test_what_it_cannot_take_is_refused(change: dict[str, Tensor], message: str) -> None:
+    arguments = {
+        "loss_sum": scalar(1.0),
+        "totals": torch.zeros(1, 2, dtype=torch.float64, device=DEVICE),
+        "found_nonfinite": scalar(0.0, torch.float32),
+        **change,
+    }
+    with pytest.raises(ValueError, match=message):
+        end_step(arguments["loss_sum"], 1, arguments["totals"], arguments["found_nonfinite"], None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_captured_end_reads_the_state_anew() -> None:
+    state, totals = state_of(growth_interval=1), torch.zeros(2, 2, dtype=torch.float64, device=DEVICE)
+    loss, found = scalar(2.0), scalar(0.0, torch.float32)
+    end_step(loss, 96, totals, found, state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        end_step(loss, 96, totals, found, state)
+    for overflow in (0.0, 1.0, 0.0):
+        found.fill_(overflow)
+        graph.replay()
+    assert state.scale.item() == 8.0 * 2 * 2 / 2 * 2
+    assert state.num_skipped.item() == 1.0
+    assert totals.tolist() == [[6.0, 288.0]] * 2

@@ -1,0 +1,107 @@
+"""A training step put together: batch, gradients, statistics, optimizer, loss scale, captured where there is a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from kernels.step_end import end_step
+from triaccel_ray.apply.capture import StepCache
+from triaccel_ray.apply.copies import ComputeCopies
+from triaccel_ray.apply.feed import Feed
+from triaccel_ray.apply.fuse import Fusion, Refusal, fuse
+from triaccel_ray.apply.loss_scale import LossScale
+from triaccel_ray.apply.optimizer import LayerwiseOptimizer
+from triaccel_ray.apply.precision import LayerPrecision
+from triaccel_ray.apply.step import Loss, Step
+from triaccel_ray.config import ExecutionConfig
+from triaccel_ray.gradients import Gradients
+from triaccel_ray.graphs import GraphPool
+from triaccel_ray.layers import Layer
+from triaccel_ray.measure.memory import MemoryMeter
+from triaccel_ray.measure.moments import GradientMoments
+from triaccel_ray.plan import Fault, FaultKind
+
+
+class TrainingUpdate:
+    """Takes in gradients: watches their variance, steps the optimizer, moves the loss scale, adds up the loss."""
+
+    def __init__(
+        self,
+        precision: LayerPrecision,
+        moments: GradientMoments,
+        optimizer: LayerwiseOptimizer,
+        loss_scale: LossScale,
+        loss_sums: Tensor,
+    ) -> None:
+        """Adds each step's loss to every row of `loss_sums`: fp64 [rows, 2], sum over the samples and their number."""
+        self._precision, self._moments, self._optimizer, self._loss_scale = precision, moments, optimizer, loss_scale
+        self._loss_sums = loss_sums
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether `run` is device work alone."""
+        return self._optimizer.is_capturable
+
+    def run(self, loss_sum: Tensor, num_samples: int, gradients: Gradients) -> None:
+        """Takes in one step: its loss summed over the samples (fp64 scalar), and its gradients."""
+        active = self._precision.needs_loss_scale
+        scale = self._loss_scale.factor(active)
+        found = self._moments.update(gradients, scale)
+        self._optimizer.update(gradients, loss_scale=scale if active else None, found_nonfinite=found)
+        end_step(loss_sum, num_samples, self._loss_sums, found, self._loss_scale.state if active else None)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepParts:
+    """What a step is put together from."""
+
+    model: nn.Module
+    loss: Loss
+    layers: Sequence[Layer]
+    feed: Feed
+    optimizer: LayerwiseOptimizer
+    moments: GradientMoments
+    loss_scale: LossScale
+    loss_sums: Tensor
+    """fp64 [rows, 2]: every step adds its loss, and its number of samples, to each row."""
+    memory: MemoryMeter
+    pool: GraphPool
+
+
+def build_steps(parts: StepParts, config: ExecutionConfig) -> tuple[StepCache, tuple[Fault, ...]]:
+    """Returns what makes the steps, and as a fault what makes them slower than asked for."""
+    copies = fusion = None
+    faults: tuple[Fault, ...] = ()
+    if parts.pool.handle is not None:
+        copies = ComputeCopies(parts.layers, parts.optimizer.parameters)
+        fused = _fuse(parts) if config.fuse else None
+        if isinstance(fused, Refusal):
+            faults = (Fault(kind=FaultKind.FUSION_REFUSED, step=0, phase="fuse", detail=fused.reason),)
+        else:
+            fusion = fused
+    norms = () if fusion is None else fusion.norms
+    precision = LayerPrecision(parts.model, parts.layers, copies=copies, norms=norms)
+    step = Step(
+        parts.model,
+        parts.loss,
+        parts.feed,
+        precision,
+        check_memory=parts.memory.check,
+        release_memory=parts.memory.release,
+        fusion=fusion,
+    )
+    update = TrainingUpdate(precision, parts.moments, parts.optimizer, parts.loss_scale, parts.loss_sums)
+    cache = StepCache(step, update, lambda: Gradients(parts.optimizer.watched), parts.pool, config)
+    return cache, faults
+
+
+def _fuse(parts: StepParts) -> Fusion | Refusal | None:
+    """Returns the model with its norms fused, or why not; None for a model without batch normalisation."""
+    if not any(isinstance(module, nn.BatchNorm2d) for module in parts.model.modules()):
+        return None
+    if not parts.model.training:
+        parts.model.train()
+    return fuse(parts.model, [module for layer in parts.layers for module in layer.modules])
