@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from triaccel_ray.plan import Precision
 
+MINIMUM_LOSS_SCALE = 1.0
+"""Smallest loss scale: below it a gradient would be made smaller, against overflow in the backward pass alone."""
+
 CurvatureMethod = Literal["fisher", "ggn", "hessian"]
 LrRule = Literal["none", "sqrt", "linear", "adascale"]
 

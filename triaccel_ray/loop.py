@@ -146,6 +146,7 @@ class ControlLoop:
         """Optimizer steps done, skipped ones included."""
         self.num_ticks = 0
         self._unrecorded: Tick | None = None
+        self._curvature_told = False
 
     @property
     def plan(self) -> Plan:
@@ -329,13 +330,7 @@ class ControlLoop:
 
     def _record_optimizer_faults(self) -> None:
         for detail in self.optimizer.survived:
-            fault = Fault(
-                kind=FaultKind.OUT_OF_MEMORY,
-                step=self.num_steps,
-                phase="optimizer",
-                batch_size=self.plan.batch_size,
-                detail=detail,
-            )
+            fault = Fault.out_of_memory(detail, step=self.num_steps, phase="optimizer", batch_size=self.plan.batch_size)
             self.sensors.record_faults([fault])
         self.optimizer.survived.clear()
 
@@ -351,15 +346,16 @@ class ControlLoop:
             with self._steps.on_stream(), self._precision.suspended():
                 inputs, targets = self.feed.source.batch(self.feed.placed(indices), None)
                 self.sensors.record_curvature(self.curvature.measure(inputs, targets, self._device_generator()))
+            if self.curvature.stays_eager and not self._curvature_told:
+                self._curvature_told = True
+                detail = self.curvature.not_captured_because
+                fault = Fault(kind=FaultKind.CAPTURE_FAILED, step=self.num_steps, phase="curvature", detail=detail)
+                self.sensors.record_faults([fault])
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            fault = Fault(
-                kind=FaultKind.OUT_OF_MEMORY,
-                step=self.num_steps,
-                phase="curvature",
-                micro_batch_size=count,
-                detail=first_line(error),
+            fault = Fault.out_of_memory(
+                first_line(error), step=self.num_steps, phase="curvature", micro_batch_size=count
             )
             self.sensors.record_faults([fault])
         else:

@@ -117,6 +117,20 @@ class Fault:
     """Samples that passed at once in the end; 0 when the phase has no batch."""
     detail: str = ""
 
+    @classmethod
+    def out_of_memory(
+        cls, error: str, *, step: int, phase: str, batch_size: int = 0, micro_batch_size: int = 0
+    ) -> Fault:
+        """Returns the fault that an out-of-memory error with this message is."""
+        return cls(
+            kind=FaultKind.OUT_OF_MEMORY,
+            step=step,
+            phase=phase,
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            detail=error,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:

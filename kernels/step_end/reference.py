@@ -20,8 +20,10 @@ class LossScaleState:
     """Steps skipped so far, fp64 scalar."""
     growth_interval: int
     """Finite steps in a row after which the scale doubles."""
+    minimum: float
+    """Smallest scale."""
     maximum: float
-    """Largest scale; the smallest is 1."""
+    """Largest scale."""
 
 
 def move_scale(state: LossScaleState, found_nonfinite: Tensor) -> None:
@@ -32,7 +34,7 @@ def move_scale(state: LossScaleState, found_nonfinite: Tensor) -> None:
     grow = state.num_finite >= state.growth_interval
     state.num_finite.copy_(torch.where(grow, 0.0, state.num_finite))
     factor = torch.where(overflow, 0.5, torch.where(grow, 2.0, 1.0))
-    state.scale.mul_(factor).clamp_(1.0, state.maximum)
+    state.scale.mul_(factor).clamp_(state.minimum, state.maximum)
 
 
 def end_step(

@@ -33,6 +33,7 @@ def launch(
             num_finite,
             num_skipped,
             0 if state is None else state.growth_interval,
+            1.0 if state is None else state.minimum,
             1.0 if state is None else state.maximum,
             HAS_SCALE=state is not None,
             ROWS=triton.next_power_of_2(len(totals)),
@@ -52,6 +53,7 @@ def _end_step_kernel(
     num_finite,
     num_skipped,
     growth_interval,
+    minimum,
     maximum,
     HAS_SCALE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -62,7 +64,7 @@ def _end_step_kernel(
         finite = tl.where(skipped > 0.0, 0.0, tl.load(num_finite) + 1.0)
         grow = finite >= growth_interval
         factor = tl.where(skipped > 0.0, 0.5, tl.where(grow, 2.0, 1.0))
-        moved = tl.minimum(tl.maximum(tl.load(scale) * factor, 1.0), maximum)
+        moved = tl.minimum(tl.maximum(tl.load(scale) * factor, minimum), maximum)
         tl.store(num_finite, tl.where(grow, 0.0, finite))
         tl.store(scale, moved)
         tl.store(num_skipped, tl.load(num_skipped) + tl.where(skipped > 0.0, 1.0, 0.0))

@@ -17,6 +17,7 @@ def state_of(scale: float = 8.0, growth_interval: int = 3, maximum: float = 2.0*
         num_finite=torch.zeros((), device=DEVICE),
         num_skipped=torch.zeros((), dtype=torch.float64, device=DEVICE),
         growth_interval=growth_interval,
+        minimum=1.0,
         maximum=maximum,
     )
 

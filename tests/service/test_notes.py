@@ -46,9 +46,11 @@ def test_what_adapting_took_is_added_up(run: RunRecord) -> None:
 def test_out_of_memory_errors_are_counted_and_slow_steps_explained_once(run: RunRecord) -> None:
     fault = Fault(kind=FaultKind.OUT_OF_MEMORY, step=1, phase="forward_backward", batch_size=96, micro_batch_size=48)
     slow = Fault(kind=FaultKind.CAPTURE_FAILED, step=1, phase="capture", detail="the step waits for the device")
+    curvature = Fault(kind=FaultKind.CAPTURE_FAILED, step=1, phase="curvature", detail="layer rnn is recurrent")
     unfused = Fault(kind=FaultKind.FUSION_REFUSED, step=0, phase="fuse", detail="it calls no BatchNorm2d")
-    assert list(run_notes(with_faults(run, fault, fault, slow, slow, unfused))) == [
+    assert list(run_notes(with_faults(run, fault, fault, slow, slow, curvature, unfused))) == [
         "2 times memory ran out; no sample was lost",
         "steps ran eagerly, without CUDA graphs: the step waits for the device",
+        "curvature was measured without CUDA graphs: layer rnn is recurrent",
         "batch normalisation ran apart from what follows it: it calls no BatchNorm2d",
     ]

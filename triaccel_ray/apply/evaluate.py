@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from triaccel_ray.apply.step import Loss
 from triaccel_ray.layers import forward
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
-from triaccel_ray.plan import Fault, FaultKind
+from triaccel_ray.plan import Fault
 from triaccel_ray.sources import DataSource, as_source
 
 Metric = Callable[[Any, Tensor], Tensor]
@@ -78,15 +78,7 @@ def evaluate(
                 detail = first_line(error)
             batch_size = max(len(indices) // 2, 1)
             release_memory()
-            faults.append(
-                Fault(
-                    kind=FaultKind.OUT_OF_MEMORY,
-                    step=step,
-                    phase="evaluation",
-                    micro_batch_size=batch_size,
-                    detail=detail,
-                )
-            )
+            faults.append(Fault.out_of_memory(detail, step=step, phase="evaluation", micro_batch_size=batch_size))
     finally:
         for module, mode in training.items():
             module.training = mode

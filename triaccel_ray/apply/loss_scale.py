@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.step_end import LossScaleState
-from triaccel_ray.config import LossScaleConfig
+from triaccel_ray.config import MINIMUM_LOSS_SCALE, LossScaleConfig
 
 MAXIMUM = 2.0**24
 """Beyond this the scaled loss itself approaches the end of FP32's range in long sums."""
@@ -25,6 +25,7 @@ class LossScale:
             num_finite=torch.zeros((), device=device),
             num_skipped=torch.zeros((), dtype=torch.float64, device=device),
             growth_interval=config.growth_interval,
+            minimum=MINIMUM_LOSS_SCALE,
             maximum=MAXIMUM,
         )
         self._one = torch.ones((), device=device)

@@ -14,15 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from triaccel_ray.apply.copies import ComputeCopies
 from triaccel_ray.apply.fused_norm import FusedNorm
+from triaccel_ray.dtypes import DTYPES
 from triaccel_ray.layers import NORMS, SINGLE_DTYPE_NORMS, Layer
 from triaccel_ray.plan import Precision
 from triaccel_ray.structure import map_tensors, tensors_in
-
-DTYPES: Mapping[Precision, torch.dtype] = {
-    Precision.FP16: torch.float16,
-    Precision.BF16: torch.bfloat16,
-    Precision.FP32: torch.float32,
-}
 
 _NO_COPIES: Mapping[int, Tensor] = MappingProxyType({})
 _SINGLE_DTYPE_FUNCTIONS = frozenset(

@@ -14,7 +14,7 @@ from triaccel_ray.apply.fuse import Fusion
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.layers import forward
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
-from triaccel_ray.plan import Fault, FaultKind
+from triaccel_ray.plan import Fault
 from triaccel_ray.structure import map_tensors
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -91,15 +91,12 @@ class Step:
             self.zero_grad()
             before.restore(self.model, self.feed)
             self._release_memory()
-            fault = Fault(
-                kind=FaultKind.OUT_OF_MEMORY,
-                step=step,
-                phase="forward_backward",
-                batch_size=len(indices),
-                micro_batch_size=-(-len(indices) // self._parts),
-                detail=detail,
-            )
-            faults = [fault]
+            at_once = -(-len(indices) // self._parts)
+            faults = [
+                Fault.out_of_memory(
+                    detail, step=step, phase="forward_backward", batch_size=len(indices), micro_batch_size=at_once
+                )
+            ]
 
     def accumulate(self, batches: Iterable[tuple[Any, Tensor]], num_samples: int, loss_scale: Tensor) -> Tensor:
         """Adds up the gradients of `batches`, parts of one batch of `num_samples`; returns the sum of their losses.

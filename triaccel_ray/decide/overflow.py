@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from triaccel_ray.config import PrecisionConfig
+from triaccel_ray.config import MINIMUM_LOSS_SCALE, PrecisionConfig
 from triaccel_ray.decide.state import ControlState, LayerState
 from triaccel_ray.plan import Precision, Reason, ReasonCode
 from triaccel_ray.signals import Observation
-
-MINIMUM_LOSS_SCALE = 1.0
 
 
 def bar_overflowing(

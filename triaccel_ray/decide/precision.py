@@ -88,7 +88,8 @@ def keep_precision(
         if chosen is in_force:
             state = replace(state, refused=None)
         elif chosen is not state.refused or chosen.rank > in_force.rank:
-            state = LayerState(by_variance=in_force, eigenvalues=state.eigenvalues)
+            bar = 0 if in_force is Precision.FP16 else state.fp16_bar_ticks
+            state = LayerState(by_variance=in_force, eigenvalues=state.eigenvalues, fp16_bar_ticks=bar)
         updated[signal.name] = state
     return plan, updated
 

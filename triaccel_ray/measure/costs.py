@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from triaccel_ray.checkpoint import random_states, set_random_states
+from triaccel_ray.dtypes import DTYPES
 from triaccel_ray.layers import NORMS, SINGLE_DTYPE_NORMS, Layer, forward
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
-from triaccel_ray.plan import Fault, FaultKind, Precision
+from triaccel_ray.plan import Fault, Precision
 from triaccel_ray.signals import LayerCost
 from triaccel_ray.structure import map_tensors, tensors_in
 
 NUM_TIMED = 3
 """Timed runs, after those that warm up; the shortest counts: a host that falls behind only ever adds."""
-_DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
 _CYCLES_PER_SECOND = 2e9
 """A GPU's clock, at most about so fast."""
 _LONGEST_HEAD_START = 5e-3
@@ -79,8 +79,7 @@ def measure_costs(
         if not is_out_of_memory(error):
             raise
         detail = first_line(error)
-    fault = Fault(kind=FaultKind.OUT_OF_MEMORY, step=step, phase="costs", detail=detail)
-    return CostMeasurement(costs=None, faults=(fault,))
+    return CostMeasurement(costs=None, faults=(Fault.out_of_memory(detail, step=step, phase="costs"),))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -181,7 +180,7 @@ def _milliseconds(parts: Sequence[tuple[int, Seconds | None]]) -> float:
 def _time_alone(call: _Call, level: Precision, stopwatch: _Stopwatch) -> Seconds | None:
     """Returns the time of the call in this precision, forward and backward; None if the module fails alone."""
     try:
-        return stopwatch.time(_Alone(call, _DTYPES[level], stopwatch.device).run)
+        return stopwatch.time(_Alone(call, DTYPES[level], stopwatch.device).run)
     except Exception as error:  # a module of the user's may raise anything when it is called out of its place
         if is_out_of_memory(error):
             raise

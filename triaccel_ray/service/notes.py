@@ -8,8 +8,9 @@ from triaccel_ray.plan import FaultKind
 from triaccel_ray.service.record import RunRecord
 
 _SLOWER = {
-    FaultKind.CAPTURE_FAILED: "steps ran eagerly, without CUDA graphs",
-    FaultKind.FUSION_REFUSED: "batch normalisation ran apart from what follows it",
+    (FaultKind.CAPTURE_FAILED, "capture"): "steps ran eagerly, without CUDA graphs",
+    (FaultKind.CAPTURE_FAILED, "curvature"): "curvature was measured without CUDA graphs",
+    (FaultKind.FUSION_REFUSED, "fuse"): "batch normalisation ran apart from what follows it",
 }
 
 
@@ -26,6 +27,6 @@ def run_notes(run: RunRecord) -> Iterator[str]:
     num_out_of_memory = sum(fault.kind is FaultKind.OUT_OF_MEMORY for fault in faults)
     if num_out_of_memory:
         yield f"{num_out_of_memory} times memory ran out; no sample was lost"
-    for kind, text in _SLOWER.items():
-        reasons = dict.fromkeys(fault.detail for fault in faults if fault.kind is kind)
+    for which, text in _SLOWER.items():
+        reasons = dict.fromkeys(fault.detail for fault in faults if (fault.kind, fault.phase) == which)
         yield from (f"{text}: {reason}" for reason in reasons)
