@@ -83,6 +83,12 @@ def random_states() -> dict[str, Any]:
     return states
 
 
+def host_random_state() -> tuple[Any, ...]:
+    """Returns what tells whether anybody has drawn from Python's, torch's or NumPy's generators on the host."""
+    arrays = sys.modules["numpy"].random.get_state(legacy=True) if "numpy" in sys.modules else ()
+    return (random.getstate(), torch.get_rng_state().numpy().tobytes(), *(str(part) for part in arrays))
+
+
 def set_random_states(states: dict[str, Any]) -> None:
     """Restores what `random_states` returned."""
     torch.set_rng_state(states["torch"])

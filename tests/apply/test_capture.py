@@ -194,6 +194,22 @@ def test_a_model_that_waits_for_the_device_runs_eagerly_and_says_so() -> None:
     assert "waits for the device" in faults[0].detail
 
 
+class LayerDrop(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * (1.0 if float(torch.rand(())) > 0.5 else 0.5)
+
+
+def test_a_model_that_draws_on_the_host_runs_eagerly_and_says_so() -> None:
+    ticks: list[Any] = []
+    model = nn.Sequential(network(), LayerDrop())
+    loop = loop_of(model, fixed(Precision.FP16, capture=True), on_tick=ticks.append)
+    loop.train_epoch()
+    assert loop._steps.num_captured == 0
+    faults = [fault for tick in ticks for fault in tick.observation.faults]
+    assert [fault.kind for fault in faults] == [FaultKind.CAPTURE_FAILED]
+    assert "draws random numbers on the host" in faults[0].detail
+
+
 class Uncapturable(nn.Module):
     """Does what a capture refuses, but no operation of PyTorch's waits for the device."""
 

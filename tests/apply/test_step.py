@@ -1,6 +1,8 @@
+import random
 from collections import namedtuple
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -299,3 +301,32 @@ def test_the_cpu_allocators_error_counts_as_out_of_memory() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
+
+
+class HostDropout(nn.Module):
+    """Drops all or nothing, by a number drawn on the host."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * float(self.draw() >= 0.0)
+
+
+@pytest.mark.parametrize(
+    ("draw", "draws"),
+    [(random.random, True), (lambda: torch.rand(()), True), (np.random.random, True), (lambda: 0.5, False)],
+)
+def test_a_model_that_draws_on_the_host_is_found_out(draw: Any, draws: bool) -> None:
+    step = step_of(nn.Sequential(mlp(), HostDropout(draw)), blobs(16))
+    step.run(ALL, ONE, step=0)
+    assert step.draws_on_host is None
+    step.run(ALL, ONE, step=1, watch=True)
+    assert step.draws_on_host is draws
+
+
+def test_what_the_data_draws_on_the_host_does_not_count() -> None:
+    step = step_of(mlp(), TensorSource(*blobs(16), augment=lambda x, generator: x + torch.rand(())))
+    step.run(ALL, ONE, step=0, watch=True)
+    assert step.draws_on_host is False

@@ -152,10 +152,10 @@ class StepCache:
             self._replay(key)
         return ()
 
-    def _eager(self, indices: Tensor, loss_scale: Tensor, step: int) -> tuple[Fault, ...]:
+    def _eager(self, indices: Tensor, loss_scale: Tensor, step: int, *, watch: bool = False) -> tuple[Fault, ...]:
         if self._entries:
             self._pool.release()
-        outcome = self.step.run(indices, loss_scale, step=step)
+        outcome = self.step.run(indices, loss_scale, step=step, watch=watch)
         gradients = self._eager_gradients
         gradients.collect(self.step.precision.copies_in_force)
         gradients.publish()
@@ -164,17 +164,20 @@ class StepCache:
         return outcome.faults
 
     def _first(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> tuple[Fault, ...]:
-        """Makes the first step of a kind, eagerly, and watches whether it waits for the device."""
+        """Makes the first step of a kind, eagerly, and watches for what a captured one could not do."""
         with self._timed(), _watched_for_waiting() as waits:
-            faults = self._eager(indices, loss_scale, step)
+            faults = self._eager(indices, loss_scale, step, watch=True)
             self.step.zero_grad()
         if faults:  # the attempts that failed waited for the device too, and what passed was another kind of step
             return faults
         self._warm.add(key)
-        if not waits:
+        reasons = [f"the step waits for the device ({waits[0]})"] if waits else []
+        if self.step.draws_on_host:
+            reasons.append("the model draws random numbers on the host, which a replay would not draw anew")
+        if not reasons:
             return ()
         self.enabled = False
-        return (_capture_fault(key, step, f"the step waits for the device ({waits[0]})"),)
+        return (_capture_fault(key, step, "; ".join(reasons)),)
 
     def _capture(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> Fault | None:
         """Captures the step on these samples without making it, and keeps it; returns what prevented that."""
