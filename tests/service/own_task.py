@@ -12,14 +12,17 @@ from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.service.spec import RunSpec
 
 MODULE = """
+from pathlib import Path
+
 import torch
 from torch import nn
 from tests.build import CPU, blobs, mlp
-from trainables.task import Recipe, Splits, Task
+from trainables.task import Purpose, Recipe, Splits, Task
 from triaccel_ray.sources import TensorSource
 from triaccel_ray.config import BatchConfig, ControlConfig
 
 READS = []  # (purpose, index) of every held-out sample that was read
+READ = Path(__file__).with_name("read.txt")  # numbers of test samples of Guarded that were read, by any process
 
 
 class Watched(TensorSource):
@@ -46,6 +49,40 @@ class Blobs(Task):
         held_out = Watched(*blobs(50, seed=1))
         held_out.purpose = purpose.value
         return Splits(train=TensorSource(*blobs(160)), held_out=held_out)
+
+
+class Sealed(TensorSource):
+    # test samples: they raise when touched for anything but a final run, and note how many were read
+    purpose = None
+
+    def _touch(self):
+        if self.purpose != "final":
+            raise RuntimeError(f"test samples were touched for {self.purpose}")
+
+    def __len__(self):
+        self._touch()
+        return super().__len__()
+
+    def batch(self, indices, generator):
+        self._touch()
+        with READ.open("a") as file:
+            file.write(f"{len(indices)}\\n")
+        return super().batch(indices, generator)
+
+    def to(self, device):
+        self._touch()
+        return self
+
+
+class Guarded(Blobs):
+    name = "guarded"
+
+    def data(self, purpose):
+        test = Sealed(*blobs(50, seed=1))
+        test.purpose = purpose.value
+        validation = TensorSource(*blobs(48, seed=2))
+        final = purpose is Purpose.FINAL
+        return Splits(train=TensorSource(*blobs(160)), held_out=test if final else validation)
 
 
 class Diverging(Blobs):

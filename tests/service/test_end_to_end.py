@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,10 @@ from ray.cluster_utils import Cluster
 
 from tests.service.own_task import own_spec, write_module
 from tests.service.stores import Recorded, runs
+from trainables.task import Purpose
 from triaccel_ray.events import Tick, read_events
 from triaccel_ray.service import cli
+from triaccel_ray.service.comparison import read_comparison
 from triaccel_ray.service.record import read_run
 from triaccel_ray.service.search import best_trial, read_search
 from triaccel_ray.service.tracking import Tracker
@@ -160,22 +163,52 @@ def test_a_search_end_to_end(desk: Desk, capsys: pytest.CaptureFixture[str]) -> 
         assert {EVENTS, "spec.json", "figures/learning_curve.png"} <= desk.artifacts(run)
 
 
-def test_a_comparison_end_to_end(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--methods", "fp32,triaccel", "--seeds", "1", "--epochs", "2", "--name", "versus", *NO_FP16)
-    assert desk.type("compare", "digits", *words) == 0
+def test_a_comparison_end_to_end(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    task, folder = f"{write_module(tmp_path, monkeypatch)}:Guarded", desk.storage / "versus"
+    words = ("--methods", "amp", "--fixed", "1", "--tune-baselines", "2", "--seeds", "1", "--epochs", "2")
+    assert desk.type("compare", task, *words, "--name", "versus", "--device", "cpu") == 0
     said = capsys.readouterr().out
-    table = (desk.storage / "versus" / "comparison.md").read_text()
-    for method in ("fp32", "triaccel"):
-        run = read_run(desk.storage / "versus" / f"{method}-seed0")
-        assert (run.status, [epoch.held_out_accuracy for epoch in run.epochs]) == ("finished", [None, None])
+    record = read_comparison(folder)
+    assert set(record.trials) == {"amp-recipe", "amp-recipe1", "fixed-bf16-32", "fixed-recipe1"}
+    assert {run.status for run in (*record.trials.values(), *record.runs.values())} == {"finished"}
+    assert all(run.spec.purpose is Purpose.SEARCH for run in record.trials.values())
+    table = (folder / "comparison.md").read_text()
+    for name in ("amp-seed0", "fixed-seed0"):
+        run = record.runs[name]
+        assert [epoch.held_out_accuracy for epoch in run.epochs] == [None, None]
         assert run.end is not None
-        assert f"{run.end.results['accuracy']:.4g}" in table
-        assert method in said
+        for text in (table, said):
+            assert f"{run.end.results['accuracy']:.4g}" in text
+    assert record.choices is not None
+    assert set(record.choices.tuned) == {"amp", "fixed"}
+    assert "too few seeds" in said
+    # two final runs have read the 50 test samples once, and no trial has touched them: they would have raised
+    assert sum(map(int, (tmp_path / "read.txt").read_text().split())) == 2 * 50
+
     recorded = {run.name: run for run in runs(desk.tracker, "triaccel-comparisons")}
     parent = recorded.pop("versus")
-    assert set(recorded) == {"fp32-seed0", "triaccel-seed0"}
+    assert set(recorded) == {*record.trials, *record.runs}
     assert {run.tags["mlflow.parentRunId"] for run in recorded.values()} == {parent.id}
     assert {run.status for run in (parent, *recorded.values())} == {"FINISHED"}
+    assert {"final/amp/accuracy_mean", "final/fixed/score_mean"} <= parent.keys
+    assert {
+        *("comparison.json", "comparison.md", "choices.json", "report.html"),
+        *("figures/accuracy_against_cost.png", "figures/score.png"),
+    } <= desk.artifacts(parent)
+
+    # cut off: the choice, one trial and one final run are missing
+    (folder / "choices.json").unlink()
+    kept = {name: (folder / name / EVENTS).read_bytes() for name in ("trials/amp-recipe", "amp-seed0")}
+    for name in ("trials/fixed-recipe1", "fixed-seed0"):
+        shutil.rmtree(folder / name)
+    assert desk.type("resume", "versus") == 0
+    assert {name: (folder / name / EVENTS).read_bytes() for name in kept} == kept
+    resumed = read_comparison(folder)
+    assert resumed.choices == record.choices
+    assert resumed.unfinished() == {}
 
 
 def test_an_interrupted_run_of_a_users_own_task_ends_as_if_it_had_not_been(

@@ -35,6 +35,7 @@ def control_of(method: str, control: ControlConfig = CONTROL) -> ControlConfig:
         ("fp32", Precision.FP32, False, False),
         ("amp", Precision.BF16, False, False),
         ("engine-amp", Precision.BF16, False, False),
+        ("fixed", Precision.BF16, False, False),
         ("probe", Precision.BF16, False, False),
         ("dynamic-batch", Precision.FP32, False, True),
         ("dynamic-precision", None, False, False),
@@ -77,6 +78,7 @@ def test_other_lr_rules_stay_with_an_elastic_batch() -> None:
 def test_the_initial_precision_of_low_methods_is_the_users() -> None:
     fp16 = replace(CONTROL, precision=replace(CONTROL.precision, initial=Precision.FP16))
     assert control_of("engine-amp", fp16).precision.initial is Precision.FP16
+    assert control_of("fixed", fp16).precision.initial is Precision.FP16
     assert control_of("fp32", fp16).precision.initial is Precision.FP32
 
 

@@ -1,17 +1,15 @@
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
 from tests.service.build import CONTROL, SimulatedRun
 from tests.service.test_record import RUN_SPEC
 from triaccel_ray.events import End, Start
-from triaccel_ray.service.comparison import MethodSummary
 from triaccel_ray.service.objective import Objective
 from triaccel_ray.service.record import RunRecord
 from triaccel_ray.service.search import Prepared, SearchRecord, SearchSpec, best_trial, ranked
-from triaccel_ray.service.tables import Grid, comparison_grid, result_grid, run_grid, search_grid
+from triaccel_ray.service.tables import Grid, result_grid, run_grid, search_grid
 
 FINISHED = "finished"
 
@@ -107,19 +105,3 @@ def test_results_have_four_digits() -> None:
     grid = result_grid({**results, "score": 1234.5, "idle_gb": 0.4})
     assert list(grid.rows[0]) == ["98.77", "0.1235", "1", "0.5", "1234"]
     assert len(grid.header) == 5
-
-
-def test_a_comparison_has_mean_and_deviation() -> None:
-    names = ("accuracy", "seconds_per_epoch", "peak_gb", "allocated_peak_gb", "score")
-    rows = [
-        MethodSummary(method="amp", num_runs=3, figures=dict.fromkeys(names, (12.3456, 0.0123))),
-        MethodSummary(method="fp32", num_runs=1, figures=dict.fromkeys(names, (12.3456, math.nan))),
-        MethodSummary(method="triaccel", num_runs=0, figures={}),
-    ]
-    grid = comparison_grid(rows)
-    assert [list(row) for row in grid.rows] == [
-        ["amp", "3", *["12.35 ± 0.012"] * 5],
-        ["fp32", "1", *["12.35"] * 5],
-        ["triaccel", "0", *[""] * 5],
-    ]
-    assert len(grid.header) == 7

@@ -16,6 +16,7 @@ from tests.search_spaces.test_thresholds import samples
 from trainables.digits import Digits
 from trainables.task import Purpose
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.plan import Precision
 from triaccel_ray.service import cli
 from triaccel_ray.service.options import Thresholds, Training
 from triaccel_ray.service.spec import RunSpec
@@ -59,6 +60,12 @@ def test_settings_beside_the_thresholds_are_kept_too() -> None:
         data_dir="/data of mine",
         device="cpu",
     )
+    assert typed(command_of(spec)) == spec
+
+
+def test_another_method_and_its_precision_are_kept() -> None:
+    precision = replace(BASE.control.precision, initial=Precision.FP32)
+    spec = replace(BASE, method="fixed", control=replace(BASE.control, precision=precision))
     assert typed(command_of(spec)) == spec
 
 

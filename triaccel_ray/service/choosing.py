@@ -1,4 +1,4 @@
-"""What a comparison chooses before its final runs, on validation samples alone: fixed setting, recipe of each method."""
+"""What a comparison chooses before its final runs, on validation samples alone: fixed setting and recipes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def best_setting(settings: Sequence[FixedSetting], runs: Mapping[str, RunRecord]
         ValueError: AMP's trial, or every setting's, did not run to its end.
     """
     amp = runs[_trial_name(REFERENCE, 0, None)]
-    require(amp.status == "finished", "trial", amp.name, f"{amp.status}: the fixed settings cannot be judged without it")
+    require(
+        amp.status == "finished", "trial", amp.name, f"{amp.status}: the fixed settings cannot be judged without it"
+    )
     objective = judge(amp)
     values = {
         setting: objective.value(run.epochs[-1].epoch, run.figures)
@@ -95,7 +97,9 @@ def best_setting(settings: Sequence[FixedSetting], runs: Mapping[str, RunRecord]
         if (run := runs[setting.name]).status == "finished" and run.figures is not None
     }
     tried = ", ".join(setting.name for setting in settings)
-    require(len(values) > 0, "fixed settings", tried, "none could be trained to its end; try more, or allow more memory")
+    require(
+        len(values) > 0, "fixed settings", tried, "none could be trained to its end; try more, or allow more memory"
+    )
     return max(values, key=lambda setting: values[setting])
 
 
@@ -104,9 +108,7 @@ def judge(amp: RunRecord) -> Objective:
     return Objective(reference=tuple(epoch.held_out_accuracy or 0.0 for epoch in amp.epochs))
 
 
-def best_sample(
-    spec: ComparisonSpec, method: str, fixed: FixedSetting | None, runs: Mapping[str, RunRecord]
-) -> Tuned:
+def best_sample(spec: ComparisonSpec, method: str, fixed: FixedSetting | None, runs: Mapping[str, RunRecord]) -> Tuned:
     """Returns the sample of the highest validation accuracy, among equals of the lowest validation loss.
 
     Where no trial ran to its end, the recipe as it is.
@@ -130,9 +132,7 @@ def _trial_name(method: str, index: int, fixed: FixedSetting | None) -> str:
     return fixed.name if method == FIXED and fixed is not None else f"{method}-recipe"
 
 
-def _ended(
-    specs: Mapping[str, RunSpec], root: Path, *, num_gpus: float, on_glance: OnGlance
-) -> dict[str, RunRecord]:
+def _ended(specs: Mapping[str, RunSpec], root: Path, *, num_gpus: float, on_glance: OnGlance) -> dict[str, RunRecord]:
     """Returns the records of all these trials, after running those that have not ended."""
     before = {name: read_run(root / name) for name in specs if (root / name / EVENTS).exists()}
     done = {name: run for name, run in before.items() if run.status in _OUTCOMES}

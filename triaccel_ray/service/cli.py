@@ -22,9 +22,9 @@ class Run:
 
     task: tyro.conf.Positional[TaskName]
     """A bundled task (`triaccel doctor --tasks` lists them), or package.module:Class."""
-    method: Literal["triaccel", "fp32", "amp", "engine-amp", "dynamic-batch", "dynamic-precision", "dynamic-both"] = (
-        "triaccel"
-    )
+    method: Literal[
+        "triaccel", "fp32", "amp", "engine-amp", "fixed", "dynamic-batch", "dynamic-precision", "dynamic-both"
+    ] = "triaccel"
     """How to train."""
     seed: int = 0
     """Of initialisation, order and augmentation."""
@@ -75,7 +75,12 @@ class Compare:
     methods: str = "fp32,amp,engine-amp,triaccel"
     """Methods, separated by commas."""
     ablation: bool = False
-    """Also dynamic-batch, dynamic-precision and dynamic-both."""
+    """Also the ablation, as a second table: FP32, dynamic-batch, dynamic-precision, dynamic-both, triaccel."""
+    fixed: int = 0
+    """Settings of one fixed precision and batch size to try on validation samples; the best becomes a row. Give as many
+    as trials found Tri-Accel's thresholds."""
+    tune_baselines: int = 0
+    """Samples of learning rate and weight decay to try for every method on validation samples, the recipe included."""
     seeds: int = 3
     """Runs of each method, with seeds from 0."""
     name: str | None = None

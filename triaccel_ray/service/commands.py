@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import singledispatch
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,16 @@ from trainables.task import Purpose
 from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.events import End, EventLog, LogError, Start
 from triaccel_ray.service import cli
+from triaccel_ray.service.choosing import choose
 from triaccel_ray.service.cluster import cluster, gpus_available, require_reachable
 from triaccel_ray.service.comparison import (
-    ABLATION,
     COMPARISON,
     ComparisonSpec,
     begin_comparison,
     read_comparison,
-    summaries,
-    unfinished,
+    summary_metrics,
 )
+from triaccel_ray.service.comparison_view import view_comparison
 from triaccel_ray.service.console import RunProgress, TrialProgress, err, out, rich_table
 from triaccel_ray.service.doctor import Verdict, examine
 from triaccel_ray.service.options import Where
@@ -47,7 +48,7 @@ from triaccel_ray.service.shipper import Parent
 from triaccel_ray.service.spec import METHODS, RunSpec
 from triaccel_ray.service.tracking import Tracker
 from triaccel_ray.service.translation import spec_from
-from triaccel_ray.service.views import view_comparison, view_run, view_search
+from triaccel_ray.service.views import view_run, view_search
 from triaccel_ray.service.worker import EVENTS, cause_of, require_new
 
 _VERDICT_STYLE: Mapping[Verdict, str] = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}
@@ -100,11 +101,17 @@ def _(command: cli.Search) -> int:
 @execute.register
 def _(command: cli.Compare) -> int:
     methods = [word.strip() for word in command.methods.split(",") if word.strip()]
-    methods += [method for method in ABLATION if command.ablation and method not in methods]
     base = spec_from(
         command.task, command.training, command.thresholds, method="triaccel", seed=0, purpose=Purpose.FINAL
     )
-    spec = ComparisonSpec(base=base, methods=tuple(methods), num_seeds=command.seeds)
+    spec = ComparisonSpec(
+        base=base,
+        methods=tuple(methods),
+        num_seeds=command.seeds,
+        ablation=command.ablation,
+        num_fixed=command.fixed,
+        num_tuned=command.tune_baselines,
+    )
     folder = _storage(command.where) / new_name(command.name, command.task, "comparison")
     return _compare(spec, folder, command.where, command.experiment, resume=False)
 
@@ -116,7 +123,7 @@ def _(command: cli.Resume) -> int:
         experiment = command.experiment or cli.Search.experiment
         return _search(read_search(folder).spec, folder, command.where, experiment, resume=True)
     if (folder / COMPARISON).exists():
-        spec, _ = read_comparison(folder)
+        spec = read_comparison(folder).spec
         return _compare(spec, folder, command.where, command.experiment or cli.Compare.experiment, resume=True)
     return _train(read_spec(folder), folder, command.where, command.experiment or cli.Run.experiment, resume=True)
 
@@ -127,7 +134,7 @@ def _(command: cli.Report) -> int:
     if (folder / SEARCH).exists():
         view_search(read_search(folder))
     elif (folder / COMPARISON).exists():
-        view_comparison(folder, summaries(*read_comparison(folder)))
+        view_comparison(read_comparison(folder))
     else:
         view_run(read_run(folder))
     return 0
@@ -238,17 +245,24 @@ def _compare(spec: ComparisonSpec, folder: Path, where: Where, experiment: str, 
     tracker = open_tracker(where.storage_path, where.tracking_uri)
     if not resume:
         begin_comparison(spec, folder)
-    _, runs = read_comparison(folder)
-    info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.methods)}
+    info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
     with _parent(tracker, folder, experiment, spec.base.control, info) as log:
-        todo = unfinished(spec, runs)
-        with cluster(where.address), RunProgress(f"{spec.base.task}: comparison", todo) as progress:
+        with cluster(where.address):
             num_gpus = _num_gpus(spec.base)
-            outcomes = run_all(todo, folder, num_gpus=num_gpus, on_glance=progress.update, resume=True)
+            if spec.needs_trials:
+                with RunProgress(f"{spec.base.task}: trials on validation samples") as progress:
+                    choose(spec, folder, num_gpus=num_gpus, on_glance=progress.update)
+            todo = read_comparison(folder).unfinished()
+            with RunProgress(f"{spec.base.task}: comparison", todo) as progress:
+                outcomes = run_all(todo, folder, num_gpus=num_gpus, on_glance=progress.update, resume=True)
         failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Exception)}
-        view_comparison(folder, summaries(*read_comparison(folder)))
-        message = f"{len(failed)} of {len(todo)} runs failed: {', '.join(failed)}"
-        log.append(End(status="failed", cause="runs", message=message) if failed else End(status="finished"))
+        record = read_comparison(folder)
+        view_comparison(record)
+        end = End(status="finished", results=summary_metrics(record))
+        if failed:
+            message = f"{len(failed)} of {len(todo)} runs failed: {', '.join(failed)}"
+            end = replace(end, status="failed", cause="runs", message=message)
+        log.append(end)
     for name, error in failed.items():
         err.print(f"{name} failed: {error}", style="red", markup=False, soft_wrap=True)
     _point_to(folder, where)

@@ -33,7 +33,7 @@ ABLATION: Mapping[str, str] = {
     "dynamic-both": "+ both",
     "triaccel": "+ curvature (triaccel)",
 }
-"""Methods of the ablation in the order of the paper's Table 2 -> what each adds; its "standard" is the FP32 baseline."""
+"""Methods of the ablation, in the order of the paper's Table 2 -> row; its "standard" is the FP32 baseline."""
 FIGURES: Mapping[str, str] = {
     "accuracy": "test accuracy %",
     "seconds_per_epoch": "s/epoch",

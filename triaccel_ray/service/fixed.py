@@ -66,7 +66,7 @@ def sampled_settings(spec: RunSpec, precisions: Sequence[Precision], count: int)
 
 def precisions_where_it_runs(spec: RunSpec, *, num_gpus: float) -> tuple[Precision, ...]:
     """Returns the precisions that the task's layers can compute in, asked of a machine that would train them."""
-    task: Any = ray.remote(_precisions)
+    task: Any = ray.remote(max_calls=1)(_precisions)  # its process, and with it a CUDA context, ends at once
     found: list[str] = ray.get(task.options(num_cpus=1, num_gpus=num_gpus).remote(spec))
     return tuple(Precision(value) for value in found)
 

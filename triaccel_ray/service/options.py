@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from triaccel_ray.config import ControlConfig, CurvatureMethod, ExecutionConfig, LrRule
+from triaccel_ray.plan import Precision
 
 DEFAULT_STORAGE = Path("triaccel-runs")
 
@@ -73,6 +74,8 @@ class Training:
 class Thresholds:
     """The control loop's thresholds; what is not given comes from the task."""
 
+    precision: Literal["fp16", "bf16", "fp32"] | None = None
+    """Precision of all layers before anything is measured; throughout, with the methods fixed and engine-amp."""
     tau_low: float | None = None
     """Gradient variance below which a layer computes in FP16."""
     tau_high: float | None = None
@@ -124,7 +127,8 @@ class Thresholds:
             rungs_below = min((batch_size - 1) // old.granularity, (old.start - old.minimum) // old.granularity)
             batch["minimum"] = batch_size - rungs_below * old.granularity if self.batch_min is None else self.batch_min
             batch["maximum"] = max(old.maximum, batch_size) if self.batch_max is None else self.batch_max
-        precision = {"tau_low": self.tau_low, "tau_high": self.tau_high}
+        initial = None if self.precision is None else Precision(self.precision)
+        precision = {"initial": initial, "tau_low": self.tau_low, "tau_high": self.tau_high}
         curvature = {
             "tau_curv": self.tau_curv,
             "alpha": self.alpha,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from triaccel_ray.service.comparison import FIGURES, MethodSummary
 from triaccel_ray.service.objective import Figures, Objective
 from triaccel_ray.service.record import RunRecord
 from triaccel_ray.service.search import SearchRecord, ranked
@@ -78,16 +76,6 @@ def result_grid(results: Mapping[str, float]) -> Grid:
     return Grid(header=list(names.values()), rows=[[f"{results[name]:.4g}" for name in names]])
 
 
-def comparison_grid(rows: Sequence[MethodSummary]) -> Grid:
-    """Returns one row a method, mean and standard deviation over seeds."""
-    cells = []
-    for row in rows:
-        figures = [_mean_and_deviation(*row.figures[name]) if name in row.figures else "" for name in FIGURES]
-        cells.append([row.method, str(row.num_runs), *figures])
-    note = "mean ± standard deviation over seeds; score = accuracy / (s/epoch x process peak GB)"
-    return Grid(header=("method", "runs", *FIGURES.values()), rows=cells, note=note)
-
-
 def _search_row(label: str, run: RunRecord, objective: Objective) -> list[str]:
     control, epochs = run.spec.control, run.epochs
     thresholds = [""] * 4
@@ -109,7 +97,3 @@ def _figure_cells(figures: Figures, *, mark: str) -> list[str]:
         f"{figures.peak_gb:.3f}",
         f"{figures.score:.2f}",
     ]
-
-
-def _mean_and_deviation(mean: float, deviation: float) -> str:
-    return f"{mean:.4g}" if math.isnan(deviation) else f"{mean:.4g} ± {deviation:.2g}"

@@ -39,11 +39,12 @@ def spec_from(
 
 
 def command_of(spec: RunSpec) -> str:
-    """Returns the command, ready to paste, that trains with the thresholds of `spec` again, to the last digit.
+    """Returns the command, ready to paste, that trains with method and thresholds of `spec` again, to the last digit.
 
     Of its other settings it has those that differ from the task's own.
     """
     words = ["triaccel", "run", spec.task, "--epochs", str(spec.recipe.epochs)]
+    words += ["--method", spec.method] if spec.method != "triaccel" else []
     for name, value in {**_thresholds(spec.control), **_not_default(spec)}.items():
         words += [f"--{name}", str(value)]
     if spec.memory_budget_bytes is not None:
@@ -87,6 +88,7 @@ def _settings(recipe: Recipe, control: ControlConfig) -> dict[str, object]:
         "weight-decay": recipe.weight_decay,
         "warmup-epochs": recipe.warmup_epochs,
         "label-smoothing": recipe.label_smoothing,
+        "precision": control.precision.initial.value,
         "batch-size": control.batch.start,
         "batch-min": control.batch.minimum,
         "batch-max": control.batch.maximum,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from triaccel_ray.events import read_events
-from triaccel_ray.service.comparison import MethodSummary
 from triaccel_ray.service.console import out, rich_table
 from triaccel_ray.service.figures import save_run_figures
 from triaccel_ray.service.notes import run_notes
@@ -15,7 +14,7 @@ from triaccel_ray.service.report import REPORT, Section, write_page
 from triaccel_ray.service.search import SearchRecord, best_trial
 from triaccel_ray.service.shipment import FIGURES
 from triaccel_ray.service.spec import METHODS
-from triaccel_ray.service.tables import Grid, comparison_grid, result_grid, run_grid, search_grid
+from triaccel_ray.service.tables import result_grid, run_grid, search_grid
 from triaccel_ray.service.translation import command_of
 from triaccel_ray.service.worker import EVENTS
 
@@ -61,16 +60,6 @@ def view_search(record: SearchRecord) -> None:
     if picture is not None:
         sections.insert(1, Section(title="Accuracy against time and memory", pictures=[picture]))
     _announce(write_page(record.folder / REPORT, f"{record.folder.name}: {spec.base.task}", sections))
-
-
-def view_comparison(folder: Path, rows: list[MethodSummary]) -> None:
-    """Shows one row a method, and writes the table as Markdown and as a page."""
-    grid: Grid = comparison_grid(rows)
-    out.print(rich_table(grid, title=f"{folder.name}: test samples, read once by each run"))
-    (folder / "comparison.md").write_text(grid.markdown())
-    about = [Section(title=row.method, text=METHODS[row.method]) for row in rows]
-    table = Section(title="Methods", header=grid.header, rows=grid.rows, text=grid.note)
-    _announce(write_page(folder / REPORT, folder.name, [table, *about]))
 
 
 def save_pareto_front(record: SearchRecord) -> Path | None:
