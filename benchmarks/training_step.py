@@ -333,6 +333,7 @@ def _plain(name: str, model: nn.Module, images: Tensor, targets: Tensor, batch_s
     scales: dict[str, float] = {}
 
     def run() -> None:
+        precision.refresh_copies()
         optimizer.set_rates(1.0, scales, copies.in_force)
         cache.run(feed.take(batch_size), scale, step=made["steps"])
         made["steps"] += 1

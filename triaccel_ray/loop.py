@@ -99,7 +99,8 @@ class ControlLoop:
         self.model, self._loss, self._log, self._on_tick = model, loss, log, on_tick
         self._schedule = schedule or (lambda epoch: 1.0)
         self.memory = memory_meter(self.device, memory_budget, memory_headroom)
-        self.optimizer = LayerwiseOptimizer(optimizer, self._layers, release_memory=self.memory.release)
+        self._pool = GraphPool(self.device)
+        self.optimizer = LayerwiseOptimizer(optimizer, self._layers, release_memory=self._make_room)
         self.feed = Feed(as_source(data).to(self.device), seed=seed, device=self.device)
         self.loss_scale = LossScale(self.config.loss_scale, self.device)
         self._curvature_samples = torch.Generator().manual_seed(seed)
@@ -118,7 +119,6 @@ class ControlLoop:
         moments = GradientMoments(self._layers, self.optimizer.watched, beta=self.config.precision.beta)
         self._supported = dict(named)
         self.sensors = Sensors(named, moments, self.memory, losses[1])
-        self._pool = GraphPool(self.device)
         self._steps, faults = build_steps(
             StepParts(
                 model=model,
@@ -130,6 +130,7 @@ class ControlLoop:
                 loss_scale=self.loss_scale,
                 loss_sums=losses,
                 memory=self.memory,
+                make_room=self._make_room,
                 pool=self._pool,
             ),
             self.config.execution,
@@ -171,6 +172,7 @@ class ControlLoop:
             self._epoch_steps = 0
         if not self.model.training:
             self.model.train()
+        self._precision.refresh_copies()
         self.optimizer.set_rates(
             self._schedule(epoch) * plan.batch_lr_scale, plan.lr_scale, self._precision.copies_in_force
         )
@@ -250,7 +252,8 @@ class ControlLoop:
         captured steps keep theirs meanwhile, in quarters of it.
         """
         is_captured = self._steps.num_captured > 0
-        with self._precision.suspended():
+        # On the stream of the steps, whose memory is then used again.
+        with self._steps.on_stream(), self._precision.suspended():
             result = evaluate(
                 self.model,
                 self._loss,
@@ -259,7 +262,7 @@ class ControlLoop:
                 device=self.device,
                 batch_size=max(self.plan.batch_size // (4 if is_captured else 1), 1),
                 step=self.num_steps,
-                release_memory=self.memory.release,
+                release_memory=self._make_room,
             )
         if is_captured:
             torch.cuda.empty_cache()  # else the pool that eager work leaves would stand beside the captured steps'
@@ -270,6 +273,7 @@ class ControlLoop:
         """Gives the model its own forward functions back; it can be used on as any other."""
         self._record()
         self._precision.remove()
+        self._pool.release()
         self.feed.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -282,6 +286,7 @@ class ControlLoop:
             "loss_scale": self.loss_scale.state_dict(),
             "sensors": self.sensors.state_dict(),
             "curvature": self.curvature.state_dict(),
+            "costs_due": self._costs_due,
             "curvature_samples": self._curvature_samples.get_state(),
             "control": encode(self.state),
             "plan": encode(self.plan),
@@ -305,6 +310,7 @@ class ControlLoop:
         self.loss_scale.load_state_dict(state["loss_scale"])
         self.sensors.load_state_dict(state["sensors"])
         self.curvature.load_state_dict(state["curvature"])
+        self._costs_due = self._costs_due and state["costs_due"]
         self._curvature_samples.set_state(state["curvature_samples"])
         self.state = decode(ControlState, state["control"])
         self._actuators = Actuators(decode(Plan, state["plan"]), self._steps, self._pool)
@@ -322,11 +328,16 @@ class ControlLoop:
         with self._steps.adapting(), self._precision.suspended():
             count = -(-self.plan.batch_size // self._steps.step.num_parts)
             indices = torch.arange(min(count, len(self.feed.source)))
-            inputs, _ = self.feed.source.batch(indices, None)
+            inputs, _ = self.feed.source.batch(self.feed.placed(indices), None)
             result = measure_costs(self.model, self._layers, inputs, self._supported, step=self.num_steps)
         self.sensors.record_faults(result.faults)
         if result.costs is not None:
             self.sensors.record_costs(result.costs)
+
+    def _make_room(self) -> None:
+        """Gives back what can be had again: captured steps, and what the allocator keeps."""
+        self._pool.release()
+        self.memory.release()
 
     def _record_optimizer_faults(self) -> None:
         for detail in self.optimizer.survived:
@@ -339,7 +350,7 @@ class ControlLoop:
         config = self.config.curvature
         count = min(config.num_samples, len(self.feed.source))
         indices = torch.randperm(len(self.feed.source), generator=self._curvature_samples)[:count]
-        if self._steps.num_captured and self.curvature.will_run_eagerly:
+        if self._steps.num_captured and not self.curvature.is_captured:
             self._pool.release()  # or the process would hold memory for a step and a measurement at once
         try:
             # On the stream of the steps, because only graphs of one stream share memory.
@@ -361,7 +372,7 @@ class ControlLoop:
         else:
             return
         # Outside the handler: the traceback no longer holds the attempt's tensors.
-        self.memory.release()
+        self._make_room()
 
     def _device_generator(self) -> torch.Generator:
         """Returns a generator on the device, seeded from the saved one so that a resumed run draws the same."""

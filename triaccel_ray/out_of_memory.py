@@ -11,9 +11,9 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     signs = (
         "can't allocate memory",
-        "CUDA error: out of memory",
-        "CUDNN_STATUS_ALLOC_FAILED",
-        "CUBLAS_STATUS_ALLOC_FAILED",
+        "out of memory",
+        "_STATUS_ALLOC_FAILED",
+        "unable to find an engine to execute this computation",  # cuDNN, when no workspace fits
     )
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -51,6 +51,9 @@ class TrainingUpdate:
         scale = self._loss_scale.factor(active)
         found = self._moments.update(gradients, scale)
         self._optimizer.update(gradients, loss_scale=scale if active else None, found_nonfinite=found)
+        if not self._optimizer.is_capturable and self._precision.copies is not None:
+            # PyTorch's fused optimizers write parameters without telling, which `refresh` would rely on.
+            self._precision.copies.write(self._optimizer.parameters)
         end_step(loss_sum, num_samples, self._loss_sums, found, self._loss_scale.state if active else None)
 
 
@@ -68,6 +71,8 @@ class StepParts:
     loss_sums: Tensor
     """fp64 [rows, 2]: every step adds its loss, and its number of samples, to each row."""
     memory: MemoryMeter
+    make_room: Callable[[], None]
+    """Gives back all memory that can be had again."""
     pool: GraphPool
 
 
@@ -90,7 +95,7 @@ def build_steps(parts: StepParts, config: ExecutionConfig) -> tuple[StepCache, t
         parts.feed,
         precision,
         check_memory=parts.memory.check,
-        release_memory=parts.memory.release,
+        release_memory=parts.make_room,
         fusion=fusion,
     )
     update = TrainingUpdate(precision, parts.moments, parts.optimizer, parts.loss_scale, parts.loss_sums)

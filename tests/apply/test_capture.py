@@ -313,6 +313,54 @@ def test_host_data_is_copied_into_the_captured_step() -> None:
     assert distance(*models) < 1e-3
 
 
+class Varying:
+    """A source on the host whose images are now 16, now 20 pixels wide."""
+
+    def __init__(self) -> None:
+        self.data = images(640, size=20)
+        self.num_batches = 0
+
+    def __len__(self) -> int:
+        return 640
+
+    def to(self, device: torch.device) -> Varying:
+        return self
+
+    def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        self.num_batches += 1
+        size = 16 if self.num_batches < 4 else 20
+        inputs, targets = (tensor[indices.to(tensor.device)] for tensor in self.data)
+        return inputs[..., :size].contiguous(), targets
+
+
+def test_batches_that_change_their_shape_are_made_eagerly() -> None:
+    ticks: list[Any] = []
+    model = network()
+    loop = loop_of(model, fixed(Precision.FP16, capture=True), data=Varying(), on_tick=ticks.append)
+    for _ in range(2):
+        assert loop.train_epoch().num_samples == 640
+    faults = [fault for tick in ticks for fault in tick.observation.faults]
+    assert [fault.kind for fault in faults] == [FaultKind.CAPTURE_FAILED]
+    assert "differ in their shapes" in faults[0].detail
+    assert loop._steps.num_captured == 0
+
+
+def test_a_layer_frozen_and_hooked_between_steps_is_trained_so() -> None:
+    model = network()
+    loop = loop_of(model, fixed(Precision.FP16, capture=True))
+    for _ in range(3):
+        loop.step()
+    seen: list[torch.dtype] = []
+    model[0].weight.requires_grad_(False)
+    model[9].weight.register_hook(lambda gradient: seen.append(gradient.dtype))
+    frozen, trained = model[0].weight.detach().clone(), model[3].weight.detach().clone()
+    for _ in range(3):
+        loop.step()
+    assert torch.equal(model[0].weight, frozen)
+    assert not torch.equal(model[3].weight, trained)
+    assert torch.float32 in seen
+
+
 def test_graphs_and_eager_steps_do_not_hold_memory_at_once() -> None:
     """The peak of a captured run stays near the eager one's."""
     peaks = []

@@ -1,12 +1,20 @@
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
-from tests.build import blobs, cross_entropy, mlp
+from tests.build import CPU, blobs, cross_entropy, mlp
 from triaccel_ray.apply.copies import ComputeCopies
+from triaccel_ray.apply.loss_scale import LossScale
+from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.apply.precision import LayerPrecision
+from triaccel_ray.config import LossScaleConfig
 from triaccel_ray.gradients import Gradients
 from triaccel_ray.layers import find_layers
+from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.plan import Precision
+from triaccel_ray.steps import TrainingUpdate
 
 DTYPES = {"0": torch.float16, "2": torch.bfloat16, "4": torch.float32}
 LEVELS = {"0": Precision.FP16, "2": Precision.BF16, "4": Precision.FP32}
@@ -100,3 +108,84 @@ def test_a_parameter_of_two_layers_and_one_nobody_updates_have_no_copy() -> None
     copies = ComputeCopies(find_layers(model), [model[0].weight, model[2].weight, model[0].bias])
     copies.set(dict.fromkeys(DTYPES, torch.float16))
     assert copies.in_force.keys() == {id(model[0].weight), id(model[2].weight)}
+
+
+def test_another_tensor_in_place_of_a_parameters_is_noticed() -> None:
+    model = mlp()
+    copies = copies_of(model)
+    copies.set(DTYPES)
+    model[0].weight.data = model[0].weight.data + 1.0
+    copies.refresh()
+    assert torch.equal(copies.in_force[id(model[0].weight)], model[0].weight.half())
+
+
+def test_a_copy_follows_its_parameter_into_another_memory_layout() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    copies = ComputeCopies(find_layers(model), list(model.parameters()))
+    copies.set({"0": torch.float16})
+    model.to(memory_format=torch.channels_last)
+    copies.refresh()
+    copy = copies.in_force[id(model[0].weight)]
+    assert copy.stride() == model[0].weight.stride()
+    assert torch.equal(copy, model[0].weight.half())
+
+
+def test_a_parameter_with_hooks_keeps_them() -> None:
+    model, seen = mlp(), []
+    copies = copies_of(model)
+    precision = LayerPrecision(model, find_layers(model), copies=copies)
+    precision.set(LEVELS)
+    model[0].weight.register_hook(lambda gradient: seen.append(gradient.dtype))
+    precision.refresh_copies()
+    assert id(model[0].weight) not in copies.in_force
+    assert id(model[2].weight) in copies.in_force
+    inputs, targets = blobs(16)
+    cross_entropy(model(inputs).float(), targets).backward()
+    assert seen == [torch.float32]
+
+
+def test_gradients_of_many_parts_are_added_in_fp32() -> None:
+    model = mlp()
+    copies = copies_of(model)
+    copies.set(dict.fromkeys(DTYPES, torch.bfloat16))
+    copy = copies.in_force[id(model[0].weight)]
+    for _ in range(300):
+        copy.grad = torch.ones_like(copy)
+        copies.gather_gradients()
+    # In BF16 the sum would stop at 256, where 1 is less than half of what two neighbouring numbers are apart.
+    assert copy.grad is None
+    assert torch.equal(model[0].weight.grad, torch.full_like(model[0].weight, 300.0))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, fused=True),
+        lambda p: torch.optim.AdamW(p, lr=0.01),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, fused=True),
+    ],
+)
+def test_an_optimizer_that_says_nothing_of_its_writing_reaches_the_copies(make: Any) -> None:
+    model = mlp()
+    layers = find_layers(model)
+    optimizer = LayerwiseOptimizer(make(model.parameters()), layers)
+    copies = ComputeCopies(layers, optimizer.parameters)
+    precision = LayerPrecision(model, layers, copies=copies)
+    precision.set(LEVELS)
+    moments = GradientMoments(layers, optimizer.watched, beta=0.9)
+    losses = torch.zeros(1, 2, dtype=torch.float64)
+    update = TrainingUpdate(precision, moments, optimizer, LossScale(LossScaleConfig(initial=1.0), CPU), losses)
+    gradients = Gradients(optimizer.watched)
+    for seed in range(3):
+        inputs, targets = blobs(16, seed=seed)
+        copies.zero_grad()
+        model.zero_grad()
+        cross_entropy(model(inputs).float(), targets).backward()
+        gradients.collect(copies.in_force)
+        gradients.publish()
+        before = model[0].weight.detach().clone()
+        update.run(torch.tensor(1.0, dtype=torch.float64), 16, gradients)
+        assert not torch.equal(before, model[0].weight)
+        for name in ("0", "2"):
+            weight = model.get_submodule(name).weight
+            assert torch.equal(copies.in_force[id(weight)], weight.to(DTYPES[name]))

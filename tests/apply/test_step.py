@@ -321,12 +321,14 @@ class HostDropout(nn.Module):
 def test_a_model_that_draws_on_the_host_is_found_out(draw: Any, draws: bool) -> None:
     step = step_of(nn.Sequential(mlp(), HostDropout(draw)), blobs(16))
     step.run(ALL, ONE, step=0)
-    assert step.draws_on_host is None
+    assert step.obstacles is None
+    step.set_parts(2)
     step.run(ALL, ONE, step=1, watch=True)
-    assert step.draws_on_host is draws
+    reason = "the model draws random numbers on the host, which a replay would not draw anew"
+    assert step.obstacles == [reason] * draws
 
 
 def test_what_the_data_draws_on_the_host_does_not_count() -> None:
     step = step_of(mlp(), TensorSource(*blobs(16), augment=lambda x, generator: x + torch.rand(())))
     step.run(ALL, ONE, step=0, watch=True)
-    assert step.draws_on_host is False
+    assert step.obstacles == []

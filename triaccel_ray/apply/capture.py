@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from torch import Tensor
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import ExecutionConfig
 from triaccel_ray.gradients import Gradients
-from triaccel_ray.graphs import GraphPool, capturing, sync_debug_mode
+from triaccel_ray.graphs import GraphPool, capturing
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.plan import Fault, FaultKind
 from triaccel_ray.structure import map_tensors, tensors_in
@@ -128,27 +127,27 @@ class StepCache:
     def run(self, indices: Tensor, loss_scale: Tensor, *, step: int) -> tuple[Fault, ...]:
         """Makes one training step on the samples at `indices`; returns what it survived.
 
+        Low-precision copies must be up to date (`LayerPrecision.refresh_copies`).
+
         Raises:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.
         """
-        precision = self.step.precision
-        if precision.copies is not None:
-            precision.copies.refresh()
-        key = _Key(len(indices), self.step.num_parts, precision.key)
+        key = _Key(len(indices), self.step.num_parts, self.step.precision.key)
         with self.on_stream():
             in_parts_from_host = key.num_parts > 1 and not self._is_resident
             if not self.enabled or key in self._too_large or in_parts_from_host:
                 return self._eager(indices, loss_scale, step)
             if self._entries and self._find_ground() != self._ground:
                 self._pool.release()
+                self._warm.clear()
             if key in self._entries:
-                self._fill(self._entries[key], indices)
+                obstacle = self._fill(key, indices, step)
             elif key not in self._warm:
                 return self._first(key, indices, loss_scale, step)
             else:
-                fault = self._capture(key, indices, loss_scale, step)
-                if fault is not None:
-                    return (fault, *self._eager(indices, loss_scale, step))
+                obstacle = self._capture(key, indices, loss_scale, step)
+            if obstacle is not None:
+                return (obstacle, *self._eager(indices, loss_scale, step))
             self._replay(key)
         return ()
 
@@ -165,19 +164,20 @@ class StepCache:
 
     def _first(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> tuple[Fault, ...]:
         """Makes the first step of a kind, eagerly, and watches for what a captured one could not do."""
-        with self._timed(), _watched_for_waiting() as waits:
+        ground = self._find_ground()
+        with self._timed():
             faults = self._eager(indices, loss_scale, step, watch=True)
             self.step.zero_grad()
-        if faults:  # the attempts that failed waited for the device too, and what passed was another kind of step
+        if faults:  # what passed in the end was another kind of step
             return faults
         self._warm.add(key)
-        reasons = [f"the step waits for the device ({waits[0]})"] if waits else []
-        if self.step.draws_on_host:
-            reasons.append("the model draws random numbers on the host, which a replay would not draw anew")
-        if not reasons:
+        obstacles = [*(self.step.obstacles or ())]
+        if self._find_ground() != ground:
+            obstacles.append("the step puts other tensors in place of parameters or buffers, which a replay would not")
+        if not obstacles:
             return ()
         self.enabled = False
-        return (_capture_fault(key, step, "; ".join(reasons)),)
+        return (_capture_fault(key, step, "; ".join(obstacles)),)
 
     def _capture(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> Fault | None:
         """Captures the step on these samples without making it, and keeps it; returns what prevented that."""
@@ -220,14 +220,29 @@ class StepCache:
             gradients.drop()
         return _Captured(graph=graph, indices=static, batch=batch, loss_sum=loss_sum, gradients=gradients)
 
-    def _fill(self, entry: _Captured, indices: Tensor) -> None:
-        """Writes these samples to where the graph reads them."""
+    def _fill(self, key: _Key, indices: Tensor, step: int) -> Fault | None:
+        """Writes these samples to where the graph reads them; returns what prevented it."""
+        entry = self._entries[key]
         if entry.batch is None:
             entry.indices.copy_(indices, non_blocking=True)
-            return
-        fresh = self._source.batch(indices, self.step.feed.generator)
-        for mine, theirs in zip(tensors_in(entry.batch), tensors_in(fresh), strict=True):
-            mine.copy_(theirs, non_blocking=True)
+            return None
+        try:
+            fresh = self._source.batch(indices, self.step.feed.generator)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            fault = _capture_fault(key, step, first_line(error))
+        else:
+            if _kind(fresh) == _kind(entry.batch):
+                for mine, theirs in zip(tensors_in(entry.batch), tensors_in(fresh), strict=True):
+                    mine.copy_(theirs, non_blocking=True)
+                return None
+            self.enabled = False
+            return _capture_fault(key, step, "batches of one size differ in their shapes or in what is no tensor")
+        # Outside the handler: the traceback no longer holds the attempt's tensors.
+        self._pool.release()
+        self._too_large.add(key)
+        return fault
 
     def _replay(self, key: _Key) -> None:
         entry = self._entries[key]
@@ -237,10 +252,14 @@ class StepCache:
             self._update.run(entry.loss_sum, key.batch_size, entry.gradients)
 
     def _find_ground(self) -> tuple[Any, ...]:
-        """Returns what graphs stand on and others may change: where parameters and buffers lie, whether norms fuse."""
+        """Returns what graphs stand on and others may change: parameters and buffers, modes, whether norms fuse."""
         model, fusion = self.step.model, self.step.fusion
-        addresses = [t.data_ptr() for tensors in (model.parameters(), model.buffers()) for t in tensors]
-        return (*addresses, fusion is not None and fusion.holds())
+        return (
+            *((p.data_ptr(), p.requires_grad, bool(p._backward_hooks)) for p in model.parameters()),
+            *(buffer.data_ptr() for buffer in model.buffers()),
+            *(module.training for module in model.modules()),
+            fusion is not None and fusion.holds(),
+        )
 
     def _drop_all(self) -> None:
         self._cost.evicted.extend(map(str, self._entries))
@@ -292,25 +311,11 @@ def _capture_fault(key: _Key, step: int, detail: str) -> Fault:
     )
 
 
+def _kind(batch: tuple[Any, Tensor]) -> Any:
+    """Returns what all batches of a captured step have in common."""
+    return map_tensors(lambda tensor: (tensor.shape, tensor.dtype), batch)
+
+
 def _clones(batch: tuple[Any, Tensor]) -> tuple[Any, Tensor]:
     cloned: tuple[Any, Tensor] = map_tensors(torch.clone, batch)
     return cloned
-
-
-@contextlib.contextmanager
-def _watched_for_waiting() -> Iterator[list[str]]:
-    """Yields a list that receives where PyTorch's operations waited for the device.
-
-    Asked beforehand, because a capture that meets such an operation leaves the allocator and the random generators in
-    a state that eager steps cannot go on from.
-    """
-    waits: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with sync_debug_mode("warn"):
-            yield waits
-    for warning in caught:
-        if "called a synchronizing CUDA operation" in str(warning.message):
-            waits.append(f"{warning.filename}:{warning.lineno}")
-        else:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kernels.multi_tensor import have_equal_dense_strides
 from triaccel_ray.layers import NORMS, Layer
 
 
@@ -15,8 +17,9 @@ class ComputeCopies:
     """For each layer in low precision a copy of its parameters, a leaf of the autograd graph.
 
     The copies are written by whoever updates the parameters, in the same pass; what anybody else writes into a
-    parameter (a checkpoint, the user) is noticed by its version counter. A copy once made is kept until
-    `drop_unused`: captured graphs hold its address.
+    parameter (a checkpoint, the user) is noticed by its version counter. Writing through `.data` in place leaves that
+    counter as it is and goes unnoticed: use `torch.no_grad`. A parameter with hooks has no copy, where they would not
+    fire. A copy once made is kept until `drop_unused`: captured graphs hold its address.
     """
 
     def __init__(self, layers: Sequence[Layer], parameters: Sequence[nn.Parameter]) -> None:
@@ -30,20 +33,29 @@ class ComputeCopies:
         }
         self._made: dict[tuple[int, torch.dtype], Tensor] = {}
         self._covered: list[nn.Parameter] = []
-        self._versions: dict[int, int] = {}
+        self._seen: dict[int, Any] = {}
+        self._dtypes: Mapping[str, torch.dtype] = {}
         self.in_force: dict[int, Tensor] = {}
         """Id of a parameter -> the copy that computes in its place."""
 
     def set(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Puts copies of these dtypes into force, one for each layer's name; none where the dtype is FP32."""
+        self._dtypes = dict(dtypes)
         low = [(p, dtype) for name, dtype in dtypes.items() for p in self._parameters[name] if dtype != torch.float32]
+        low = [(p, dtype) for p, dtype in low if p.requires_grad and not _has_hooks(p)]
         self.in_force = {id(parameter): self._copy(parameter, dtype) for parameter, dtype in low}
         self._covered = [parameter for parameter, _ in low]
         self.write(self._covered)
 
     def refresh(self) -> None:
-        """Writes the parameters that somebody has changed since into their copies."""
-        self.write([p for p in self._covered if self._versions[id(p)] != p._version])
+        """Writes the parameters that somebody has changed since into their copies, or makes those anew."""
+        stale = [p for p in self._covered if self._seen[id(p)] != _state(p)]
+        unfit = any(_has_hooks(p) or not p.requires_grad for p in self._covered)
+        if unfit or any(not have_equal_dense_strides(self.in_force[id(p)], p) for p in stale):
+            self._made.clear()
+            self.set(self._dtypes)
+        else:
+            self.write(stale)
 
     @torch.no_grad()
     def write(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -51,11 +63,21 @@ class ComputeCopies:
         covered: list[Tensor] = [p for p in parameters if id(p) in self.in_force]
         if covered:
             torch._foreach_copy_([self.in_force[id(p)] for p in covered], covered)
-        self._versions.update({id(p): p._version for p in covered})
+        self._seen.update({id(p): _state(p) for p in covered})
+
+    @torch.no_grad()
+    def gather_gradients(self) -> None:
+        """Adds the copies' gradients to the parameters' own, in FP32: sums of parts lose digits in 16 bits."""
+        for parameter in self._covered:
+            copy = self.in_force[id(parameter)]
+            if copy.grad is not None:
+                gradient = copy.grad.to(parameter.dtype)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                copy.grad = None
 
     def zero_grad(self) -> None:
         """Drops the copies' gradients."""
-        for copy in self.in_force.values():
+        for copy in self._made.values():
             copy.grad = None
 
     def drop_unused(self) -> None:
@@ -65,12 +87,22 @@ class ComputeCopies:
 
     def _copy(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
         key = (id(parameter), dtype)
-        if key not in self._made:
+        made = self._made.get(key)
+        if made is None or not have_equal_dense_strides(made, parameter):
             self._made[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=True)
         return self._made[key]
+
+
+def _state(parameter: Tensor) -> tuple[Any, ...]:
+    """Returns what changes when somebody writes into the parameter, or puts another tensor in its place."""
+    return parameter._version, parameter.data_ptr(), parameter.stride()
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _parameters_of(layer: Layer) -> list[nn.Parameter]:
     parts = [part for module in layer.modules for part in module.modules() if not isinstance(part, NORMS)]
     own = [p for part in parts for p in part.parameters(recurse=False)]
-    return list(dict.fromkeys(p for p in own if p.requires_grad and p.is_floating_point()))
+    return list(dict.fromkeys(p for p in own if p.is_floating_point()))

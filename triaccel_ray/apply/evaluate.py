@@ -62,12 +62,14 @@ def evaluate(
     faults: list[Fault] = []
     cursor = 0
     source: DataSource = as_source(data).to(device)
+    is_resident = bool(getattr(source, "is_resident", False))
     announce = getattr(source, "announce", None)
     if announce is not None:
         announce(torch.arange(len(source)), seed=0, follows=False)
     try:
         while cursor < len(source):
-            indices = torch.arange(cursor, min(cursor + batch_size, len(source)))
+            at = device if is_resident else torch.device("cpu")
+            indices = torch.arange(cursor, min(cursor + batch_size, len(source)), device=at)
             try:
                 totals += _judge(model, loss, source, metric, indices)
                 cursor += len(indices)

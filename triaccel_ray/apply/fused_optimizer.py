@@ -131,7 +131,7 @@ class FusedOptimizer:
 
     def _find_state(self) -> None:
         """Names the tensors of parameters and state anew where a checkpoint, say, has replaced one."""
-        addresses = [p.data_ptr() for p in self._own]
+        addresses = [p.data_ptr() if p.requires_grad else 0 for p in self._own]
         found = self._state()
         is_same = len(found) == len(self._held) and all(a is b for a, b in zip(found, self._held, strict=True))
         if is_same and addresses == self._addresses:

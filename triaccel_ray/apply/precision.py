@@ -104,6 +104,11 @@ class LayerPrecision:
         """Id of a parameter -> the low-precision copy that computes in its place; the same object while it holds."""
         return _NO_COPIES if self.copies is None else self.copies.in_force
 
+    def refresh_copies(self) -> None:
+        """Brings the copies up to date with parameters that somebody has changed since the last step."""
+        if self.copies is not None:
+            self.copies.refresh()
+
     @property
     def key(self) -> tuple[torch.dtype, ...]:
         """The layers' dtypes in force, in the model's order: what a captured step was captured with."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 
 from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.fuse import Fusion
+from triaccel_ray.apply.obstacles import watched
 from triaccel_ray.apply.precision import LayerPrecision
-from triaccel_ray.checkpoint import host_random_state
 from triaccel_ray.layers import forward
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.plan import Fault
@@ -59,9 +60,8 @@ class Step:
         self.fusion = fusion
         self._check_memory, self._release_memory = check_memory, release_memory
         self._parts = 1
-        self.draws_on_host: bool | None = None
-        """Whether the model's or the loss's last pass drew random numbers on the host, which a captured step would not
-        draw again; None where `run` was not asked to watch for it."""
+        self.obstacles: list[str] | None = None
+        """What the last pass did that a captured step could not do again; None where `run` was not asked to watch."""
 
     @property
     def num_parts(self) -> int:
@@ -75,12 +75,12 @@ class Step:
     def run(self, indices: Tensor, loss_scale: Tensor, *, step: int, watch: bool = False) -> StepOutcome:
         """Returns the loss over the samples at `indices`, their mean gradient times `loss_scale` in `.grad`.
 
-        With `watch`, `draws_on_host` is found out.
+        With `watch`, `obstacles` are found out.
 
         Raises:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.
         """
-        self.draws_on_host = False if watch else None
+        self.obstacles = [] if watch else None
         faults: list[Fault] = []
         before = _Snapshot(self.model, self.feed)
         while True:
@@ -112,16 +112,18 @@ class Step:
         """
         loss_sum = torch.zeros((), dtype=torch.float64, device=loss_scale.device)
         model = self.model if self.fusion is None or not self.fusion.holds() else self.fusion.module
+        device = loss_scale.device
         for inputs, targets in batches:
-            before = None if self.draws_on_host is None else host_random_state()
-            with self.precision.in_force():
-                outputs = _as_fp32(forward(model, inputs))
-            with torch.autocast(loss_scale.device.type, enabled=False):
-                loss = self._loss(outputs, targets)
-            if before is not None:
-                self.draws_on_host = self.draws_on_host or host_random_state() != before
-            self._check_memory()
-            (loss * (loss_scale * (len(targets) / num_samples))).backward()
+            watch = contextlib.nullcontext() if self.obstacles is None else watched(self.obstacles, device)
+            with watch:
+                with self.precision.in_force():
+                    outputs = _as_fp32(forward(model, inputs))
+                with torch.autocast(device.type, enabled=False):
+                    loss = self._loss(outputs, targets)
+                self._check_memory()
+                (loss * (loss_scale * (len(targets) / num_samples))).backward()
+            if self._parts > 1 and self.precision.copies is not None:
+                self.precision.copies.gather_gradients()
             loss_sum += loss.detach().double() * len(targets)
             self._check_memory()
         return loss_sum

@@ -68,8 +68,9 @@ def measure_costs(
         step: for the fault.
     """
     device = next(model.parameters()).device
+    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     try:
-        with _untouched(model):
+        with on_device, _untouched(model):
             calls = _record(model, layers, inputs)
             stopwatch = _Stopwatch(device)
             pending = [_measure(layer.name, calls[layer.name], supported[layer.name], stopwatch) for layer in layers]

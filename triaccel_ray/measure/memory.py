@@ -219,6 +219,8 @@ class CudaMemory(MemoryMeter):
         """Returns the window's figures and begins a new window."""
         used = self.refresh_peaks()
         torch.cuda.reset_peak_memory_stats(self._device)
+        if self.has_budget and used - torch.cuda.memory_reserved(self._device) < self.limit_bytes:
+            self._enforce()  # libraries and graphs loaded since take memory outside the allocator, of the same budget
         signal = MemorySignal(
             used_bytes=used,
             window_peak_bytes=self.window_peak_bytes,

@@ -74,6 +74,10 @@ class BlockPower:
             vectors.copy_(orthonormal(images.T.unsqueeze(0))[0].T)
         self._matrices = torch.stack([matrix.to(matrices[0].device) for matrix in matrices])
 
+    def abandon(self) -> None:
+        """Lets go of the graph of the gradient, and of the activations that it holds."""
+        self._slopes = self._matrices = None
+
     def finish(self) -> tuple[tuple[Tensor, ...], SpectrumShape]:
         """Returns T of the last iteration, FP64 [num_layers, k, k], and its shape; lets go of everything else."""
         assert self._matrices is not None

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from triaccel_ray.measure.curvature.capture import Call
+from triaccel_ray.out_of_memory import is_out_of_memory
 
 
 @dataclass(eq=False)
@@ -57,9 +58,9 @@ class Backward:
             step = max(1, min(q, self.limit_bytes // (largest * self.root.element_size())))
             try:
                 return self._side_by_side(edges, step, retain_graph or self.is_trial)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception:  # an operation of the model may have no batching rule, and raise whatever it likes
+            except Exception as error:  # an operation may have no batching rule, and raise whatever it likes
+                if is_out_of_memory(error):
+                    raise
                 if not self.is_trial:
                     raise
                 self.is_batched = False

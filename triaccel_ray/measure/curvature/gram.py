@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from triaccel_ray.layers import Layer
@@ -22,6 +21,7 @@ from triaccel_ray.measure.curvature.factors import Shape, factor_gram, factorize
 from triaccel_ray.measure.curvature.objective import Objective, tensor_cores
 from triaccel_ray.measure.curvature.persample import Cotangents, Head, compute_dtype, module_gram, sample_grams
 from triaccel_ray.measure.curvature.ways import Structure, Way, find_structure, next_way
+from triaccel_ray.out_of_memory import is_out_of_memory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,9 +129,9 @@ class _Passes:
                 if reached
                 else self._zeros(layer)
             )
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # the module is foreign code under a transformation that it need not support in any way
+        except Exception as error:  # foreign code under a transformation that it need not support
+            if is_out_of_memory(error):
+                raise
             if not self.backward.is_trial:
                 raise
             self.ways[layer] = next_way(self.ways[layer], layer, self.structure.complete_in_model)

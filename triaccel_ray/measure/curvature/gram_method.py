@@ -57,6 +57,10 @@ class GramMethod:
     def advance(self) -> None:
         """Does nothing: there is no iteration."""
 
+    def abandon(self) -> None:
+        """Lets go of results that nobody will ask for."""
+        self._results = ()
+
     def finish(self) -> tuple[tuple[Tensor, ...], SpectrumShape]:
         """Returns the reduced matrices and, for fisher, the two moments of the gradient; lets go of everything."""
         assert self._shape is not None

@@ -17,7 +17,7 @@ from triaccel_ray.measure.curvature.gram_method import GramMethod
 from triaccel_ray.measure.curvature.objective import Loss, Objective, measuring
 from triaccel_ray.measure.curvature.replay import Method, Recording, no_waiting
 from triaccel_ray.measure.curvature.spectrum import SpectrumShape
-from triaccel_ray.out_of_memory import first_line
+from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.structure import map_tensors
 
 
@@ -150,9 +150,9 @@ class CurvatureMeter:
         method: Method = self._method
         try:
             method.prepare(objective)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # what a module raised that worked before, or a StructureChangedError
+        except Exception as error:  # what a module raised that worked before, or a StructureChangedError
+            if is_out_of_memory(error):
+                raise
             if not isinstance(self._method, GramMethod) or self._method.structure is None:
                 raise
             self._method.structure = None
@@ -168,9 +168,9 @@ class CurvatureMeter:
         try:
             with no_waiting():
                 measured = self._run(objective, num_iterations)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             self._stay_eager(first_line(error))
             return self._run(objective, num_iterations)
         if not self._tries_capture:
@@ -181,10 +181,12 @@ class CurvatureMeter:
         try:
             self._recording = Recording(self._method, static, num_iterations, self._pool.handle)
             self.not_captured_because = ""
-        except torch.OutOfMemoryError as error:
-            self.not_captured_because = first_line(error)  # there may be room the next time
         except Exception as error:  # CUDA, PyTorch and the model's own code may all refuse, each in its way
-            self._stay_eager(first_line(error))
+            self._method.abandon()
+            if is_out_of_memory(error):
+                self.not_captured_because = first_line(error)  # there may be room the next time
+            else:
+                self._stay_eager(first_line(error))
         return measured
 
     def _estimate(self, results: tuple[Tensor, ...], shape: SpectrumShape) -> CurvatureEstimate:

@@ -34,6 +34,9 @@ class Method(Protocol):
     def finish(self) -> tuple[tuple[Tensor, ...], SpectrumShape]:
         """Returns the results and lets go of everything else."""
 
+    def abandon(self) -> None:
+        """Lets go of everything that an attempt which failed has left."""
+
 
 class Recording:
     """A method captured with static inputs; reads the model's weights where they are, so that it sees them change."""

@@ -1,0 +1,47 @@
+"""What a training step does that a captured CUDA graph could not do again, found while it runs eagerly.
+
+Asked beforehand, because a capture that meets an operation which waits for the device leaves the allocator and the
+random generators in a state that eager steps cannot go on from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from triaccel_ray.checkpoint import host_random_state
+from triaccel_ray.graphs import sync_debug_mode
+
+_WAITS = "called a synchronizing CUDA operation"
+_ON_ANOTHER_STREAM = "AccumulateGrad node's stream does not match"
+
+
+@contextlib.contextmanager
+def watched(obstacles: list[str], device: torch.device) -> Iterator[None]:
+    """Adds to `obstacles`, each once, what the pass inside does that a replay would not do."""
+    before = host_random_state()
+    with contextlib.ExitStack() as stack:
+        caught: list[warnings.WarningMessage] = []
+        if device.type == "cuda":
+            caught = stack.enter_context(warnings.catch_warnings(record=True))
+            warnings.simplefilter("always")
+            stack.enter_context(sync_debug_mode("warn"))
+        yield
+    found = [reason for warning in caught if (reason := _reason(warning)) is not None]
+    if host_random_state() != before:
+        found.append("the model draws random numbers on the host, which a replay would not draw anew")
+    obstacles.extend(reason for reason in dict.fromkeys(found) if reason not in obstacles)
+
+
+def _reason(warning: warnings.WarningMessage) -> str | None:
+    """Returns why this warning speaks against a capture; passes on one that does not."""
+    text = str(warning.message)
+    if _WAITS in text:
+        return f"the step waits for the device ({warning.filename}:{warning.lineno})"
+    if _ON_ANOTHER_STREAM in text:
+        return "outputs or losses of an earlier pass are still held, and with them the stream of their gradients"
+    warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return None
