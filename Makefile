@@ -1,4 +1,5 @@
-# `make search` runs the main job, `make test` everything that CI runs; both set up .venv first.
+# `make search` runs the main job, `make test` everything that CI runs, `make gpu` what needs an NVIDIA GPU: its tests, and
+# every benchmark beside its peers. All set up .venv first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,13 +8,17 @@ READY := $(VENV)/.ready
 # Torch, Ray and MLflow take four times as long to import without compiled bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: search test lint setup clean
+.PHONY: search test gpu lint setup clean
 
 search: setup
 	$(BIN)/triaccel search digits --trials 12
 
 test: setup lint
 	$(BIN)/pytest
+
+gpu: setup
+	$(BIN)/pytest -m gpu
+	$(BIN)/python -m benchmarks
 
 lint: setup
 	$(BIN)/ruff check .
