@@ -133,7 +133,7 @@ class StepCache:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.
         """
         key = _Key(len(indices), self.step.num_parts, self.step.precision.key)
-        with self.on_stream():
+        with self.on_stream(), self._autotuning():
             in_parts_from_host = key.num_parts > 1 and not self._is_resident
             if not self.enabled or key in self._too_large or in_parts_from_host:
                 return self._eager(indices, loss_scale, step)
@@ -276,14 +276,20 @@ class StepCache:
             return
         outside = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(outside)
-        benchmark = torch.backends.cudnn.benchmark
-        torch.backends.cudnn.benchmark = benchmark or self._autotune
         try:
             with torch.cuda.stream(self._stream):
                 yield
         finally:
-            torch.backends.cudnn.benchmark = benchmark
             outside.wait_stream(self._stream)
+
+    @contextlib.contextmanager
+    def _autotuning(self) -> Iterator[None]:
+        before = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = before or self._autotune
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.benchmark = before
 
     @contextlib.contextmanager
     def adapting(self) -> Iterator[None]:
