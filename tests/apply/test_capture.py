@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.waiting import no_waiting
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.plan import FaultKind, Precision
@@ -149,12 +150,9 @@ def test_a_step_never_waits_for_the_device(level: Precision) -> None:
     loop = loop_of(network(dropout=0.1), replace(fixed(level, capture=True), every_steps=1000))
     loop.step()
     loop.step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for _ in range(6):
             loop.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_dropout_draws_anew_at_every_replay() -> None:

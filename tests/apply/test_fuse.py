@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import copy
 import operator
-import random
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -11,24 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from tests.apply.fusible import Block, layers_of
 from tests.build import BF16, FP16, controlled, same, values
 from trainables.models import efficientnet_b0, resnet18
-from triaccel_ray.apply.fuse import FusedNorm, Fusion, Refusal, fuse
+from triaccel_ray.apply.fuse import FusedNorm, Fusion, fuse
 from triaccel_ray.apply.precision import LayerPrecision
-from triaccel_ray.layers import find_layers
 
 GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
-    return [module for layer in find_layers(model) for module in layer.modules]
-
-
 def _fused(model: nn.Module) -> Fusion:
-    fusion = fuse(model, _layers(model))
+    fusion = fuse(model, layers_of(model))
     assert isinstance(fusion, Fusion), fusion
     return fusion
 
@@ -60,22 +53,6 @@ def _assert_same(model: nn.Module, x: Tensor) -> Fusion:
     assert {id(p) for p in fusion.module.parameters()} <= {id(p) for p in model.parameters()}
     assert {id(b) for b in fusion.module.buffers()} <= {id(b) for b in model.buffers()}
     return fusion
-
-
-class Block(nn.Module):
-    """Convolution, norm and what a test makes of them."""
-
-    def __init__(self, rest: Callable[[Block, Tensor], Any] | None = None, **parts: nn.Module) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.other = nn.Conv2d(4, 4, 1)
-        for name, part in parts.items():
-            setattr(self, name, part)
-        self._rest = rest or (lambda block, x: torch.relu(block.norm(block.conv(x))))
-
-    def forward(self, x: Tensor) -> Any:
-        return self._rest(self, x)
 
 
 IMAGES = torch.randn(3, 4, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -280,96 +257,6 @@ def test_the_model_is_not_written_on() -> None:
     copy.deepcopy(model)
 
 
-class Optional(Block):
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
-        return super().forward(x)
-
-
-class Variable(Block):
-    def forward(self, *x: Tensor) -> Any:
-        return super().forward(*x)
-
-
-def _remembers(block: Block, x: Tensor) -> Tensor:
-    block.last = y = block.norm(block.conv(x))  # type: ignore[assignment]
-    return y
-
-
-def _appends(block: Block, x: Tensor) -> Tensor:
-    block.seen.append(x)  # type: ignore[operator, union-attr]
-    return block.norm(block.conv(x))
-
-
-def _without_gradients(block: Block, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        x = block.conv(x)
-    return block.norm(x)
-
-
-def _autocast(block: Block, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return block.norm(block.conv(x))
-
-
-def _keeping_nothing(block: Block, x: Tensor) -> Tensor:
-    y: Tensor = checkpoint(lambda x: block.norm(block.conv(x)), x, use_reentrant=False)
-    return y
-
-
-def _named(block: Block, x: Tensor) -> Any:
-    return OrderedDict(y=block.norm(block.conv(x)))
-
-
-REFUSED: dict[str, tuple[Callable[[Block, Tensor], Any], str]] = {
-    "decision": (lambda b, x: b.norm(b.conv(x if x.sum() > 0 else -x)), "cannot be traced: TraceError"),
-    "type": (lambda b, x: b.norm(b.conv(x)) if isinstance(x, Tensor) else x, "asks for the type of a tensor"),
-    "chance": (lambda b, x: b.norm(b.conv(x)) * float(torch.rand(())), "draws random numbers"),
-    "plain chance": (lambda b, x: b.norm(b.conv(x)) * random.random(), "draws random numbers"),
-    "own tensor": (lambda b, x: b.norm(b.conv(x)) + torch.ones(4, 1, 1), "makes tensors of its own"),
-    "attribute": (_remembers, "assigns attributes of Block"),
-    "list": (_appends, "assigns attributes of Block"),
-    "no gradients": (_without_gradients, "switches gradients, autocast"),
-    "autocast": (_autocast, "switches gradients, autocast"),
-    "recomputation": (_keeping_nothing, "switches gradients, autocast or saved-tensor hooks"),
-    "mapping": (_named, "makes a OrderedDict"),
-    "no norm": (lambda b, x: b.conv(x), "calls no BatchNorm2d"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_graph_would_lose_is_refused_and_leaves_no_trace(name: str) -> None:
-    rest, reason = REFUSED[name]
-    model = Block(rest)
-    model.seen = []  # type: ignore[assignment]
-    torch.manual_seed(5)
-    state, plain_state, attributes = torch.get_rng_state(), random.getstate(), set(model.__dict__)
-    refusal = fuse(model, _layers(model))
-    assert isinstance(refusal, Refusal)
-    assert reason in refusal.reason
-    assert torch.equal(state, torch.get_rng_state())
-    assert plain_state == random.getstate()
-    assert set(model.__dict__) == attributes
-    assert model.seen == []
-
-
-def test_forward_functions_that_may_be_called_in_several_ways_are_refused() -> None:
-    for model, reason in [(Optional(), "mask may be left out"), (Variable(), "takes \\*x")]:
-        refusal = fuse(model, _layers(model))
-        assert isinstance(refusal, Refusal)
-        assert refusal.reason.endswith(reason.replace("\\", "")) or reason.replace("\\", "") in refusal.reason
-
-
-def test_a_model_with_hooks_or_another_forward_of_its_own_is_refused() -> None:
-    hooked, replaced = Block(), Block()
-    hooked.register_forward_hook(lambda module, args, output: None)
-    replaced.forward = lambda x: x  # type: ignore[method-assign]
-    wrapped = nn.DataParallel(Block())
-    for model, reason in [(hooked, "hooks"), (replaced, "a forward function of its own"), (wrapped, "a DataParallel")]:
-        refusal = fuse(model, _layers(model))
-        assert isinstance(refusal, Refusal)
-        assert reason in refusal.reason
-
-
 class Decides(nn.Module):
     """A part without a norm may do what it likes."""
 
@@ -426,7 +313,7 @@ def test_on_a_gpu_borders_between_precisions_need_no_cast() -> None:
         wanted = {dtypes[id(layer)] for layer in norm.following}
         norm.output_dtype = wanted.pop() if len(wanted) == 1 and not norm.has_other_readers else None
     received: list[tuple[nn.Module, torch.dtype]] = []
-    for module in _layers(model):
+    for module in layers_of(model):
         module.register_forward_pre_hook(lambda module, args: received.append((module, args[0].dtype)))
     x = torch.randn(32, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
     with precision.in_force():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.waiting import no_waiting
 from trainables.images import ImageSource, Preparation
 from triaccel_ray.apply.feed import Feed
 
@@ -95,15 +96,12 @@ def test_a_captured_batch_is_what_an_eager_one_is(size: int | None) -> None:
         images, targets = source.batch(indices, feed.generator)
     state = feed.generator.get_state()
     replayed = []
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with no_waiting():
         for _ in range(3):
             indices.copy_(feed.take(16))
             graph.replay()
             replayed.append((indices.clone(), images.clone(), targets.clone()))
         source.batch(feed.take(16), feed.generator)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     feed.generator.set_state(state)
     for taken, seen, labels in replayed:
         again, _ = source.batch(taken, feed.generator)

@@ -1,0 +1,32 @@
+"""Small models with something to fuse, for tests of the fusion and of the trace that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from triaccel_ray.layers import find_layers
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that the fusion leaves as they are."""
+    return [module for layer in find_layers(model) for module in layer.modules]
+
+
+class Block(nn.Module):
+    """Convolution, norm and what a test makes of them."""
+
+    def __init__(self, rest: Callable[[Block, Tensor], Any] | None = None, **parts: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.other = nn.Conv2d(4, 4, 1)
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self._rest = rest or (lambda block, x: torch.relu(block.norm(block.conv(x))))
+
+    def forward(self, x: Tensor) -> Any:
+        return self._rest(self, x)

@@ -1,0 +1,106 @@
+"""What a graph, read once, would not compute the same."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.apply.fusible import Block, layers_of
+from triaccel_ray.apply.fuse import Refusal, fuse
+
+
+class Optional(Block):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        return super().forward(x)
+
+
+class Variable(Block):
+    def forward(self, *x: Tensor) -> Any:
+        return super().forward(*x)
+
+
+def _remembers(block: Block, x: Tensor) -> Tensor:
+    block.last = y = block.norm(block.conv(x))  # type: ignore[assignment]
+    return y
+
+
+def _appends(block: Block, x: Tensor) -> Tensor:
+    block.seen.append(x)  # type: ignore[operator, union-attr]
+    return block.norm(block.conv(x))
+
+
+def _without_gradients(block: Block, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x = block.conv(x)
+    return block.norm(x)
+
+
+def _autocast(block: Block, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return block.norm(block.conv(x))
+
+
+def _keeping_nothing(block: Block, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(lambda x: block.norm(block.conv(x)), x, use_reentrant=False)
+    return y
+
+
+def _named(block: Block, x: Tensor) -> Any:
+    return OrderedDict(y=block.norm(block.conv(x)))
+
+
+REFUSED: dict[str, tuple[Callable[[Block, Tensor], Any], str]] = {
+    "decision": (lambda b, x: b.norm(b.conv(x if x.sum() > 0 else -x)), "cannot be traced: TraceError"),
+    "type": (lambda b, x: b.norm(b.conv(x)) if isinstance(x, Tensor) else x, "asks for the type of a tensor"),
+    "chance": (lambda b, x: b.norm(b.conv(x)) * float(torch.rand(())), "draws random numbers"),
+    "plain chance": (lambda b, x: b.norm(b.conv(x)) * random.random(), "draws random numbers"),
+    "own tensor": (lambda b, x: b.norm(b.conv(x)) + torch.ones(4, 1, 1), "makes tensors of its own"),
+    "attribute": (_remembers, "assigns attributes of Block"),
+    "list": (_appends, "assigns attributes of Block"),
+    "no gradients": (_without_gradients, "switches gradients, autocast"),
+    "autocast": (_autocast, "switches gradients, autocast"),
+    "recomputation": (_keeping_nothing, "switches gradients, autocast or saved-tensor hooks"),
+    "mapping": (_named, "makes a OrderedDict"),
+    "no norm": (lambda b, x: b.conv(x), "calls no BatchNorm2d"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_graph_would_lose_is_refused_and_leaves_no_trace(name: str) -> None:
+    rest, reason = REFUSED[name]
+    model = Block(rest)
+    model.seen = []  # type: ignore[assignment]
+    torch.manual_seed(5)
+    state, plain_state, attributes = torch.get_rng_state(), random.getstate(), set(model.__dict__)
+    refusal = fuse(model, layers_of(model))
+    assert isinstance(refusal, Refusal)
+    assert reason in refusal.reason
+    assert torch.equal(state, torch.get_rng_state())
+    assert plain_state == random.getstate()
+    assert set(model.__dict__) == attributes
+    assert model.seen == []
+
+
+def test_forward_functions_that_may_be_called_in_several_ways_are_refused() -> None:
+    for model, reason in [(Optional(), "mask may be left out"), (Variable(), "takes *x")]:
+        refusal = fuse(model, layers_of(model))
+        assert isinstance(refusal, Refusal)
+        assert reason in refusal.reason
+
+
+def test_a_model_with_hooks_or_another_forward_of_its_own_is_refused() -> None:
+    hooked, replaced = Block(), Block()
+    hooked.register_forward_hook(lambda module, args, output: None)
+    replaced.forward = lambda x: x  # type: ignore[method-assign]
+    wrapped = nn.DataParallel(Block())
+    for model, reason in [(hooked, "hooks"), (replaced, "a forward function of its own"), (wrapped, "a DataParallel")]:
+        refusal = fuse(model, layers_of(model))
+        assert isinstance(refusal, Refusal)
+        assert reason in refusal.reason
