@@ -15,6 +15,7 @@ from tests.build import BF16, FP16, controlled, same, values
 from trainables.models import efficientnet_b0, resnet18
 from triaccel_ray.apply.fuse import FusedNorm, Fusion, fuse
 from triaccel_ray.apply.precision import LayerPrecision
+from triaccel_ray.layers import find_layers
 
 GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
