@@ -43,6 +43,8 @@ def obtain(cifar: CifarSet, data_dir: Path | None, *, with_test: bool) -> CifarF
     if data_dir is not None and not root.is_dir():
         reason = f"{root} is not an existing folder"
     elif data_dir is not None and any(not entry.name.startswith(_OWN_PREFIX) for entry in root.iterdir()):
+        if found := find_complete(cifar, root, with_test=with_test):  # another process has just put it there
+            return found
         reason = f"{root} is not empty, so nothing was downloaded into it"
     else:
         try:
@@ -86,20 +88,25 @@ def _fetch(url: str, md5: str, target: Path) -> None:
 
 
 def _unpack(archive: Path, goal: CifarFolder, staging: Path) -> None:
-    """Moves the needed files of `archive` to `goal`, each of them whole or not at all.
+    """Moves the needed files of `archive` to `goal`: all at once, or into a folder that is there, each one whole.
 
     They are written under names of ours, so that no path inside an archive decides where.
     """
     wanted = {f"{goal.layout.folder}/{name}": name for name in goal.needed(with_test=True)}
-    goal.path.mkdir(exist_ok=True)
+    unpacked = staging / "unpacked"
+    unpacked.mkdir()
     with tarfile.open(archive) as tar:
         for member in tar:
             name = wanted.get(member.name)
             content = tar.extractfile(member) if name is not None and member.isfile() else None
             if name is not None and content is not None:
-                with content, (staging / name).open("wb") as file:
+                with content, (unpacked / name).open("wb") as file:
                     shutil.copyfileobj(content, file)
-                (staging / name).replace(goal.path / name)
+    if not goal.path.exists():
+        unpacked.rename(goal.path)
+        return
+    for file_path in unpacked.iterdir():
+        file_path.replace(goal.path / file_path.name)
 
 
 def _explanation(cifar: CifarSet, root: Path, reason: str, *, with_test: bool) -> str:
