@@ -23,6 +23,7 @@ from tests.build import (
     loop_of,
     mlp,
     same,
+    values,
 )
 from tests.waiting import no_waiting
 from triaccel_ray.config import CurvatureConfig
@@ -188,3 +189,28 @@ def test_a_step_on_a_gpu_does_not_wait_for_the_device() -> None:
         with no_waiting():
             loop.step()
     loop.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: (mlp().double(), None), "parameter 0.weight is torch.float64: must be torch.float32"),
+        (lambda: (mlp().bfloat16(), None), "parameter 0.weight is torch.bfloat16"),
+        (lambda: (nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4)), None), "has sparse = True: must be"),
+        (lambda: (mlp(), mlp()), "the optimizer updates no layer of this model"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused(make: Any, message: str) -> None:
+    model, other = make()
+    optimizer = torch.optim.SGD((other or model).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=message):
+        ControlLoop(model, optimizer, cross_entropy, blobs(16))
+
+
+def test_a_state_of_another_data_set_leaves_the_loop_as_it_was() -> None:
+    first, _ = loop_of(mlp(), blobs(64))
+    second, _ = loop_of(mlp(seed=1), blobs(32))
+    before = values(second.model)
+    with pytest.raises(ValueError, match="num_samples = 64"):
+        second.load_state_dict(first.state_dict())
+    assert same(values(second.model), before)

@@ -91,13 +91,13 @@ def _import_module(name: str, module_name: str) -> ModuleType:
                 f"task = {name!r}: there is no module {error.name}, neither in {os.getcwd()} nor installed"
             ) from error
         raise ValueError(f"task = {name!r}: {module_name} imports {error.name}, which is not installed") from error
-    except Exception as error:  # whatever a user's file raises is the answer to the question whether it can be loaded
+    except (Exception, SystemExit) as error:  # whatever a user's file raises answers whether it can be loaded
         raise ValueError(
             f"task = {name!r}: importing {module_name} raised {type(error).__name__}: {error}{_line_of(error)}"
         ) from error
 
 
-def _line_of(error: Exception) -> str:
+def _line_of(error: BaseException) -> str:
     """Returns where an import failed, if the error does not say so itself, as ` (file:line)`."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:

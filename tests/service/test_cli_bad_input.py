@@ -51,6 +51,11 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("compare digits --methods amp,fixed", ("methods = 'amp,fixed'", "give their number with --fixed")),
     ("compare digits --fixed -1", ("fixed = -1: must be an integer >= 0",)),
     ("compare digits --tune-baselines -2", ("tune-baselines = -2: must be an integer >= 0",)),
+    *(
+        (f"{command} digits --experiment ''", ("experiment = ''", "must name an MLflow experiment"))
+        for command in ("run", "search", "compare")
+    ),
+    ("ui --port 99999", ("port = 99999", "1 to 65535")),
     # names
     ("run digits --name run1", ("name = 'run1'", "exists already and is left as it is", "triaccel resume run1")),
     ("search digits --name run1", ("name = 'run1'", "exists already and is left as it is", "triaccel resume run1")),

@@ -12,7 +12,15 @@ import tyro
 
 from triaccel_ray.service.options import Flat, RunName, TaskName, Thresholds, Training, Where
 
-USER_ERRORS = (ValueError, TypeError, FileNotFoundError, PermissionError, NotADirectoryError)
+USER_ERRORS = (
+    ValueError,
+    TypeError,
+    FileNotFoundError,
+    FileExistsError,
+    PermissionError,
+    NotADirectoryError,
+    IsADirectoryError,
+)
 """What the boundary raises for input that a user can mend; anything else is a bug and shows its traceback."""
 
 

@@ -158,6 +158,7 @@ def _(command: cli.Replay) -> int:
 
 @execute.register
 def _(command: cli.Ui) -> int:
+    require(1 <= command.port <= 65535, "port", command.port, "must lie in 1 to 65535")
     tracker = open_tracker(command.where.storage_path, command.where.tracking_uri)
     if tracker.uri.startswith("http"):
         out.print(f"the tracking server has its own UI: {tracker.display_uri}")
@@ -190,7 +191,13 @@ def _(command: cli.Doctor) -> int:
     return 1 if worst is Verdict.PROBLEM else 0
 
 
+def _require_experiment(experiment: str) -> None:
+    rule = "must name an MLflow experiment; leave it out for the default"
+    require(bool(experiment.strip()), "experiment", experiment, rule)
+
+
 def _train(spec: RunSpec, folder: Path, where: Where, experiment: str, *, resume: bool) -> int:
+    _require_experiment(experiment)
     if not resume:
         require_new(folder)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name
@@ -216,6 +223,7 @@ def _train(spec: RunSpec, folder: Path, where: Where, experiment: str, *, resume
 
 
 def _search(spec: SearchSpec, folder: Path, where: Where, experiment: str, *, resume: bool) -> int:
+    _require_experiment(experiment)
     if not resume:
         require_new(folder)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name
@@ -239,6 +247,7 @@ def _search(spec: SearchSpec, folder: Path, where: Where, experiment: str, *, re
 
 
 def _compare(spec: ComparisonSpec, folder: Path, where: Where, experiment: str, *, resume: bool) -> int:
+    _require_experiment(experiment)
     if not resume:
         require_new(folder)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name

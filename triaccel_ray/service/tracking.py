@@ -103,7 +103,11 @@ class Tracker:
 
         if self._path is None:
             return MlflowClient(tracking_uri=self.uri)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.with_name(f"{self._path.name}.lock").touch()
+        except OSError as error:  # the lock itself would go on trying for ever
+            raise self._unavailable(f"cannot be created ({error.strerror})") from error
         # First use creates the tables; done by several at once it fails ("duplicate column name").
         with FileLock(f"{self._path}.lock"):
             try:

@@ -285,7 +285,8 @@ class Worker:
         first operation, which would otherwise pass for the memory of the first batch.
         """
         duplicate = copy.deepcopy(model).eval()
-        inputs, targets = self._splits.train.to(self.device).batch(torch.arange(2), None)
+        train = self._splits.train.to(self.device)
+        inputs, targets = train.batch(torch.arange(min(2, len(train))), None)
         loss(forward(duplicate, inputs), targets).backward()
 
     def _start_record(self) -> Start:
