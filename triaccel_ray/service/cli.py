@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import tyro
 
-from triaccel_ray.service.options import Flat, RunName, TaskName, Thresholds, Training, Where
+from triaccel_ray.service.options import Flat, JobName, RunName, TaskName, Thresholds, Training, Where
 
 USER_ERRORS = (
     ValueError,
@@ -152,6 +153,53 @@ class Doctor:
     where: Flat[Where] = field(default_factory=Where)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Submit:
+    """Hand run, search, compare or resume to a cluster and go home: `triaccel submit -- search digits --trials 8`.
+
+    The working directory travels with the job, with a task module of your own in it; not .git, virtual environments,
+    caches, the storage folder, the data folder, what .gitignore and .rayignore name, and files over 20 MiB. The
+    `python` of the cluster's machines must have triaccel-ray installed.
+    """
+
+    words: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="-- COMMAND ...")]] = ()
+    """The command and its options, after `--`."""
+    name: str | None = None
+    """The job's name, and that of what it trains unless COMMAND has a --name. Default: of command, task and time."""
+    address: str | None = None
+    """Ray cluster: http://HOST:8265, HOST:PORT or `auto`. Default: RAY_ADDRESS, or the cluster on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jobs:
+    """List the jobs of a cluster, newest first."""
+
+    address: str | None = None
+    """Ray cluster: http://HOST:8265, HOST:PORT or `auto`. Default: RAY_ADDRESS, or the cluster on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logs:
+    """Show what a job has printed."""
+
+    job: tyro.conf.Positional[JobName]
+    """The job's name, as `triaccel jobs` lists it."""
+    follow: bool = False
+    """Go on until the job ends; exits with 1 unless it succeeds."""
+    address: str | None = None
+    """Ray cluster: http://HOST:8265, HOST:PORT or `auto`. Default: RAY_ADDRESS, or the cluster on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Stop a job as Ctrl-C would; it can be resumed."""
+
+    job: tyro.conf.Positional[JobName]
+    """The job's name, as `triaccel jobs` lists it."""
+    address: str | None = None
+    """Ray cluster: http://HOST:8265, HOST:PORT or `auto`. Default: RAY_ADDRESS, or the cluster on this machine."""
+
+
 Command: TypeAlias = (
     Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Search, tyro.conf.subcommand("search")]
@@ -161,17 +209,33 @@ Command: TypeAlias = (
     | Annotated[Resume, tyro.conf.subcommand("resume")]
     | Annotated[Ui, tyro.conf.subcommand("ui")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+    | Annotated[Submit, tyro.conf.subcommand("submit")]
+    | Annotated[Jobs, tyro.conf.subcommand("jobs")]
+    | Annotated[Logs, tyro.conf.subcommand("logs")]
+    | Annotated[Stop, tyro.conf.subcommand("stop")]
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command; exits with 0 when done, 1 when something is not ready or failed, 2 on bad input."""
-    command = tyro.cli(
+def parse(arguments: Sequence[str] | None) -> Command:
+    """Returns the command that the arguments mean, the process's own when None.
+
+    Raises:
+        SystemExit: they mean none, or ask for help; what there is to say has been printed.
+    """
+    return tyro.cli(
         Command,
         prog="triaccel",
         description="An elastic experiment service on Ray.",
         args=arguments,
     )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command; exits with 0 when done, 1 when something is not ready or failed, 2 on bad input."""
+    command = parse(arguments)
+    if os.environ.get("RAY_JOB_STOP_SIGNAL") == "SIGINT":
+        # What a script starts in the background ignores this signal, and so would the jobs of a head started so.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Tune's own tables, even when told to be silent
     # After parsing: help and mistakes in options should not wait for Ray and MLflow to load.
     from triaccel_ray.service import commands

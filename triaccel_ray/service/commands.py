@@ -16,7 +16,7 @@ from trainables.registry import TASKS, load_task
 from trainables.task import Purpose
 from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.events import End, EventLog, LogError, Start
-from triaccel_ray.service import cli
+from triaccel_ray.service import cli, job_commands
 from triaccel_ray.service.choosing import choose
 from triaccel_ray.service.cluster import cluster, gpus_available, require_reachable
 from triaccel_ray.service.comparison import (
@@ -189,6 +189,26 @@ def _(command: cli.Doctor) -> int:
         out.print(finding.text, markup=False, soft_wrap=True)
         worst = Verdict.PROBLEM if Verdict.PROBLEM in (worst, finding.verdict) else worst
     return 1 if worst is Verdict.PROBLEM else 0
+
+
+@execute.register
+def _(command: cli.Submit) -> int:
+    return job_commands.submit(command.words, name=command.name, address=command.address)
+
+
+@execute.register
+def _(command: cli.Jobs) -> int:
+    return job_commands.list_jobs(address=command.address)
+
+
+@execute.register
+def _(command: cli.Logs) -> int:
+    return job_commands.show_logs(command.job, follow=command.follow, address=command.address)
+
+
+@execute.register
+def _(command: cli.Stop) -> int:
+    return job_commands.stop(command.job, address=command.address)
 
 
 def _require_experiment(experiment: str) -> None:

@@ -19,6 +19,7 @@ Flat = Annotated[_T, tyro.conf.OmitArgPrefixes]
 """A group of options without a prefix to their names."""
 TaskName = Annotated[str, tyro.conf.arg(metavar="TASK")]
 RunName = Annotated[str, tyro.conf.arg(metavar="NAME")]
+JobName = Annotated[str, tyro.conf.arg(metavar="JOB")]
 
 
 @dataclass(frozen=True, kw_only=True)
