@@ -207,6 +207,12 @@ def test_a_model_that_cannot_be_trained_is_refused(make: Any, message: str) -> N
         ControlLoop(model, optimizer, cross_entropy, blobs(16))
 
 
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match="LBFGS needs a closure"):
+        ControlLoop(model, torch.optim.LBFGS(model.parameters()), cross_entropy, blobs(16))
+
+
 def test_a_state_of_another_data_set_leaves_the_loop_as_it_was() -> None:
     first, _ = loop_of(mlp(), blobs(64))
     second, _ = loop_of(mlp(seed=1), blobs(32))

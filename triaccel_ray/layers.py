@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 SINGLE_DTYPE_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -81,6 +82,32 @@ def _weights(module: nn.Module, *, recurse: bool) -> list[nn.Parameter]:
     parts = module.modules() if recurse else [module]
     own = [p for part in parts if not isinstance(part, NORMS) for p in part.parameters(recurse=False)]
     return list(dict.fromkeys(p for p in own if p.dim() >= 2 and p.requires_grad))
+
+
+def require_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, layers: Sequence[Layer]) -> None:
+    """Checks that the loop can train the model with this optimizer.
+
+    Raises:
+        ValueError: trainable parameters are not FP32, gradients are sparse, or the optimizer needs a closure or updates
+            no layer of the model.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("optimizer LBFGS needs a closure, which evaluates a batch more than once: use another one")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype is not torch.float32:
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}: must be torch.float32, the loop chooses what layers compute "
+                "in; use model.float()"
+            )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise ValueError(f"{type(module).__name__} {name!r} has sparse = True: must be False")
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(weight) in updated for layer in layers for weight in layer.weights):
+        raise ValueError(
+            "the optimizer updates no layer of this model: build it from model.parameters(), after the model has been "
+            "moved to its device"
+        )
 
 
 def forward(model: nn.Module, inputs: Any) -> Any:

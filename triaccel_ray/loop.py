@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from triaccel_ray.decide import ControlState, decide, initial_decision
 from triaccel_ray.events import EventLog, Tick
 from triaccel_ray.graphs import GraphPool
 from triaccel_ray.jsonable import decode, encode
-from triaccel_ray.layers import Layer, find_layers
+from triaccel_ray.layers import find_layers, require_trainable
 from triaccel_ray.measure.costs import measure_costs
 from triaccel_ray.measure.curvature import CurvatureMeter
 from triaccel_ray.measure.memory import memory_meter
@@ -78,8 +78,8 @@ class ControlLoop:
 
         Args:
             model: any module; its layers are found by `find_layers`.
-            optimizer: any PyTorch optimizer over the model's parameters. Fused ones skip an overflow without asking
-                the host.
+            optimizer: any PyTorch optimizer over the model's parameters that needs no closure. Fused ones skip an
+                overflow without asking the host.
             loss: maps (outputs, targets) to the mean loss; outputs arrive in FP32.
             data: the training samples: a (inputs, targets) pair of tensors, a map-style data set, or a `DataSource`.
             config: thresholds and intervals; the defaults when None.
@@ -91,12 +91,12 @@ class ControlLoop:
             on_tick: called with each tick, after it has been logged.
 
         Raises:
-            ValueError: the model has no layer, or none that the optimizer updates; it is not FP32, or has sparse
-                gradients; or the budget leaves nothing to compute with.
+            ValueError: the model has no layer, the loop cannot train it (`require_trainable`), or the budget leaves
+                nothing to compute with.
         """
         self.config = config or ControlConfig()
         self._layers = find_layers(model)
-        _require_trainable(model, optimizer, self._layers)
+        require_trainable(model, optimizer, self._layers)
         self.device = next(model.parameters()).device
         self.model, self._loss, self._log, self._on_tick = model, loss, log, on_tick
         self._schedule = schedule or (lambda epoch: 1.0)
@@ -380,25 +380,6 @@ class ControlLoop:
         """Returns a generator on the device, seeded from the saved one so that a resumed run draws the same."""
         seed = torch.randint(2**31, (), generator=self._curvature_samples).item()
         return torch.Generator(device=self.device).manual_seed(int(seed))
-
-
-def _require_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, layers: Sequence[Layer]) -> None:
-    """Raises ValueError for a model that the loop cannot train, or that the optimizer does not."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype is not torch.float32:
-            raise ValueError(
-                f"parameter {name} is {parameter.dtype}: must be torch.float32, the loop chooses what layers compute "
-                "in; use model.float()"
-            )
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True:
-            raise ValueError(f"{type(module).__name__} {name!r} has sparse = True: must be False")
-    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not any(id(weight) in updated for layer in layers for weight in layer.weights):
-        raise ValueError(
-            "the optimizer updates no layer of this model: build it from model.parameters(), after the model has been "
-            "moved to its device"
-        )
 
 
 def _mean(loss: Tensor) -> float:

@@ -79,11 +79,6 @@ class CurvatureMeter:
         return self._recording is not None
 
     @property
-    def will_run_eagerly(self) -> bool:
-        """Whether the next measurement runs eagerly because it is still to be captured, which takes memory anew."""
-        return self._tries_capture and self._recording is None
-
-    @property
     def stays_eager(self) -> bool:
         """Whether, on a GPU, measurements will never be captured; `not_captured_because` says why."""
         return self._device.type == "cuda" and not self._tries_capture
