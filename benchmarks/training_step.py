@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -41,8 +42,9 @@ CONTENDERS = (
     "loop-mixed",
 )
 Result = dict[str, Any]
-_LOSS_TOLERANCE = 0.15
-"""Largest difference of a contender's mean loss over its last steps to the tutorial's, relative."""
+_LEARNING_TOLERANCE = 0.15
+"""Largest difference between what a contender and the tutorial's AMP have learned (the fall of the mean loss from that
+of guessing to that over the last steps), relative. The tutorial's FP16 and BF16 differ by 8 %."""
 
 
 def main() -> int:
@@ -70,11 +72,22 @@ def main() -> int:
 def _compare(args: argparse.Namespace, batch_size: int) -> int:
     found: dict[str, list[Result]] = {name: [] for name in args.contenders}
     for _ in range(args.rounds):
-        for name in args.contenders:
-            found[name].append(_run_child(args, name, batch_size))
+        for name in [name for name in args.contenders if name in found]:
+            result = _run_child(args, name, batch_size)
+            if result is None:
+                del found[name]
+            else:
+                found[name].append(result)
+    if not found:
+        return 1
     reference = found.get("tutorial-fp16") or next(iter(found.values()))
-    expected = statistics.median(result["loss"] for result in reference)
-    wrong = [n for n, rs in found.items() if any(abs(r["loss"] / expected - 1) > _LOSS_TOLERANCE for r in rs)]
+    guessing = math.log(10)
+    expected = guessing - statistics.median(result["loss"] for result in reference)
+    wrong = [
+        name
+        for name, results in found.items()
+        if not all(abs((guessing - r["loss"]) / expected - 1) <= _LEARNING_TOLERANCE for r in results)
+    ]
     properties = torch.cuda.get_device_properties(0)
     print(f"\n{args.model}, batch {batch_size}, {properties.name}, PyTorch {torch.__version__}, SGD momentum")
     settings = [name for name in ("autotune", "unfused") if getattr(args, name)]
@@ -85,7 +98,7 @@ def _compare(args: argparse.Namespace, batch_size: int) -> int:
         print(f"refused: {', '.join(wrong)} did not train as the reference did; losses {losses}")
         return 1
     _print_table(found, reference)
-    return 0
+    return int(len(found) < len(args.contenders))
 
 
 def _print_table(found: dict[str, list[Result]], reference: list[Result]) -> None:
@@ -112,7 +125,8 @@ def _print_table(found: dict[str, list[Result]], reference: list[Result]) -> Non
         print(f"full loop / same step without control: {overhead}")
 
 
-def _run_child(args: argparse.Namespace, name: str, batch_size: int) -> Result:
+def _run_child(args: argparse.Namespace, name: str, batch_size: int) -> Result | None:
+    """Returns the figures of one contender's process; None if it failed, and then prints why."""
     command = [sys.executable, "-m", "benchmarks.training_step", "--child", name, "--model", args.model]
     command += [
         "--batch-size",
@@ -126,7 +140,8 @@ def _run_child(args: argparse.Namespace, name: str, batch_size: int) -> Result:
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
     if done.returncode:
-        raise SystemExit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        print(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        return None
     result: Result = json.loads(done.stdout.splitlines()[-1])
     return result
 
@@ -151,7 +166,7 @@ def _measure(name: str, args: argparse.Namespace) -> Result:
         torch.cuda.synchronize()
         ms.append(1e3 * (time.perf_counter() - start) / args.steps)
     losses()
-    for _ in range(20):
+    for _ in range(100):
         step()
     found: Result = {"ms": ms, "loss": losses(), "warm_s": warm_s, "peak_mib": _process_mib()}
     found["allocated_mib"] = torch.cuda.max_memory_allocated() / 2**20

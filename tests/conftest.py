@@ -1,3 +1,4 @@
+import gc
 import os
 
 import pytest
@@ -12,6 +13,16 @@ torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's 
 # Machines that run the tests differ in speed and are shared; how long an example takes says nothing of the code.
 settings.register_profile("suite", deadline=None, max_examples=60)
 settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def _clean_gpu(request: pytest.FixtureRequest) -> None:
+    """Gives back what earlier tests left on the GPU, a cap on memory included: tests of memory share a process."""
+    if torch.cuda.is_available() and request.node.get_closest_marker("gpu") is not None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.reset_peak_memory_stats()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -53,6 +53,31 @@ def test_a_net_learns_with_every_strategy_on() -> None:
     assert {ReasonCode.VARIANCE, ReasonCode.CURVATURE, ReasonCode.LR_SCALE, ReasonCode.MEMORY_LOW} <= codes
 
 
+def test_a_late_decision_holds_one_step_later() -> None:
+    plans = {}
+    for late in (False, True):
+        loop, _ = loop_of(mlp(), blobs(240), QUIET)
+        loop._decides_late = late
+        plans[late] = [loop.plan.batch_size]
+        for _ in range(14):
+            loop.step()
+            plans[late].append(loop.plan.batch_size)
+        loop.close()
+        assert loop.num_ticks == 3
+    assert plans[False] == [8] * 4 + [12] * 4 + [16] * 7
+    assert plans[True] == [8] * 5 + [12] * 4 + [16] * 6
+
+
+def test_a_decision_does_not_wait_for_the_next_epoch() -> None:
+    loop, ticks = loop_of(mlp(), blobs(32), QUIET)
+    loop._decides_late = True
+    loop.train_epoch()
+    assert loop.num_steps == 4
+    assert [tick.observation.step for tick in ticks] == [4]
+    assert loop.plan.batch_size == 12
+    loop.close()
+
+
 def test_ticks_and_measurements_come_at_their_intervals() -> None:
     loop, ticks = loop_of(mlp(), blobs(240))
     for _ in range(26):

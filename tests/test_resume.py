@@ -143,6 +143,23 @@ def test_a_resumed_run_equals_an_uninterrupted_one(optimizer: str, stop: int, tm
     assert whole.feed.epoch >= 3
 
 
+@pytest.mark.parametrize("stop", [5, 10, 25])
+def test_a_run_resumes_between_a_reading_and_the_decision_on_it(stop: int, tmp_path: Path) -> None:
+    def make(seed: int) -> tuple[ControlLoop, Recorded]:
+        loop, loss = control_loop(seed, "sgd fused")
+        loop._decides_late = True
+        return loop, loss
+
+    seeded(1)
+    loop, _ = make(1)
+    seeded(1)
+    for _ in range(stop):
+        loop.step()
+    assert loop.num_ticks == stop // CONFIG.every_steps - 1
+    assert loop.state_dict()["undecided"] is not None
+    assert_resumes(make, stop, tmp_path / "checkpoint.pt")
+
+
 def test_a_run_resumes_between_a_failure_and_the_tick_that_hears_of_it(tmp_path: Path) -> None:
     seeded(1)
     loop, _ = control_loop(1, "sgd")

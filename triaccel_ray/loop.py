@@ -32,6 +32,7 @@ from triaccel_ray.measure.sensors import Sensors
 from triaccel_ray.measure.timing import EpochClock
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.plan import Fault, FaultKind, Plan
+from triaccel_ray.signals import Observation
 from triaccel_ray.sources import as_source
 from triaccel_ray.steps import StepParts, build_steps
 
@@ -148,6 +149,9 @@ class ControlLoop:
         self.num_steps = 0
         """Optimizer steps done, skipped ones included."""
         self.num_ticks = 0
+        # On a GPU a tick's rules are worked out while the device makes the step after it, and hold from then on.
+        self._decides_late = self.device.type == "cuda"
+        self._undecided: Callable[[], Observation] | None = None
         self._unrecorded: Tick | None = None
         self._curvature_told = False
 
@@ -167,7 +171,11 @@ class ControlLoop:
         return self._clock.glance()
 
     def step(self) -> None:
-        """Makes one optimizer step, and the tick and the curvature measurement that fall due after it."""
+        """Makes one optimizer step, and the tick and the curvature measurement that fall due after it.
+
+        On a GPU a tick decides once the next step is under way, so that the device need not wait: what it decides holds
+        from the step after that, or from the next epoch's first.
+        """
         plan, epoch = self.plan, self.feed.position
         if self.feed.at_epoch_start:
             self._epoch_loss.zero_()
@@ -184,22 +192,32 @@ class ControlLoop:
             self._record_optimizer_faults()
         self.num_steps += 1
         self._epoch_steps += 1
+        self._decide()
         if self.num_steps % self.config.every_steps == _RECORD_AFTER:
             self._record()
         if self.config.curvature.enabled and self.num_steps % self.config.curvature.every_steps == 0:
             self._measure_curvature()
         if self.num_steps % self.config.every_steps == 0:
-            self.tick()
+            self._observe()
+            if not self._decides_late or self.feed.at_epoch_start:
+                self._decide()
 
     def tick(self) -> Tick:
         """Measures, decides, applies, records; returns the record.
 
         On a GPU the record is written a few steps later, or at the end of the epoch: the device has work by then.
         """
-        self._record()
+        self._decide()
+        self._observe()
+        tick = self._decide()
+        assert tick is not None
+        return tick
+
+    def _observe(self) -> None:
+        """Begins to read what the next decision rests on."""
         if self._costs_due and self.state.costs is None:
             self._measure_costs()
-        observation = self.sensors.read(
+        reading = self.sensors.read(
             plan=self.plan,
             step=self.num_steps,
             tick=self.num_ticks,
@@ -207,6 +225,15 @@ class ControlLoop:
             loss_scale=self.loss_scale.factor(self._precision.needs_loss_scale),
             num_skipped=self.loss_scale.num_skipped,
         )
+        self._undecided = reading.observation
+
+    def _decide(self) -> Tick | None:
+        """Decides on what was last observed, and applies that; None if it has been done."""
+        if self._undecided is None:
+            return None
+        self._record()
+        observation = self._undecided()
+        self._undecided = None
         decision = decide(self.config, observation, self.state)
         applied = self._actuators.apply(decision.plan, step=self.num_steps)
         self.state = decision.state
@@ -217,7 +244,7 @@ class ControlLoop:
         self.num_ticks += 1
         tick = Tick(observation=observation, decision=decision, applied=applied)
         self._unrecorded = tick
-        if self.device.type == "cpu":
+        if not self._decides_late:
             self._record()
         return tick
 
@@ -273,6 +300,7 @@ class ControlLoop:
 
     def close(self) -> None:
         """Gives the model its own forward functions back; it can be used on as any other."""
+        self._decide()
         self._record()
         self._precision.remove()
         self._pool.release()
@@ -281,6 +309,9 @@ class ControlLoop:
     def state_dict(self) -> dict[str, Any]:
         """Returns everything a resumed run needs to equal an uninterrupted one."""
         self._record()
+        if self._undecided is not None:
+            observation = self._undecided()
+            self._undecided = lambda: observation
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.optimizer.state_dict(),
@@ -291,6 +322,7 @@ class ControlLoop:
             "costs_due": self._costs_due,
             "curvature_samples": self._curvature_samples.get_state(),
             "control": encode(self.state),
+            "undecided": None if self._undecided is None else encode(self._undecided()),
             "plan": encode(self.plan),
             "num_parts": self._steps.step.num_parts,
             "counters": [self.num_steps, self.num_ticks, self._epoch_steps],
@@ -315,6 +347,10 @@ class ControlLoop:
         self._costs_due = self._costs_due and state["costs_due"]
         self._curvature_samples.set_state(state["curvature_samples"])
         self.state = decode(ControlState, state["control"])
+        self._undecided = None
+        if state["undecided"] is not None:
+            observation = decode(Observation, state["undecided"])
+            self._undecided = lambda: observation
         self._actuators = Actuators(decode(Plan, state["plan"]), self._steps, self._pool)
         self._steps.step.set_parts(state["num_parts"])
         self.num_steps, self.num_ticks, self._epoch_steps = state["counters"]

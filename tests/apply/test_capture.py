@@ -80,8 +80,10 @@ def test_captured_steps_equal_eager_ones(level: Precision, make: Any) -> None:
     assert loops[0].sensors._faults == []
     assert loops[0]._steps.num_captured == 1
     assert loops[1]._steps.num_captured == 0
-    # Both do the same arithmetic; atomics in cuDNN's weight gradients may add in another order.
-    assert distance(*models) < {Precision.FP32: 1e-4, Precision.FP16: 2e-2, Precision.BF16: 5e-2}[level]
+    # Both do the same arithmetic, but atomics in cuDNN's weight gradients may add in another order, and each of the ten
+    # steps may then round anew: FP32 layers multiply in TF32, whose unit round-off is FP16's.
+    unit_roundoff = {Precision.FP32: 2**-11, Precision.FP16: 2**-11, Precision.BF16: 2**-8}[level]
+    assert distance(*models) < 10 * unit_roundoff
     assert float(loops[0]._epoch_loss[0]) == pytest.approx(float(loops[1]._epoch_loss[0]), rel=1e-2)
 
 

@@ -16,6 +16,7 @@ from trainables.models import efficientnet_b0, resnet18
 from triaccel_ray.apply.fuse import FusedNorm, Fusion, fuse
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.layers import find_layers
+from triaccel_ray.structure import map_tensors
 
 GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
@@ -41,7 +42,7 @@ def _step(run: nn.Module, owner: nn.Module, x: Tensor) -> dict[str, Any]:
     outputs = run(x)
     sum(part.float().square().mean() for part in (outputs if isinstance(outputs, tuple) else (outputs,))).backward()
     return {
-        "outputs": outputs, "x": x.grad, "gradients": [p.grad for p in owner.parameters()], "buffers": values(owner)
+        "outputs": map_tensors(Tensor.detach, outputs), "x": x.grad, "gradients": [p.grad for p in owner.parameters()], "buffers": values(owner)
     }  # fmt: skip
 
 

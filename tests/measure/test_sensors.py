@@ -45,7 +45,7 @@ def read(sensors: Sensors, tick: int = 4) -> Observation:
         epoch=1.5,
         loss_scale=torch.tensor(1024.0),
         num_skipped=torch.tensor(3.0, dtype=torch.float64),
-    )
+    ).observation()
 
 
 def test_a_reading_holds_what_was_seen() -> None:

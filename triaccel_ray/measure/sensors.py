@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,28 @@ from triaccel_ray.measure.memory import MemoryMeter
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.plan import Fault, Plan, Precision
 from triaccel_ray.signals import LayerCost, LayerSignal, NoiseSignal, Observation
+
+
+class Reading:
+    """What was seen up to a step, on its way from the device: the host may launch more work before it looks."""
+
+    def __init__(self, values: Tensor, complete: Callable[[Tensor], Observation]) -> None:
+        """Starts the copy of `values` (fp64 vector) to the host; `complete` makes the observation of them."""
+        self._complete = complete
+        self._copied: torch.cuda.Event | None = None
+        if values.device.type == "cuda":
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        else:
+            self._values = values
+
+    def observation(self) -> Observation:
+        """Returns what was seen; waits for the device to have come that far."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._complete(self._values)
 
 
 class Sensors:
@@ -53,45 +75,54 @@ class Sensors:
 
     def read(
         self, *, plan: Plan, step: int, tick: int, epoch: float, loss_scale: Tensor, num_skipped: Tensor
-    ) -> Observation:
-        """Returns what was seen since the last reading, and begins anew. One copy from the device."""
+    ) -> Reading:
+        """Begins to read what was seen since the last reading, and begins anew. One copy from the device."""
         packed = [self.moments.read(), self.losses, loss_scale.double().view(1), num_skipped.double().view(1)]
         if self._curvature is not None:
             packed.append(_pack_curvature(self._curvature))
-        values = torch.cat(packed).cpu()
+        shape = None if self._curvature is None else self._curvature.shape
+        known = Observation(
+            step=step,
+            tick=tick,
+            epoch=epoch,
+            plan=plan,
+            layers=(),
+            memory=self.memory.read(),
+            costs=self._costs,
+            faults=tuple(self._faults),
+        )
+        reading = Reading(torch.cat(packed), lambda values: self._completed(known, values, shape))
+        self.losses.zero_()
+        self._curvature = self._costs = None
+        self._faults.clear()
+        return reading
+
+    def _completed(self, known: Observation, values: Tensor, shape: SpectrumShape | None) -> Observation:
+        """Returns `known` with what came from the device: variances, losses, loss scale and, with `shape`, spectra."""
         num_layers = len(self._layers)
         variances: list[float] = values[:num_layers].tolist()
         loss_sum, num_samples, scale, skipped = values[num_layers : num_layers + 4].tolist()
         spectra: list[tuple[float, ...] | None] = [None] * num_layers
         noise = None
-        if self._curvature is not None:
-            spectra, noise = _unpack_curvature(values[num_layers + 4 :], self._curvature.shape)
-        observation = Observation(
-            step=step,
-            tick=tick,
-            epoch=epoch,
-            plan=plan,
-            layers=tuple(
-                LayerSignal(
-                    name=name,
-                    variance=None if math.isnan(variance) else variance,
-                    eigenvalues=spectrum,
-                    supported=supported,
-                )
-                for (name, supported), variance, spectrum in zip(self._layers, variances, spectra, strict=True)
-            ),
-            memory=self.memory.read(),
+        if shape is not None:
+            spectra, noise = _unpack_curvature(values[num_layers + 4 :], shape)
+        layers = tuple(
+            LayerSignal(
+                name=name,
+                variance=None if math.isnan(variance) else variance,
+                eigenvalues=spectrum,
+                supported=supported,
+            )
+            for (name, supported), variance, spectrum in zip(self._layers, variances, spectra, strict=True)
+        )
+        return replace(
+            known,
+            layers=layers,
             loss=loss_sum / num_samples if num_samples else None,
             loss_scale=scale,
             num_skipped=int(skipped),
             noise=noise,
-            costs=self._costs,
-            faults=tuple(self._faults),
         )
-        self.losses.zero_()
-        self._curvature = self._costs = None
-        self._faults.clear()
-        return observation
 
     def state_dict(self) -> dict[str, object]:
         """Returns what was collected since the last reading, curvature and faults as plain values."""
