@@ -2,8 +2,9 @@
 
 Every contender trains the same network on the same images (on the GPU, cropped and mirrored at random), each in a
 process of its own, because memory is what the driver sees of a process. A round runs all contenders once, rounds are
-repeated, so that a drifting clock meets them all. Figures are printed only if every contender has learned: its loss
-after the run must be near that of the tutorial's AMP.
+repeated, so that a drifting clock meets them all. Figures are printed only if every contender has learned: its model's
+loss after the run must be near that of the tutorial's AMP. Everything that happens once (compilation, capture, what the
+first refreshes of curvature build) is over before the clock starts, and stands in the column `warm s`.
 
     tutorial-fp16, tutorial-bf16   autocast as PyTorch's tutorial writes it: NCHW, eager, GradScaler for FP16
     compiled, max-autotune         channels_last, torch.compile(mode="reduce-overhead" / "max-autotune"), fused SGD
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,9 @@ CONTENDERS = (
 Result = dict[str, Any]
 _LEARNING_TOLERANCE = 0.15
 """Largest difference between what a contender and the tutorial's AMP have learned (the fall of the mean loss from that
-of guessing to that over the last steps), relative. The tutorial's FP16 and BF16 differ by 8 %."""
+of guessing), relative. After 100 steps the tutorial's FP16 and BF16 differ by 8 %."""
+_WARM_STEPS = 420
+"""With two refreshes of curvature: the first runs eagerly, the second is captured."""
 
 
 def main() -> int:
@@ -58,6 +62,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200, help="steps in a stretch")
     parser.add_argument("--autotune", action="store_true", help="cuDNN benchmark mode for this engine")
     parser.add_argument("--unfused", action="store_true", help="this engine with its norms unfused")
+    parser.add_argument("--keep", action="store_true", help="this engine keeping what it could recompute")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -90,12 +95,12 @@ def _compare(args: argparse.Namespace, batch_size: int) -> int:
     ]
     properties = torch.cuda.get_device_properties(0)
     print(f"\n{args.model}, batch {batch_size}, {properties.name}, PyTorch {torch.__version__}, SGD momentum")
-    settings = [name for name in ("autotune", "unfused") if getattr(args, name)]
-    print(f"this engine: {', '.join(settings) or 'norms fused, no autotuning'}")
+    settings = [name for name in ("autotune", "unfused", "keep") if getattr(args, name)]
+    print(f"this engine: {', '.join(settings) or 'norms fused, their outputs recomputed, no autotuning'}")
     print(f"n = {args.rounds} processes x {args.repeats} stretches of {args.steps} steps; median [least, most]\n")
     if wrong:
         losses = {name: [round(r["loss"], 3) for r in found[name]] for name in found}
-        print(f"refused: {', '.join(wrong)} did not train as the reference did; losses {losses}")
+        print(f"refused: {', '.join(wrong)} did not learn what the reference did; losses {losses}")
         return 1
     _print_table(found, reference)
     return int(len(found) < len(args.contenders))
@@ -109,16 +114,19 @@ def _print_table(found: dict[str, list[Result]], reference: list[Result]) -> Non
         return [ms for result in results for ms in result["ms"]]
 
     base_ms, base_peak = statistics.median(all_ms(reference)), median(reference, "peak_mib")
-    print(f"{'':16}{'ms a step':>26}{'speed':>8}{'peak MiB':>10}{'ratio':>7}{'alloc':>7}{'warm s':>8}{'epoch':>8}")
+    print(f"{'':16}{'ms a step':>26}{'speed':>8}{'peak MiB':>10}{'ratio':>7}{'pool':>7}{'warm s':>8}{'epoch':>8}")
     for name, results in found.items():
         ms = all_ms(results)
         spread = f"{statistics.median(ms):8.3f} [{min(ms):.3f}, {max(ms):.3f}]"
         print(
             f"{name:16}{spread:>26}{base_ms / statistics.median(ms):8.2f}{median(results, 'peak_mib'):10.0f}"
-            f"{median(results, 'peak_mib') / base_peak:7.2f}{median(results, 'allocated_mib'):7.0f}"
+            f"{median(results, 'peak_mib') / base_peak:7.2f}{median(results, 'pool_mib'):7.0f}"
             f"{median(results, 'warm_s'):8.1f}{median(results, 'epoch_ratio'):8.3f}"
         )
-    print("speed and ratio: images/s and memory against the first row; epoch: an epoch's time over steps x step time")
+    print(
+        "speed and ratio: images/s and memory against the first row; pool: of the peak, what PyTorch's allocator held;"
+    )
+    print("epoch: an epoch's time over steps x step time")
     if "plain" in found and "loop" in found:
         pairs = [a / b for a, b in zip(all_ms(found["loop"]), all_ms(found["plain"]), strict=True)]
         overhead = f"{statistics.median(pairs):.3f} [{min(pairs):.3f}, {max(pairs):.3f}]"
@@ -135,8 +143,7 @@ def _run_child(args: argparse.Namespace, name: str, batch_size: int) -> Result |
         str(args.steps),
         "--repeats",
         str(args.repeats),
-        *(["--autotune"] if args.autotune else []),
-        *(["--unfused"] if args.unfused else []),
+        *(f"--{name}" for name in ("autotune", "unfused", "keep") if getattr(args, name)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
     if done.returncode:
@@ -153,26 +160,45 @@ def _measure(name: str, args: argparse.Namespace) -> Result:
     images, targets = _images(num_images, size)
     started = time.perf_counter()
     make = _loop if name.startswith("loop") else _plain if name == "plain" else _amp
-    step, losses, epoch = make(name, _network(args.model), images, targets, batch_size, args)
-    for _ in range(60):
-        step()
+    model = _network(args.model).to(memory_format=_memory_format(name))
+    made = make(name, model, images, targets, batch_size, args)
+    for _ in range(_WARM_STEPS):
+        made.step()
     torch.cuda.synchronize()
     warm_s = time.perf_counter() - started
     ms = []
     for _ in range(args.repeats):
         start = time.perf_counter()
         for _ in range(args.steps):
-            step()
+            made.step()
         torch.cuda.synchronize()
         ms.append(1e3 * (time.perf_counter() - start) / args.steps)
-    losses()
-    for _ in range(100):
-        step()
-    found: Result = {"ms": ms, "loss": losses(), "warm_s": warm_s, "peak_mib": _process_mib()}
-    found["allocated_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    found: Result = {
+        "ms": ms,
+        "warm_s": warm_s,
+        "peak_mib": made.peak_bytes() / 2**20 if made.peak_bytes else _process_mib(),
+    }
+    found["pool_mib"] = torch.cuda.max_memory_reserved() / 2**20
+    found["loss"] = _loss(model, images, targets)
     per_step = statistics.median(ms) / 1e3
-    found["epoch_ratio"] = epoch() / (-(-num_images // batch_size) * per_step) if epoch else float("nan")
+    num_steps = -(-num_images // batch_size)
+    found["epoch_ratio"] = made.epoch() / (num_steps * per_step) if made.epoch else float("nan")
     return found
+
+
+def _memory_format(name: str) -> torch.memory_format:
+    return torch.contiguous_format if name.startswith("tutorial") else torch.channels_last
+
+
+@torch.no_grad()
+def _loss(model: nn.Module, images: Tensor, targets: Tensor) -> float:
+    """Returns the mean loss on some of the training images, without augmentation, in FP32 and evaluation mode."""
+    model.eval()
+    scale, shift = _scale_and_shift()
+    batches = zip(images[:1024].split(64), targets[:1024].split(64), strict=True)
+    found = [F.cross_entropy(model(some.float() * scale + shift), of_some) for some, of_some in batches]
+    model.train()
+    return float(torch.stack(found).mean())
 
 
 def _images(num_images: int, size: int) -> tuple[Tensor, Tensor]:
@@ -209,15 +235,27 @@ def _crop_flip_normalise(images: Tensor, offsets: Tensor, mirrored: Tensor, scal
     return cropped.float() * scale + shift
 
 
-Made = tuple[Callable[[], None], Callable[[], float], Callable[[], float] | None]
-"""What makes a step; what returns the mean loss since last asked; what trains an epoch and returns its seconds."""
+def _scale_and_shift() -> tuple[Tensor, Tensor]:
+    """Returns what normalises raw images by multiplication and addition, [1, 3, 1, 1] each."""
+    scale = torch.tensor([1 / (255 * std) for std in STD], device=DEVICE)
+    shift = torch.tensor([-mean / std for mean, std in zip(MEAN, STD, strict=True)], device=DEVICE)
+    return scale.view(1, 3, 1, 1), shift.view(1, 3, 1, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A contender, ready to train."""
+
+    step: Callable[[], None]
+    epoch: Callable[[], float] | None = None
+    """Trains an epoch and returns its seconds."""
+    peak_bytes: Callable[[], float] | None = None
+    """The process's peak on the device, where the contender keeps count of it."""
 
 
 def _amp(name: str, model: nn.Module, images: Tensor, targets: Tensor, batch_size: int, args: Any) -> Made:
     dtype = torch.bfloat16 if name.endswith("bf16") else torch.float16
     is_tuned = not name.startswith("tutorial")
-    if is_tuned:
-        model = model.to(memory_format=torch.channels_last)
     optimizer = _sgd(model, fused=is_tuned or None)
     scaler = torch.amp.GradScaler(DEVICE.type, enabled=dtype is torch.float16)
     compute: Any = model
@@ -225,10 +263,8 @@ def _amp(name: str, model: nn.Module, images: Tensor, targets: Tensor, batch_siz
     if is_tuned:
         compute = torch.compile(model, mode="max-autotune" if name == "max-autotune" else "reduce-overhead")
         prepare = torch.compile(_crop_flip_normalise)
-    scale = torch.tensor([1 / (255 * s) for s in STD], device=DEVICE).view(1, 3, 1, 1)
-    shift = torch.tensor([-m / s for m, s in zip(MEAN, STD, strict=True)], device=DEVICE).view(1, 3, 1, 1)
+    scale, shift = _scale_and_shift()
     generator = torch.Generator(DEVICE).manual_seed(0)
-    total = torch.zeros(2, device=DEVICE)
     state: dict[str, Any] = {"cursor": 0, "order": torch.randperm(len(images), device=DEVICE)}
     model.train()
 
@@ -248,9 +284,8 @@ def _amp(name: str, model: nn.Module, images: Tensor, targets: Tensor, batch_siz
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        total.add_(torch.stack([loss.detach().float(), total.new_ones(())]))
 
-    return step, lambda: _taken(total), None
+    return Made(step=step)
 
 
 def _source(images: Tensor, targets: Tensor) -> Any:
@@ -271,7 +306,7 @@ def _config(name: str, batch_size: int, args: Any) -> Any:
         precision=PrecisionConfig(tau_low=low, tau_high=1e10, initial=initial, dwell_ticks=0, patience_ticks=1),
         curvature=CurvatureConfig(every_steps=200, num_samples=32, top_k=5, alpha=0.001),
         batch=BatchConfig(start=batch_size, minimum=batch_size, maximum=batch_size, granularity=1),
-        execution=ExecutionConfig(autotune=args.autotune, fuse=not args.unfused),
+        execution=ExecutionConfig(autotune=args.autotune, fuse=not args.unfused, recompute=not args.keep),
     )
 
 
@@ -285,22 +320,19 @@ def _loop(name: str, model: nn.Module, images: Tensor, targets: Tensor, batch_si
     from triaccel_ray.events import EventLog
     from triaccel_ray.loop import ControlLoop
 
-    model = model.to(memory_format=torch.channels_last)
     log = EventLog(Path(tempfile.mkdtemp()) / "events.jsonl")
     config = _config(name, batch_size, args)
     loop = ControlLoop(model, _sgd(model), F.cross_entropy, _source(images, targets), config=config, log=log)
-    last = torch.zeros(2, dtype=torch.float64, device=DEVICE)
-
-    def losses() -> float:
-        total = loop._epoch_loss - last
-        last.copy_(loop._epoch_loss)
-        return float(total[0] / total[1])
 
     def epoch() -> float:
         loop.train_epoch()
         return statistics.median(loop.train_epoch().seconds for _ in range(2))
 
-    return loop.step, losses, epoch
+    def peak_bytes() -> float:
+        loop.memory.refresh_peaks()
+        return loop.memory.peak_bytes
+
+    return Made(step=loop.step, epoch=epoch, peak_bytes=peak_bytes)
 
 
 def _plain(name: str, model: nn.Module, images: Tensor, targets: Tensor, batch_size: int, args: Any) -> Made:
@@ -317,12 +349,12 @@ def _plain(name: str, model: nn.Module, images: Tensor, targets: Tensor, batch_s
     from triaccel_ray.layers import find_layers
     from triaccel_ray.plan import Precision
 
-    model = model.to(memory_format=torch.channels_last)
     model.train()
     layers, device = find_layers(model), DEVICE
     optimizer = LayerwiseOptimizer(_sgd(model), layers)
     copies = ComputeCopies(layers, optimizer.parameters)
-    fused = None if args.unfused else fuse(model, [module for layer in layers for module in layer.modules])
+    modules = [module for layer in layers for module in layer.modules]
+    fused = None if args.unfused else fuse(model, modules, recompute=not args.keep)
     fusion = fused if isinstance(fused, Fusion) else None
     precision = LayerPrecision(model, layers, copies=copies, norms=() if fusion is None else fusion.norms)
     precision.set({layer.name: Precision.FP16 for layer in layers})
@@ -333,14 +365,12 @@ def _plain(name: str, model: nn.Module, images: Tensor, targets: Tensor, batch_s
 
     step = Step(model, F.cross_entropy, feed, precision, check_memory=nothing, release_memory=nothing, fusion=fusion)
     scale, finite = torch.tensor(1024.0, device=device), torch.zeros((), device=device)
-    total = torch.zeros(2, dtype=torch.float64, device=device)
 
     class Update:
         is_capturable = True
 
         def run(self, loss_sum: Tensor, num_samples: int, gradients: Gradients) -> None:
             optimizer.update(gradients, loss_scale=scale, found_nonfinite=finite)
-            total.add_(torch.stack([loss_sum, torch.full_like(loss_sum, num_samples)]))
 
     execution = _config(name, batch_size, args).execution
     cache = StepCache(step, Update(), lambda: Gradients(optimizer.watched), GraphPool(device), execution)
@@ -353,13 +383,7 @@ def _plain(name: str, model: nn.Module, images: Tensor, targets: Tensor, batch_s
         cache.run(feed.take(batch_size), scale, step=made["steps"])
         made["steps"] += 1
 
-    return run, lambda: _taken(total), None
-
-
-def _taken(total: Tensor) -> float:
-    loss_sum, count = total.tolist()
-    total.zero_()
-    return float(loss_sum / max(count, 1.0))
+    return Made(step=run)
 
 
 def _process_mib() -> float:

@@ -176,7 +176,7 @@ def test_a_neighbour_that_takes_memory_makes_the_batch_shrink_and_grow_again() -
             assert neighbour.stdout.readline() == "done\n"
 
         loop.train_epoch()
-        assert loop.plan.batch_size == 512
+        assert loop.plan.batch_size == 512, [reason.text for tick in ticks for reason in tick.decision.reasons]
         leave(160 * 2**20)
         for _ in range(6):
             loop.step()

@@ -208,14 +208,17 @@ class ExecutionConfig:
     capture: bool = True
     """Whether steps are captured as CUDA graphs. Python code in the model and the loss then runs at captures only:
     switch it off for a model whose forward pass depends on Python state that changes."""
-    fuse: bool = False
+    fuse: bool = True
     """Whether batch normalisation, the sum and the activation that follow it become one kernel."""
+    recompute: bool = True
+    """Whether a convolution that alone reads such a kernel's output has it computed again in the backward pass, where
+    keeping it would take memory. Without effect where nothing is fused."""
     autotune: bool = False
     """Whether cuDNN times its algorithms for every new batch size and precision: 1 to 4 seconds each, for steps that
     are 2 to 7% faster. Pays in runs of minutes at one batch size."""
 
     def __post_init__(self) -> None:
-        for name in ("capture", "fuse", "autotune"):
+        for name in ("capture", "fuse", "recompute", "autotune"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "must be True or False")
 
 

@@ -82,7 +82,7 @@ def build_steps(parts: StepParts, config: ExecutionConfig) -> tuple[StepCache, t
     faults: tuple[Fault, ...] = ()
     if parts.pool.handle is not None:
         copies = ComputeCopies(parts.layers, parts.optimizer.parameters)
-        fused = _fuse(parts) if config.fuse else None
+        fused = _fuse(parts, recompute=config.recompute) if config.fuse else None
         if isinstance(fused, Refusal):
             faults = (Fault(kind=FaultKind.FUSION_REFUSED, step=0, phase="fuse", detail=fused.reason),)
         else:
@@ -103,10 +103,11 @@ def build_steps(parts: StepParts, config: ExecutionConfig) -> tuple[StepCache, t
     return cache, faults
 
 
-def _fuse(parts: StepParts) -> Fusion | Refusal | None:
+def _fuse(parts: StepParts, *, recompute: bool) -> Fusion | Refusal | None:
     """Returns the model with its norms fused, or why not; None for a model without batch normalisation."""
     if not any(isinstance(module, nn.BatchNorm2d) for module in parts.model.modules()):
         return None
     if not parts.model.training:
         parts.model.train()
-    return fuse(parts.model, [module for layer in parts.layers for module in layer.modules])
+    layers = [module for layer in parts.layers for module in layer.modules]
+    return fuse(parts.model, layers, recompute=recompute)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -90,6 +92,19 @@ def batch_norm_act_forked(
 
     call = Call(running=running, eps=eps, activation=activation, output_dtype=dtype, forked=True)
     return cast(tuple[Tensor, Tensor], launch(call, x, weight, bias, residual))
+
+
+def recomputer(y: Tensor) -> Callable[[], Tensor] | None:
+    """Returns what computes `y`, an output of `batch_norm_act`, once more, bit for bit and in one launch.
+
+    Whoever keeps y for a backward pass may keep this in its place: it holds on to nothing that the backward pass of y
+    does not need anyway (compare In-Place Activated BatchNorm, Rota Bulò et al. 2018). To be called before that.
+
+    Returns:
+        A function without arguments; None where y was not computed by the kernels, has a residual in it or is forked.
+    """
+    recompute = getattr(y.grad_fn, "recompute", None)
+    return None if recompute is None else functools.partial(recompute, y.grad_fn)
 
 
 def _checked(

@@ -43,18 +43,30 @@ def launch(call: Call, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor
     return outputs
 
 
+def _recomputed(node: Any) -> Tensor:
+    x, weight, bias, mean, rstd, _ = node.saved_tensors
+    return _normalised(node.call, x, weight, bias, mean, rstd, None)
+
+
+def _normalised(
+    call: Call, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None
+) -> Tensor:
+    y = torch.empty_like(x, dtype=call.output_dtype, memory_format=torch.channels_last)
+    Matrix(x).apply(kernels.normalise, x, residual, y, mean, rstd, weight, bias, activation=call.activation)
+    return y
+
+
 class _BatchNormAct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None) -> Any:
-        matrix = Matrix(x)
-        mean, rstd = matrix.statistics(call)
-        y = torch.empty_like(x, dtype=call.output_dtype, memory_format=torch.channels_last)
-        matrix.apply(kernels.normalise, x, residual, y, mean, rstd, weight, bias, activation=call.activation)
+        mean, rstd = Matrix(x).statistics(call)
+        y = _normalised(call, x, weight, bias, mean, rstd, residual)
         kept = None
         if residual is not None and call.activation != "none":
             kept = y if call.activation == "relu" else residual
         ctx.save_for_backward(x, weight, bias, mean, rstd, kept)
-        ctx.activation = call.activation
+        ctx.call = call
+        ctx.recompute = _recomputed if residual is None and not call.forked else None
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
         return (y, y.view_as(y)) if call.forked else y
@@ -67,7 +79,7 @@ class _BatchNormAct(torch.autograd.Function):
         if not present:
             return None, None, None, None, None
         dy, fork = present[0], present[1] if len(present) > 1 else None
-        activation, residual_dtype = ctx.activation, ctx.residual_dtype if ctx.needs_input_grad[4] else None
+        activation, residual_dtype = ctx.call.activation, ctx.residual_dtype if ctx.needs_input_grad[4] else None
         matrix, per_channel = Matrix(x), (mean, rstd, weight, bias)
         # The residual's gradient is dz: written by the first pass, it spares the second one all it is made of.
         writes_dz = residual_dtype is not None and (activation != "none" or fork is not None)

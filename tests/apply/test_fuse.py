@@ -14,6 +14,7 @@ from tests.apply.fusible import Block, layers_of
 from tests.build import BF16, FP16, controlled, same, values
 from trainables.models import efficientnet_b0, resnet18
 from triaccel_ray.apply.fuse import FusedNorm, Fusion, fuse
+from triaccel_ray.apply.fused_norm import RecomputedInput
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.layers import find_layers
 from triaccel_ray.structure import map_tensors
@@ -42,7 +43,8 @@ def _step(run: nn.Module, owner: nn.Module, x: Tensor) -> dict[str, Any]:
     outputs = run(x)
     sum(part.float().square().mean() for part in (outputs if isinstance(outputs, tuple) else (outputs,))).backward()
     return {
-        "outputs": map_tensors(Tensor.detach, outputs), "x": x.grad, "gradients": [p.grad for p in owner.parameters()], "buffers": values(owner)
+        "outputs": map_tensors(Tensor.detach, outputs), "x": x.grad,
+        "gradients": [p.grad for p in owner.parameters()], "buffers": values(owner),
     }  # fmt: skip
 
 
@@ -257,6 +259,17 @@ def test_the_model_is_not_written_on() -> None:
     assert before.keys() == after.keys()
     assert all(before[name].keys() == after[name].keys() for name in before)
     copy.deepcopy(model)
+
+
+@pytest.mark.parametrize(("recompute", "expected"), [(True, 8), (False, 0)])
+def test_convolutions_inside_the_blocks_do_not_keep_what_they_alone_read(recompute: bool, expected: int) -> None:
+    model = resnet18(10, "cifar")
+    layers = [module for layer in find_layers(model) for module in layer.modules]
+    fusion = fuse(model, layers, recompute=recompute)
+    assert isinstance(fusion, Fusion)
+    spared = [module.layer for module in fusion.module.modules() if isinstance(module, RecomputedInput)]
+    assert len(spared) == expected
+    assert all(layer in layers and layer.stride == (1, 1) for layer in spared)
 
 
 class Decides(nn.Module):

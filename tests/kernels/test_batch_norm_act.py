@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kernels.batch_norm_act import RunningStatistics, batch_norm_act, batch_norm_act_forked
+from kernels.batch_norm_act import RunningStatistics, batch_norm_act, batch_norm_act_forked, recomputer
 from kernels.batch_norm_act.reference import ACTIVATIONS
 from kernels.batch_norm_act.reference import batch_norm_act as reference
 from kernels.batch_norm_act.tiling import APPLYING, APPLYING_EXPONENTIALS, REDUCING, tiling
@@ -197,6 +197,38 @@ def test_a_part_of_the_rows_far_from_the_rest_costs_no_accuracy() -> None:
     exact = x.double().transpose(0, 1).flatten(1)
     _close(running.mean, exact.mean(1), 2.0**-20, 0.0)
     _close(running.var, exact.var(1), 2.0**-18, 0.0)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_output_can_be_computed_again_until_its_backward_pass(activation: Any) -> None:
+    from kernels.batch_norm_act.launch import Call, launch
+
+    inputs = _inputs(Case(shape=(3, 12, 5, 4), x=FP16, output=FP32))
+    x = inputs["x"].requires_grad_()
+    running = RunningStatistics(mean=torch.zeros(12, device=DEVICE), var=torch.ones(12, device=DEVICE))
+    call = Call(running=running, eps=1e-5, activation=activation, output_dtype=FP32)
+    y = launch(call, x, inputs["weight"], inputs["bias"], None)
+    assert isinstance(y, Tensor)
+    again = recomputer(y)
+    assert again is not None
+    expected, after = y.detach().clone(), running.mean.clone()
+    y.detach().zero_()
+    assert torch.equal(again(), expected)
+    assert torch.equal(running.mean, after)
+
+
+def test_outputs_that_hold_more_than_the_norm_cannot_be_computed_again() -> None:
+    from kernels.batch_norm_act.launch import Call, launch
+
+    inputs = _inputs(Case(shape=(3, 12, 5, 4), x=FP32, residual=FP32))
+    x, parameters = inputs["x"].requires_grad_(), (inputs["weight"], inputs["bias"])
+    running = RunningStatistics(mean=torch.zeros(12, device=DEVICE), var=torch.ones(12, device=DEVICE))
+    call = Call(running=running, eps=1e-5, activation="relu", output_dtype=FP32)
+    with_residual = launch(call, x, *parameters, inputs["residual"])
+    forked = launch(dataclasses.replace(call, forked=True), x, *parameters, None)
+    assert isinstance(with_residual, Tensor)
+    for y in (with_residual, *forked, x, x * 2, torch.relu(x)):
+        assert recomputer(y) is None
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NumPy

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from kernels.batch_norm_act.reference import Activation
-from triaccel_ray.apply.fused_norm import FusedNorm
+from triaccel_ray.apply.fused_norm import FusedNorm, RecomputedInput
 from triaccel_ray.apply.trace import INPLACE_OPERATORS, Refusal, Trace, is_plain, trace
 
 __all__ = ["FusedNorm", "Fusion", "Refusal", "fuse"]
@@ -81,7 +81,7 @@ class _Chain:
         return (self.norm.args[0], *(summand for summand in summands if summand is not self.norm))
 
 
-def fuse(model: nn.Module, leaves: Collection[nn.Module]) -> Fusion | Refusal:
+def fuse(model: nn.Module, leaves: Collection[nn.Module], *, recompute: bool = True) -> Fusion | Refusal:
     """Returns `model` with every chain BatchNorm2d [-> residual sum] [-> activation] as one `FusedNorm`, or why not.
 
     `leaves`, the control loop's layers, are called as they are, hooks and replaced forward functions included. The
@@ -92,6 +92,8 @@ def fuse(model: nn.Module, leaves: Collection[nn.Module]) -> Fusion | Refusal:
     Refused are models whose graph, read once, would not compute the same: with data-dependent control flow, hooks on
     the model itself, optional or variable arguments, context managers inside, tensors or random numbers made in
     passing, or attributes assigned.
+
+    With `recompute`, layers that alone read a norm's output do not keep it for the backward pass (`RecomputedInput`).
     """
     traced = trace(model, leaves)
     if isinstance(traced, Refusal):
@@ -102,6 +104,8 @@ def fuse(model: nn.Module, leaves: Collection[nn.Module]) -> Fusion | Refusal:
         return Refusal(reason="it calls no BatchNorm2d outside of its layers")
     calls = {rewriting.replace(chain): chain for chain in chains}
     norms = tuple(rewriting.described(call) for call in rewriting.in_order(calls))
+    if recompute:
+        rewriting.spare_inputs(calls)
     return Fusion(module=rewriting.module(), norms=norms, _trace=traced)
 
 
@@ -112,6 +116,7 @@ class _Rewriting:
         self._model, self._graph = model, graph
         self._leaves = {id(module) for module in leaves}
         self._norms: dict[str, FusedNorm] = {}
+        self._spared: dict[str, RecomputedInput] = {}
 
     def chains(self) -> Iterator[_Chain]:
         """Yields the chains, later norms first: they take the sums."""
@@ -141,9 +146,7 @@ class _Rewriting:
         activate, activation = self._activation(chain.activation)
         fused = FusedNorm(norm, combine, activate, activation)
         fused.keeps_dtype = chain.sum is not None and _SUMS[chain.sum.target]
-        name = f"fused_norm_{len(self._norms)}"
-        while hasattr(self._model, name):
-            name += "_"
+        name = self._free_name(f"fused_norm_{len(self._norms)}")
         self._norms[name] = fused
         with self._graph.inserting_after(last):
             call = self._graph.create_node("call_module", name, chain.inputs, {})
@@ -178,10 +181,27 @@ class _Rewriting:
                 reader.replace_input_with(call, second if alone else first)
         return fused
 
+    def spare_inputs(self, calls: Collection[fx.Node]) -> None:
+        """Has the layers that alone read the value of a call, one without a residual, keep no copy of it."""
+        for call in calls:
+            reader = _only_user(call)
+            layer = None if reader is None else self._module(reader)
+            if reader is None or len(call.args) > 1 or type(layer) is not nn.Conv2d:
+                continue
+            name = self._free_name(f"recomputed_input_{len(self._spared)}")
+            self._spared[name] = RecomputedInput(layer)
+            reader.target = name
+
+    def _free_name(self, name: str) -> str:
+        while hasattr(self._model, name):
+            name += "_"
+        return name
+
     def module(self) -> fx.GraphModule:
         """Returns the graph with what it calls."""
         targets = [str(node.target) for node in self._graph.nodes if node.op in ("call_module", "get_attr")]
-        root = {target: self._norms.get(target) or operator.attrgetter(target)(self._model) for target in targets}
+        made = {**self._norms, **self._spared}
+        root = {target: made.get(target) or operator.attrgetter(target)(self._model) for target in targets}
         self._graph.lint()
         return fx.GraphModule(root, self._graph, type(self._model).__name__)
 
@@ -267,7 +287,7 @@ class _Rewriting:
         return has_others
 
     def _module(self, node: fx.Node) -> nn.Module | None:
-        if node.op != "call_module" or node.target in self._norms:
+        if node.op != "call_module" or node.target in self._norms or node.target in self._spared:
             return None
         return self._model.get_submodule(str(node.target))
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from kernels.batch_norm_act import RunningStatistics, batch_norm_act, batch_norm_act_forked
+from kernels.batch_norm_act import RunningStatistics, batch_norm_act, batch_norm_act_forked, recomputer
 from kernels.batch_norm_act.api import DTYPES
 from kernels.batch_norm_act.reference import Activation
 from triaccel_ray.apply.trace import is_plain
@@ -101,6 +101,37 @@ class FusedNorm(nn.Module):
             and is_plain(norm)
             and (not isinstance(self.activate, nn.Module) or is_plain(self.activate))
         )
+
+
+class RecomputedInput(nn.Module):
+    """Calls a layer that alone reads a fused norm's output, and keeps no copy of that for the backward pass.
+
+    The kernels compute the output once more, bit for bit, from what the norm keeps anyway: one pass over memory, for
+    the memory of an activation (Tri-Accel trades both; compare Rota Bulò et al. 2018, In-Place Activated BatchNorm).
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        """Shares `layer`."""
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, y: Tensor) -> Any:
+        """Returns the layer's output for y, a fused norm's."""
+        recompute = recomputer(y)
+        if recompute is None:
+            return self.layer(y)
+        memory = y.data_ptr(), y.shape, y.stride(), y.dtype
+
+        def pack(saved: Tensor) -> Any:
+            is_input = (saved.data_ptr(), saved.shape, saved.stride(), saved.dtype) == memory
+            return recompute if is_input else saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            return self.layer(y)
+
+
+def _unpack(kept: Any) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept()
 
 
 def _tensor_fits(value: Any) -> bool:

@@ -62,12 +62,14 @@ class Training:
     """Whether steps on a GPU are captured as CUDA graphs; off for models whose Python code acts at every step."""
     fuse: Literal["on", "off"] | None = None
     """Whether batch normalisation and what follows it become one kernel on a GPU."""
+    recompute: Literal["on", "off"] | None = None
+    """Whether convolutions compute its output again in the backward pass: less memory, a little more time."""
     autotune: Literal["on", "off"] | None = None
     """Whether cuDNN times its algorithms for every new batch size: pays in long runs at one size."""
 
     def execution(self, execution: ExecutionConfig) -> ExecutionConfig:
         """Returns `execution` with what was given."""
-        given = {"capture": self.capture, "fuse": self.fuse, "autotune": self.autotune}
+        given = {name: getattr(self, name) for name in ("capture", "fuse", "recompute", "autotune")}
         return replace(execution, **{name: value == "on" for name, value in given.items() if value is not None})
 
 

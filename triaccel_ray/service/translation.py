@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from trainables.registry import load_task
 from trainables.task import Purpose, Recipe
@@ -96,5 +96,5 @@ def _settings(recipe: Recipe, control: ControlConfig) -> dict[str, object]:
         "t-curv": control.curvature.every_steps,
         "b-curv": control.curvature.num_samples,
         "curvature": control.curvature.method,
-        **{name: "on" if getattr(control.execution, name) else "off" for name in ("capture", "fuse", "autotune")},
+        **{name: "on" if value else "off" for name, value in asdict(control.execution).items()},
     }
