@@ -185,9 +185,11 @@ def test_a_neighbour_that_takes_memory_makes_the_batch_shrink_and_grow_again() -
             loop.step()
         leave(0)
         neighbour.stdin.close()
-        for _ in range(4):
+        for _ in range(20):  # what was left for want of memory stays closed for a while
             assert loop.train_epoch().num_samples == 8192
+            if loop.plan.batch_size == 512:
+                break
     assert squeezed < 512
-    assert loop.plan.batch_size == 512
+    assert loop.plan.batch_size == 512, [reason.text for tick in ticks for reason in tick.decision.reasons]
     # It shrank at a tick, by what it saw, before anything failed.
     assert not [f for t in ticks for f in t.observation.faults if f.kind is FaultKind.OUT_OF_MEMORY]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,21 +43,47 @@ class GraphPool:
 
 
 @contextlib.contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream | None) -> Iterator[None]:
+def capturing(
+    graph: torch.cuda.CUDAGraph,
+    pool: Any,
+    stream: torch.cuda.Stream | None,
+    generators: Sequence[torch.Generator] = (),
+) -> Iterator[None]:
     """Captures what is launched inside into `graph`, with memory from `pool`, on `stream` (None: one of PyTorch's own).
 
-    Graphs share a pool's memory only if they are captured on one stream. Other threads (tracking, data loading) may go
-    on using CUDA meanwhile. The garbage collector rests: to destroy another graph that it finds would break the capture
-    off.
+    Random numbers drawn inside come from the device's default generator or from one of `generators`. Graphs share a
+    pool's memory only if they are captured on one stream. Other threads (tracking, data loading) may go on using CUDA
+    meanwhile. The garbage collector rests: to destroy another graph that it finds would break the capture off.
     """
-    was_enabled = gc.isenabled()
+    was_enabled, outside = gc.isenabled(), torch.cuda.current_stream()
+    for generator in generators:
+        graph.register_generator_state(generator)
     gc.disable()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             yield
+    except Exception:
+        torch.cuda.set_stream(outside)
+        _mend_after_broken_capture(outside.device, pool, generators)
+        raise
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _mend_after_broken_capture(device: torch.device, pool: Any, generators: Sequence[torch.Generator]) -> None:
+    """Undoes what PyTorch leaves behind of a capture that CUDA itself has broken off.
+
+    `CUDAGraph.capture_end` then raises before it has told the allocator, which would go on putting memory aside for the
+    capture and give none of it back, and before it has told the generators, which would refuse to draw.
+    """
+    try:
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    except RuntimeError:
+        return  # the capture ended in good order: the exception was the captured code's own
+    torch._C._cuda_releasePool(device.index, pool)
+    for generator in (torch.cuda.default_generators[device.index], *generators):
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 @contextlib.contextmanager

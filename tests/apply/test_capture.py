@@ -234,6 +234,27 @@ def test_a_model_that_cannot_be_captured_goes_on_eagerly() -> None:
     assert distance(model, reference) < 1e-3
 
 
+def test_a_broken_capture_costs_neither_memory_nor_random_numbers() -> None:
+    held = torch.cuda.memory_reserved()
+    model = nn.Sequential(network(dropout=0.5), Uncapturable())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loop = loop_of(model, fixed(Precision.FP16, capture=True, batch=512), data=images(1024, size=64))
+        for _ in range(2):
+            loop.train_epoch()
+    assert not loop._steps.enabled
+    assert torch.rand(8, device="cuda").unique().numel() == 8
+    assert torch.rand(8, device="cuda", generator=loop.feed.generator).unique().numel() == 8
+    loop.close()
+    del loop, model
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= held + 128 * 2**20  # cuBLAS keeps its workspaces
+    after = loop_of(network(dropout=0.5), fixed(Precision.FP16, capture=True))
+    after.train_epoch()
+    assert after._steps.num_captured == 1
+
+
 def test_a_moved_weight_is_noticed() -> None:
     model = network()
     loop = loop_of(model, fixed(Precision.FP16, capture=True))

@@ -208,8 +208,8 @@ class StepCache:
         batch = None if self._is_resident else _clones(self._source.batch(indices, self.step.feed.generator))
         static = indices.clone()
         graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self.step.feed.generator)
-        with self._timed(), capturing(graph, self._pool.handle, self._stream):
+        generators = (self.step.feed.generator,)
+        with self._timed(), capturing(graph, self._pool.handle, self._stream, generators):
             batches = iter([batch]) if batch is not None else self.step.batches(static)
             loss_sum = self.step.accumulate(batches, key.batch_size, loss_scale)
             gradients.collect(self.step.precision.copies_in_force)
