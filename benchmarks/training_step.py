@@ -2,12 +2,13 @@
 
 Every contender trains the same network on the same images (on the GPU, cropped and mirrored at random), each in a
 process of its own, because memory is what the driver sees of a process. A round runs all contenders once, rounds are
-repeated, so that a drifting clock meets them all. Figures are printed only if every contender learns: its loss over the
-first hundred steps must fall as that of the tutorial's AMP does. Everything that happens once (compilation, capture,
+repeated, so that a drifting clock meets them all. Only contenders that learn get a row: their loss over the first
+hundred steps must fall as that of the tutorial's AMP does. Everything that happens once (compilation, capture,
 what the first refreshes of curvature build) is over before the clock starts, and stands in the column `warm s`.
 
     tutorial-fp16, tutorial-bf16   autocast as PyTorch's tutorial writes it: NCHW, eager, GradScaler for FP16
-    compiled, max-autotune         channels_last, torch.compile(mode="reduce-overhead" / "max-autotune"), fused SGD
+    compiled, max-autotune         channels_last, torch.compile(mode="reduce-overhead" / "max-autotune"), fused SGD, FP16
+    compiled-bf16                  the first of these in BF16, without loss scaling
     plain                          this engine's captured step alone: no statistics, no loss scaling, no tick
     loop, loop-bf16, loop-mixed    the full loop: statistics every step, tick every 50, curvature top-5 every 200
 """
@@ -37,6 +38,7 @@ CONTENDERS = (
     "tutorial-fp16",
     "tutorial-bf16",
     "compiled",
+    "compiled-bf16",
     "max-autotune",
     "plain",
     "loop",
@@ -49,8 +51,8 @@ _LEARNING_STEPS = range(20, 90)
 _LEARNING_TOLERANCE = 0.25
 """Largest difference between how far the mean loss of a contender and that of the tutorial's AMP have fallen below that
 of guessing, relative: the first steps of FP16 are skipped until the loss scale fits."""
-_WARM_STEPS = {"tutorial": 100, "compiled": 100, "engine": 420}
-"""The engine's with two refreshes of curvature: the first runs eagerly, the second is captured."""
+_WARM_STEPS = {"tutorial": 100, "compiled": 100, "engine": 640}
+"""The engine's with three refreshes of curvature, of which the third is captured, and what has to be captured anew."""
 
 
 def main() -> int:
@@ -91,23 +93,24 @@ def _compare(args: argparse.Namespace, batch_size: int) -> int:
         return 1
     reference = found.get("tutorial-fp16") or next(iter(found.values()))
     guessing = math.log(10)
-    expected = guessing - statistics.median(result["loss"] for result in reference)
+    expected = statistics.median(result["loss"] for result in reference)
     wrong = [
         name
         for name, results in found.items()
-        if not all(abs((guessing - r["loss"]) / expected - 1) <= _LEARNING_TOLERANCE for r in results)
+        if not all(abs((guessing - r["loss"]) / (guessing - expected) - 1) <= _LEARNING_TOLERANCE for r in results)
     ]
     properties = torch.cuda.get_device_properties(0)
     print(f"\n{args.model}, batch {batch_size}, {properties.name}, PyTorch {torch.__version__}, SGD momentum")
     settings = [name for name in ("autotune", "unfused", "keep") if getattr(args, name)]
     print(f"this engine: {', '.join(settings) or 'norms fused, their outputs recomputed, no autotuning'}")
     print(f"n = {args.rounds} processes x {args.repeats} stretches of {args.steps} steps; median [least, most]\n")
-    if wrong:
-        losses = {name: [round(r["loss"], 3) for r in found[name]] for name in found}
-        print(f"refused: {', '.join(wrong)} did not learn what the reference did; losses {losses}")
-        return 1
-    _print_table(found, reference)
-    return int(len(found) < len(args.contenders))
+    right = {name: results for name, results in found.items() if name not in wrong}
+    if right:
+        _print_table(right, reference)
+    for name in wrong:
+        losses = [round(result["loss"], 3) for result in found[name]]
+        print(f"{name} gets no row: it did not learn as the first did; losses {losses}, not about {expected:.3f}")
+    return int(len(right) < len(args.contenders))
 
 
 def _keep(args: argparse.Namespace, figures: dict[str, Any]) -> None:
@@ -203,7 +206,7 @@ def _measure(name: str, args: argparse.Namespace) -> Result:
 def _kind(name: str) -> str:
     if name.startswith("tutorial"):
         return "tutorial"
-    return "compiled" if name in ("compiled", "max-autotune") else "engine"
+    return "compiled" if name in ("compiled", "compiled-bf16", "max-autotune") else "engine"
 
 
 def _memory_format(name: str) -> torch.memory_format:

@@ -36,6 +36,8 @@ from triaccel_ray.signals import Observation
 from triaccel_ray.sources import as_source
 from triaccel_ray.steps import StepParts, build_steps
 
+_DECIDE_AFTER = 3
+"""Steps after which a tick on a GPU decides: while the device makes them, the host has time to read and to think."""
 _RECORD_AFTER = 8
 """Steps after a tick when it is put on record: the host has run ahead of the device, which need not wait for that."""
 
@@ -149,9 +151,9 @@ class ControlLoop:
         self.num_steps = 0
         """Optimizer steps done, skipped ones included."""
         self.num_ticks = 0
-        # On a GPU a tick's rules are worked out while the device makes the step after it, and hold from then on.
         self._decides_late = self.device.type == "cuda"
         self._undecided: Callable[[], Observation] | None = None
+        self._decide_at = 0
         self._unrecorded: Tick | None = None
         self._curvature_told = False
 
@@ -173,8 +175,8 @@ class ControlLoop:
     def step(self) -> None:
         """Makes one optimizer step, and the tick and the curvature measurement that fall due after it.
 
-        On a GPU a tick decides once the next step is under way, so that the device need not wait: what it decides holds
-        from the step after that, or from the next epoch's first.
+        On a GPU a tick decides once the next three steps are under way, so that the device need not wait: what it
+        decides holds from the step after these, or from the next epoch's first.
         """
         plan, epoch = self.plan, self.feed.position
         if self.feed.at_epoch_start:
@@ -192,12 +194,14 @@ class ControlLoop:
             self._record_optimizer_faults()
         self.num_steps += 1
         self._epoch_steps += 1
-        self._decide()
+        if self.num_steps == self._decide_at or self.feed.at_epoch_start:
+            self._decide()
         if self.num_steps % self.config.every_steps == _RECORD_AFTER:
             self._record()
         if self.config.curvature.enabled and self.num_steps % self.config.curvature.every_steps == 0:
             self._measure_curvature()
         if self.num_steps % self.config.every_steps == 0:
+            self._decide()
             self._observe()
             if not self._decides_late or self.feed.at_epoch_start:
                 self._decide()
@@ -225,7 +229,7 @@ class ControlLoop:
             loss_scale=self.loss_scale.factor(self._precision.needs_loss_scale),
             num_skipped=self.loss_scale.num_skipped,
         )
-        self._undecided = reading.observation
+        self._undecided, self._decide_at = reading.observation, self.num_steps + _DECIDE_AFTER
 
     def _decide(self) -> Tick | None:
         """Decides on what was last observed, and applies that; None if it has been done."""
@@ -350,7 +354,7 @@ class ControlLoop:
         self._undecided = None
         if state["undecided"] is not None:
             observation = decode(Observation, state["undecided"])
-            self._undecided = lambda: observation
+            self._undecided, self._decide_at = lambda: observation, observation.step + _DECIDE_AFTER
         self._actuators = Actuators(decode(Plan, state["plan"]), self._steps, self._pool)
         self._steps.step.set_parts(state["num_parts"])
         self.num_steps, self.num_ticks, self._epoch_steps = state["counters"]
@@ -388,7 +392,7 @@ class ControlLoop:
         config = self.config.curvature
         count = min(config.num_samples, len(self.feed.source))
         indices = torch.randperm(len(self.feed.source), generator=self._curvature_samples)[:count]
-        if self._steps.num_captured and not self.curvature.is_captured:
+        if self._steps.num_captured and self.curvature.is_eager_next:
             self._pool.release()  # or the process would hold memory for a step and a measurement at once
         try:
             # On the stream of the steps, because only graphs of one stream share memory.

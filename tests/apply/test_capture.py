@@ -249,7 +249,8 @@ def test_a_broken_capture_costs_neither_memory_nor_random_numbers() -> None:
     del loop, model
     gc.collect()
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= held + 128 * 2**20  # cuBLAS keeps its workspaces
+    # cuBLAS keeps a workspace of 32 MiB for each of two threads and two streams.
+    assert torch.cuda.memory_reserved() <= held + 160 * 2**20
     after = loop_of(network(dropout=0.5), fixed(Precision.FP16, capture=True))
     after.train_epoch()
     assert after._steps.num_captured == 1

@@ -289,7 +289,7 @@ def test_a_replay_is_the_measurement_it_was_captured_from(name: str, method: Any
         torch.testing.assert_close(found.eigenvalues, expected.eigenvalues)
         if expected.trace_covariance is not None:
             torch.testing.assert_close(found.trace_covariance, expected.trace_covariance)
-        assert meter.is_captured == (index > 0), meter.not_captured_because
+        assert meter.is_captured == (index > 1), meter.not_captured_because
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.9)
@@ -305,8 +305,8 @@ def test_the_host_does_not_wait(method: Any) -> None:
     model, inputs, targets = model.cuda(), inputs.cuda(), targets.cuda()
     meter = meter_of(model, method, top_k=20, device=torch.device("cuda"))
     generator = draws("cuda")
-    meter.measure(inputs, targets, generator)
-    meter.measure(inputs, targets, generator)
+    for _ in range(3):
+        meter.measure(inputs, targets, generator)
     assert meter.is_captured, meter.not_captured_because
     with no_waiting():
         estimate = meter.measure(inputs, targets, generator)
@@ -331,7 +331,7 @@ def test_what_waits_for_the_device_stays_eager_and_says_so() -> None:
 def test_fallback_layers_stay_eager_and_are_named() -> None:
     model, inputs, targets = make("deciding", torch.float32)
     meter = meter_of(model.cuda(), "fisher", device=torch.device("cuda"))
-    for _ in range(2):
+    for _ in range(3):
         meter.measure(inputs.cuda(), targets.cuda(), draws("cuda"))
     assert not meter.is_captured
     assert "layers 0 take one pass" in meter.not_captured_because
@@ -342,7 +342,7 @@ def test_a_released_meter_captures_again_and_moved_weights_are_noticed() -> None
     model, inputs, targets = make("convolutions", torch.float32)
     model, inputs, targets = model.cuda(), inputs.cuda(), targets.cuda()
     meter = meter_of(model, "fisher", device=torch.device("cuda"))
-    for _ in range(2):
+    for _ in range(3):
         expected = meter.measure(inputs, targets, draws("cuda")).eigenvalues
     meter.release()
     assert not meter.is_captured

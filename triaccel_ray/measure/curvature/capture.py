@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,6 +151,26 @@ def find_weight_uses(root: Tensor, calls: Sequence[Call]) -> WeightUses:
             (outside if owner is None else inside[owner]).add(id(parameter))
         stack.extend((child, owner) for child, _ in node.next_functions if child is not None and child not in starts)
     return WeightUses(inside=inside, outside=outside)
+
+
+def find_first(calls: Sequence[Call]) -> frozenset[Call]:
+    """Returns the calls that depend on no other of `calls`: where a backward pass through all of them ends."""
+    starts = {edge.node: call for call in calls for edge in call.edges if edge is not None}
+    return frozenset(call for call in calls if not _reaches(call, starts))
+
+
+def _reaches(call: Call, starts: Mapping[Node, Call]) -> bool:
+    stack = [edge.node for edge in call.edges if edge is not None]
+    seen = set(stack)
+    while stack:
+        for child, _ in stack.pop().next_functions:
+            if child is None or child in seen:
+                continue
+            if child in starts and starts[child] is not call:
+                return True
+            seen.add(child)
+            stack.append(child)
+    return False
 
 
 def _call(module: nn.Module, arguments: dict[int | str, Any], output: Any) -> Call:

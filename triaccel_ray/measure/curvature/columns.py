@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +50,39 @@ class Backward:
             ]
             for call in calls
         }
+
+    def hand_over(self, calls: Sequence[Call], first: Collection[Call], take: Callable[[Call, Tensor], None]) -> None:
+        """Pulls the one cotangent back once, and gives `take` the gradient [b, 1, ...] of each call as it arrives.
+
+        So that one layer's gradient is held at a time, and what the forward pass kept goes as the pass comes by. A call
+        that the root does not depend on is not heard of.
+
+        Args:
+            calls: with one output each.
+            first: those of them behind which, seen from the root, there is no other: the pass ends there.
+            take: called on the threads of the backward pass.
+        """
+
+        def arrived(call: Call, gradient: Tensor | None) -> None:
+            stack = None if gradient is None else _samples_first(gradient.unsqueeze(0), call.output_dims[0])
+            if stack is not None:
+                take(call, stack)
+
+        def hook(call: Call, index: int) -> Callable[[tuple[Tensor | None, ...]], None]:
+            return lambda gradients: arrived(call, gradients[index])
+
+        edges = [(call, edge) for call in calls for edge in call.edges if edge is not None]
+        handles = [e.node.register_prehook(hook(call, e.output_nr)) for call, e in edges if call not in first]
+        ends = [(call, edge) for call, edge in edges if call in first]
+        try:
+            gradients = torch.autograd.grad(
+                self.root, [edge for _, edge in ends], self.cotangents[0], allow_unused=True
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        for (call, _), gradient in zip(ends, gradients, strict=True):
+            arrived(call, gradient)
 
     def _stacked(self, edges: list[GradientEdge], calls: Sequence[Call], retain_graph: bool) -> list[Tensor | None]:
         q = len(self.cotangents)

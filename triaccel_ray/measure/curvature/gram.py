@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from triaccel_ray.layers import Layer
 from triaccel_ray.measure.curvature.capture import Call, locate_samples, record_calls
 from triaccel_ray.measure.curvature.columns import Backward
 from triaccel_ray.measure.curvature.factors import Shape, factor_gram, factorize
+from triaccel_ray.measure.curvature.folding import FoldedNorms
 from triaccel_ray.measure.curvature.objective import Objective, tensor_cores
 from triaccel_ray.measure.curvature.persample import Cotangents, Head, compute_dtype, module_gram, sample_grams
 from triaccel_ray.measure.curvature.ways import Structure, Way, find_structure, next_way
@@ -38,7 +39,8 @@ def layer_grams(objective: Objective, layers: Sequence[Layer], head: Head, known
     """Returns each layer's Gram matrix of the columns that `head` defines.
 
     One forward pass of all samples and one backward pass, which keeps the gradients with respect to the layers'
-    outputs alone. From these, one layer at a time, in the first of the `Way`s that is open. Without `known`, one more
+    outputs alone, and where it can, those of one layer at a time. From these in the first of the `Way`s that is open.
+    Without `known`, one more
     forward pass of a single sample shows where the samples lie in each layer's inputs and outputs, and ways that fail
     give place to the next; with it, what fails raises.
 
@@ -46,7 +48,8 @@ def layer_grams(objective: Objective, layers: Sequence[Layer], head: Head, known
         StructureChangedError: the model did not take the course that is known.
     """
     watched = [objective.model, *(module for layer in layers for module in layer.modules)]
-    outputs, calls = record_calls(objective.outputs, watched)
+    with FoldedNorms():
+        outputs, calls = record_calls(objective.outputs, watched)
     if known is None:
         single = record_calls(objective.sample(0).outputs, watched)[1]
         locate_samples(calls, single, objective.num_samples)
@@ -94,6 +97,11 @@ class _Passes:
         whole = self._whole(calls)
         told = [layer for layer, way in self.ways.items() if way in (Way.FACTORS, Way.MODULE)]
         own = {layer: [calls[index] for index in self.structure.own[layer]] for layer in told}
+        if not whole and self._can_hand_over(own):
+            first = frozenset(calls[index] for index in self.structure.first)
+            calls.clear()
+            self._by_turns(own, first)
+            return
         calls.clear()  # each layer's calls, and what they hold, go with its turn
         groups = list(_groups(own, self.shape[1], 4 * self.chunk_bytes))
         for index, group in enumerate(groups):
@@ -108,6 +116,38 @@ class _Passes:
                     self._by_module(layer, tensors)
         for layer in [layer for layer, way in self.ways.items() if way is Way.MODEL]:
             self._by_module(layer, whole)
+
+    def _can_hand_over(self, own: Mapping[Layer, Sequence[Call]]) -> bool:
+        """Returns whether every layer's matrix can be made as soon as its gradients arrive.
+
+        The first measurement of a model is no such case: a layer may turn out to need the whole model's gradients.
+        """
+        return (
+            not self.backward.is_trial
+            and len(self.backward.cotangents) == 1
+            and all(way in (Way.NONE, Way.FACTORS) for way in self.ways.values())
+            and all(len(call.edges) == 1 for calls in own.values() for call in calls)
+        )
+
+    def _by_turns(self, own: dict[Layer, list[Call]], first: Collection[Call]) -> None:
+        """Adds the matrices of factored layers in the order in which gradients arrive; empties `own`."""
+        layer_of = {call: layer for layer, calls in own.items() for call in calls}
+        arrived: dict[Layer, dict[Call, list[Tensor | None]]] = {layer: {} for layer in own}
+
+        def take(call: Call, gradient: Tensor) -> None:
+            layer = layer_of[call]
+            arrived[layer][call] = [gradient]
+            if len(arrived[layer]) == len(own[layer]):
+                finish(layer)
+
+        def finish(layer: Layer) -> None:
+            self.grams[layer] = self._factored(layer, arrived.pop(layer))
+            for call in own.pop(layer):
+                call.arguments.clear()
+
+        self.backward.hand_over(list(layer_of), first, take)
+        for layer in list(own):  # with calls that the loss does not depend on
+            finish(layer)
 
     def _whole(self, calls: Sequence[Call]) -> Cotangents:
         """Returns what arrives at the whole model's outputs, if a layer needs it or may come to need it."""

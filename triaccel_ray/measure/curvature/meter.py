@@ -25,9 +25,11 @@ class CurvatureMeter:
     """Measures the largest eigenvalues of each layer's curvature block, as `top_eigenvalues` does.
 
     The first measurement finds out how: which dimensions are samples, how each layer can be measured. On a GPU the
-    second is captured as a CUDA graph, which the later ones replay: the host then neither works nor waits. What cannot
-    be captured stays as it is, and `not_captured_because` says why. Everything is found out anew when the shapes of
-    the samples change, or when weights move.
+    second finds out whether the host ever waits, and the third is captured as a CUDA graph, which it and the later ones
+    replay: the host then neither works nor waits. A graph that is captured without a measurement beside it takes the
+    memory that other graphs of the pool leave free, which an eager measurement could not. What cannot be captured stays
+    as it is, and `not_captured_because` says why. Everything is found out anew when the shapes of the samples change,
+    or when weights move.
 
     Two things differ from `top_eigenvalues`. For fisher and ggn on a GPU, what follows the forward pass uses TF32 (see
     `tensor_cores`), whatever PyTorch's flags say; they are as before afterwards. And `hessian` is a block iteration,
@@ -68,7 +70,7 @@ class CurvatureMeter:
             self._method = GramMethod(layers, config.method, config.top_k)
         self._signature: Any = None
         self._recording: Recording | None = None
-        self._has_measured = False
+        self._has_measured = self._is_checked = False
         self._tries_capture = device.type == "cuda"
         self.not_captured_because = "nothing has been measured" if self._tries_capture else "there is no CUDA device"
         """Why measurements are not replayed from a CUDA graph; empty when they are."""
@@ -79,6 +81,11 @@ class CurvatureMeter:
         return self._recording is not None
 
     @property
+    def is_eager_next(self) -> bool:
+        """Whether the next measurement of the same shapes needs memory of its own, beside that of captured graphs."""
+        return self._recording is None and not self._is_checked
+
+    @property
     def stays_eager(self) -> bool:
         """Whether, on a GPU, measurements will never be captured; `not_captured_because` says why."""
         return self._device.type == "cuda" and not self._tries_capture
@@ -86,7 +93,7 @@ class CurvatureMeter:
     def measure(self, inputs: Any, targets: Any, generator: torch.Generator) -> CurvatureEstimate:
         """Returns the measurement on these samples, still on the device.
 
-        Waits for the device at the first two calls at most, and where a model itself has the host wait.
+        Waits for the device at the first three calls at most, and where a model itself has the host wait.
 
         Args:
             inputs: the samples along dimension 0 of every tensor, on the device.
@@ -107,8 +114,12 @@ class CurvatureMeter:
         objective = self._objective(inputs, targets)
         objective.require_samples(self._name)
         with measuring(self._model, strict_fp32=self._name != "hessian"):
-            if self._has_measured and self._tries_capture:
-                results, shape = self._capture(objective, num_iterations)
+            recording = self._capture(objective, num_iterations) if self._is_checked else None
+            if recording is not None:
+                self._recording = recording
+                results, shape = recording.replay(inputs, targets, num_iterations), recording.shape
+            elif self._has_measured and self._tries_capture:
+                results, shape = self._check(objective, num_iterations)
             else:
                 results, shape = self._run(objective, num_iterations)
         self._has_measured = True
@@ -158,8 +169,8 @@ class CurvatureMeter:
             self._stay_eager(f"layers {', '.join(method.fallback_layers)} take one pass of the model per sample")
         return method.finish()
 
-    def _capture(self, objective: Objective, num_iterations: int) -> tuple[tuple[Tensor, ...], SpectrumShape]:
-        """Measures once more without a graph, this time making sure that the host never waits; then captures."""
+    def _check(self, objective: Objective, num_iterations: int) -> tuple[tuple[Tensor, ...], SpectrumShape]:
+        """Measures once more without a graph, and finds out whether the host ever waits."""
         try:
             with no_waiting():
                 measured = self._run(objective, num_iterations)
@@ -168,32 +179,36 @@ class CurvatureMeter:
                 raise
             self._stay_eager(first_line(error))
             return self._run(objective, num_iterations)
-        if not self._tries_capture:
-            return measured
+        self._is_checked = self._tries_capture
+        return measured
+
+    def _capture(self, objective: Objective, num_iterations: int) -> Recording | None:
+        """Returns the captured measurement, not yet made; None, and why, if that cannot be."""
         static = self._objective(
             map_tensors(torch.clone, objective.inputs), map_tensors(torch.clone, objective.targets)
         )
         try:
-            self._recording = Recording(self._method, static, num_iterations, self._pool.handle)
-            self.not_captured_because = ""
+            recording = Recording(self._method, static, num_iterations, self._pool.handle)
         except Exception as error:  # CUDA, PyTorch and the model's own code may all refuse, each in its way
             self._method.abandon()
             if is_out_of_memory(error):
                 self.not_captured_because = first_line(error)  # there may be room the next time
             else:
                 self._stay_eager(first_line(error))
-        return measured
+            return None
+        self.not_captured_because = ""
+        return recording
 
     def _estimate(self, results: tuple[Tensor, ...], shape: SpectrumShape) -> CurvatureEstimate:
         return CurvatureEstimate.of(results, shape, self._method.fallback_layers)
 
     def _stay_eager(self, reason: str) -> None:
-        self._tries_capture = False
+        self._tries_capture = self._is_checked = False
         self.not_captured_because = reason
 
     def _forget(self) -> None:
         """Drops what was found out about other shapes."""
-        self._recording, self._has_measured = None, False
+        self._recording, self._has_measured, self._is_checked = None, False, False
         if isinstance(self._method, GramMethod):
             self._method.structure = None
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.layers import Layer
-from triaccel_ray.measure.curvature.capture import Call, find_weight_uses
+from triaccel_ray.measure.curvature.capture import Call, find_first, find_weight_uses
 from triaccel_ray.measure.curvature.factors import is_factorizable
 
 
@@ -56,6 +56,8 @@ class Structure:
     """The layers for which differentiating the whole model's calls tells everything."""
     ways: Mapping[Layer, Way]
     """How each layer is measured."""
+    first: frozenset[int]
+    """Which of the layers' own calls depend on no other of them."""
     batched_columns: bool = True
     """Whether all cotangents pass backwards side by side: every operation of the model then has a batching rule, or
     is at least run one by one by the rule for those that have none."""
@@ -103,6 +105,7 @@ def find_structure(root: Tensor, calls: Sequence[Call], layers: Sequence[Layer],
         and uses.are_calls_complete(layer, [calls[index] for index in indices[layer]])
     }
     factored = {layer for layer in own if all(is_factorizable(layer, calls[index]) for index in own[layer])}
+    in_own = {calls[index]: index for of_layer in own.values() for index in of_layer}
     of_model = tuple(index for index, call in enumerate(calls) if call.module is model and call.understood)
     complete: frozenset[Layer] = frozenset()
     if of_model and len(factored) < len(used):
@@ -125,6 +128,7 @@ def find_structure(root: Tensor, calls: Sequence[Call], layers: Sequence[Layer],
         of_model=of_model,
         complete_in_model=complete,
         ways=ways,
+        first=frozenset(in_own[call] for call in find_first(list(in_own))),
     )
 
 
