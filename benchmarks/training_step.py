@@ -7,7 +7,7 @@ hundred steps must fall as that of the tutorial's AMP does. Everything that happ
 what the first refreshes of curvature build) is over before the clock starts, and stands in the column `warm s`.
 
     tutorial-fp16, tutorial-bf16   autocast as PyTorch's tutorial writes it: NCHW, eager, GradScaler for FP16
-    compiled, max-autotune         channels_last, torch.compile(mode="reduce-overhead" / "max-autotune"), fused SGD, FP16
+    compiled, max-autotune         channels_last, torch.compile with reduce-overhead or max-autotune, fused SGD, FP16
     compiled-bf16                  the first of these in BF16, without loss scaling
     plain                          this engine's captured step alone: no statistics, no loss scaling, no tick
     loop, loop-bf16, loop-mixed    the full loop: statistics every step, tick every 50, curvature top-5 every 200
