@@ -26,7 +26,9 @@ class Preparation:
     augment: bool = False
     """Whether training batches are cropped at random and mirrored half of the time."""
     padding: int = 4
-    """Pixels by which a random crop may move each way, zeros entering."""
+    """Pixels by which a random crop may move each way."""
+    reflect: bool = False
+    """Whether what enters from outside is the image, mirrored at its edge, in place of black."""
     dtype: torch.dtype = torch.float32
     """Of the batches: float32, float16 or bfloat16."""
 
@@ -62,8 +64,9 @@ class ImageSource(TensorSource):
         if how.augment and generator is not None:
             key = torch.randint(2**63 - 1, (), generator=generator, device=device)
         images = image_batch(
-            self.inputs, indices, self._scale, self._shift, key=key, padding=how.padding, dtype=how.dtype
-        )
+            self.inputs, indices, self._scale, self._shift, key=key, padding=how.padding, reflect=how.reflect,
+            dtype=how.dtype,
+        )  # fmt: skip
         if how.size is not None:
             images = F.interpolate(images, size=how.size, mode="bilinear", align_corners=False)
             images = images.contiguous(memory_format=torch.channels_last)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,14 +22,15 @@ def image_batch(
     *,
     key: Tensor | None,
     padding: int = 4,
+    reflect: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Returns the images at `indices`, each pixel x as x scale[channel] + shift[channel], [b, c, h, w] of `dtype`.
 
-    With a `key`, image i of the batch is first padded with `padding` zeros on each side, cropped to h x w at an offset
+    With a `key`, image i of the batch is first padded by `padding` pixels on each side, cropped to h x w at an offset
     drawn uniformly from (2 padding + 1)^2, and mirrored left to right half of the time. Offset and mirroring follow
     from (key, i) alone, by a hash; equal keys give equal batches. What enters from outside is a raw 0, which the
-    normalisation maps to shift[channel].
+    normalisation maps to shift[channel], or with `reflect` the image itself, mirrored at its outermost pixels.
 
     One launch on a GPU, without synchronisation: a CUDA graph may hold it, and reads indices and key anew each time.
 
@@ -38,7 +41,8 @@ def image_batch(
         scale: float32 [c], of the raw values, on the device of `images`.
         shift: float32 [c], likewise.
         key: int64 scalar on the device of `images`; None leaves the images whole and as they are.
-        padding: pixels by which a crop may move each way, 0 to 32767.
+        padding: pixels by which a crop may move each way, 0 to 32767; with `reflect` less than h and w.
+        reflect: what the padding consists of.
         dtype: of the result: float32, float16 or bfloat16. Arithmetic is float32.
 
     Returns:
@@ -52,11 +56,16 @@ def image_batch(
     _check_shapes(images, indices, scale, shift, key)
     if not 0 <= padding <= _MAX_PADDING:
         raise ValueError(f"padding = {padding}: must be between 0 and {_MAX_PADDING} pixels")
+    if reflect and padding >= min(images.shape[2:]):
+        raise ValueError(
+            f"padding = {padding}: must be less than the images' edges, {list(images.shape[2:])}, to reflect"
+        )
+    how: dict[str, Any] = {"key": key, "padding": padding, "reflect": reflect, "dtype": dtype}
     if not images.is_cuda:
-        return reference(images, indices, scale, shift, key=key, padding=padding, dtype=dtype)
+        return reference(images, indices, scale, shift, **how)
     from kernels.image_batch.triton import image_batch as launch  # here: without a GPU triton need not exist
 
-    return launch(images, indices, scale, shift, key=key, padding=padding, dtype=dtype)
+    return launch(images, indices, scale, shift, **how)
 
 
 def _check_types(

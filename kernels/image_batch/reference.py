@@ -19,28 +19,38 @@ def image_batch(
     *,
     key: Tensor | None,
     padding: int,
+    reflect: bool,
     dtype: torch.dtype,
 ) -> Tensor:
     """Returns the batch; `kernels.image_batch.image_batch` says of what."""
     batch = images[indices]
     if key is not None:
-        batch = _cropped_and_mirrored(batch, key, padding)
+        batch = _cropped_and_mirrored(batch, key, padding, reflect=reflect)
     prepared = batch.to(torch.float32, memory_format=torch.channels_last)
     prepared = prepared.mul_(scale.view(1, -1, 1, 1)).add_(shift.view(1, -1, 1, 1))
     return prepared.to(dtype, memory_format=torch.channels_last)
 
 
-def _cropped_and_mirrored(images: Tensor, key: Tensor, padding: int) -> Tensor:
+def _cropped_and_mirrored(images: Tensor, key: Tensor, padding: int, *, reflect: bool) -> Tensor:
     """Returns the images [b, c, h, w] augmented, in one gather."""
     num, _, height, width = images.shape
     rows, columns, mirrored = draw(key, num, padding)
     y = torch.arange(height, device=images.device) + rows[:, None]  # [b, h], in the padded image
+    if reflect:
+        y = _reflected(y - padding, height)
     x = torch.arange(width, device=images.device)
     x = torch.where(mirrored[:, None], x.flip(0), x) + columns[:, None]  # [b, w]
-    padded = F.pad(images, (padding, padding, padding, padding))
+    if reflect:
+        x = _reflected(x - padding, width)
+    padded = images if reflect else F.pad(images, (padding, padding, padding, padding))
     samples = torch.arange(num, device=images.device)
     # Advanced indices around a slice put the slice last: [b, h, w, c] in memory, which is what channels_last means.
     return padded[samples[:, None, None], :, y[:, :, None], x[:, None, :]].permute(0, 3, 1, 2)
+
+
+def _reflected(position: Tensor, size: int) -> Tensor:
+    """Returns positions in (-size, 2 size - 1), mirrored into the image at the centres of its outermost pixels."""
+    return size - 1 - (size - 1 - position.abs()).abs()
 
 
 def draw(key: Tensor, num: int, padding: int) -> tuple[Tensor, Tensor, Tensor]:

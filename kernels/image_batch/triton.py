@@ -19,6 +19,7 @@ def image_batch(
     *,
     key: Tensor | None,
     padding: int,
+    reflect: bool,
     dtype: torch.dtype,
 ) -> Tensor:
     """Returns the batch; `kernels.image_batch.image_batch` says of what, and has checked the arguments."""
@@ -40,6 +41,7 @@ def image_batch(
             out,
             len(images),
             PADDING=padding,
+            REFLECT=reflect,
             CHANNELS=channels,
             HEIGHT=height,
             WIDTH=width,
@@ -73,6 +75,7 @@ def _image_batch(  # type: ignore[no-untyped-def]  # Triton's types are not Pyth
     out,
     num_images,
     PADDING: tl.constexpr,  # noqa: N803  # compile-time constants
+    REFLECT: tl.constexpr,  # noqa: N803
     CHANNELS: tl.constexpr,  # noqa: N803
     HEIGHT: tl.constexpr,  # noqa: N803
     WIDTH: tl.constexpr,  # noqa: N803
@@ -96,6 +99,9 @@ def _image_batch(  # type: ignore[no-untyped-def]  # Triton's types are not Pyth
         mirrored = (_mix(counter + 0x9E3779B9) >> 31) != 0
         x = tl.where(mirrored, WIDTH - 1 - x, x) + (((offsets >> 16) * (2 * PADDING + 1)) >> 16).to(tl.int32) - PADDING
         y = y + (((offsets & 0xFFFF) * (2 * PADDING + 1)) >> 16).to(tl.int32) - PADDING
+        if REFLECT:
+            x = WIDTH - 1 - tl.abs(WIDTH - 1 - tl.abs(x))
+            y = HEIGHT - 1 - tl.abs(HEIGHT - 1 - tl.abs(y))
         readable = readable & (x >= 0) & (x < WIDTH) & (y >= 0) & (y < HEIGHT)
     # Reading images stored in channels_last memory instead takes as long: 2.0 us at batch 96, 4.4 at 512 on an H200.
     offset = index * (CHANNELS * HEIGHT * WIDTH) + (channel * HEIGHT + y) * WIDTH + x

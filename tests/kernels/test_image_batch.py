@@ -20,7 +20,7 @@ def kernel(*args: Any, **options: Any) -> Tensor:
     """The kernel itself, through Triton's interpreter where the tensors are on a CPU."""
     from kernels.image_batch.triton import image_batch as launch
 
-    return launch(*args, **{"padding": 4, "dtype": torch.float32, **options})
+    return launch(*args, **{"padding": 4, "reflect": False, "dtype": torch.float32, **options})
 
 
 def constants(channels: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -48,7 +48,7 @@ def raw(images: Tensor, key: int, padding: int, make: Callable[..., Tensor] = im
     one, indices = torch.ones(images.shape[1], device=device), torch.arange(len(images), device=device)
     batch = make(
         images, indices, one, torch.zeros_like(one), key=torch.tensor(key, device=device), padding=padding,
-        dtype=torch.float32,
+        reflect=False, dtype=torch.float32,
     )  # fmt: skip
     return batch.to(torch.uint8)
 
@@ -60,11 +60,19 @@ def tolerance(dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("shape", "padding"), [((7, 3, 5, 9), 4), ((5, 1, 8, 8), 1), ((3, 4, 20, 17), 0), ((4, 2, 1, 3), 6)]
+    ("shape", "padding", "reflect"),
+    [
+        ((7, 3, 5, 9), 4, False),
+        ((7, 3, 5, 9), 4, True),
+        ((5, 1, 8, 8), 1, False),
+        ((5, 1, 8, 8), 7, True),
+        ((3, 4, 20, 17), 0, False),
+        ((4, 2, 1, 3), 6, False),
+    ],
 )
 @pytest.mark.parametrize("augmented", [True, False])
 def test_the_kernel_makes_what_float64_makes(
-    dtype: torch.dtype, shape: tuple[int, ...], padding: int, augmented: bool
+    dtype: torch.dtype, shape: tuple[int, ...], padding: int, reflect: bool, augmented: bool
 ) -> None:
     images = noise(*shape)
     indices = torch.tensor([2, 0, 2, 1, 2])
@@ -72,7 +80,7 @@ def test_the_kernel_makes_what_float64_makes(
     expected = images[indices]
     if key is not None:
         rows, columns, mirrored = draw(key, 5, padding)
-        padded = F.pad(expected, (padding,) * 4)
+        padded = F.pad(expected.double(), (padding,) * 4, mode="reflect" if reflect else "constant")
         windows = [
             image[:, row : row + shape[2], column : column + shape[3]]
             for image, row, column in zip(padded, rows.tolist(), columns.tolist(), strict=True)
@@ -86,7 +94,7 @@ def test_the_kernel_makes_what_float64_makes(
     poison = torch.full((5 * images[0].numel(),), torch.nan, dtype=dtype, device=DEVICE)
     del poison  # a GPU's allocator hands the same bytes out again: what the kernel leaves unwritten shows
     for make in (kernel, reference):
-        batch = make(*on_device, key=here, padding=padding, dtype=dtype)
+        batch = make(*on_device, key=here, padding=padding, reflect=reflect, dtype=dtype)
         assert batch.dtype is dtype
         assert batch.is_contiguous(memory_format=torch.channels_last)
         assert (batch.cpu().double() - exact).abs().max() <= tolerance(dtype)
@@ -191,6 +199,7 @@ GOOD: dict[str, Any] = {
         ({"shift": torch.ones(1)}, ValueError, r"shift has shape \[1\]: must be \[3\]"),
         ({"key": torch.ones(1).long()}, ValueError, r"key has shape \[1\]: must be a scalar"),
         ({"padding": -1}, ValueError, "padding = -1: must be between 0 and 32767 pixels"),
+        ({"padding": 8, "reflect": True}, ValueError, r"padding = 8: must be less than the images' edges, \[8, 8\]"),
         ({"padding": 2**15}, ValueError, "padding = 32768: must be between 0 and 32767 pixels"),
     ],
 )
