@@ -1,3 +1,4 @@
+import copy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -245,3 +246,23 @@ def test_a_state_of_another_data_set_leaves_the_loop_as_it_was() -> None:
     with pytest.raises(ValueError, match="num_samples = 64"):
         second.load_state_dict(first.state_dict())
     assert same(values(second.model), before)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), -0.1])
+def test_a_schedule_that_gives_no_rate_is_refused_before_the_step(factor: Any) -> None:
+    loop, _ = loop_of(mlp(), blobs(64), schedule=lambda epoch: 1.0 if epoch == 0.0 else factor)
+    loop.step()
+    before = values(loop.model)
+    with pytest.raises(ValueError, match=r"schedule = .*: must be a finite number >= 0, here after 0.125 epochs"):
+        loop.step()
+    assert same(values(loop.model), before)
+
+
+def test_a_model_has_one_loop_at_a_time() -> None:
+    model = mlp()
+    loop, _ = loop_of(model, blobs(64))
+    for other in (model, copy.deepcopy(model)):
+        with pytest.raises(ValueError, match=r"another loop: close\(\) that one first"):
+            loop_of(other, blobs(64))
+    loop.close()
+    loop_of(model, blobs(64))

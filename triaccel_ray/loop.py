@@ -18,7 +18,7 @@ from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.apply.precision import supported_precisions
 from triaccel_ray.apply.step import Loss
 from triaccel_ray.checkpoint import random_states, set_random_states
-from triaccel_ray.config import ControlConfig
+from triaccel_ray.config import ControlConfig, require_number
 from triaccel_ray.decide import ControlState, decide, initial_decision
 from triaccel_ray.events import EventLog, Tick
 from triaccel_ray.graphs import GraphPool
@@ -185,9 +185,10 @@ class ControlLoop:
         if not self.model.training:
             self.model.train()
         self._precision.refresh_copies()
-        self.optimizer.set_rates(
-            self._schedule(epoch) * plan.batch_lr_scale, plan.lr_scale, self._precision.copies_in_force
-        )
+        factor = float(self._schedule(epoch))
+        rule = f"must be a finite number >= 0, here after {epoch:.4g} epochs"
+        require_number("schedule", factor, rule, low=0.0, high=1e300)
+        self.optimizer.set_rates(factor * plan.batch_lr_scale, plan.lr_scale, self._precision.copies_in_force)
         scale = self.loss_scale.factor(self._precision.needs_loss_scale)
         self.sensors.record_faults(self._steps.run(self.feed.take(plan.batch_size), scale, step=self.num_steps))
         if self.optimizer.survived:

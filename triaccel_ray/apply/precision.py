@@ -62,13 +62,18 @@ class LayerPrecision:
         """Wraps the layers' forward functions; `remove` undoes it.
 
         `norms` are told to write what the layers that read them compute in, so that no cast stands at the border.
+
+        Raises:
+            ValueError: the model, or the one that it is a copy of, is wrapped already.
         """
+        if any(_is_wrapped(module) for module in model.modules()):
+            raise ValueError("model is under the control of another loop: close() that one first")
         self.copies, self._norms = copies, norms
         self._name_of = {module: layer.name for layer in layers for module in layer.modules}
         self._device_type = next(model.parameters()).device.type
         self._glue: torch.dtype | None = None
         self._dtypes: dict[str, torch.dtype] = {layer.name: torch.float32 for layer in layers}
-        self._is_set = self._suspended = False
+        self._is_set = self._suspended = self.is_removed = False
         self._wrapped: list[tuple[nn.Module, Any]] = []
         for layer in layers:
             for module in layer.modules:
@@ -146,7 +151,7 @@ class LayerPrecision:
             if own is not None:
                 module.__dict__["forward"] = own
         self._wrapped.clear()
-        self._suspended = True  # for deep copies of the model, which keep the wrapping
+        self._suspended = self.is_removed = True  # for deep copies of the model, which keep the wrapping
 
     def _wrap_layer(self, module: nn.Module, name: str) -> None:
         original = _unbound_forward(module)
@@ -173,6 +178,7 @@ class LayerPrecision:
 
     def _install(self, module: nn.Module, forward: Any) -> None:
         self._wrapped.append((module, module.__dict__.get("forward")))
+        forward.owner = self
         # Bound to its module, so that a deep copy of the model computes with its own weights.
         module.__dict__["forward"] = MethodType(forward, module)
 
@@ -188,6 +194,11 @@ class _Promotion(TorchFunctionMode):
                 widest = torch.float64 if torch.float64 in dtypes else torch.float32
                 args, kwargs = _cast(args, widest), _cast(kwargs, widest)
         return func(*args, **kwargs)
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    owner = getattr(module.__dict__.get("forward"), "owner", None)  # a method has its function's attributes
+    return isinstance(owner, LayerPrecision) and not owner.is_removed
 
 
 def _unbound_forward(module: nn.Module) -> Callable[..., Any]:
