@@ -98,6 +98,9 @@ class Task(ABC):
     def data(self, purpose: Purpose) -> Splits:
         """Returns the samples for `purpose`; for SEARCH without test samples, which no part of the result may hold.
 
+        The trials of a search share the tensors of a `TensorSource`, which nothing may therefore write to; sources of
+        other kinds are built by each trial.
+
         Raises:
             FileNotFoundError: data files are missing; the message names them, and where they are to be had.
         """

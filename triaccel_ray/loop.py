@@ -88,7 +88,7 @@ class ControlLoop:
             config: thresholds and intervals; the defaults when None.
             schedule: factor on the learning rates by epoch; a PyTorch scheduler of your own works as well.
             memory_budget: bytes this process may hold on the device; the whole device when None.
-            memory_headroom: in place of a budget, bytes on top of what the process holds before its first batch.
+            memory_headroom: bytes on top of what the process holds before its first batch; a budget is a bound on it.
             seed: of the order of the samples, the augmentation and the curvature's samples.
             log: where every tick is appended; nowhere when None.
             on_tick: called with each tick, after it has been logged.

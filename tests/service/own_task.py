@@ -85,6 +85,16 @@ class Guarded(Blobs):
         return Splits(train=TensorSource(*blobs(160)), held_out=test if final else validation)
 
 
+class Large(Blobs):
+    # 100 MiB of samples
+    name = "large"
+
+    def data(self, purpose):
+        samples, targets = torch.ones(160, 160 * 1024), torch.arange(160) % 4
+        source = TensorSource(samples, targets, prepare=lambda inputs: inputs[:, :8])
+        return Splits(train=source, held_out=source)
+
+
 class Diverging(Blobs):
     name = "diverging"
 

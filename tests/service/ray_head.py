@@ -44,7 +44,7 @@ def ray_head() -> Iterator[str]:
             _wait(head, url, log)
             yield url
         finally:
-            _end(head)
+            end(head)
 
 
 def _environment() -> dict[str, str]:
@@ -80,7 +80,7 @@ def _wait(head: subprocess.Popen[bytes], url: str, log: Path) -> None:
     raise RuntimeError(f"no Jobs API at {url}:\n{log.read_text()}")
 
 
-def _end(head: subprocess.Popen[bytes]) -> None:
+def end(head: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         processes = psutil.Process(head.pid).children(recursive=True)
         head.send_signal(signal.SIGTERM)

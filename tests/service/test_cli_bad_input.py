@@ -43,6 +43,12 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("run digits --memory-budget 1GiB --memory-headroom 1GiB", ("give a budget or a headroom, not both",)),
     # searches and comparisons
     ("search digits --trials 0", ("trials = 0: must be",)),
+    *(
+        (f"{command} digits --trials-per-gpu {count}", (f"trials-per-gpu = {count}: must be",))
+        for command in ("search", "compare")
+        for count in (0, -1, 17)
+    ),
+    ("search digits --trials-per-gpu 2 --device cpu", ("trials-per-gpu = 2: a run on the CPU has no GPU to share",)),
     ("search digits --margin nan", ("margin = nan: must lie in [0, 100]",)),
     ("compare digits --seeds 0", ("seeds = 0: must be",)),
     ("compare digits --methods fp32,sgd", ("method = 'sgd': must be one of fp32, amp",)),
@@ -101,6 +107,7 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("run digits --method sgd", ("--method", "triaccel")),
     ("run digits --epochs three", ("--epochs", "three")),
     ("run digits --precision fp8", ("--precision", "bf16")),
+    ("search digits --trials-per-gpu 2.5", ("--trials-per-gpu", "2.5")),
     ("compare digits --fixed two", ("--fixed", "two")),
     ("compare digits --tune-baselines x", ("--tune-baselines", "x")),
     ("run digits --colour red", ("--colour",)),

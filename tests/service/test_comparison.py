@@ -294,6 +294,18 @@ def test_a_comparison_is_written_as_markdown_and_as_a_page(tmp_path: Path, capsy
     assert page.count("data:image/png;base64") == 2
 
 
+def test_a_comparison_on_shared_gpus_says_so() -> None:
+    spec = comparison(ablation=True, num_fixed=1)
+    shared = replace(spec, base=replace(spec.base, trials_per_gpu=2))
+    tables = comparison_tables(record_of(shared, trials=named(ended("amp-recipe"), ended("fixed-fp32-64"))))
+    marked = [title for title, grid in tables.items() if "GPUs shared by 2 runs each" in grid.note]
+    assert marked == [
+        "Table 1, test samples, read once by each run",
+        "Table 2, the ablation",
+        "What was chosen on validation samples",
+    ]
+
+
 def test_a_comparison_that_has_just_begun_can_be_looked_at(tmp_path: Path) -> None:
     begin_comparison(comparison(num_fixed=1), tmp_path / "versus")
     view_comparison(read_comparison(tmp_path / "versus"))

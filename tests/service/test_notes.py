@@ -34,6 +34,13 @@ def test_a_run_without_faults_and_captures_has_none(run: RunRecord) -> None:
     assert list(run_notes(with_faults(run))) == []
 
 
+def test_times_of_a_shared_gpu_are_marked(run: RunRecord) -> None:
+    shared = replace(with_faults(run), spec=replace(run.spec, trials_per_gpu=3))
+    assert list(run_notes(shared)) == [
+        "times and scores are those of GPUs shared by 3 runs each, not of a GPU of one's own"
+    ]
+
+
 def test_what_adapting_took_is_added_up(run: RunRecord) -> None:
     quiet = with_faults(run)
     applied = Applied(plan=quiet.ticks[0].applied.plan, adapt_ms=1250.0, evicted=("batch 96", "batch 64"))

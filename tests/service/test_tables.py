@@ -67,6 +67,12 @@ def test_baselines_have_no_thresholds_and_trials_have() -> None:
     assert grid.note == ""
 
 
+def test_a_search_on_shared_gpus_says_so() -> None:
+    record = search_of(run_of("trial"))
+    shared = replace(record, spec=replace(record.spec, base=replace(RUN_SPEC, trials_per_gpu=2)))
+    assert "GPUs shared by 2 runs each" in search_grid(shared).note
+
+
 def test_trials_without_figures_are_listed_too() -> None:
     grid = search_grid(search_of(run_of("diverged", num_epochs=0, status="failed"), run_of("fine")))
     assert [row[:2] for row in map(list, grid.rows[-2:])] == [["fine", FINISHED], ["diverged", "failed (non_finite)"]]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray import tune
@@ -19,6 +20,8 @@ from triaccel_ray.service.objective import Objective
 from triaccel_ray.service.record import read_run, runs_below
 from triaccel_ray.service.trial import FAILED_OBJECTIVE, ThresholdTrial, TrialContext
 
+LARGE_BYTES = 100 * 2**20
+"""Of the samples of `Large`."""
 MEETING_S = 200.0
 """Two processes that both load torch and Ray, on a machine with other work."""
 
@@ -119,6 +122,21 @@ def test_a_trial_is_a_run_with_the_sampled_thresholds(module: str, tmp_path: Pat
     assert run.status == "finished"
     assert run.spec.control.precision.tau_low == pytest.approx(1e-8)
     assert results[-1]["objective"] == results[-1]["accuracy"] == run.epochs[-1].held_out_accuracy
+
+
+def test_a_process_that_is_used_again_gives_the_memory_of_each_run_back(module: str, tmp_path: Path) -> None:
+    process, held, left = psutil.Process(), [], []
+    trial = local_trial(context_of(f"{module}:Large", tmp_path), {"alpha": 0.1})
+    for _ in range(5):
+        trial.step()
+        held.append(process.memory_info().rss)
+        trial.cleanup()
+        left.append(process.memory_info().rss)
+        trial.reset_config({"alpha": 0.1})
+    trial.cleanup()
+    # A run holds its samples at least. When it has left, one byte in ten of them may stay, and none may add up.
+    assert min(held) - min(left) > 0.9 * LARGE_BYTES
+    assert max(left) - min(left) < 0.1 * LARGE_BYTES
 
 
 def test_a_trial_that_is_cut_short_says_so_in_its_log(module: str, tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ import torch
 from triaccel_ray.signals import MemorySignal
 
 MIB = 2**20
+SHARING_RESERVE_BYTES = 512 * MIB
+"""Left free by each process that shares a device: CUDA modules are loaded between two enforcements of a cap, and a
+driver that hides processes hides their contexts too."""
 
 
 class BudgetExceededError(MemoryError):
@@ -25,7 +28,7 @@ class MemoryMeter(ABC):
     """Reads what the process holds on its device, remembers the peaks, and keeps it below `limit_bytes`."""
 
     def __init__(self, budget_bytes: int | None, headroom_bytes: int | None = None) -> None:
-        """Takes the budget, the whole device when None; or a headroom, which `require_room` makes a budget of.
+        """Takes the budget, the whole device when None; `require_room` makes a budget of a headroom, within this one.
 
         Raises:
             ValueError: the budget is not positive, or larger than the device.
@@ -92,7 +95,7 @@ class MemoryMeter(ABC):
         self.release()
         used = self.idle_bytes = self.sample()
         if self._headroom_bytes is not None:
-            self.limit_bytes, self.has_budget = min(used + self._headroom_bytes, self.total_bytes()), True
+            self.limit_bytes, self.has_budget = min(used + self._headroom_bytes, self.limit_bytes), True
             self._enforce()
         if used >= self.limit_bytes:
             raise ValueError(
@@ -270,6 +273,43 @@ def memory_meter(
     if device.type == "cuda":
         return CudaMemory(device, budget_bytes, headroom_bytes)
     return ResidentMemory(budget_bytes, headroom_bytes)
+
+
+def part_of_device(total_bytes: int, num_sharing: int, budget_bytes: int | None = None) -> int:
+    """Returns what one of `num_sharing` processes may hold of a device of `total_bytes`: its part, less a reserve.
+
+    A smaller budget that is given stays as it is.
+
+    Raises:
+        ValueError: the budget is larger than the part, or the part less the reserve is nothing.
+    """
+    part = total_bytes // num_sharing - SHARING_RESERVE_BYTES
+    if part <= 0:
+        raise ValueError(
+            f"trials-per-gpu = {num_sharing}: of {_mib(total_bytes)} nothing is left to each but the "
+            f"{_mib(SHARING_RESERVE_BYTES)} that it must leave free; let fewer share the device"
+        )
+    if budget_bytes is not None and budget_bytes > part:
+        raise ValueError(
+            f"memory budget = {_mib(budget_bytes)}: must be at most {_mib(part)}, the part of each of {num_sharing} "
+            f"processes that share {_mib(total_bytes)}; leave it out, or let fewer share the device"
+        )
+    return part if budget_bytes is None else budget_bytes
+
+
+def hold_to_part(device: torch.device, num_sharing: int, budget_bytes: int | None = None) -> int | None:
+    """Returns the budget of a process that shares `device` with others, and has the device enforce it from now on.
+
+    One that has the device to itself, or a CPU, keeps the budget that it was given.
+
+    Raises:
+        ValueError: see `part_of_device`; or the CUDA context alone takes more.
+    """
+    if num_sharing == 1 or device.type != "cuda":
+        return budget_bytes
+    part = part_of_device(torch.cuda.get_device_properties(device).total_memory, num_sharing, budget_bytes)
+    memory_meter(device, part)
+    return part
 
 
 def _load_libc() -> ctypes.CDLL | None:

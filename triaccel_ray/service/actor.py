@@ -9,6 +9,7 @@ import ray
 from ray import tune
 
 from triaccel_ray.events import Epoch
+from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.worker import CHECKPOINT, Status, Worker
 
@@ -19,14 +20,15 @@ SAME_LIBRARIES = (tune,)
 class RunActor:
     """Builds, trains and ends one run; `status` answers while an epoch is under way."""
 
-    def __init__(self, spec: RunSpec, folder: str) -> None:
+    def __init__(self, spec: RunSpec, folder: str, shared: SharedSplits | None = None) -> None:
         """Remembers what to do; `setup` does it, so that its errors reach the caller as they are."""
-        self._spec, self._folder = spec, Path(folder)
+        self._spec, self._folder, self._shared = spec, Path(folder), shared
         self._worker: Worker | None = None
 
     def setup(self, *, resume: bool) -> int:
         """Builds the run, or restores it from its checkpoint; returns the epochs done."""
-        self._worker = worker = Worker(self._spec, self._folder)
+        splits = None if self._shared is None else self._shared.get()
+        self._worker = worker = Worker(self._spec, self._folder, splits)
         if resume and (self._folder / CHECKPOINT).exists():
             worker.restore(self._folder / CHECKPOINT)
         else:
@@ -60,13 +62,13 @@ class RunActor:
         return self._worker
 
 
-def start_actor(spec: RunSpec, folder: Path, *, num_gpus: float) -> Any:
+def start_actor(spec: RunSpec, folder: Path, *, num_gpus: float, shared: SharedSplits | None = None) -> Any:
     """Returns a handle to a new actor for the run, with `num_gpus` GPUs and one CPU of its own.
 
     Two threads: one trains, the other answers `status`.
     """
     actor: Any = ray.remote(RunActor)
-    return actor.options(num_cpus=1, num_gpus=num_gpus, max_concurrency=2).remote(spec, str(folder))
+    return actor.options(num_cpus=1, num_gpus=num_gpus, max_concurrency=2).remote(spec, str(folder), shared)
 
 
 def original_error(error: Exception) -> Exception:

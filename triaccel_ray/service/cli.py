@@ -64,6 +64,8 @@ class Search:
     """What to maximise, among configurations within --margin of the AMP baseline's accuracy."""
     margin: float = 1.0
     """Percentage points of validation accuracy that may be given up."""
+    trials_per_gpu: int = 1
+    """Trials that share a GPU, each held to its part of the memory; their timings are marked as such."""
     seed: int = 0
     """Of the sampler and of every run."""
     name: str | None = None
@@ -92,6 +94,8 @@ class Compare:
     """Samples of learning rate and weight decay to try for every method on validation samples, the recipe included."""
     seeds: int = 3
     """Runs of each method, with seeds from 0."""
+    trials_per_gpu: int = 1
+    """Runs that share a GPU, each held to its part of the memory; their timings are marked as such."""
     name: str | None = None
     """The comparison's name. Default: made of task and time."""
     experiment: str = "triaccel-comparisons"

@@ -9,6 +9,9 @@ import socket
 from collections.abc import Iterator
 
 import ray
+import torch
+
+from triaccel_ray.config import require
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -49,6 +52,31 @@ def cluster(address: str | None, *, num_cpus: int | None = None) -> Iterator[Non
 def gpus_available() -> bool:
     """Returns whether the connected cluster has a GPU."""
     return bool(ray.cluster_resources().get("GPU", 0))
+
+
+def gpu_fraction(num_sharing: int) -> float:
+    """Returns what each of `num_sharing` trials asks of a GPU, so that as many and no more fit.
+
+    Rounded down: Ray counts in ten-thousandths, and of six parts rounded up only five would fit.
+    """
+    return (10_000 // num_sharing) / 10_000
+
+
+def require_gpu_to_share(address: str | None, num_sharing: int) -> None:
+    """Returns if one trial a GPU is asked for, or there is a GPU: a mistake must not use up a search's name.
+
+    Raises:
+        ValueError: several trials are to share a GPU, and neither this machine nor the cluster at `address` has one.
+    """
+    if num_sharing == 1:
+        return
+    if address is None:
+        found, where = torch.cuda.is_available(), "this machine"
+    else:
+        with cluster(address):
+            found, where = gpus_available(), "the cluster"
+    rule = f"{where} has no GPU to share; leave it out: on CPUs as many trials run at once as there are CPUs"
+    require(found, "trials-per-gpu", num_sharing, rule)
 
 
 def require_reachable(address: str | None) -> None:

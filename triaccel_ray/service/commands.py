@@ -18,7 +18,7 @@ from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.events import End, EventLog, LogError, Start
 from triaccel_ray.service import cli, job_commands
 from triaccel_ray.service.choosing import choose
-from triaccel_ray.service.cluster import cluster, gpus_available, require_reachable
+from triaccel_ray.service.cluster import cluster, gpu_fraction, gpus_available, require_gpu_to_share, require_reachable
 from triaccel_ray.service.comparison import (
     COMPARISON,
     ComparisonSpec,
@@ -44,6 +44,7 @@ from triaccel_ray.service.search import (
     tune_trials,
 )
 from triaccel_ray.service.session import checked_name, new_name, open_tracker, recording, tracking_uri_of
+from triaccel_ray.service.shared_data import NotSharedError, SharedSplits, share_splits
 from triaccel_ray.service.shipper import Parent
 from triaccel_ray.service.spec import METHODS, RunSpec
 from triaccel_ray.service.tracking import Tracker
@@ -85,6 +86,7 @@ def _(command: cli.Search) -> int:
             "a search finds this one itself; leave it out, or train with it by `triaccel run`",
         )
     base = spec_from(command.task, command.training, command.thresholds, method="triaccel", seed=command.seed)
+    base = replace(base, trials_per_gpu=command.trials_per_gpu)
     folder = _storage(command.where) / new_name(command.name, command.task, command.space)
     spec = SearchSpec(
         base=base,
@@ -105,7 +107,7 @@ def _(command: cli.Compare) -> int:
         command.task, command.training, command.thresholds, method="triaccel", seed=0, purpose=Purpose.FINAL
     )
     spec = ComparisonSpec(
-        base=base,
+        base=replace(base, trials_per_gpu=command.trials_per_gpu),
         methods=tuple(methods),
         num_seeds=command.seeds,
         ablation=command.ablation,
@@ -247,17 +249,18 @@ def _search(spec: SearchSpec, folder: Path, where: Where, experiment: str, *, re
     if not resume:
         require_new(folder)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name
+    require_gpu_to_share(where.address, spec.base.trials_per_gpu)
     tracker = open_tracker(where.storage_path, where.tracking_uri)
     if not resume:
         begin_search(spec, folder)
     info = {"task": spec.base.task, "kind": "search", "space": spec.space, "objective": spec.objective}
     with _parent(tracker, folder, experiment, spec.base.control, info) as log:
         with cluster(where.address):
-            num_gpus = _num_gpus(spec.base)
+            num_gpus, shared = _num_gpus(spec.base), _shared(spec.base)
             with RunProgress(f"{spec.base.task}: baselines and probe") as progress:
-                prepared = prepare(spec, folder, num_gpus=num_gpus, on_glance=progress.update)
+                prepared = prepare(spec, folder, num_gpus=num_gpus, on_glance=progress.update, shared=shared)
             with TrialProgress(f"{spec.base.task}: {spec.num_trials} trials", spec.num_trials, folder / TRIALS):
-                tune_trials(spec, prepared, folder, num_gpus=num_gpus, resume=resume)
+                tune_trials(spec, prepared, folder, num_gpus=num_gpus, resume=resume, shared=shared)
         record = read_search(folder)
         view_search(record)
         best = best_trial(record)
@@ -271,6 +274,7 @@ def _compare(spec: ComparisonSpec, folder: Path, where: Where, experiment: str, 
     if not resume:
         require_new(folder)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name
+    require_gpu_to_share(where.address, spec.base.trials_per_gpu)
     tracker = open_tracker(where.storage_path, where.tracking_uri)
     if not resume:
         begin_comparison(spec, folder)
@@ -313,8 +317,17 @@ def _find(name: str, where: Where) -> Path:
 
 
 def _num_gpus(spec: RunSpec) -> float:
-    """Returns the GPUs a run owns: one where the cluster has any and the run may use it."""
-    return 1.0 if spec.device != "cpu" and gpus_available() else 0.0
+    """Returns the GPUs a run owns: one, or its part of one, where the cluster has any and the run may use it."""
+    return gpu_fraction(spec.trials_per_gpu) if spec.device != "cpu" and gpus_available() else 0.0
+
+
+def _shared(spec: RunSpec) -> SharedSplits | None:
+    """Returns the samples in the object store; None, and says why, where every run has to read them itself."""
+    try:
+        return share_splits(spec)
+    except NotSharedError as error:
+        err.print(f"every trial reads the samples itself: {error}", style="yellow", markup=False, soft_wrap=True)
+        return None
 
 
 @contextlib.contextmanager

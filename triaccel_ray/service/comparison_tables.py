@@ -17,6 +17,7 @@ from triaccel_ray.service.comparison import (
     final_runs,
 )
 from triaccel_ray.service.fixed import FIXED
+from triaccel_ray.service.notes import sharing_note
 from triaccel_ray.service.record import RunRecord
 from triaccel_ray.service.significance import MIN_PAIRS, Difference, holm, paired_difference, smallest_effect
 from triaccel_ray.service.spec import RunSpec
@@ -33,8 +34,8 @@ def label(method: str) -> str:
     return "best fixed" if method == FIXED else method
 
 
-def values_grid(results: Sequence[MethodResults], labels: Mapping[str, str] | None = None) -> Grid:
-    """Returns one row a method, mean and standard deviation over seeds."""
+def values_grid(results: Sequence[MethodResults], labels: Mapping[str, str] | None = None, *, mark: str = "") -> Grid:
+    """Returns one row a method, mean and standard deviation over seeds; the note ends with `mark`."""
     rows = []
     for each in results:
         cells = [_mean_and_deviation(each, name) if each.num_runs else "" for name in FIGURES]
@@ -43,6 +44,7 @@ def values_grid(results: Sequence[MethodResults], labels: Mapping[str, str] | No
         "mean ± standard deviation over seeds; s/epoch: mean of the last five epochs; "
         "score = accuracy / (s/epoch x process peak GB)"
     )
+    note = "; ".join(filter(None, (note, mark)))
     return Grid(header=("method", "runs", *FIGURES.values()), rows=rows, note=note)
 
 
@@ -117,6 +119,8 @@ def trials_grid(record: Comparison) -> Grid:
 def _choice_notes(record: Comparison) -> Iterator[str]:
     spec, trials = record.spec, record.trials
     yield "validation samples, seed 0; * chosen"
+    if note := sharing_note(spec.base):
+        yield note
     if spec.num_fixed and "amp-recipe" in trials and trials["amp-recipe"].epochs:
         objective = judge(trials["amp-recipe"])
         floor = objective.reference[-1] - objective.margin

@@ -15,6 +15,7 @@ from triaccel_ray.service.comparison_tables import (
 )
 from triaccel_ray.service.console import out, rich_table
 from triaccel_ray.service.fixed import FIXED
+from triaccel_ray.service.notes import sharing_note
 from triaccel_ray.service.report import REPORT, Section, write_page
 from triaccel_ray.service.shipment import FIGURES
 from triaccel_ray.service.spec import METHODS
@@ -38,7 +39,8 @@ def view_comparison(record: Comparison) -> None:
     text = "\n".join(f"## {title}\n\n{grid.markdown()}" for title, grid in tables.items())
     (folder / COMPARISON_MARKDOWN).write_text(f"# {folder.name}: {spec.base.task}\n\n{text}")
     results = [record.results(method) for method in spec.all_methods]
-    pictures = save_comparison_figures(results, folder / FIGURES, about=f"{spec.base.task}, {spec.num_seeds} seeds")
+    about = "; ".join(filter(None, (f"{spec.base.task}, {spec.num_seeds} seeds", sharing_note(spec.base))))
+    pictures = save_comparison_figures(results, folder / FIGURES, about=about)
     sections = [
         Section(title=title, header=grid.header, rows=grid.rows, text=grid.note) for title, grid in tables.items()
     ]
@@ -46,8 +48,8 @@ def view_comparison(record: Comparison) -> None:
         sections.insert(1, Section(title="Pictures", text="Bars: standard deviation over seeds.", pictures=pictures))
     if command:
         sections.append(Section(title="To train with the best fixed setting", command=command))
-    about = [[label(method), METHODS[method]] for method in spec.all_methods]
-    sections.append(Section(title="What the methods are", header=("method", ""), rows=about))
+    methods = [[label(method), METHODS[method]] for method in spec.all_methods]
+    sections.append(Section(title="What the methods are", header=("method", ""), rows=methods))
     page = write_page(folder / REPORT, f"{folder.name}: {spec.base.task}", sections)
     out.print(f"\npage: {page}", soft_wrap=True)
 
@@ -56,12 +58,13 @@ def comparison_tables(record: Comparison) -> dict[str, Grid]:
     """Returns the tables by title, in the order in which they are read."""
     first = [record.results(method) for method in record.spec.table_1]
     second = [record.results(method) for method in record.spec.table_2]
+    mark = sharing_note(record.spec.base)
     tables = {
-        "Table 1, test samples, read once by each run": values_grid(first),
+        "Table 1, test samples, read once by each run": values_grid(first, mark=mark),
         "Table 1, differences to AMP": against_reference_grid(first),
     }
     if second:
-        tables["Table 2, the ablation"] = values_grid(second, ABLATION)
+        tables["Table 2, the ablation"] = values_grid(second, ABLATION, mark=mark)
         tables["Table 2, differences to the row above"] = row_above_grid(second)
         tables["Table 2, differences to standard"] = to_standard_grid(second)
     if record.choices is not None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from triaccel_ray.plan import FaultKind
 from triaccel_ray.service.record import RunRecord
+from triaccel_ray.service.spec import RunSpec
 
 _SLOWER = {
     (FaultKind.CAPTURE_FAILED, "capture"): "steps ran eagerly, without CUDA graphs",
@@ -14,8 +15,17 @@ _SLOWER = {
 }
 
 
+def sharing_note(spec: RunSpec) -> str:
+    """Returns whose timings these are where GPUs are shared; empty where each run has one to itself."""
+    if spec.trials_per_gpu == 1:
+        return ""
+    return f"times and scores are those of GPUs shared by {spec.trials_per_gpu} runs each, not of a GPU of one's own"
+
+
 def run_notes(run: RunRecord) -> Iterator[str]:
-    """Yields one sentence each; none for a run without ticks, or on a CPU, where nothing is captured."""
+    """Yields one sentence each: on sharing, adapting, memory that ran out, and what ran slower than it might."""
+    if note := sharing_note(run.spec):
+        yield note
     seconds = sum(tick.applied.adapt_ms for tick in run.ticks) / 1e3
     if seconds > 0:
         num_dropped = sum(len(tick.applied.evicted) for tick in run.ticks)

@@ -11,6 +11,7 @@ import ray
 
 from triaccel_ray.events import Epoch
 from triaccel_ray.service.actor import original_error, start_actor
+from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.worker import Status
 
@@ -38,12 +39,17 @@ def run_all(
     num_gpus: float,
     on_glance: OnGlance,
     resume: bool = False,
+    shared: SharedSplits | None = None,
 ) -> dict[str, Mapping[str, float] | Exception]:
     """Returns the results of every run, or the exception that ended it, by name.
 
-    Each run has the folder `root / name`. As many train at once as the cluster has room for.
+    Each run has the folder `root / name`, and its samples from `shared` where given. As many train at once as the
+    cluster has room for.
     """
-    drives = {name: _Drive(name, spec, root / name, num_gpus, resume) for name, spec in specs.items()}
+    drives = {
+        name: _Drive(name, start_actor(spec, root / name, num_gpus=num_gpus, shared=shared), spec, resume)
+        for name, spec in specs.items()
+    }
     outcomes: dict[str, Mapping[str, float] | Exception] = {}
     while drives:
         pending = {drive.pending: name for name, drive in drives.items()}
@@ -65,9 +71,8 @@ def run_all(
 class _Drive:
     """One run's calls, one after the other."""
 
-    def __init__(self, name: str, spec: RunSpec, folder: Path, num_gpus: float, resume: bool) -> None:
-        self._name, self._num_epochs = name, spec.recipe.epochs
-        self._actor = start_actor(spec, folder, num_gpus=num_gpus)
+    def __init__(self, name: str, actor: Any, spec: RunSpec, resume: bool) -> None:
+        self._name, self._actor, self._num_epochs = name, actor, spec.recipe.epochs
         self.pending: Any = self._actor.setup.remote(resume=resume)
         self._status: Any = None
         self._epochs_done: int | None = None

@@ -21,6 +21,7 @@ from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.service.objective import OBJECTIVES, Objective
 from triaccel_ray.service.record import RunRecord, read_run
 from triaccel_ray.service.runs import OnGlance, run_all
+from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.trial import ThresholdTrial, TrialContext
 from triaccel_ray.service.worker import EVENTS, require_new, write_atomically
@@ -96,7 +97,9 @@ def begin_search(spec: SearchSpec, folder: Path) -> None:
     write_atomically(folder / SEARCH, json.dumps(encode(spec), indent=2))
 
 
-def prepare(spec: SearchSpec, folder: Path, *, num_gpus: float, on_glance: OnGlance) -> Prepared:
+def prepare(
+    spec: SearchSpec, folder: Path, *, num_gpus: float, on_glance: OnGlance, shared: SharedSplits | None = None
+) -> Prepared:
     """Returns what the trials need to know, from the baselines FP32 and AMP and the probe; runs those not yet run.
 
     Raises:
@@ -112,7 +115,7 @@ def prepare(spec: SearchSpec, folder: Path, *, num_gpus: float, on_glance: OnGla
         specs["probe"] = replace(base, method="probe", recipe=replace(base.recipe, epochs=epochs))
     done = {name: run for name in specs if (run := _finished(folder / BASELINES / name)) is not None}
     missing = {name: each for name, each in specs.items() if name not in done}
-    outcomes = run_all(missing, folder / BASELINES, num_gpus=num_gpus, on_glance=on_glance, resume=True)
+    outcomes = run_all(missing, folder / BASELINES, num_gpus=num_gpus, on_glance=on_glance, resume=True, shared=shared)
     for name, outcome in outcomes.items():
         if isinstance(outcome, Exception):
             raise ValueError(f"the baseline {name} failed: {outcome}") from outcome
@@ -129,8 +132,9 @@ def tune_trials(
     *,
     num_gpus: float,
     resume: bool = False,
+    shared: SharedSplits | None = None,
 ) -> None:
-    """Runs the trials under Ray Tune; with `resume`, those that have not finished.
+    """Runs the trials under Ray Tune, with samples from `shared`; with `resume`, those that have not finished.
 
     Trials are read back by `read_search`; nothing of Tune's own result matters afterwards.
     """
@@ -140,6 +144,7 @@ def tune_trials(
         objective=prepared.objective,
         calibration=prepared.calibration,
         folder=str(folder / TRIALS),
+        shared=shared,
     )
     trainable = tune.with_resources(tune.with_parameters(ThresholdTrial, context=context), {"cpu": 1, "gpu": num_gpus})
     with warnings.catch_warnings():
@@ -241,6 +246,7 @@ def _tuner(spec: SearchSpec, trainable: Any, folder: Path) -> tune.Tuner:
             name=TUNE,
             storage_path=str(folder),
             verbose=0,
+            failure_config=tune.FailureConfig(max_failures=3),  # machines that leave
             checkpoint_config=tune.CheckpointConfig(
                 num_to_keep=1, checkpoint_frequency=max(spec.base.recipe.epochs // 4, 1), checkpoint_at_end=False
             ),

@@ -28,6 +28,9 @@ METHODS: Mapping[str, str] = {
 }
 """Name of a training method -> what it is."""
 
+MAX_TRIALS_PER_GPU = 16
+"""With more, CUDA contexts alone would fill the smaller GPUs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
@@ -51,12 +54,19 @@ class RunSpec:
     """Where data files lie; the task's own cache when None."""
     device: str = "auto"
     """`auto`, `cpu` or `cuda`; auto takes the GPU where there is one."""
+    trials_per_gpu: int = 1
+    """Runs that share a GPU, this one counted; each may hold its part of the memory, and timings are marked."""
 
     def __post_init__(self) -> None:
         require(self.method in METHODS, "method", self.method, f"must be one of {', '.join(METHODS)}")
         require_integer("seed", self.seed, low=0)
         require_number("seed", self.seed, "must lie in [0, 2**31)", low=0, high=2**31 - 1)
         require(self.device in ("auto", "cpu", "cuda"), "device", self.device, "must be one of auto, cpu, cuda")
+        require_integer("trials-per-gpu", self.trials_per_gpu, low=1)
+        rule = f"must be a whole number from 1 to {MAX_TRIALS_PER_GPU}"
+        require(self.trials_per_gpu <= MAX_TRIALS_PER_GPU, "trials-per-gpu", self.trials_per_gpu, rule)
+        rule = "a run on the CPU has no GPU to share; leave it out, or --device cpu"
+        require(self.trials_per_gpu == 1 or self.device != "cpu", "trials-per-gpu", self.trials_per_gpu, rule)
         if self.memory_headroom_bytes is not None:
             require_integer("memory headroom (bytes)", self.memory_headroom_bytes, low=1)
         if self.memory_budget_bytes is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from triaccel_ray.service.notes import sharing_note
 from triaccel_ray.service.objective import Figures, Objective
 from triaccel_ray.service.record import RunRecord
 from triaccel_ray.service.search import SearchRecord, ranked
@@ -41,7 +42,7 @@ def search_grid(record: SearchRecord) -> Grid:
             f"less {objective.margin:g} points); * below that at its last epoch"
         )
     header = ("run", "status", "tau_low", "tau_high", "rho_low", "rho_high", "epochs", *FIGURE_COLUMNS)
-    return Grid(header=header, rows=rows, note=note)
+    return Grid(header=header, rows=rows, note="; ".join(filter(None, (note, sharing_note(record.spec.base)))))
 
 
 def run_grid(run: RunRecord) -> Grid:

@@ -11,6 +11,7 @@ from ray import tune
 from search_spaces.thresholds import Calibration, thresholds
 from triaccel_ray.out_of_memory import is_out_of_memory
 from triaccel_ray.service.objective import Objective
+from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.worker import CHECKPOINT, NonFiniteLossError, Worker
 
@@ -28,6 +29,8 @@ class TrialContext:
     calibration: Calibration | None
     folder: str
     """Holds one folder a trial."""
+    shared: SharedSplits | None = None
+    """The samples; None where each trial reads them itself."""
 
 
 class ThresholdTrial(tune.Trainable):
@@ -93,7 +96,8 @@ class ThresholdTrial(tune.Trainable):
         context = self._context
         control = thresholds(config, context.spec.control, context.calibration)
         spec = replace(context.spec, control=control)
-        self._worker = Worker(spec, Path(context.folder) / self.trial_id)
+        splits = None if context.shared is None else context.shared.get()
+        self._worker = Worker(spec, Path(context.folder) / self.trial_id, splits)
         self._started = False
 
     def _leave(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from triaccel_ray.events import read_events
 from triaccel_ray.service.console import out, rich_table
 from triaccel_ray.service.figures import save_run_figures
-from triaccel_ray.service.notes import run_notes
+from triaccel_ray.service.notes import run_notes, sharing_note
 from triaccel_ray.service.pareto import Outcome, pareto_front
 from triaccel_ray.service.record import RunRecord
 from triaccel_ray.service.report import REPORT, Section, write_page
@@ -87,7 +87,8 @@ def save_pareto_front(record: SearchRecord) -> Path | None:
     floor = objective.reference[-1] - objective.margin if objective and objective.reference else None
     path = record.folder / FIGURES / "pareto.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    pareto_front(outcomes, accuracy_floor=floor, about=record.folder.name).savefig(path, dpi=DPI)
+    about = "; ".join(filter(None, (record.folder.name, sharing_note(record.spec.base))))
+    pareto_front(outcomes, accuracy_floor=floor, about=about).savefig(path, dpi=DPI)
     return path
 
 

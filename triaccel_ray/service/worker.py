@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from trainables.registry import load_task
-from trainables.task import Purpose
+from trainables.task import Purpose, Splits
 from triaccel_ray.apply.step import Loss
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
@@ -26,6 +26,7 @@ from triaccel_ray.events import End, Epoch, EventLog, LogError, Record, Start
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.layers import forward
 from triaccel_ray.loop import ControlLoop
+from triaccel_ray.measure.memory import hold_to_part
 from triaccel_ray.out_of_memory import is_out_of_memory
 from triaccel_ray.plan import Precision
 from triaccel_ray.score import BYTES_PER_GB, TIMED_EPOCHS, efficiency_score, mean_epoch_seconds
@@ -58,17 +59,22 @@ class Status:
 class Worker:
     """Trains one run epoch by epoch, writes its event log, saves and restores it."""
 
-    def __init__(self, spec: RunSpec, folder: Path) -> None:
+    def __init__(self, spec: RunSpec, folder: Path, splits: Splits | None = None) -> None:
         """Builds model, data and loop; everything the run writes goes below `folder`.
+
+        `splits` are the task's samples for `spec.purpose` where they are at hand already.
 
         Raises:
             ValueError, FileNotFoundError: the spec cannot be carried out; the message says why.
         """
         self.spec, self.folder = spec, folder
         self.device = spec.torch_device
+        # Before the first tensor: not even a model that is too large may take a neighbour's memory.
+        self._budget_bytes = hold_to_part(self.device, spec.trials_per_gpu, spec.memory_budget_bytes)
         _seed_everything(spec.seed)
         self._task = load_task(spec.task, None if spec.data_dir is None else Path(spec.data_dir))
-        self._splits = self._task.data(spec.purpose)
+        self._splits = self._task.data(spec.purpose) if splits is None else splits
+        _seed_everything(spec.seed)  # again: the model must not depend on whether reading the samples drew numbers
         self._held_out = self._splits.held_out.to(self.device)  # once, not at every evaluation
         self.loop = self._build_loop()
         self._log: EventLog | None = None
@@ -261,7 +267,7 @@ class Worker:
                 method="fp32" if spec.method == "fp32" else "amp",
                 batch_size=spec.control.batch.start,
                 schedule=recipe.lr_factor,
-                memory_budget=spec.memory_budget_bytes,
+                memory_budget=self._budget_bytes,
                 memory_headroom=spec.memory_headroom_bytes,
                 seed=spec.seed,
             )
@@ -272,7 +278,7 @@ class Worker:
             self._splits.train,
             config=spec.method_control,
             schedule=recipe.lr_factor,
-            memory_budget=spec.memory_budget_bytes,
+            memory_budget=self._budget_bytes,
             memory_headroom=spec.memory_headroom_bytes,
             seed=spec.seed,
             on_tick=self._append,
@@ -293,6 +299,8 @@ class Worker:
         spec = self.spec
         info = {"task": spec.task, "method": spec.method, "seed": str(spec.seed), "purpose": spec.purpose.value}
         recipe: dict[str, Any] = {f"recipe.{name}": value for name, value in encode(spec.recipe).items()}
+        if spec.trials_per_gpu > 1:
+            info["trials_per_gpu"] = str(spec.trials_per_gpu)
         info["memory_source"] = self.loop.memory.source
         return Start(
             control=spec.method_control,

@@ -1,0 +1,185 @@
+"""A search on a cluster of several machines, here several raylets, that come and go."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.cluster_utils import Cluster
+
+from tests.service.own_task import own_spec
+from tests.service.ray_head import end
+from triaccel_ray.events import Epoch, Event, read_events
+from triaccel_ray.service.cluster import cluster, gpu_fraction, require_gpu_to_share
+from triaccel_ray.service.objective import Objective
+from triaccel_ray.service.search import Prepared, SearchSpec, begin_search, read_search, tune_trials
+from triaccel_ray.service.shared_data import share_splits
+from triaccel_ray.service.spec import MAX_TRIALS_PER_GPU
+
+STEP_TIMEOUT_S = 200.0
+"""For one step on a busy machine; each takes seconds."""
+
+MODULE = """
+import time
+from pathlib import Path
+
+import ray
+from tests.build import blobs, mlp
+from trainables.task import Splits, Task
+from triaccel_ray.sources import TensorSource
+
+HERE = Path(__file__).parent
+DEADLINE_S = 300.0
+
+
+def note(what):
+    with (HERE / what).open("a") as file:
+        file.write(f"{ray.get_runtime_context().get_node_id()}\\n")
+
+
+class Held(Task):
+    # Trials wait at the end of their second epoch until the test lets them go on.
+    name = "held"
+    judged = 0
+
+    def model(self):
+        note("trials-on")
+        return mlp()
+
+    def data(self, purpose):
+        note("read-on")
+        return Splits(train=TensorSource(*blobs(160)), held_out=TensorSource(*blobs(8, seed=1)))
+
+    def num_correct(self, outputs, targets):
+        self.judged += 1
+        deadline = time.monotonic() + DEADLINE_S
+        while self.judged == 2 and (HERE / "hold").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return super().num_correct(outputs, targets)
+"""
+
+
+class Project:
+    """A folder with a task whose trials wait, and a search in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.search = folder, folder / "hunt"
+        (folder / "held_task.py").write_text(MODULE)
+        (folder / "hold").touch()
+
+    def let_go(self) -> None:
+        (self.folder / "hold").unlink(missing_ok=True)
+
+    def nodes(self, what: str) -> list[str]:
+        """Where what is noted has happened, in order."""
+        path = self.folder / what
+        return path.read_text().split() if path.exists() else []
+
+    def first_epochs(self) -> dict[str, Event]:
+        """The record of each trial's first epoch."""
+        paths = self.search.glob("trials/*/events.jsonl")
+        events = [(path.parent.name, event) for path in paths for event in read_events(path)]
+        return {name: each for name, each in events if isinstance(each.record, Epoch) and each.record.epoch == 1}
+
+    def wait_for_trials(self, count: int) -> float:
+        """Seconds until so many trials have done their first epoch."""
+        begun = time.monotonic()
+        while len(self.first_epochs()) < count:
+            assert time.monotonic() < begun + STEP_TIMEOUT_S, self.nodes("trials-on")
+            time.sleep(0.05)
+        return time.monotonic() - begun
+
+
+@pytest.fixture
+def machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cluster]:
+    """A head with two CPUs and one GPU, which is logical."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.getcwd()]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 1, "include_dashboard": False})
+    yield made
+    made.shutdown()
+
+
+@contextlib.contextmanager
+def machine(address: str) -> Iterator[None]:
+    """A machine that joins the cluster, and leaves it at the end as `ray stop` has it leave."""
+    words = [f"--address={address}", "--num-cpus=1", "--num-gpus=1"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *words]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        yield
+    finally:
+        end(process)
+
+
+@pytest.mark.parametrize("num_sharing", range(1, MAX_TRIALS_PER_GPU + 1))
+def test_as_many_trials_as_asked_for_fit_on_a_gpu(num_sharing: int) -> None:
+    ten_thousandths = round(gpu_fraction(num_sharing) * 10_000)  # in which Ray counts
+    assert num_sharing * ten_thousandths <= 10_000 < (num_sharing + 1) * ten_thousandths
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to share")
+def test_without_a_gpu_there_is_nothing_to_share() -> None:
+    require_gpu_to_share(None, 1)
+    with pytest.raises(ValueError, match="trials-per-gpu = 2: this machine has no GPU to share; leave it out"):
+        require_gpu_to_share(None, 2)
+
+
+def test_the_file_for_ray_up_is_one_that_ray_takes() -> None:
+    config = yaml.safe_load((Path(__file__).parents[2] / "docs" / "cluster.yaml").read_text())
+    prepared = prepare_config(config)
+    validate_config(prepared)
+    assert prepared["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    for commands in ("head_start_ray_commands", "worker_start_ray_commands"):
+        assert "RAY_AUTH_MODE=token" in prepared[commands][-1]
+    assert config["min_workers"] == config["max_workers"] == len(config["provider"]["worker_ips"])
+
+
+@pytest.mark.timeout(600)
+def test_machines_that_join_take_trials_and_those_that_leave_lose_none(tmp_path: Path, machines: Cluster) -> None:
+    project = Project(tmp_path)
+    uncut: Any = {"space": "thresholds-absolute", "objective": "pareto"}  # no probe, and nothing is stopped early
+    spec = SearchSpec(base=own_spec("held_task:Held", device="auto", trials_per_gpu=2), num_trials=3, **uncut)
+    begin_search(spec, project.search)
+    require_gpu_to_share(machines.address, spec.base.trials_per_gpu)
+    before: dict[str, Event] = {}
+    failures: list[BaseException] = []
+
+    def come_and_go() -> None:
+        try:
+            project.wait_for_trials(2)  # they share the head's GPU, and no third one fits
+            (head,) = set(project.nodes("trials-on"))
+            with machine(machines.address):
+                project.wait_for_trials(3)  # while the others still wait for the end of their second epoch
+                assert len(project.nodes("trials-on")) == 3
+                assert project.nodes("trials-on")[2] != head
+                before.update(project.first_epochs())
+        except BaseException as error:
+            failures.append(error)
+        project.let_go()
+
+    prepared = Prepared(objective=Objective(name="accuracy"), calibration=None, headroom_bytes=None)
+    thread = threading.Thread(target=come_and_go)
+    with cluster(machines.address):
+        shared = share_splits(spec.base)
+        thread.start()
+        tune_trials(spec, prepared, project.search, num_gpus=gpu_fraction(2), shared=shared)
+        thread.join()
+    assert not failures
+    assert [run.status for run in read_search(project.search).trials] == ["finished"] * 3
+    head, second, other, back = project.nodes("trials-on")
+    assert head == second == back != other  # the third trial went on at the head
+    assert project.first_epochs() == before  # from its checkpoint: what had been done was not done again
+    assert len(project.nodes("read-on")) == 1  # and nobody but the driver has read the samples
