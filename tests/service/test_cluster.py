@@ -178,7 +178,9 @@ def test_machines_that_join_take_trials_and_those_that_leave_lose_none(tmp_path:
         tune_trials(spec, prepared, project.search, num_gpus=gpu_fraction(2), shared=shared)
         thread.join()
     assert not failures
-    assert [run.status for run in read_search(project.search).trials] == ["finished"] * 3
+    trials = read_search(project.search).trials
+    assert [run.status for run in trials] == ["finished"] * 3
+    assert {run.start.info["trials_per_gpu"] for run in trials} == {"2"}
     head, second, other, back = project.nodes("trials-on")
     assert head == second == back != other  # the third trial went on at the head
     assert project.first_epochs() == before  # from its checkpoint: what had been done was not done again
