@@ -17,10 +17,11 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be used; the message names the file, what is wrong and the way out."""
 
 
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+def save_checkpoint(path: Path, state: dict[str, Any], *, previous: Path | None = None) -> None:
     """Writes `state` (tensors, numbers, strings, lists and dicts of them) to `path`, atomically.
 
-    The file appears under its name only when it is whole on the disk, so a crash leaves the one before.
+    The file appears under its name only when it is whole on the disk, so a crash leaves the one before. That one is
+    kept as `previous`, where a name is given.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -29,6 +30,8 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
             torch.save({"format": FORMAT, "state": state}, file)
             file.flush()
             os.fsync(file.fileno())
+        if previous is not None and path.exists():
+            path.replace(previous)
         partial.replace(path)
         _sync_folder(path.parent)
     finally:

@@ -79,14 +79,32 @@ class End:
     status: str
     """`finished`, `stopped` (by the scheduler or the user) or `failed`."""
     cause: str = ""
-    """For a failed run: `out_of_memory`, `non_finite`, `bug`; else empty."""
+    """For a failed run: `out_of_memory`, `non_finite`, `preempted`, `bug`; else empty."""
     message: str = ""
     results: Mapping[str, float] = field(default_factory=dict)
     """Final metrics."""
 
 
-Record: TypeAlias = Start | Tick | Epoch | End
-_KINDS: Mapping[str, type[Record]] = {"start": Start, "tick": Tick, "epoch": Epoch, "end": End}
+@dataclass(frozen=True, kw_only=True)
+class Interruption:
+    """The run was broken off here and goes on, in another process."""
+
+    cause: str
+    """`preempted` (process or node lost), `stopped` (by the user), or the cause of the failure that stood here."""
+    message: str
+    """What happened, and from where the run goes on."""
+    epoch: int
+    """Epochs done where it goes on."""
+
+
+Record: TypeAlias = Start | Tick | Epoch | End | Interruption
+_KINDS: Mapping[str, type[Record]] = {
+    "start": Start,
+    "tick": Tick,
+    "epoch": Epoch,
+    "end": End,
+    "interruption": Interruption,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +112,7 @@ class Event:
     """A record with its place in the log."""
 
     sequence: int
-    """Position in the log, from 0; a resumed run repeats the positions after its checkpoint."""
+    """Position in the log, from 0, interruptions apart; a resumed run repeats the positions after its checkpoint."""
     time_ms: int
     """Unix time of writing, milliseconds."""
     record: Record
@@ -113,21 +131,26 @@ class EventLog:
         self.path = path
         self._file = path.open("ab+")
         self._file.seek(0)
+        self._num_interruptions = 0
         for index in range(keep):
-            if not self._file.readline().endswith(b"\n"):
+            line = self._file.readline()
+            if not line.endswith(b"\n"):
                 self._file.close()
                 raise LogError(f"event log {path} holds {index} records, {keep} belong to the checkpoint: it was cut")
+            self._num_interruptions += b'"kind":"interruption"' in line
         self._file.truncate(self._file.tell())
         self.num_records = keep
 
     def append(self, record: Record) -> None:
         """Writes one record as one line."""
         kind = next(name for name, cls in _KINDS.items() if type(record) is cls)
-        line = {"sequence": self.num_records, "time_ms": time.time_ns() // 1_000_000, "kind": kind}
+        sequence = self.num_records - self._num_interruptions
+        line = {"sequence": sequence, "time_ms": time.time_ns() // 1_000_000, "kind": kind}
         text = json.dumps({**line, "data": encode(record)}, allow_nan=False, separators=(",", ":"))
         self._file.write(text.encode() + b"\n")
-        self._file.flush()
         self.num_records += 1
+        self._num_interruptions += isinstance(record, Interruption)
+        self._file.flush()
 
     def sync(self) -> None:
         """Returns once everything is on the disk."""

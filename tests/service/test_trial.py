@@ -18,7 +18,8 @@ from search_spaces.thresholds import calibration
 from tests.service.own_task import own_spec, write_module
 from triaccel_ray.service.objective import Objective
 from triaccel_ray.service.record import read_run, runs_below
-from triaccel_ray.service.trial import FAILED_OBJECTIVE, ThresholdTrial, TrialContext
+from triaccel_ray.service.trial import FAILED_OBJECTIVE, ThresholdTrial, TrialContext, reopen
+from triaccel_ray.service.worker import EVENTS
 
 LARGE_BYTES = 100 * 2**20
 """Of the samples of `Large`."""
@@ -151,18 +152,50 @@ def test_a_trial_that_is_cut_short_says_so_in_its_log(module: str, tmp_path: Pat
 
 def test_a_restored_trial_goes_on(module: str, tmp_path: Path) -> None:
     context = context_of(f"{module}:Blobs", tmp_path / "trials")
-    first = local_trial(context, {"alpha": 0.1})
-    whole = [first.step()["accuracy"] for _ in range(1)]
-    (tmp_path / "checkpoint").mkdir()
-    first.save_checkpoint(str(tmp_path / "checkpoint"))
-    whole += [first.step()["accuracy"] for _ in range(2)]
-    second = local_trial(context, {"alpha": 0.1})
-    second.load_checkpoint(str(tmp_path / "checkpoint"))
-    assert [second.step()["accuracy"] for _ in range(2)] == whole[1:]
+    config = {"alpha": 0.1, "trial": "mine"}
+    first = local_trial(context, config)
+    results = [first.step() for _ in range(2)]
     first.cleanup()
+    second = local_trial(context, config)
+    told = [second.step() for _ in range(2)]
+    assert told == [pytest.approx(result) for result in results]  # from the log
+    assert second._worker is None
+    last = second.step()
     second.cleanup()
-    (folder,) = runs_below(tmp_path / "trials")
-    assert [epoch.epoch for epoch in read_run(folder).epochs] == [1, 2, 3]
+    whole = local_trial(context, {"alpha": 0.1, "trial": "whole"})
+    assert [whole.step()["accuracy"] for _ in range(3)] == [result["accuracy"] for result in (*told, last)]
+    whole.cleanup()
+    run = read_run(tmp_path / "trials" / "mine")
+    assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", [1, 2, 3])
+    assert [(each.cause, each.epoch) for each in run.interruptions] == [("stopped", 2)]
+
+
+def test_a_trial_that_has_ended_is_told_and_not_touched(module: str, tmp_path: Path) -> None:
+    context = context_of(f"{module}:Blobs", tmp_path)
+    for name, num_epochs in (("finished", 3), ("stopped", 2), ("lost", 2)):
+        first = local_trial(context, {"trial": name})
+        results = [first.step() for _ in range(num_epochs)]
+        first.cleanup()
+        if name == "lost":  # before its end was written
+            path = tmp_path / name / EVENTS
+            path.write_bytes(path.read_bytes().rpartition(b'{"sequence"')[0])
+        second = local_trial(context, {"trial": name, "ended": name != "finished"})
+        before = (tmp_path / name / EVENTS).read_bytes()
+        told = [second.step() for _ in range(num_epochs)]
+        second.cleanup()
+        assert [result["accuracy"] for result in told] == [result["accuracy"] for result in results]
+        assert told[-1]["done"]
+        assert (tmp_path / name / EVENTS).read_bytes() == before
+        assert read_run(tmp_path / name).status == ("finished" if name == "finished" else "stopped")
+
+
+def test_a_trial_whose_log_is_damaged_begins_again(module: str, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / EVENTS).write_bytes(b"\x00\xff\n")
+    trial = local_trial(context_of(f"{module}:Blobs", tmp_path), {"trial": "mine"})
+    assert trial.step()["epoch"] == 1
+    trial.cleanup()
+    assert [epoch.epoch for epoch in read_run(tmp_path / "mine").epochs] == [1]
 
 
 @pytest.mark.parametrize(("task", "cause"), [("Diverging", "non_finite"), ("TooLarge", "out_of_memory")])
@@ -181,6 +214,33 @@ def test_a_mistake_in_a_task_is_an_error(module: str, tmp_path: Path) -> None:
     with pytest.raises((KeyError, RuntimeError)):
         trial.step()
     trial.cleanup()
+    (folder,) = runs_below(tmp_path)
+    assert read_run(folder).status == "failed (bug)"
+
+
+@pytest.mark.parametrize("task", ["Broken", "Missing"])
+def test_a_bug_is_on_record_and_not_tried_again_before_the_search_is_resumed(
+    module: str, tmp_path: Path, task: str
+) -> None:
+    context, config = context_of(f"{module}:{task}", tmp_path), {"trial": "mine"}
+    trial = local_trial(context, config)
+    with pytest.raises((KeyError, RuntimeError, ValueError)):
+        trial.step()
+    trial.cleanup()
+    before = (tmp_path / "mine" / EVENTS).read_bytes()
+    again = local_trial(context, config)
+    result = again.step()
+    assert (result["done"], result["unfinished"]) == (True, "bug")
+    assert result["message"]
+    assert again._worker is None
+    again.cleanup()
+    assert (tmp_path / "mine" / EVENTS).read_bytes() == before
+    reopen(tmp_path / "mine")
+    assert read_run(tmp_path / "mine").status == "stopped"
+    resumed = local_trial(context, config)
+    with pytest.raises((KeyError, RuntimeError, ValueError)):
+        resumed.step()
+    resumed.cleanup()
 
 
 def test_a_trial_without_its_context_is_refused() -> None:

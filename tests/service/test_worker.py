@@ -16,16 +16,16 @@ from tests.service.own_task import own_spec, write_module
 from trainables.digits import Digits
 from trainables.task import Purpose
 from triaccel_ray.checkpoint import CheckpointError
-from triaccel_ray.events import End, Epoch, LogError, Record, Start, Tick, read_events
+from triaccel_ray.events import End, Epoch, Interruption, LogError, Record, Start, Tick, read_events
 from triaccel_ray.jsonable import decode
+from triaccel_ray.service.failures import DiskFullError, NonFiniteLossError, PreemptedError, cause_of, needing_room
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.worker import (
     CHECKPOINT,
     EVENTS,
+    PREVIOUS,
     SPEC,
-    NonFiniteLossError,
     Worker,
-    cause_of,
     write_atomically,
 )
 
@@ -284,6 +284,74 @@ def test_a_missing_or_damaged_checkpoint_is_refused(crew: Crew, module: str, tmp
         crew.build(spec, tmp_path).restore(path)
 
 
+def lost(crew: Crew, spec: RunSpec, folder: Path, *, epochs: int) -> None:
+    """Trains that many epochs, a checkpoint after each, and no end."""
+    worker = crew.start(spec, folder)
+    for _ in range(epochs):
+        worker.train_epoch()
+        worker.checkpoint()
+    worker.close()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("torn", "epoch"),
+    [((), 2), ((CHECKPOINT,), 1), ((CHECKPOINT, PREVIOUS), 0)],
+    ids=["whole", "newest torn", "both torn"],
+)
+def test_a_torn_checkpoint_is_never_loaded(
+    crew: Crew, module: str, tmp_path: Path, torn: tuple[str, ...], epoch: int
+) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    train(crew.start(spec, tmp_path / "whole"))
+    folder = tmp_path / "torn"
+    lost(crew, spec, folder, epochs=2)
+    for name in torn:
+        cut(folder / name)
+    (folder / f".{CHECKPOINT}.123.partial").write_bytes(b"half a checkpoint")
+    worker = crew.build(spec, folder)
+    assert worker.resume() == epoch
+    (told,) = (record for record in records(folder) if isinstance(record, Interruption))
+    assert (told.cause, told.epoch) == ("preempted", epoch)
+    assert told.message.count("is damaged") == len(torn)
+    train(worker)
+    assert decided(folder) == decided(tmp_path / "whole")
+    assert not list(folder.glob("*.partial"))
+
+
+def test_a_missing_checkpoint_falls_back_too(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    lost(crew, spec, tmp_path, epochs=2)
+    (tmp_path / CHECKPOINT).unlink()
+    assert crew.build(spec, tmp_path).resume() == 1
+
+
+def test_every_interruption_stays_on_record(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    lost(crew, spec, tmp_path, epochs=1)
+    for _ in range(2):  # lost again before the next checkpoint
+        worker = crew.build(spec, tmp_path)
+        worker.resume()
+        worker.train_epoch()
+        worker.close()
+    worker = crew.build(spec, tmp_path)
+    worker.resume()
+    assert sum(isinstance(record, Interruption) for record in records(tmp_path)) == 3
+    train(worker)
+    ticks = [event.sequence for event in read_events(tmp_path / EVENTS) if not isinstance(event.record, Interruption)]
+    assert ticks == list(range(len(ticks)))
+
+
+def test_settings_that_were_changed_are_refused_when_resumed(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    lost(crew, spec, tmp_path, epochs=1)
+    with pytest.raises(CheckpointError, match="belongs to a run with other settings"):
+        crew.build(replace(spec, seed=1), tmp_path).resume()
+
+
 def test_a_run_without_an_epoch_cannot_be_finished(crew: Crew, module: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="epochs = 0: a run is finished after at least one epoch"):
         crew.start(own_spec(f"{module}:Blobs"), tmp_path).finish()
@@ -323,4 +391,18 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
 def test_causes() -> None:
     assert cause_of(MemoryError()) == "out_of_memory"
     assert cause_of(NonFiniteLossError(str(math.nan))) == "non_finite"
+    assert cause_of(PreemptedError()) == "preempted"
+    assert cause_of(DiskFullError()) == "disk_full"
     assert cause_of(RuntimeError("a bug")) == "bug"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told_from_other_errors(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DiskFullError, match=r"the disk of .* is full: make room, then go on with `triaccel resume`"),
+        needing_room(tmp_path),
+        Path("/dev/full").open("wb", buffering=0) as file,
+    ):
+        file.write(b"no room")
+    with pytest.raises(FileNotFoundError), needing_room(tmp_path):
+        (tmp_path / "nowhere").read_bytes()

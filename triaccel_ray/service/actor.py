@@ -11,7 +11,7 @@ from ray import tune
 from triaccel_ray.events import Epoch
 from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
-from triaccel_ray.service.worker import CHECKPOINT, Status, Worker
+from triaccel_ray.service.worker import Status, Worker
 
 SAME_LIBRARIES = (tune,)
 """Loaded for its size alone: on a CPU a baseline's resident set has to hold what a trial's does."""
@@ -29,17 +29,16 @@ class RunActor:
         """Builds the run, or restores it from its checkpoint; returns the epochs done."""
         splits = None if self._shared is None else self._shared.get()
         self._worker = worker = Worker(self._spec, self._folder, splits)
-        if resume and (self._folder / CHECKPOINT).exists():
-            worker.restore(self._folder / CHECKPOINT)
-        else:
-            worker.start(replace_existing=resume)
-        return worker.loop.feed.epoch
+        if resume:
+            return worker.resume()
+        worker.start()
+        return 0
 
     def train_epoch(self) -> Epoch:
         """Trains one epoch and writes a checkpoint."""
         worker = self._get()
         record = worker.train_epoch()
-        worker.save(self._folder / CHECKPOINT)
+        worker.checkpoint()
         return record
 
     def finish(self) -> dict[str, float]:

@@ -19,15 +19,16 @@ from triaccel_ray.service.comparison import (
     Tuned,
     read_choices,
 )
+from triaccel_ray.service.failures import RESULTS, cause_of
 from triaccel_ray.service.fixed import FIXED, FixedSetting, precisions_where_it_runs, sampled_settings
 from triaccel_ray.service.objective import Objective
 from triaccel_ray.service.record import RunRecord, read_run
 from triaccel_ray.service.runs import OnGlance, run_all
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.tuning import recipe_samples
-from triaccel_ray.service.worker import EVENTS, cause_of, write_atomically
+from triaccel_ray.service.worker import EVENTS, write_atomically
 
-_OUTCOMES = ("finished", "failed (out_of_memory)", "failed (non_finite)")
+_OUTCOMES = ("finished", *(f"failed ({cause})" for cause in RESULTS))
 """Ways to end that say something about the setting tried, and need no second try."""
 
 
@@ -139,6 +140,6 @@ def _ended(specs: Mapping[str, RunSpec], root: Path, *, num_gpus: float, on_glan
     missing = {name: spec for name, spec in specs.items() if name not in done}
     outcomes = run_all(missing, root, num_gpus=num_gpus, on_glance=on_glance, resume=True)
     for name, outcome in outcomes.items():
-        if isinstance(outcome, Exception) and cause_of(outcome) == "bug":
+        if isinstance(outcome, Exception) and cause_of(outcome) not in RESULTS:
             raise ValueError(f"the trial {name} failed: {outcome}") from outcome
     return {name: done.get(name) or read_run(root / name) for name in specs}

@@ -252,6 +252,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         err.print("triaccel:", str(error), style="red", markup=False, soft_wrap=True)
         sys.exit(2)
+    except OSError as error:
+        from triaccel_ray.service.failures import is_disk_full
+
+        if not is_disk_full(error):
+            raise
+        text = f"triaccel: {error}: make room, then go on with `triaccel resume`; nothing that was complete is lost"
+        err.print(text, style="red", markup=False, soft_wrap=True)
+        sys.exit(2)
     except KeyboardInterrupt:
         err.print("stopped; `triaccel resume NAME` goes on from the last checkpoint", style="yellow")
         sys.exit(130)

@@ -29,6 +29,7 @@ from triaccel_ray.service.comparison import (
 from triaccel_ray.service.comparison_view import view_comparison
 from triaccel_ray.service.console import RunProgress, TrialProgress, err, out, rich_table
 from triaccel_ray.service.doctor import Verdict, examine
+from triaccel_ray.service.failures import cause_of, needing_room
 from triaccel_ray.service.options import Where
 from triaccel_ray.service.record import read_run, read_spec
 from triaccel_ray.service.replay import reasons_grid, verdict
@@ -50,7 +51,7 @@ from triaccel_ray.service.spec import METHODS, RunSpec
 from triaccel_ray.service.tracking import Tracker
 from triaccel_ray.service.translation import spec_from
 from triaccel_ray.service.views import view_run, view_search
-from triaccel_ray.service.worker import EVENTS, cause_of, require_new
+from triaccel_ray.service.worker import EVENTS, require_new
 
 _VERDICT_STYLE: Mapping[Verdict, str] = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}
 
@@ -263,10 +264,16 @@ def _search(spec: SearchSpec, folder: Path, where: Where, experiment: str, *, re
                 tune_trials(spec, prepared, folder, num_gpus=num_gpus, resume=resume, shared=shared)
         record = read_search(folder)
         view_search(record)
+        mistakes = [run for run in record.trials if run.end is not None and run.end.cause in ("bug", "preempted")]
         best = best_trial(record)
         log.append(End(status="finished", results={} if best is None or best.end is None else best.end.results))
+    for run in mistakes:
+        message = run.end.message if run.end is not None else ""
+        err.print(f"{run.name} {run.status}: {message}", style="red", markup=False, soft_wrap=True)
+    if mistakes:
+        err.print(f"`triaccel resume {folder.name}` tries these again", markup=False)
     _point_to(folder, where)
-    return 0 if best is not None else 1
+    return 0 if best is not None and not mistakes else 1
 
 
 def _compare(spec: ComparisonSpec, folder: Path, where: Where, experiment: str, *, resume: bool) -> int:
@@ -347,10 +354,12 @@ def _parent(
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt)
             end = End(status="stopped") if stopped else End(status="failed", cause=cause_of(error), message=str(error))
-            log.append(end)
+            with contextlib.suppress(OSError):  # a full disk, perhaps: what is raised says it all
+                log.append(end)
             raise
         finally:
-            log.close()
+            with needing_room(folder):
+                log.close()
 
 
 def _point_to(folder: Path, where: Where) -> None:

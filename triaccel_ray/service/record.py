@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from triaccel_ray.events import End, Epoch, LogError, Start, Tick, read_events
+from triaccel_ray.events import End, Epoch, Interruption, LogError, Start, Tick, read_events
 from triaccel_ray.jsonable import decode
 from triaccel_ray.score import BYTES_PER_GB, mean_epoch_seconds
 from triaccel_ray.service.objective import Figures
@@ -26,6 +26,8 @@ class RunRecord:
     epochs: tuple[Epoch, ...]
     end: End | None
     """None while the run goes on, or when it was cut off."""
+    interruptions: tuple[Interruption, ...] = ()
+    """Where it was broken off and went on."""
 
     @property
     def name(self) -> str:
@@ -54,6 +56,15 @@ class RunRecord:
         return Figures(accuracy=accuracy, seconds=seconds, peak_gb=peak_gb, score=accuracy / (seconds * peak_gb))
 
 
+def has_begun(folder: Path) -> bool:
+    """Returns whether the log in `folder` holds a record: a run that was lost at once may have left it empty."""
+    try:
+        with (folder / EVENTS).open("rb") as file:
+            return file.readline().endswith(b"\n")
+    except OSError:
+        return False
+
+
 def read_run(folder: Path) -> RunRecord:
     """Returns the run in `folder`.
 
@@ -73,6 +84,7 @@ def read_run(folder: Path) -> RunRecord:
         ticks=tuple(r for r in records if isinstance(r, Tick)),
         epochs=tuple(r for r in records if isinstance(r, Epoch)),
         end=next((r for r in reversed(records) if isinstance(r, End)), None),
+        interruptions=tuple(r for r in records if isinstance(r, Interruption)),
     )
 
 

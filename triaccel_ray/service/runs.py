@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from triaccel_ray.events import Epoch
 from triaccel_ray.service.actor import original_error, start_actor
+from triaccel_ray.service.failures import MAX_LOSSES, PreemptedError
 from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.worker import Status
@@ -47,7 +50,12 @@ def run_all(
     cluster has room for.
     """
     drives = {
-        name: _Drive(name, start_actor(spec, root / name, num_gpus=num_gpus, shared=shared), spec, resume)
+        name: _Drive(
+            name,
+            partial(start_actor, spec, root / name, num_gpus=num_gpus, shared=shared),
+            num_epochs=spec.recipe.epochs,
+            resume=resume,
+        )
         for name, spec in specs.items()
     }
     outcomes: dict[str, Mapping[str, float] | Exception] = {}
@@ -71,8 +79,13 @@ def run_all(
 class _Drive:
     """One run's calls, one after the other."""
 
-    def __init__(self, name: str, actor: Any, spec: RunSpec, resume: bool) -> None:
-        self._name, self._actor, self._num_epochs = name, actor, spec.recipe.epochs
+    def __init__(self, name: str, start: Callable[[], Any], *, num_epochs: int, resume: bool) -> None:
+        self._name, self._start_actor, self._num_epochs = name, start, num_epochs
+        self._num_lost = 0
+        self._begin(resume=resume)
+
+    def _begin(self, *, resume: bool) -> None:
+        self._actor = self._start_actor()
         self.pending: Any = self._actor.setup.remote(resume=resume)
         self._status: Any = None
         self._epochs_done: int | None = None
@@ -82,6 +95,8 @@ class _Drive:
         """Takes the pending call's result and makes the next call."""
         try:
             result = ray.get(self.pending)
+        except RayActorError as error:
+            return self._lost(error)
         except Exception as error:  # whatever the run raised is its outcome
             return Glance(name=self._name, error=original_error(error))
         if self._finishing:
@@ -91,6 +106,17 @@ class _Drive:
         self._finishing = self._epochs_done >= self._num_epochs
         self.pending = self._actor.finish.remote() if self._finishing else self._actor.train_epoch.remote()
         return Glance(name=self._name, last=last)
+
+    def _lost(self, error: RayActorError) -> Glance:
+        """Begins again from the checkpoint on another actor, wherever there is room, unless that happens too often."""
+        self._num_lost += 1
+        if self._num_lost > MAX_LOSSES:
+            first_line = str(error).strip().splitlines()[0]
+            text = f"its process was lost {self._num_lost} times, the last time so: {first_line}"
+            return Glance(name=self._name, error=PreemptedError(text))
+        self.close()
+        self._begin(resume=True)
+        return Glance(name=self._name)
 
     def glance(self) -> Glance | None:
         """Returns the status that was asked for at the last call, if it has come, and asks again."""

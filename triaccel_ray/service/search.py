@@ -6,25 +6,29 @@ import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import optuna
 from ray import tune
+from ray.exceptions import RayActorError
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
-from ray.tune.search.optuna import OptunaSearch
 
 from search_spaces.thresholds import ANCHOR, Calibration, calibration, search_space
 from triaccel_ray.config import require, require_integer
 from triaccel_ray.events import LogError
 from triaccel_ray.jsonable import decode, encode
+from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, failed
 from triaccel_ray.service.objective import OBJECTIVES, Objective
-from triaccel_ray.service.record import RunRecord, read_run
+from triaccel_ray.service.record import RunRecord, has_begun, read_run
 from triaccel_ray.service.runs import OnGlance, run_all
 from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
-from triaccel_ray.service.trial import ThresholdTrial, TrialContext
-from triaccel_ray.service.worker import EVENTS, require_new, write_atomically
+from triaccel_ray.service.suggestions import NAME, Directions, JournaledSearch
+from triaccel_ray.service.trial import ThresholdTrial, TrialContext, end_run, reopen
+from triaccel_ray.service.worker import require_new, write_atomically
 
 T = TypeVar("T")
 
@@ -32,7 +36,7 @@ SEARCH = "search.json"
 PREPARED = "prepared.json"
 BASELINES = "baselines"
 TRIALS = "trials"
-TUNE = "tune"
+JOURNAL = "trials.jsonl"
 PROBE_EPOCHS = 10
 """The probe trains for half of the run's epochs, for this many at most: variances fall over time."""
 MIN_HEADROOM_BYTES = 32 * 2**20
@@ -134,9 +138,14 @@ def tune_trials(
     resume: bool = False,
     shared: SharedSplits | None = None,
 ) -> None:
-    """Runs the trials under Ray Tune, with samples from `shared`; with `resume`, those that have not finished.
+    """Runs the trials under Ray Tune, with samples from `shared`; with `resume`, those that have not ended.
 
-    Trials are read back by `read_search`; nothing of Tune's own result matters afterwards.
+    A bug is no end. Whatever is on record is told to scheduler and sampler from the trials' logs, so that they know all that the search
+    knew when it was broken off. Tune's own state, written every ten seconds, lags behind what trials have done; it goes
+    to a temporary folder, and nothing is read from it. Trials are read back by `read_search`.
+
+    Raises:
+        DiskFullError: a trial found no room for its files; the others were stopped.
     """
     folder = folder.absolute()
     context = TrialContext(
@@ -147,14 +156,20 @@ def tune_trials(
         shared=shared,
     )
     trainable = tune.with_resources(tune.with_parameters(ThresholdTrial, context=context), {"cpu": 1, "gpu": num_gpus})
-    with warnings.catch_warnings():
+    if resume:
+        for trial in (folder / TRIALS).glob("*"):
+            reopen(trial)
+    with warnings.catch_warnings(), TemporaryDirectory(prefix="triaccel-tune-", ignore_cleanup_errors=True) as own:
         warnings.simplefilter("ignore")  # Tune and Optuna announce their own deprecations to whoever uses them
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        if resume and tune.Tuner.can_restore(str(folder / TUNE)):
-            tuner = tune.Tuner.restore(str(folder / TUNE), trainable, resume_unfinished=True, restart_errored=True)
-        else:
-            tuner = _tuner(spec, trainable, folder)
-        tuner.fit()
+        results = _tuner(spec, trainable, folder, Path(own)).fit()
+    for result in (results[index] for index in range(len(results))):
+        if result.metrics and result.metrics.get("unfinished") == "disk_full":
+            raise DiskFullError(result.metrics["message"])
+        if result.error is not None and result.config:
+            lost = isinstance(result.error, RayActorError)
+            error = PreemptedError(f"its process was lost {MAX_LOSSES + 1} times") if lost else result.error
+            end_run(folder / TRIALS / result.config[NAME], context.spec, failed(error))
 
 
 def read_search(folder: Path) -> SearchRecord:
@@ -212,11 +227,23 @@ def _prepared(spec: SearchSpec, runs: Mapping[str, RunRecord]) -> Prepared:
     return Prepared(objective=objective, calibration=calibrated_on, headroom_bytes=headroom)
 
 
-def _tuner(spec: SearchSpec, trainable: Any, folder: Path) -> tune.Tuner:
+class _FullDisk(tune.Stopper):
+    """Stops all trials once one has found no room on the disk."""
+
+    _found = False
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        self._found = self._found or result.get("unfinished") == "disk_full"
+        return False
+
+    def stop_all(self) -> bool:
+        return self._found
+
+
+def _tuner(spec: SearchSpec, trainable: Any, folder: Path, own: Path) -> tune.Tuner:
     space = search_space(spec.space, spec.optional)
     pareto = spec.objective == "pareto"
-    metric: Any = ["accuracy", "seconds_per_epoch", "peak_gb"] if pareto else "objective"
-    mode: Any = ["max", "min", "min"] if pareto else "max"
+    several: Directions = {"accuracy": "maximize", "seconds_per_epoch": "minimize", "peak_gb": "minimize"}
     scheduler: TrialScheduler = FIFOScheduler()
     if not pareto:
         epochs = spec.base.recipe.epochs
@@ -228,29 +255,32 @@ def _tuner(spec: SearchSpec, trainable: Any, folder: Path) -> tune.Tuner:
         trainable,
         param_space={},
         tune_config=tune.TuneConfig(
-            search_alg=OptunaSearch(
+            search_alg=JournaledSearch(
                 space,
-                metric=metric,
-                mode=mode,
-                sampler=optuna.samplers.TPESampler(
-                    n_startup_trials=max(spec.num_trials // 4, 4), multivariate=True, seed=spec.seed
-                ),
-                points_to_evaluate=[{name: ANCHOR[name] for name in space}],
+                folder / JOURNAL,
+                sampler=partial(_sampler, spec),
+                directions=several if pareto else {"objective": "maximize"},
+                first={name: ANCHOR[name] for name in space},
             ),
             scheduler=scheduler,
             num_samples=spec.num_trials,
             reuse_actors=True,
-            trial_dirname_creator=lambda trial: str(trial.trial_id),
         ),
         run_config=tune.RunConfig(
-            name=TUNE,
-            storage_path=str(folder),
+            name=folder.name,
+            storage_path=str(own),
             verbose=0,
-            failure_config=tune.FailureConfig(max_failures=3),  # machines that leave
-            checkpoint_config=tune.CheckpointConfig(
-                num_to_keep=1, checkpoint_frequency=max(spec.base.recipe.epochs // 4, 1), checkpoint_at_end=False
-            ),
+            stop=_FullDisk(),
+            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # trials keep their own
+            failure_config=tune.FailureConfig(max_failures=MAX_LOSSES),
         ),
+    )
+
+
+def _sampler(spec: SearchSpec, number: int) -> optuna.samplers.BaseSampler:
+    """Returns the sampler of the trial of this number."""
+    return optuna.samplers.TPESampler(
+        n_startup_trials=max(spec.num_trials // 4, 4), multivariate=True, seed=(spec.seed * 10_007 + number) % 2**32
     )
 
 
@@ -261,7 +291,7 @@ def _finished(folder: Path) -> RunRecord | None:
 
 def _readable(folder: Path) -> RunRecord | None:
     """Returns the run in `folder`; None where it has not begun."""
-    return read_run(folder) if (folder / EVENTS).exists() else None
+    return read_run(folder) if has_begun(folder) else None
 
 
 def read_value(cls: type[T], path: Path) -> T:

@@ -63,11 +63,15 @@ def recording(tracker: Tracker, root: Path, *, experiment: str, parent: Parent |
     """
     shipper = Shipper(tracker, root, experiment=experiment, parent=parent)
     shipper.start()
+    timeout_s = FLUSH_TIMEOUT_S
     try:
         yield
+    except BaseException:
+        timeout_s = 5.0  # who is waiting for a message about what went wrong should not wait for the store
+        raise
     finally:
         shipper.stop()
-        if not shipper.flush(FLUSH_TIMEOUT_S):
+        if not shipper.flush(timeout_s):
             err.print(
                 f"[yellow]not everything is recorded in {tracker.display_uri}[/yellow]: {shipper.last_error}\n"
                 f"Nothing is lost: `triaccel resume {root.name}` records the rest once the store answers."

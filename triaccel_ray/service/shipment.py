@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from triaccel_ray.events import End, Event, LogError, Start, parse_event, read_events
+from triaccel_ray.events import End, Event, Interruption, LogError, Start, parse_event, read_events
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.service.figures import save_run_figures
 from triaccel_ray.service.log_tail import LogTail
@@ -131,11 +131,14 @@ class Shipment:
                 self._open(parent_id, event.time_ms)
                 self._ship_start(event.record)
                 self._save(start_ms=event.time_ms)
+            elif isinstance(event.record, Interruption):
+                self._ship_interruption(event.record)
         before = self._started()
-        steps = [step_of(event.record) for event in events if not isinstance(event.record, Start)]
+        steps = [step_of(event.record) for event in events if not isinstance(event.record, Start | Interruption)]
+        sequences = [event.sequence for event in events if not isinstance(event.record, Interruption)]
         self._log_metrics(events)
         self._save(
-            cursor=max(before.cursor, events[-1].sequence),
+            cursor=max([before.cursor, *sequences]),
             cursor_ms=max(before.cursor_ms, events[-1].time_ms),
             cursor_step=max([before.cursor_step, *steps]),
         )
@@ -161,7 +164,7 @@ class Shipment:
             return None
         # A resumed run has written on at a sequence that was shipped before: only steps not yet on record are new.
         event = parse_event(line, where)
-        again = not isinstance(event.record, Start) and step_of(event.record) <= shipped.cursor_step
+        again = not isinstance(event.record, Start | Interruption) and step_of(event.record) <= shipped.cursor_step
         return None if again else event
 
     def _settle(self) -> int:
@@ -205,13 +208,18 @@ class Shipment:
             tags=[RunTag(name, value) for name, value in tags.items()],
         )
 
+    def _ship_interruption(self, interruption: Interruption) -> None:
+        from mlflow.entities import RunTag
+
+        self._log(tags=[RunTag("interrupted", f"{interruption.cause}: {interruption.message}")])
+
     def _log_metrics(self, events: Sequence[Event]) -> None:
         from mlflow.entities import Metric
 
         metrics = [
             Metric(name, value, event.time_ms, step_of(event.record))
             for event in events
-            if not isinstance(event.record, Start)
+            if not isinstance(event.record, Start | Interruption)
             for name, value in metrics_of(event.record).items()
         ]
         self._log(metrics=metrics)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +12,26 @@ from typing import Any
 from ray import tune
 
 from search_spaces.thresholds import Calibration, thresholds
-from triaccel_ray.out_of_memory import is_out_of_memory
-from triaccel_ray.service.objective import Objective
+from triaccel_ray.events import End, EventLog, LogError, Start, read_events
+from triaccel_ray.jsonable import encode
+from triaccel_ray.service.failures import RESULTS, DiskFullError, cause_of, failed
+from triaccel_ray.service.objective import Figures, Objective
+from triaccel_ray.service.record import RunRecord, has_begun, read_run
 from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
-from triaccel_ray.service.worker import CHECKPOINT, NonFiniteLossError, Worker
+from triaccel_ray.service.suggestions import ENDED, NAME
+from triaccel_ray.service.worker import EVENTS, SPEC, Worker, write_atomically
 
 FAILED_OBJECTIVE = -1000.0
 """Objective of a configuration that diverged or never fitted: below every shortfall in percentage points."""
+_FAILED = {
+    "accuracy": 0.0,
+    "seconds_per_epoch": 1e9,
+    "peak_gb": 1e9,
+    "score": 0.0,
+    "objective": FAILED_OBJECTIVE,
+    "done": True,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,81 +49,155 @@ class TrialContext:
 
 
 class ThresholdTrial(tune.Trainable):
-    """One configuration of thresholds, trained one epoch a step."""
+    """One configuration of thresholds, trained one epoch a step.
+
+    What its folder's log holds already, from a process that was lost or a search that was broken off, is reported from
+    there: scheduler and sampler see every epoch, and none that a checkpoint holds is trained twice.
+    """
 
     _worker: Worker | None = None
-    _started = False
+    _folder: Path | None = None
+    _told: deque[dict[str, Any]]
 
     def setup(self, config: dict[str, Any], context: TrialContext | None = None) -> None:
-        """Builds the run that the sampled thresholds mean."""
+        """Remembers which run the sampled thresholds mean; the first step that trains builds it."""
         if context is None:
             raise TypeError("context = None: pass one by tune.with_parameters(ThresholdTrial, context=...)")
         self._context = context
-        self._build(config)
+        self._take(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Makes way for another configuration in the same actor, which keeps its CUDA context."""
         self._leave()
-        self._build(new_config)
+        self._take(new_config)
         return True
 
     def step(self) -> dict[str, Any]:
-        """Trains one epoch; a configuration that diverges or never fits is a result, not an error."""
-        worker = self._get()
-        if not self._started:
-            worker.start(replace_existing=True)
-            self._started = True
+        """Trains one epoch, or reports one that is on record; a configuration that cannot train is a result.
+
+        So is a full disk, which ends the search. A bug is raised, so that its process is not used again; the trial that
+        Tune then begins in its place finds it on record, and trains nothing.
+        """
+        if self._folder is None:
+            raise RuntimeError("the trial has been cleaned up")
+        if self._told:
+            return self._told.popleft()
         try:
-            record = worker.train_epoch()
-        except (NonFiniteLossError, RuntimeError, MemoryError) as error:
-            if not isinstance(error, NonFiniteLossError) and not is_out_of_memory(error):
-                raise
-            epoch = worker.loop.feed.epoch
-            failed = {"accuracy": 0.0, "seconds_per_epoch": 1e9, "peak_gb": 1e9, "score": 0.0}
-            return {**failed, "epoch": epoch, "objective": FAILED_OBJECTIVE, "done": True}
-        figures = worker.figures
-        if worker.finished:
-            worker.finish()
-        return {
-            "epoch": record.epoch,
-            "accuracy": figures.accuracy,
-            "seconds_per_epoch": figures.seconds,
-            "peak_gb": figures.peak_gb,
-            "score": figures.score,
-            "objective": self._context.objective.value(record.epoch, figures),
-            "done": worker.finished,
-        }
-
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Writes the run's checkpoint."""
-        self._get().save(Path(checkpoint_dir) / CHECKPOINT)
-
-    def load_checkpoint(self, checkpoint: dict[str, Any] | str | None) -> None:
-        """Goes on from the run's checkpoint."""
-        self._get().restore(Path(str(checkpoint)) / CHECKPOINT)
-        self._started = True
+            return self._train()
+        except Exception as error:
+            cause = cause_of(error)
+            if cause in RESULTS:
+                return {**_FAILED, "epoch": self._worker.loop.feed.epoch if self._worker else 0, "unfinished": ""}
+            if isinstance(error, DiskFullError):
+                self._broken = True
+                return {**_FAILED, "epoch": 0, "unfinished": cause, "message": str(error)}
+            self._note(error)
+            raise
 
     def cleanup(self) -> None:
         """Ends the run's log and lets go of its memory."""
         self._leave()
 
-    def _build(self, config: dict[str, Any]) -> None:
+    def _take(self, config: dict[str, Any]) -> None:
         context = self._context
         control = thresholds(config, context.spec.control, context.calibration)
-        spec = replace(context.spec, control=control)
-        splits = None if context.shared is None else context.shared.get()
-        self._worker = Worker(spec, Path(context.folder) / self.trial_id, splits)
-        self._started = False
+        self._spec = replace(context.spec, control=control)
+        self._folder = Path(context.folder) / config.get(NAME, self.trial_id)
+        self._broken = False
+        self._told = deque(self._on_record(ended=config.get(ENDED, False)))
+
+    def _on_record(self, *, ended: bool) -> list[dict[str, Any]]:
+        """Returns the results that the folder's log holds; the last says so where the trial has `ended`."""
+        assert self._folder is not None
+        try:
+            run = read_run(self._folder) if has_begun(self._folder) else None
+        except LogError:  # damaged: the run begins again, and its log says so
+            run = None
+        if run is None or run.spec != self._spec:
+            return []
+        told = [self._result(epoch.epoch, _figures_after(run, index)) for index, epoch in enumerate(run.epochs, 1)]
+        if run.end is not None and run.end.status == "failed":
+            cause = "" if run.end.cause in RESULTS else run.end.cause
+            return [*told, {**_FAILED, "epoch": len(told), "unfinished": cause, "message": run.end.message}]
+        if (ended or (run.end is not None and run.end.status == "finished")) and told:
+            told[-1]["done"] = True
+            if run.end is None:  # stopped by the scheduler, and lost before it could say so
+                end_run(self._folder, None, End(status="stopped"))
+        return told
+
+    def _train(self) -> dict[str, Any]:
+        assert self._folder is not None
+        worker = self._worker
+        if worker is None:
+            shared = self._context.shared
+            splits = None if shared is None else shared.get()
+            worker = self._worker = Worker(self._spec, self._folder, splits)
+            worker.resume()
+        if not worker.finished:
+            worker.train_epoch()
+            if worker.loop.feed.epoch % max(self._spec.recipe.epochs // 4, 1) == 0:
+                worker.checkpoint()
+        figures, epoch = worker.figures, worker.loop.feed.epoch
+        if worker.finished:
+            worker.finish()
+        return {**self._result(epoch, figures), "done": worker.finished}
+
+    def _result(self, epoch: int, figures: Figures) -> dict[str, Any]:
+        return {
+            "epoch": epoch,
+            "accuracy": figures.accuracy,
+            "seconds_per_epoch": figures.seconds,
+            "peak_gb": figures.peak_gb,
+            "score": figures.score,
+            "objective": self._context.objective.value(epoch, figures),
+            "done": False,
+        }
+
+    def _note(self, error: Exception) -> None:
+        """Puts a bug on record, also one that came before there was a run."""
+        assert self._folder is not None
+        if self._worker is None:
+            end_run(self._folder, self._spec, failed(error))
+        elif not self._worker.ended:
+            self._worker.fail(error)
 
     def _leave(self) -> None:
-        worker, self._worker = self._worker, None
+        worker, self._worker, self._folder = self._worker, None, None
         if worker is None:
             return
-        if self._started and not worker.ended:
-            worker.stop()
-        worker.close()
+        with contextlib.suppress(DiskFullError):  # what ends the search has been said, and the log can do without
+            if not worker.ended and not self._broken:
+                worker.stop()
+        with contextlib.suppress(DiskFullError):
+            worker.close()
 
-    def _get(self) -> Worker:
-        if self._worker is None:
-            raise RuntimeError("the trial has been cleaned up")
-        return self._worker
+
+def reopen(folder: Path) -> None:
+    """Takes back the end of a run that failed for no fault of its configuration: what was wrong may be mended."""
+    end = read_run(folder).end if has_begun(folder) else None
+    if end is not None and end.status == "failed" and end.cause not in RESULTS:
+        end_run(folder, None, replace(end, status="stopped"))
+
+
+def end_run(folder: Path, spec: RunSpec | None, end: End) -> None:
+    """Writes a run's last record where no process trains it, in place of one that is there.
+
+    A run of which there is nothing yet gets `spec` and a beginning.
+    """
+    path, keep = folder / EVENTS, 0
+    if has_begun(folder):
+        records = [event.record for event in read_events(path)]
+        keep = len(records) - isinstance(records[-1], End)
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(EventLog(path, keep=keep)) as log:
+        if keep == 0 and spec is not None:
+            write_atomically(folder / SPEC, json.dumps(encode(spec), indent=2))
+            log.append(Start(control=spec.method_control, info={"task": spec.task, "method": spec.method}))
+        log.append(end)
+
+
+def _figures_after(run: RunRecord, num_epochs: int) -> Figures:
+    figures = replace(run, epochs=run.epochs[:num_epochs], end=None).figures
+    if figures is None:
+        raise LogError(f"event log {run.folder / EVENTS}: epoch {num_epochs} of a trial has not been judged")
+    return figures

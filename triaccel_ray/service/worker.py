@@ -9,7 +9,7 @@ import math
 import os
 import random
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,19 +27,17 @@ from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.layers import forward
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.memory import hold_to_part
-from triaccel_ray.out_of_memory import is_out_of_memory
 from triaccel_ray.plan import Precision
 from triaccel_ray.score import BYTES_PER_GB, TIMED_EPOCHS, efficiency_score, mean_epoch_seconds
+from triaccel_ray.service.failures import DiskFullError, NonFiniteLossError, broken_off, failed, needing_room
 from triaccel_ray.service.objective import Figures
 from triaccel_ray.service.spec import RunSpec, environment
 
 CHECKPOINT = "checkpoint.pt"
+PREVIOUS = "checkpoint.previous.pt"
+"""The checkpoint before, for the case that the newest cannot be read."""
 EVENTS = "events.jsonl"
 SPEC = "spec.json"
-
-
-class NonFiniteLossError(RuntimeError):
-    """The training loss is no longer a number: the run has diverged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +52,10 @@ class Status:
     limit_bytes: int
     layers_per_precision: dict[str, int]
     accuracy: float | None
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint cannot be read, or is not one of this run's log: an older one may do."""
 
 
 class Worker:
@@ -116,10 +118,44 @@ class Worker:
         """
         if (self.folder / EVENTS).exists() and not replace_existing:
             raise ValueError(f"folder {self.folder} holds a run already: resume it, or choose another name")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / SPEC, json.dumps(encode(self.spec), indent=2))
+        with needing_room(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.folder / SPEC, json.dumps(encode(self.spec), indent=2))
         self._open_log(keep=0)
         self._append(self._start_record())
+
+    def resume(self) -> int:
+        """Goes on from the newest checkpoint that is whole, or begins anew where there is none; the log says which.
+
+        Returns the epochs done.
+
+        Raises:
+            ValueError: the checkpoint belongs to a run with other settings.
+        """
+        earlier, latest = broken_off(self.folder / EVENTS)
+        for torn in self.folder.glob(f".{CHECKPOINT}.*.partial"):
+            torn.unlink()  # of a process that was lost while it wrote
+        unusable = []
+        for path in (self.folder / CHECKPOINT, self.folder / PREVIOUS):
+            try:
+                if path.exists():
+                    self.restore(path)
+                    break
+            except DamagedCheckpointError as error:
+                unusable.append(str(error))
+        else:
+            if unusable:
+                self.loop.close()
+                self.loop = self._build_loop()
+            self.start(replace_existing=True)
+        epoch, num_kept = self.loop.feed.epoch, self._log.num_records if self._log else 0
+        for place, record in earlier:
+            if place >= num_kept:  # cut off with what came after the checkpoint
+                self._append(record)
+        if latest is not None:
+            goes_on = f"goes on after epoch {epoch}" if epoch else "begins again"
+            self._append(replace(latest, message="; ".join([latest.message, goes_on, *unusable]), epoch=epoch))
+        return epoch
 
     def train_epoch(self) -> Epoch:
         """Trains one epoch, judges it on the validation samples (not on test samples), and returns the record.
@@ -133,8 +169,10 @@ class Worker:
             if not math.isfinite(stats.loss):
                 raise NonFiniteLossError(f"the training loss of epoch {stats.epoch} is {stats.loss}")
             judged = self._evaluate() if self.spec.purpose is Purpose.SEARCH else None
+        except DiskFullError:
+            raise  # there is no room for an end either
         except Exception as error:
-            self._append(End(status="failed", cause=cause_of(error), message=str(error)[:500]))
+            self.fail(error)
             raise
         self._epoch_seconds.append(stats.seconds)
         memory = self.loop.memory
@@ -167,7 +205,7 @@ class Worker:
             try:
                 judged = self._evaluate()
             except Exception as error:
-                self._append(End(status="failed", cause=cause_of(error), message=str(error)[:500]))
+                self.fail(error)
                 raise
             accuracy, loss = judged.accuracy, judged.loss
         memory = self.loop.memory
@@ -190,21 +228,40 @@ class Worker:
         """Ends the log of a run that is cut short on purpose."""
         self._append(End(status="stopped"))
 
+    def fail(self, error: Exception) -> None:
+        """Ends the log of a run that `error` has ended."""
+        self._append(failed(error))
+
     def close(self) -> None:
-        """Lets go of model, data and memory."""
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        """Lets go of model, data and memory, and closes the log.
+
+        Raises:
+            DiskFullError: the log's last records found no room.
+        """
         self.loop.close()
         memory = self.loop.memory
         del self.loop, self._splits, self._held_out
         gc.collect()
         memory.release()
+        log, self._log = self._log, None
+        if log is not None:
+            with needing_room(self.folder):
+                log.close()
 
-    def save(self, path: Path) -> None:
-        """Writes a checkpoint that `restore` goes on from."""
-        if self._log is not None:
-            self._log.sync()  # a checkpoint must never count records that a power cut can take
+    def checkpoint(self) -> None:
+        """Writes the checkpoint that `resume` goes on from, and keeps the one before.
+
+        Raises:
+            DiskFullError: there is no room; the checkpoint before stays.
+        """
+        self.save(self.folder / CHECKPOINT, previous=self.folder / PREVIOUS)
+
+    def save(self, path: Path, *, previous: Path | None = None) -> None:
+        """Writes a checkpoint that `restore` goes on from; one that was there is kept as `previous`.
+
+        Raises:
+            DiskFullError: there is no room.
+        """
         state = {
             "spec": json.dumps(encode(self.spec)),
             "loop": self.loop.state_dict(),
@@ -212,15 +269,22 @@ class Worker:
             "epoch_seconds": list(self._epoch_seconds),
             "last": None if self.last is None else encode(self.last),
         }
-        save_checkpoint(path, state)
+        with needing_room(path.parent):
+            if self._log is not None:
+                self._log.sync()  # a checkpoint must never count records that a power cut can take
+            save_checkpoint(path, state, previous=previous)
 
     def restore(self, path: Path) -> None:
         """Goes on from the checkpoint at `path`; the event log is cut back to it.
 
         Raises:
-            CheckpointError: the checkpoint is missing or damaged, or belongs to another run.
+            CheckpointError: the checkpoint belongs to another run.
+            DamagedCheckpointError: it is missing or damaged.
         """
-        state = load_checkpoint(path)
+        try:
+            state = load_checkpoint(path)
+        except CheckpointError as error:
+            raise DamagedCheckpointError(str(error)) from error
         if state["spec"] != json.dumps(encode(self.spec)):
             raise CheckpointError(f"checkpoint {path} belongs to a run with other settings: resume that one instead")
         try:
@@ -228,7 +292,7 @@ class Worker:
             # Cuts the log back, so last: a state that does not fit must not cost what was recorded.
             self._open_log(keep=state["num_records"])
         except (LogError, RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError(f"checkpoint {path} does not fit its run: {error}") from error
+            raise DamagedCheckpointError(f"checkpoint {path} does not fit its run: {error}") from error
         self._epoch_seconds.extend(state["epoch_seconds"])
         if state["last"] is not None:
             self.last = decode(Epoch, state["last"])
@@ -316,19 +380,14 @@ class Worker:
         return efficiency_score(accuracy, mean_epoch_seconds(list(self._epoch_seconds)), peak_gb)
 
     def _open_log(self, *, keep: int) -> None:
-        self._log = EventLog(self.folder / EVENTS, keep=keep)
+        with needing_room(self.folder):
+            self._log = EventLog(self.folder / EVENTS, keep=keep)
 
     def _append(self, record: Record) -> None:
         if self._log is not None:
-            self._log.append(record)
+            with needing_room(self.folder):
+                self._log.append(record)
             self.ended = isinstance(record, End)
-
-
-def cause_of(error: BaseException) -> str:
-    """Returns the class of a failure: `out_of_memory`, `non_finite` or `bug`."""
-    if is_out_of_memory(error):
-        return "out_of_memory"
-    return "non_finite" if isinstance(error, NonFiniteLossError) else "bug"
 
 
 def _seed_everything(seed: int) -> None:

@@ -1,0 +1,100 @@
+"""Why a run ended before its time, and what follows from it.
+
+| cause | what it is | what is done |
+|---|---|---|
+| `out_of_memory` | not even one sample fits, after the loop has tried smaller and smaller micro-batches | a result |
+| `non_finite` | the training loss is no number any more | a result |
+| `preempted` | the process or its node was lost | tried again from the checkpoint, MAX_LOSSES times |
+| `disk_full` | a checkpoint or the log could not be written | everything stops, with a message |
+| `bug` | anything else | shown to the user, never tried again by itself |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+from triaccel_ray.events import End, Interruption, LogError, read_events
+from triaccel_ray.out_of_memory import is_out_of_memory
+
+MAX_LOSSES = 3
+"""Processes that a run may lose before it counts as failed."""
+
+RESULTS = ("out_of_memory", "non_finite")
+"""Causes that say something about what was tried: trying the same again would end the same way."""
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class NonFiniteLossError(RuntimeError):
+    """The training loss is no longer a number: the run has diverged."""
+
+
+class PreemptedError(RuntimeError):
+    """The process that trained the run, or its node, was lost too often."""
+
+
+class DiskFullError(ValueError):
+    """A file of the run could not be written for lack of room; what was complete before is still there."""
+
+
+def cause_of(error: BaseException) -> str:
+    """Returns the class of a failure: `out_of_memory`, `non_finite`, `preempted`, `disk_full` or `bug`."""
+    if is_out_of_memory(error):
+        return "out_of_memory"
+    if isinstance(error, NonFiniteLossError):
+        return "non_finite"
+    if isinstance(error, DiskFullError):
+        return "disk_full"
+    return "preempted" if isinstance(error, PreemptedError) else "bug"
+
+
+def failed(error: Exception) -> End:
+    """Returns the last record of a run that `error` has ended."""
+    return End(status="failed", cause=cause_of(error), message=f"{type(error).__name__}: {error}"[:500])
+
+
+@contextlib.contextmanager
+def needing_room(folder: Path) -> Iterator[None]:
+    """Writes to the disk of `folder` happen inside.
+
+    Raises:
+        DiskFullError: there was no room left.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if not is_disk_full(error):
+            raise
+        raise DiskFullError(
+            f"the disk of {folder} is full: make room, then go on with `triaccel resume`; everything up to the last "
+            "checkpoint is kept"
+        ) from error
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Returns whether `error`, or one that it followed from, says that a disk or quota has no room left."""
+    seen: BaseException | None = error  # torch, for one, raises its own error about the bytes that are missing
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in _NO_ROOM:
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def broken_off(path: Path) -> tuple[list[tuple[int, Interruption]], Interruption | None]:
+    """Returns the log's interruptions and their places, and the one that now follows; None where nothing had begun."""
+    try:
+        records = [event.record for event in read_events(path)]
+    except LogError:
+        return [], None
+    earlier = [(place, record) for place, record in enumerate(records) if isinstance(record, Interruption)]
+    if not records:
+        return earlier, None
+    end = records[-1]
+    if isinstance(end, End):
+        cause, message = end.cause or end.status, end.message or f"it was {end.status}"
+        return earlier, Interruption(cause=cause, message=message, epoch=0)
+    return earlier, Interruption(cause="preempted", message="the process or its node was lost", epoch=0)

@@ -1,0 +1,130 @@
+"""What a search tries, trial by trial, on the disk before the trial begins: nothing else is needed to go on with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import optuna
+from optuna.trial import TrialState
+from ray.tune.search import Searcher
+from ray.tune.search.optuna import OptunaSearch
+
+from triaccel_ray.events import LogError
+from triaccel_ray.service.failures import needing_room
+
+Directions: TypeAlias = Mapping[str, Literal["minimize", "maximize"]]
+
+NAME = "trial"
+"""Key of a configuration: the name of the trial's folder."""
+ENDED = "ended"
+"""Key of a configuration: whether the trial has ended, as far as the search knew when it was broken off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestions:
+    """The content of a journal: what was suggested, in order, and which of it has ended."""
+
+    samples: tuple[Mapping[str, Any], ...] = ()
+    ended: frozenset[str] = frozenset()
+    """Names of trials that ran to their end or were stopped by the scheduler, not broken off."""
+
+
+class JournaledSearch(Searcher):
+    """Suggests what Optuna samples; a search that begins again gets what it was given before, then new samples.
+
+    A sampler of its own for every trial: what is drawn depends on seed, number and known results alone, not on what
+    the process has drawn before.
+    """
+
+    def __init__(
+        self,
+        space: Mapping[str, Any],
+        journal: Path,
+        *,
+        sampler: Callable[[int], optuna.samplers.BaseSampler],
+        directions: Directions,
+        first: Mapping[str, Any],
+    ) -> None:
+        """Reads the journal, if there is one.
+
+        Args:
+            space: dimensions as for Ray Tune.
+            journal: the file.
+            sampler: of the trial of a number.
+            directions: metric -> `minimize` or `maximize`.
+            first: the sample to begin with.
+
+        Raises:
+            LogError: the journal is damaged.
+        """
+        super().__init__()
+        self._directions = directions
+        self._space = OptunaSearch.convert_search_space(dict(space))
+        self._journal, self._sampler, self._first = journal, sampler, first
+        self._before = read_suggestions(journal)
+        self._study = optuna.create_study(directions=list(directions.values()))
+        self._trials: dict[str, tuple[str, optuna.trial.Trial]] = {}
+
+    def suggest(self, trial_id: str) -> dict[str, Any]:
+        """Returns the next trial's sample, with its name."""
+        number = len(self._trials)
+        name, known = trial_name(number), self._before.samples
+        if number < len(known) or number == 0:
+            self._study.enqueue_trial(dict(known[number] if known else self._first))
+        self._study.sampler = self._sampler(number)
+        trial = self._study.ask(fixed_distributions=self._space)
+        if number >= len(known):
+            self._note({NAME: name, "sample": trial.params})
+        self._trials[trial_id] = name, trial
+        return {**trial.params, NAME: name, ENDED: name in self._before.ended}
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """Learns how a trial ended, and notes it unless the trial is to be done again."""
+        name, trial = self._trials[trial_id]
+        if error or not result or result.get("unfinished"):
+            self._study.tell(trial, state=TrialState.FAIL)
+            return
+        self._study.tell(trial, [result[metric] for metric in self._directions])
+        if name not in self._before.ended:
+            self._note({NAME: name, "ended": True})
+
+    def save(self, checkpoint_path: str) -> None:
+        """Does nothing: the journal is complete at any time."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Does nothing: the journal was read when this was made."""
+
+    def _note(self, line: Mapping[str, Any]) -> None:
+        with needing_room(self._journal.parent), self._journal.open("ab") as file:
+            file.write(json.dumps(line).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def trial_name(number: int) -> str:
+    """Returns the name of a search's trial, from 0."""
+    return f"trial-{number:03d}"
+
+
+def read_suggestions(journal: Path) -> Suggestions:
+    """Returns what the journal holds; a last line that was not written to its end is cut off.
+
+    Raises:
+        LogError: it is damaged.
+    """
+    if not journal.exists():
+        return Suggestions()
+    whole, _, torn = journal.read_bytes().rpartition(b"\n")
+    if torn:
+        os.truncate(journal, len(whole) + 1 if whole else 0)
+    try:
+        lines = [json.loads(line) for line in whole.splitlines()]
+        samples = [line["sample"] for line in lines if "sample" in line]
+        return Suggestions(samples=tuple(samples), ended=frozenset(line[NAME] for line in lines if ENDED in line))
+    except (ValueError, KeyError, TypeError) as error:
+        raise LogError(f"{journal} cannot be read ({error}): restore it, or begin a new search") from error
