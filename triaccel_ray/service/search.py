@@ -140,9 +140,9 @@ def tune_trials(
 ) -> None:
     """Runs the trials under Ray Tune, with samples from `shared`; with `resume`, those that have not ended.
 
-    A bug is no end. Whatever is on record is told to scheduler and sampler from the trials' logs, so that they know all that the search
-    knew when it was broken off. Tune's own state, written every ten seconds, lags behind what trials have done; it goes
-    to a temporary folder, and nothing is read from it. Trials are read back by `read_search`.
+    A bug is no end. Whatever is on record is told to scheduler and sampler from the trials' logs, so that they know all
+    that the search knew when it was broken off. Tune's own state, written every ten seconds, lags behind what trials
+    have done; it goes to a temporary folder, and nothing is read from it. Trials are read back by `read_search`.
 
     Raises:
         DiskFullError: a trial found no room for its files; the others were stopped.

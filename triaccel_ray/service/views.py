@@ -56,6 +56,14 @@ def view_search(record: SearchRecord) -> None:
         sections.insert(0, Section(title=f"Best thresholds: {best.name}", command=command))
         pictures = save_run_figures(read_events(best.folder / EVENTS), best.folder / FIGURES)
         sections.append(Section(title=f"What the loop did in {best.name}", pictures=pictures))
+    interrupted = "\n".join(
+        f"{run.name} was interrupted ({each.cause}): {each.message}"
+        for run in (*record.baselines.values(), *record.trials)
+        for each in run.interruptions
+    )
+    if interrupted:
+        out.print(f"\n{interrupted}", markup=False, soft_wrap=True)
+        sections.append(Section(title="Interruptions", text=interrupted))
     picture = save_pareto_front(record)
     if picture is not None:
         sections.insert(1, Section(title="Accuracy against time and memory", pictures=[picture]))
