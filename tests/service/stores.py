@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from triaccel_ray.events import Start, read_events
+from triaccel_ray.service.metrics import metrics_of, step_of
 from triaccel_ray.service.shipper import Parent, Shipper
 from triaccel_ray.service.tracking import Tracker, TrackingUnavailableError
 
@@ -71,6 +74,16 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
+
+    @contextlib.contextmanager
+    def hanging(self) -> Iterator[None]:
+        """The server takes connections and does nothing meanwhile; then it does all that it was asked."""
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self._process.pid, signal.SIGCONT)
 
 
 @dataclass(frozen=True)
@@ -131,6 +144,19 @@ def assert_arrived_once(tracker: Tracker, run: Recorded, num_epochs: int) -> Non
     for key, distance in (("train/loss", 50), ("memory/used_gb", 50), ("val/accuracy", 200), ("epoch", 200)):
         steps = [step for step, _, _ in history(tracker, run.id, key)]
         assert steps == list(range(distance, 200 * num_epochs + 1, distance)), key
+
+
+def assert_equals_log(tracker: Tracker, run: Recorded, log: Path) -> int:
+    """Every value of every record is in the run's history, once, and nothing else is; returns how many there are."""
+    expected: dict[str, list[tuple[int, int, float]]] = {}
+    for event in read_events(log):
+        if not isinstance(event.record, Start):
+            for key, value in metrics_of(event.record).items():
+                expected.setdefault(key, []).append((step_of(event.record), event.time_ms, value))
+    assert run.keys == set(expected)
+    for key, points in expected.items():
+        assert sorted(history(tracker, run.id, key)) == sorted(set(points)), key  # a tick and its epoch may agree
+    return sum(map(len, expected.values()))
 
 
 def free_port() -> int:

@@ -73,7 +73,8 @@ class Shipment:
     """Ships one folder's log; every step may be repeated after a crash or an outage without a second effect.
 
     A repeated metric has the same name, step, time and value, which MLflow keeps once; a run is looked for by its key
-    before it is created; tags, artifacts and the final status overwrite themselves.
+    before it is created, and what was created twice all the same is deleted; tags, artifacts and the final status
+    overwrite themselves.
     """
 
     def __init__(self, tracker: Tracker, folder: Path, label: Label) -> None:
@@ -239,6 +240,7 @@ class Shipment:
                 client.log_artifacts(self._run_id, str(path), artifact_path=path.name)
             elif path.exists():
                 client.log_artifact(self._run_id, str(path))
+        self._tracker.delete_twins(self._run_id, self._started().key)
         client.set_terminated(self._run_id, _STATUS.get(end.status, "FAILED"), end_time=event.time_ms)
         self._save(end_ms=event.time_ms)
 
@@ -302,6 +304,7 @@ class Shipment:
                 f"run {shipped.run_id} was deleted in MLflow: restore it with `mlflow runs restore`, or delete "
                 f"{self.folder / SHIPPED} to record it anew"
             )
+        self._tracker.delete_twins(shipped.run_id, shipped.key)
         return True
 
     def _save(self, **changes: Any) -> None:

@@ -86,6 +86,8 @@ class Shipper:
             num_events, error = 0, None
             folder = self._root
             try:
+                if self.last_error is not None:
+                    self._tracker.check()  # in three seconds, where a server that hangs would hold a call for forty
                 parent_id = None if self._parent is None else self._shipment(self._root).open()
                 for folder in self._folders():
                     try:

@@ -163,15 +163,30 @@ class Tracker:
             start_ms: Unix time at which a new run began; now when None.
         """
         experiment_id = self.experiment_id(experiment)
-        found = self.client.search_runs([experiment_id], f"tags.`{RUN_KEY_TAG}` = '{key}'", max_results=1)
+        found = self._runs_with(experiment_id, key)
         if found:
-            return str(found[0].info.run_id)
+            return found[0]
         given = {**(tags or {}), RUN_KEY_TAG: key, "mlflow.user": _user(), "mlflow.source.name": "triaccel"}
         if parent_id is not None:
             given["mlflow.parentRunId"] = parent_id
         start = time.time_ns() // 1_000_000 if start_ms is None else start_ms
         run = self.client.create_run(experiment_id, start_time=start, tags=given, run_name=name)
         return str(run.info.run_id)
+
+    def delete_twins(self, run_id: str, key: str) -> None:
+        """Deletes all other runs that carry `key`, in the experiment of the run `run_id`.
+
+        A server that creates a run and whose answer is lost is asked again, by MLflow's own client to begin with, and
+        creates another; one that hung does late what it was asked before.
+        """
+        experiment_id = str(self.client.get_run(run_id).info.experiment_id)
+        for twin in self._runs_with(experiment_id, key):
+            if twin != run_id:
+                self.client.delete_run(twin)
+
+    def _runs_with(self, experiment_id: str, key: str) -> list[str]:
+        found = self.client.search_runs([experiment_id], f"tags.`{RUN_KEY_TAG}` = '{key}'", max_results=100)
+        return [str(run.info.run_id) for run in found]
 
     def _check_file(self, path: Path) -> None:
         try:

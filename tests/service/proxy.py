@@ -1,0 +1,79 @@
+"""An HTTP proxy in front of a real MLflow server, which answers errors in its place or loses what it has answered."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+Answer = Literal["pass", "error", "lose"]
+"""The server's own; 500, and the server hears nothing; or none at all to what the server has carried out."""
+
+
+@dataclass
+class Proxy:
+    """Listens on this machine and treats requests as its rule has it."""
+
+    uri: str
+    rule: Callable[[str, int], Answer]
+    """From the method and the number of requests of that method and path before it."""
+    answers: list[tuple[str, str, Answer]] = field(default_factory=list)
+    """Method, path and treatment of every request so far."""
+
+
+@contextlib.contextmanager
+def proxy_to(server_uri: str) -> Iterator[Proxy]:
+    """Yields a proxy of the server, which passes everything on until it is given another rule."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def _treat(self) -> None:
+            with lock:
+                asked = (self.command, self.path)
+                number = sum((method, path) == asked for method, path, _ in proxy.answers)
+                answer = proxy.rule(self.command, number)
+                proxy.answers.append((*asked, answer))
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if answer == "error":
+                self._send(500, b"the server has a bad day", {})
+                return
+            connection = http.client.HTTPConnection(urlsplit(server_uri).netloc, timeout=60)
+            try:
+                connection.request(self.command, self.path, body, {**self.headers, "Connection": "close"})
+                response = connection.getresponse()
+                content = response.read()
+            except OSError:  # no server: the client hears nothing either
+                self.close_connection = True
+                return
+            finally:
+                connection.close()
+            if answer == "pass":
+                self._send(response.status, content, {"Content-Type": response.getheader("Content-Type", "")})
+
+        def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(len(content))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _treat  # noqa: N815  # names that http.server looks for
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    lock = threading.Lock()
+    listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    proxy = Proxy(uri=f"http://127.0.0.1:{listener.server_address[1]}", rule=lambda method, number: "pass")
+    thread = threading.Thread(target=listener.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield proxy
+    finally:
+        listener.shutdown()
+        thread.join()
+        listener.server_close()
