@@ -17,6 +17,8 @@ ALL = (
     "curvature",
     "curvature_agreement",
     "loader",
+    "tracking",
+    "search_overhead",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 import warnings
@@ -67,7 +68,7 @@ class MeetingTrial(ThresholdTrial):
         while len(list(meeting.iterdir())) < 2:
             assert time.monotonic() < deadline, "no other trial runs at the same time"
             time.sleep(0.05)
-        return {**super().step(), "gpu": gpu, "pid": os.getpid()}
+        return {**super().step(), "gpu": gpu, "pid": os.getpid(), "frozen": gc.get_freeze_count()}
 
 
 def test_trials_run_side_by_side_each_on_its_own_gpu_and_reuse_their_actors(
@@ -89,6 +90,7 @@ def test_trials_run_side_by_side_each_on_its_own_gpu_and_reuse_their_actors(
     assert {end["gpu"] for end in ends} == {"0", "1"}
     assert len({end["pid"] for end in ends}) == 2  # four trials, two actors
     assert len({(end["gpu"], end["pid"]) for end in ends}) == 2  # and each keeps its GPU
+    assert min(end["frozen"] for end in ends) > 100_000  # libraries, which no trial looks through for garbage
     runs = [read_run(folder) for folder in runs_below(tmp_path / "trials")]
     assert sorted(run.spec.control.batch.rho_high for run in runs) == rhos
     for run in runs:
@@ -114,9 +116,11 @@ def local_trial(context: TrialContext, config: dict[str, Any]) -> ThresholdTrial
 
 
 def test_a_trial_is_a_run_with_the_sampled_thresholds(module: str, tmp_path: Path) -> None:
+    frozen = gc.get_freeze_count()
     trial = local_trial(context_of(f"{module}:Blobs", tmp_path), {"tau_low_quantile": 0.0, "tau_high_share": 1.0})
     results = [trial.step() for _ in range(3)]
     trial.cleanup()
+    assert gc.get_freeze_count() == frozen  # a process that is no actor has garbage of its own
     assert [(result["epoch"], result["done"]) for result in results] == [(1, False), (2, False), (3, True)]
     (folder,) = runs_below(tmp_path)
     run = read_run(folder)

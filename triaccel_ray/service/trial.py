@@ -20,6 +20,7 @@ from triaccel_ray.service.record import RunRecord, has_begun, read_run
 from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.suggestions import ENDED, NAME
+from triaccel_ray.service.warm import keep_libraries
 from triaccel_ray.service.worker import EVENTS, SPEC, Worker, write_atomically
 
 FAILED_OBJECTIVE = -1000.0
@@ -64,6 +65,7 @@ class ThresholdTrial(tune.Trainable):
         if context is None:
             raise TypeError("context = None: pass one by tune.with_parameters(ThresholdTrial, context=...)")
         self._context = context
+        keep_libraries()
         self._take(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import math
 import os
@@ -241,7 +240,6 @@ class Worker:
         self.loop.close()
         memory = self.loop.memory
         del self.loop, self._splits, self._held_out
-        gc.collect()
         memory.release()
         log, self._log = self._log, None
         if log is not None:

@@ -1,0 +1,233 @@
+"""What a search costs beside its training: trivial trials on one warm actor, beside bare Ray Tune and Optuna alone.
+
+Run `python -m benchmarks.search_overhead`. All contenders train the same model on the same samples for one epoch a
+trial, one trial at a time, on thresholds that the same Optuna sampler draws. Bare Tune reuses its actor and trains in
+plain PyTorch; Optuna alone does so in this process and records nothing. Ours is what `triaccel search` runs: the
+control loop, an event log, a spec and a judgement for every trial. Also: the time from `triaccel search` to the first
+training step, baselines before trials as always. Needs no GPU; exits with 1 when a contender has lost trials.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import optuna
+import ray
+import torch
+from ray import tune
+from ray.tune.search.optuna import OptunaSearch
+
+from benchmarks.trivial import Trivial
+from search_spaces.thresholds import search_space
+from trainables.task import Purpose
+from triaccel_ray.events import read_events
+from triaccel_ray.service.cluster import cluster
+from triaccel_ray.service.objective import Objective
+from triaccel_ray.service.record import runs_below
+from triaccel_ray.service.search import TRIALS, Prepared, SearchSpec, begin_search, tune_trials
+from triaccel_ray.service.spec import run_spec
+from triaccel_ray.service.worker import EVENTS
+
+TASK = "benchmarks.trivial:Trivial"
+SPACE = "thresholds-absolute"
+HEADROOM_BYTES = 2**30
+TARGET_S = 1.5
+"""Between two trials: 5% of a search of 30-second trials."""
+
+
+@dataclass
+class Contender:
+    """What one way to search took, over all rounds."""
+
+    seconds: list[float] = field(default_factory=list)
+    """One round's trials, from the call to its return."""
+    gaps: list[float] = field(default_factory=list)
+    """From the end of one trial's training to the beginning of the next one's."""
+    num_trials: int = 0
+
+    def add(self, seconds: float, spans: Sequence[tuple[float, float]]) -> None:
+        """Takes in one round: its time, and when each trial's training began and ended."""
+        ordered = sorted(spans)
+        self.seconds.append(seconds)
+        self.gaps += [later[0] - earlier[1] for earlier, later in itertools.pairwise(ordered)]
+        self.num_trials += len(spans)
+
+
+def train_plainly(rate: float) -> tuple[float, float, float]:
+    """Trains one epoch as a tutorial does; returns when it began, when it ended, and the accuracy in percent."""
+    task = Trivial()
+    splits = task.data(Purpose.SEARCH)
+    model = task.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, fused=True)
+    began = time.time()
+    for indices in torch.randperm(len(splits.train)).split(32):
+        inputs, targets = splits.train.batch(indices, None)
+        loss = nn_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        inputs, targets = splits.held_out.batch(torch.arange(len(splits.held_out)), None)
+        accuracy = 100.0 * (model(inputs).argmax(dim=-1) == targets).float().mean().item()
+    return began, time.time(), accuracy
+
+
+nn_loss = torch.nn.functional.cross_entropy
+
+
+class BareTrial(tune.Trainable):
+    """The least that Ray Tune needs."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Nothing to set up."""
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Ready for the next configuration."""
+        return True
+
+    def step(self) -> dict[str, Any]:
+        """Trains one epoch, and is done."""
+        began, ended, accuracy = train_plainly(0.05)
+        return {"objective": accuracy, "began": began, "ended": ended, "done": True}
+
+
+def ours(folder: Path, num_trials: int) -> list[tuple[float, float]]:
+    """Runs the trials as `triaccel search` does; returns when each began and ended."""
+    base = run_spec(TASK, data_dir=None, recipe={}, device="cpu", memory_headroom_bytes=HEADROOM_BYTES)
+    spec = SearchSpec(base=base, space=SPACE, num_trials=num_trials, objective="accuracy")
+    begin_search(spec, folder)
+    prepared = Prepared(objective=Objective(name="accuracy"), calibration=None, headroom_bytes=HEADROOM_BYTES)
+    tune_trials(spec, prepared, folder, num_gpus=0)
+    logs = [[event.time_ms / 1e3 for event in read_events(run / EVENTS)] for run in runs_below(folder / TRIALS)]
+    return [(times[0], times[-1]) for times in logs]
+
+
+def bare_tune(folder: Path, num_trials: int) -> list[tuple[float, float]]:
+    """Runs as many trials under Ray Tune alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Tune announces its own deprecations
+        results = tune.Tuner(
+            tune.with_resources(BareTrial, {"cpu": 1}),
+            tune_config=tune.TuneConfig(
+                search_alg=OptunaSearch(dict(search_space(SPACE)), metric="objective", mode="max", sampler=sampler()),
+                num_samples=num_trials,
+                reuse_actors=True,
+            ),
+            run_config=tune.RunConfig(
+                name="bare",
+                storage_path=str(folder),
+                verbose=0,
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+            ),
+        ).fit()
+    return [(end["began"], end["ended"]) for result in results if (end := result.metrics or {}).get("ended")]
+
+
+def optuna_alone(folder: Path, num_trials: int) -> list[tuple[float, float]]:
+    """Runs as many trials in this process."""
+    spans: list[tuple[float, float]] = []
+
+    def objective(trial: optuna.Trial) -> float:
+        for name, domain in search_space(SPACE).items():
+            trial.suggest_float(name, domain.lower, domain.upper)
+        began, ended, accuracy = train_plainly(0.05)
+        spans.append((began, ended))
+        return accuracy
+
+    optuna.create_study(direction="maximize", sampler=sampler()).optimize(objective, n_trials=num_trials)
+    return spans
+
+
+def sampler() -> optuna.samplers.TPESampler:
+    """Returns a sampler as searches have it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an experimental option
+        return optuna.samplers.TPESampler(n_startup_trials=25, multivariate=True, seed=0)
+
+
+CONTENDERS = {"triaccel": ours, "bare Ray Tune": bare_tune, "Optuna alone": optuna_alone}
+
+
+def measure_trials(num_trials: int, rounds: int) -> Mapping[str, Contender]:
+    """Returns each contender's figures; the rounds are interleaved, on one cluster with one CPU."""
+    figures = {name: Contender() for name in CONTENDERS}
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Tune's own tables, even when told to be silent
+    torch.set_num_threads(1)  # as Ray has it in its actors
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with tempfile.TemporaryDirectory() as folder, cluster(None, num_cpus=1):
+        for number, (name, search) in itertools.product(range(rounds), CONTENDERS.items()):
+            began = time.perf_counter()
+            spans = search(Path(folder) / f"{number} {name}", num_trials)
+            figures[name].add(time.perf_counter() - began, spans)
+    return figures
+
+
+def measure_beginning() -> tuple[float, float]:
+    """Returns seconds from `triaccel search` to the first step of the first baseline, and of the first trial."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["search", TASK, "--trials", "1", "--space", SPACE, "--device", "cpu", "--memory-headroom", "1GiB"]
+        where = ["--storage-path", folder, "--name", "first"]
+        began = time.time()
+        subprocess.run(
+            [sys.executable, "-m", "triaccel_ray.service", *words, *where],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.getcwd()},
+        )
+        starts = {
+            path.parent.parent.name: next(iter(read_events(path))).time_ms / 1e3 - began
+            for path in sorted((Path(folder) / "first").glob(f"*/*/{EVENTS}"), reverse=True)
+        }
+    return starts["baselines"], starts[TRIALS]
+
+
+def show(name: str, values: Sequence[float], scale: float = 1.0, unit: str = "s") -> str:
+    """Returns one line: n, median, spread."""
+    scaled = [scale * value for value in values]
+    spread = f"{min(scaled):.2f} to {max(scaled):.2f}"
+    return f"  {name:48s} {statistics.median(scaled):9.2f} {unit}   {spread}   n {len(scaled)}"
+
+
+def main() -> int:
+    """Measures and prints; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--beginnings", type=int, default=3, help="how often `triaccel search` is started")
+    given = parser.parse_args()
+    print(
+        f"{os.cpu_count()} CPUs, Ray {ray.__version__}, Optuna {optuna.__version__}, PyTorch {torch.__version__}; "
+        f"{given.trials} trials, {given.rounds} rounds"
+    )
+    figures = measure_trials(given.trials, given.rounds)
+    for name, contender in figures.items():
+        print(name)
+        print(show("all trials", contender.seconds))
+        print(show("between two trials on a warm actor", contender.gaps, 1e3, "ms"))
+    beginnings = [measure_beginning() for _ in range(given.beginnings)]
+    if beginnings:
+        print("`triaccel search`")
+        print(show("to the first step of the first baseline", [first for first, _ in beginnings]))
+        print(show("to the first step of the first trial", [second for _, second in beginnings]))
+    median = statistics.median(figures["triaccel"].gaps)
+    print(f"between trials: {median:.2f} s, {median / 30:.1%} of a search of 30-second trials (at most {TARGET_S} s)")
+    lost = {name for name, contender in figures.items() if contender.num_trials != given.trials * given.rounds}
+    if lost:
+        print(f"WRONG: trials are missing of {', '.join(sorted(lost))}")
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""What recording a run costs its training: the same epochs with and without, with a tracking server well and ill.
+
+Run `python -m benchmarks.tracking`. A process trains two equal runs in turn, an epoch of the one, an epoch of the
+other: one is recorded as `triaccel run` records it (event log; a thread of this process ships it to a real MLflow
+server), the other writes nothing. The server answers, has been killed, hangs, or a proxy answers 500 in its place; in
+the end it is back and must hold every value of the event log, once. Models of 3 and of 60 layers. Beside the two times,
+which a busy machine blurs, stands what the training process itself spends on records. Needs no GPU; exits with 1 when
+anything is lost, or when records take more than 1% of the training time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.trivial import Layers3, Layers60
+from tests.service.proxy import Proxy, proxy_to
+from tests.service.stores import Server, assert_equals_log, only_run
+from triaccel_ray.service.shipper import Shipper
+from triaccel_ray.service.tracking import Tracker
+
+MOST = 0.01
+"""Share of the training time that records may take."""
+SHIPPING_INTERVAL_S = 0.2
+"""A tenth of the product's, so that every recorded epoch has the shipping beside it."""
+MODELS = (Layers3, Layers60)
+STATES = ("answers", "killed", "hangs", "answers 500")
+
+
+@dataclass(frozen=True)
+class Took:
+    """What one epoch took, in seconds."""
+
+    wall: float
+    cpu: float
+    """Of the training process, all threads."""
+    records: float
+    """Within calls that append to the event log."""
+
+
+def train(task: str, folder: Path) -> None:
+    """Trains an epoch of the run that each line of standard input names, and answers with what it took."""
+    import torch
+
+    from triaccel_ray.events import EventLog, Record
+    from triaccel_ray.service.spec import run_spec
+    from triaccel_ray.service.worker import Worker
+
+    torch.set_num_threads(1)
+    spent = 0.0
+    append = EventLog.append
+
+    def timed(log: EventLog, record: Record) -> None:
+        nonlocal spent
+        began = time.perf_counter()
+        append(log, record)
+        spent += time.perf_counter() - began
+
+    EventLog.append = timed  # type: ignore[method-assign]
+    spec = run_spec(task, data_dir=None, recipe={}, device="cpu")
+    workers = {"off": Worker(spec, folder / "off"), "on": Worker(spec, folder / "on")}
+    workers["on"].start()
+    for line in sys.stdin:
+        spent, began, cpu = 0.0, time.perf_counter(), time.process_time()
+        workers[line.strip()].train_epoch()
+        took = Took(time.perf_counter() - began, time.process_time() - cpu, spent)
+        print(json.dumps(asdict(took)), flush=True)
+
+
+class Trainer:
+    """The training process, seen from here."""
+
+    def __init__(self, task: str, folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.tracking", "--train", task, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def epoch(self, which: str) -> Took:
+        """Returns what an epoch of that run took."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{which}\n")
+        self._process.stdin.flush()
+        return Took(**json.loads(self._process.stdout.readline()))
+
+    def end(self) -> None:
+        """Returns once the process has ended."""
+        self._process.communicate()
+
+
+@contextlib.contextmanager
+def state(name: str, server: Server, proxy: Proxy) -> Iterator[None]:
+    """The server is in that state meanwhile, and well again afterwards."""
+    if name == "killed":
+        server.stop()
+        yield
+        server.start()
+        server.wait()
+    elif name == "hangs":
+        with server.hanging():
+            yield
+    else:
+        proxy.rule = lambda method, number: "error" if name == "answers 500" else "pass"
+        yield
+        proxy.rule = lambda method, number: "pass"
+
+
+def show(name: str, off: Sequence[float], on: Sequence[float], unit: str = "s") -> str:
+    """Returns one line with both sides: median and spread."""
+    sides = [f"{statistics.median(side):7.3f} ({min(side):.3f} to {max(side):.3f})" for side in (off, on)]
+    ratio = statistics.median(with_ / without for with_, without in zip(on, off, strict=True))
+    return f"    {name:10s} off {sides[0]} {unit}   on {sides[1]} {unit}   on/off {ratio:.3f}   n {len(on)}"
+
+
+def measure(task: str, folder: Path, server: Server, proxy: Proxy, rounds: int, states: Sequence[str]) -> float:
+    """Prints one model's figures; returns the share of records in the training time, with the server well."""
+    experiment, tracker = folder.name, Tracker(proxy.uri, folder)
+    shipper = Shipper(tracker, folder / "on", experiment=experiment, interval_s=SHIPPING_INTERVAL_S)
+    shipper.start()
+    trainer = Trainer(task, folder)
+    for which in ("off", "on"):
+        trainer.epoch(which)  # to warm up
+    share = 0.0
+    for name in states:
+        took: dict[str, list[Took]] = {"off": [], "on": []}
+        with state(name, server, proxy):
+            for number in range(rounds):
+                for which in ("off", "on") if number % 2 else ("on", "off"):
+                    took[which].append(trainer.epoch(which))
+        print(f"  server {name}")
+        for kind in ("wall", "cpu"):
+            print(show(f"{kind} time", *([getattr(each, kind) for each in took[which]] for which in ("off", "on"))))
+        shares = [each.records / each.wall for each in took["on"]]
+        per_tick = statistics.median(each.records for each in took["on"]) / 2 * 1e3
+        part = f"{statistics.median(shares):.2%} of the time ({max(shares):.2%} at most)"
+        print(f"    records    {part}, {per_tick:.2f} ms a tick")
+        share = share or statistics.median(shares)
+    trainer.end()
+    shipper.stop()
+    if not shipper.flush(60.0):
+        raise SystemExit(f"LOST: {shipper.last_error}")
+    direct = Tracker(server.uri, folder)
+    num_values = assert_equals_log(direct, only_run(direct, experiment), folder / "on" / "events.jsonl")
+    print(f"  all {num_values} values of the event log are in MLflow, once")
+    return share
+
+
+def main() -> int:
+    """Measures and prints; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10, help="epochs of each run with the server in each state")
+    parser.add_argument("--states", nargs="+", default=STATES, choices=STATES)
+    parser.add_argument("--models", type=int, nargs="+", default=[3, 60], help="numbers of layers")
+    parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.train is not None:
+        train(given.train[0], Path(given.train[1]))
+        return 0
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+    print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, {given.rounds} epochs a side")
+    with tempfile.TemporaryDirectory() as name:
+        server = Server(Path(name))
+        server.start()
+        try:
+            server.wait()
+            shares = []
+            with proxy_to(server.uri) as proxy:
+                for model in (each for each in MODELS if each.num_layers in given.models):
+                    print(f"{model.num_layers} layers")
+                    task = f"{model.__module__}:{model.__name__}"
+                    shares.append(measure(task, Path(name) / model.name, server, proxy, given.rounds, given.states))
+        finally:
+            server.stop()
+    if max(shares) > MOST:
+        print(f"TOO MUCH: records take {max(shares):.2%} of the training time")
+    return 1 if max(shares) > MOST else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""The parts of the benchmarks of overhead that need neither a cluster nor a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.search_overhead import Contender, optuna_alone
+from benchmarks.tracking import Trainer
+from benchmarks.trivial import Layers60
+from triaccel_ray.events import Epoch, Tick, read_events
+from triaccel_ray.layers import find_layers
+
+
+def test_gaps_lie_between_trials_in_the_order_of_time() -> None:
+    contender = Contender()
+    contender.add(9.0, [(5.0, 6.0), (1.0, 2.5), (7.0, 8.0)])
+    assert (contender.seconds, contender.num_trials) == ([9.0], 3)
+    assert contender.gaps == pytest.approx([2.5, 1.0])
+
+
+def test_optuna_alone_trains_every_trial(tmp_path: Path) -> None:
+    contender = Contender()
+    contender.add(1.0, optuna_alone(tmp_path, 3))
+    assert contender.num_trials == 3
+    assert all(gap >= 0.0 for gap in contender.gaps)
+
+
+def test_one_of_two_equal_runs_is_recorded(tmp_path: Path) -> None:
+    trainer = Trainer("benchmarks.trivial:Layers3", tmp_path)
+    off, on = trainer.epoch("off"), trainer.epoch("on")
+    trainer.end()
+    assert off.records == 0.0 < on.records < on.wall
+    (log,) = tmp_path.rglob("events.jsonl")
+    records = [event.record for event in read_events(log)]
+    assert [type(record) for record in records[1:]] == [Tick, Tick, Epoch]
+
+
+def test_sixty_layers_are_sixty() -> None:
+    assert len(find_layers(Layers60().model())) == 60
