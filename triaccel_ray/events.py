@@ -191,7 +191,7 @@ def parse_event(line: bytes, where: str) -> Event:
         if isinstance(record, Start) and record.format != FORMAT:
             raise ValueError(f"format = {record.format}: this version reads format {FORMAT}")
         return Event(sequence=int(raw["sequence"]), time_ms=int(raw["time_ms"]), record=record)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise LogError(
             f"{where}: not an event ({error}); the log is damaged, restore it from the run's artifacts"
         ) from error

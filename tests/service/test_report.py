@@ -56,7 +56,8 @@ def test_a_page_can_be_sent_to_anybody(tmp_path: Path) -> None:
     assert source is not None
     assert base64.b64decode(source.removeprefix("data:image/png;base64,")) == PICTURE
     assert image["alt"] == "it's"
-    assert "http" not in page
+    assert "http:" not in page
+    assert "https:" not in page
 
 
 def test_texts_are_no_markup(tmp_path: Path) -> None:

@@ -48,6 +48,11 @@ class RunActor:
         worker.close()
         return results
 
+    def stop(self) -> None:
+        """Ends the log of a run that is broken off, whatever it is at; to be followed by the actor's end."""
+        if self._worker is not None and not self._worker.ended:
+            self._worker.stop()
+
     def status(self) -> Status | None:
         """Returns a glance at the run; None before it is built or after it has ended."""
         try:
@@ -64,7 +69,7 @@ class RunActor:
 def start_actor(spec: RunSpec, folder: Path, *, num_gpus: float, shared: SharedSplits | None = None) -> Any:
     """Returns a handle to a new actor for the run, with `num_gpus` GPUs and one CPU of its own.
 
-    Two threads: one trains, the other answers `status`.
+    Two threads: one trains, the other answers `status` and `stop`.
     """
     actor: Any = ray.remote(RunActor)
     return actor.options(num_cpus=1, num_gpus=num_gpus, max_concurrency=2).remote(spec, str(folder), shared)

@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except USER_ERRORS as error:
         if os.environ.get("TRIACCEL_TRACEBACK"):
             raise
-        err.print("triaccel:", str(error), style="red", markup=False, soft_wrap=True)
+        err.print("triaccel:", str(error), style="red", soft_wrap=True)
         sys.exit(2)
     except OSError as error:
         from triaccel_ray.service.failures import is_disk_full
@@ -261,5 +261,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         err.print(text, style="red", markup=False, soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
-        err.print("stopped; `triaccel resume NAME` goes on from the last checkpoint", style="yellow")
+        err.print("stopped; what had begun goes on with `triaccel resume NAME`", style="yellow")
         sys.exit(130)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 
 import ray
 import torch
+from ray._private import ray_constants
 
 from triaccel_ray.config import require
 
@@ -32,14 +34,15 @@ def cluster(address: str | None, *, num_cpus: int | None = None) -> Iterator[Non
     paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"PYTHONPATH": os.pathsep.join(paths), "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0"}
     try:
-        ray.init(
-            address=address or "local",
-            num_cpus=num_cpus if address is None else None,
-            include_dashboard=False if address is None else None,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            runtime_env={"env_vars": environment},
-        )
+        with _on_loopback() if address is None else contextlib.nullcontext():
+            ray.init(
+                address=address or "local",
+                num_cpus=num_cpus if address is None else None,
+                include_dashboard=False if address is None else None,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                runtime_env={"env_vars": environment},
+            )
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise ClusterUnavailableError(_message(address or "this machine", first_line)) from error
@@ -47,6 +50,26 @@ def cluster(address: str | None, *, num_cpus: int | None = None) -> Iterator[Non
         yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Has a Ray that starts meanwhile listen on this machine's loopback address alone, as on macOS and Windows.
+
+    On Linux its ports are open to the whole network otherwise, and `_node_ip_address="127.0.0.1"` does not change that:
+    Ray puts the machine's own address in its place.
+    """
+    name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    given = os.environ.get(name)
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False  # the variable is for the processes it starts
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        if given is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = given
 
 
 def gpus_available() -> bool:
@@ -77,6 +100,14 @@ def require_gpu_to_share(address: str | None, num_sharing: int) -> None:
             found, where = gpus_available(), "the cluster"
     rule = f"{where} has no GPU to share; leave it out: on CPUs as many trials run at once as there are CPUs"
     require(found, "trials-per-gpu", num_sharing, rule)
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether a server on `host` can be reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def require_reachable(address: str | None) -> None:

@@ -18,7 +18,14 @@ from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.events import End, EventLog, LogError, Start
 from triaccel_ray.service import cli, job_commands
 from triaccel_ray.service.choosing import choose
-from triaccel_ray.service.cluster import cluster, gpu_fraction, gpus_available, require_gpu_to_share, require_reachable
+from triaccel_ray.service.cluster import (
+    cluster,
+    gpu_fraction,
+    gpus_available,
+    is_loopback,
+    require_gpu_to_share,
+    require_reachable,
+)
 from triaccel_ray.service.comparison import (
     COMPARISON,
     ComparisonSpec,
@@ -30,6 +37,7 @@ from triaccel_ray.service.comparison_view import view_comparison
 from triaccel_ray.service.console import RunProgress, TrialProgress, err, out, rich_table
 from triaccel_ray.service.doctor import Verdict, examine
 from triaccel_ray.service.failures import cause_of, needing_room
+from triaccel_ray.service.next_steps import point_to, resumable
 from triaccel_ray.service.options import Where
 from triaccel_ray.service.record import read_run, read_spec
 from triaccel_ray.service.replay import reasons_grid, verdict
@@ -44,7 +52,14 @@ from triaccel_ray.service.search import (
     read_search,
     tune_trials,
 )
-from triaccel_ray.service.session import checked_name, new_name, open_tracker, recording, tracking_uri_of
+from triaccel_ray.service.session import (
+    checked_name,
+    is_inside,
+    links_out_of,
+    new_name,
+    open_tracker,
+    recording,
+)
 from triaccel_ray.service.shared_data import NotSharedError, SharedSplits, share_splits
 from triaccel_ray.service.shipper import Parent
 from triaccel_ray.service.spec import METHODS, RunSpec
@@ -169,7 +184,7 @@ def _(command: cli.Ui) -> int:
     # Without the question mark's part MLflow opens on its pages for chat traces.
     page = f"http://{command.host}:{command.port}/#/experiments?workflowType=machine_learning"
     out.print(f"MLflow UI: {page} (Ctrl-C ends it)\nstore: {tracker.display_uri}", soft_wrap=True)
-    if command.host not in ("127.0.0.1", "localhost", "::1"):
+    if not is_loopback(command.host):
         err.print(f"--host {command.host}: everybody who reaches this machine can read and delete runs", style="yellow")
     sys.stdout.flush()
     # One worker and no job executor: a fifth of the memory, a third of the time to start.
@@ -188,8 +203,8 @@ def _(command: cli.Doctor) -> int:
     worst = Verdict.OK
     for finding in examine(command.where.storage_path, command.where.tracking_uri, command.where.address):
         style = _VERDICT_STYLE[finding.verdict]
-        out.print(f"[{style}]{finding.verdict.value:8}[/{style}] {finding.subject:22} ", end="")
-        out.print(finding.text, markup=False, soft_wrap=True)
+        out.print(f"{finding.verdict.value:8}", style=style, end="")
+        out.print(f" {finding.subject:22} {finding.text}", soft_wrap=True)
         worst = Verdict.PROBLEM if Verdict.PROBLEM in (worst, finding.verdict) else worst
     return 1 if worst is Verdict.PROBLEM else 0
 
@@ -215,8 +230,10 @@ def _(command: cli.Stop) -> int:
 
 
 def _require_experiment(experiment: str) -> None:
-    rule = "must name an MLflow experiment; leave it out for the default"
-    require(bool(experiment.strip()), "experiment", experiment, rule)
+    rule = "must name an MLflow experiment in 1 to 200 printable characters; leave it out for the default"
+    require(
+        bool(experiment.strip()) and experiment.isprintable() and len(experiment) <= 200, "experiment", experiment, rule
+    )
 
 
 def _train(spec: RunSpec, folder: Path, where: Where, experiment: str, *, resume: bool) -> int:
@@ -229,7 +246,11 @@ def _train(spec: RunSpec, folder: Path, where: Where, experiment: str, *, resume
         with recording(tracker, folder, experiment=experiment):
             out.print(f"{folder.name} is finished; what was not yet recorded is being recorded")
         return 0
-    with cluster(where.address), recording(tracker, folder, experiment=experiment):
+    with (
+        resumable(folder, where, experiment, cli.Run.experiment),
+        cluster(where.address),
+        recording(tracker, folder, experiment=experiment),
+    ):
         specs = {folder.name: spec}
         with RunProgress(f"{spec.task}: {METHODS[spec.method]}", specs) as progress:
             outcomes = run_all(specs, folder.parent, num_gpus=_num_gpus(spec), on_glance=progress.update, resume=resume)
@@ -237,11 +258,11 @@ def _train(spec: RunSpec, folder: Path, where: Where, experiment: str, *, resume
     if isinstance(outcome, Exception):
         if cause_of(outcome) == "bug":  # or input that only the actor could judge
             raise outcome
-        err.print(f"{folder.name} failed ({cause_of(outcome)}): {outcome}", style="red", markup=False, soft_wrap=True)
-        err.print(f"its log and last checkpoint are in {folder}", markup=False, soft_wrap=True)
+        err.print(f"{folder.name} failed ({cause_of(outcome)}): {outcome}", style="red", soft_wrap=True)
+        err.print(f"its log and last checkpoint are in {folder}", soft_wrap=True)
         return 1
     view_run(read_run(folder))
-    _point_to(folder, where)
+    point_to(folder, where)
     return 0
 
 
@@ -255,7 +276,8 @@ def _search(spec: SearchSpec, folder: Path, where: Where, experiment: str, *, re
     if not resume:
         begin_search(spec, folder)
     info = {"task": spec.base.task, "kind": "search", "space": spec.space, "objective": spec.objective}
-    with _parent(tracker, folder, experiment, spec.base.control, info) as log:
+    may_be_resumed = resumable(folder, where, experiment, cli.Search.experiment)
+    with may_be_resumed, _parent(tracker, folder, experiment, spec.base.control, info) as log:
         with cluster(where.address):
             num_gpus, shared = _num_gpus(spec.base), _shared(spec.base)
             with RunProgress(f"{spec.base.task}: baselines and probe") as progress:
@@ -272,7 +294,7 @@ def _search(spec: SearchSpec, folder: Path, where: Where, experiment: str, *, re
         err.print(f"{run.name} {run.status}: {message}", style="red", markup=False, soft_wrap=True)
     if mistakes:
         err.print(f"`triaccel resume {folder.name}` tries these again", markup=False)
-    _point_to(folder, where)
+    point_to(folder, where)
     return 0 if best is not None and not mistakes else 1
 
 
@@ -286,7 +308,8 @@ def _compare(spec: ComparisonSpec, folder: Path, where: Where, experiment: str, 
     if not resume:
         begin_comparison(spec, folder)
     info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
-    with _parent(tracker, folder, experiment, spec.base.control, info) as log:
+    may_be_resumed = resumable(folder, where, experiment, cli.Compare.experiment)
+    with may_be_resumed, _parent(tracker, folder, experiment, spec.base.control, info) as log:
         with cluster(where.address):
             num_gpus = _num_gpus(spec.base)
             if spec.needs_trials:
@@ -304,8 +327,8 @@ def _compare(spec: ComparisonSpec, folder: Path, where: Where, experiment: str, 
             end = replace(end, status="failed", cause="runs", message=message)
         log.append(end)
     for name, error in failed.items():
-        err.print(f"{name} failed: {error}", style="red", markup=False, soft_wrap=True)
-    _point_to(folder, where)
+        err.print(f"{name} failed: {error}", style="red", soft_wrap=True)
+    point_to(folder, where)
     return 1 if failed else 0
 
 
@@ -314,13 +337,18 @@ def _storage(where: Where) -> Path:
 
 
 def _find(name: str, where: Where) -> Path:
-    """Returns the folder that `name` means: one in the storage folder, or a path."""
-    folder = Path(name) if os.sep in name else _storage(where) / checked_name(name)
-    if os.sep in name and not folder.is_dir():
-        folder = _storage(where) / name
-    if not folder.is_dir():
-        raise LogError(f"name = {name!r}: there is no folder {folder}; names are the folders in {_storage(where)}")
-    return folder.absolute()
+    """Returns the folder that `name` means: a path, else one in the storage folder, out of which no link leads."""
+    storage = _storage(where)
+    is_path = os.sep in name and os.path.isdir(name)
+    folder = Path(name).absolute() if is_path else storage / (name if os.sep in name else checked_name(name))
+    if not os.path.isdir(folder):
+        raise LogError(f"name = {name!r}: there is no folder {folder}; names are the folders in {storage}")
+    if not is_path:
+        rule = f"leads out of the storage folder {storage}; if you trust what is there, name it by its path"
+        require(is_inside(folder, storage), "name", name, rule)
+    for link in links_out_of(folder):
+        raise LogError(f"{link} is a link that leads out of {folder}, to {os.path.realpath(link)}: remove it")
+    return folder
 
 
 def _num_gpus(spec: RunSpec) -> float:
@@ -360,14 +388,3 @@ def _parent(
         finally:
             with needing_room(folder):
                 log.close()
-
-
-def _point_to(folder: Path, where: Where) -> None:
-    """Says where everything is and how to look at it."""
-    own = Where()
-    storage = "" if where.storage_path == own.storage_path else f" --storage-path {where.storage_path}"
-    uri = tracking_uri_of(where.storage_path, where.tracking_uri)
-    shown = uri if "@" not in uri else "the tracking server"
-    tracking = "" if where.tracking_uri is None or "@" in uri else f" --tracking-uri {uri}"
-    out.print(f"files: {folder}\nrecorded in: {shown}", soft_wrap=True)
-    out.print(f"look: triaccel ui{storage}{tracking}    again: triaccel report {folder.name}{storage}", soft_wrap=True)

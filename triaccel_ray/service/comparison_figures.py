@@ -23,6 +23,7 @@ from triaccel_ray.service.figure_style import (
     SKY,
     new_figure,
     panel,
+    save,
 )
 
 _LOOKS: Final[dict[str, tuple[str, str]]] = {
@@ -43,13 +44,12 @@ def save_comparison_figures(results: Sequence[MethodResults], folder: Path, *, a
     drawn = [each for each in results if each.num_runs]
     if not drawn:
         return []
-    folder.mkdir(parents=True, exist_ok=True)
     pictures = {
         "accuracy_against_cost": accuracy_against_cost(drawn, about=about),
         "score": score_bars(drawn, about=about),
     }
     for name, figure in pictures.items():
-        figure.savefig(folder / f"{name}.png")
+        save(figure, folder / f"{name}.png")
     return [folder / f"{name}.png" for name in pictures]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -22,9 +23,21 @@ from triaccel_ray.service.shipment import EVENTS
 from triaccel_ray.service.tables import Grid
 from triaccel_ray.service.units import format_bytes
 
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+_COMMANDS = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
+"""What a terminal takes for orders rather than text, colours left out."""
+
+
+class SafeConsole(Console):
+    """Shows names and messages as they are: nothing in them is markup, nor an order to the terminal."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Returns the text, with a replacement character in place of each order."""
+        return super().render_str(_COMMANDS.sub("\ufffd", text), **options)
+
+
+out = SafeConsole(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 200)
 """Results: standard output."""
-err = Console(highlight=False, stderr=True)
+err = SafeConsole(highlight=False, markup=False, emoji=False, stderr=True)
 """Progress and messages: standard error, so that results can be piped."""
 
 
@@ -170,11 +183,16 @@ class TrialProgress(Progress):
 
 
 def rich_table(grid: Grid, *, title: str = "") -> Table:
-    """Returns the grid for the terminal."""
-    table = _plain_table(*grid.header)
-    table.title, table.caption = title or None, grid.note or None
-    for row in grid.rows:
-        table.add_row(*row)
+    """Returns the grid for the terminal; what is too wide for it loses whole columns, not the ends of words."""
+    for num_left_out in range(len(grid.spare) + 1):
+        left_out = grid.spare[:num_left_out]
+        table = _plain_table(*(name for name in grid.header if name not in left_out))
+        for row in grid.rows:
+            table.add_row(*(cell for name, cell in zip(grid.header, row, strict=True) if name not in left_out))
+        if out.measure(table).maximum <= out.width:
+            break
+    notes = [grid.note, f"left out for want of width: {', '.join(left_out)}; the page has them" if left_out else ""]
+    table.title, table.caption = title or None, "\n".join(filter(None, notes)) or None
     return table
 
 

@@ -5,9 +5,15 @@ Matplotlib's object interface alone is used: no pyplot and no global state, so t
 
 from __future__ import annotations
 
+import os
+import threading
+from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -22,6 +28,9 @@ ORANGE: Final = "#D98200"
 RED: Final = "#C8442B"
 """After Okabe and Ito (2008); navy, sky and amber also differ in lightness."""
 
+DEPTH: Final = ListedColormap(colormaps["viridis"](np.linspace(0.0, 0.88, 256)))
+"""Viridis without the yellow that is lost on white."""
+
 DPI: Final = 120
 DASHED: Final = (0, (5, 3))
 SHORTEST_WORD: Final = 6
@@ -32,6 +41,14 @@ def new_figure(width: float, height: float) -> Figure:
     """Returns an empty white figure of that many inches, laid out so that nothing overlaps."""
     layout = ConstrainedLayoutEngine(w_pad=0.10, h_pad=0.08)
     return Figure(figsize=(width, height), dpi=DPI, facecolor="white", layout=layout)
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Writes the picture as PNG and returns its path; nobody ever reads half of it, and a link there is replaced."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.parent.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+    figure.savefig(partial, format="png")
+    return partial.replace(path)
 
 
 def panel(axes: Axes, title: str, subtitle: str = "", *, x_label: str = "", y_label: str = "") -> None:

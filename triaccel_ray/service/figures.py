@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
@@ -17,13 +16,14 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, MultipleLocator, NullFormatter
 
 from triaccel_ray.config import BatchConfig, CurvatureConfig
-from triaccel_ray.events import Epoch, Event, Start, Tick
+from triaccel_ray.events import Epoch, Event, Start, Tick, read_events
 from triaccel_ray.plan import FaultKind, Precision
 from triaccel_ray.score import BYTES_PER_GB
 from triaccel_ray.service.figure_style import (
     AMBER,
     BLUE,
     DASHED,
+    DEPTH,
     GREY,
     INK,
     NAVY,
@@ -34,6 +34,7 @@ from triaccel_ray.service.figure_style import (
     mark_level,
     new_figure,
     panel,
+    save,
     say,
     shorten,
 )
@@ -41,11 +42,11 @@ from triaccel_ray.service.figure_style import (
 PRECISION_COLOURS = {Precision.FP16: AMBER, Precision.BF16: SKY, Precision.FP32: NAVY}
 """Darker as precision rises."""
 
+PICTURES = ("precision", "batch_and_memory", "curvature_and_lr", "learning_curve")
+"""What there is of a run, in the order in which it is looked at."""
+
 MOST_ROW_LABELS = 32
 """Layers named one by one; of more, every second, third, ... is named."""
-
-_DEPTH = ListedColormap(colormaps["viridis"](np.linspace(0.0, 0.88, 256)))
-"""Viridis without the yellow that is lost on white."""
 
 
 def save_run_figures(events: Iterable[Event], folder: Path) -> list[Path]:
@@ -68,11 +69,18 @@ def save_run_figures(events: Iterable[Event], folder: Path) -> list[Path]:
         pictures["curvature_and_lr"] = partial(curvature_and_lr, ticks, start.control.curvature, about=about)
     if epochs:
         pictures["learning_curve"] = partial(learning_curve, epochs, about=about)
-    folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.png" for name in pictures]
     for path, draw in zip(paths, pictures.values(), strict=True):
-        draw().savefig(path)
+        save(draw(), path)
     return paths
+
+
+def run_figures(log: Path, folder: Path) -> list[Path]:
+    """Returns the paths of a run's pictures in `folder`, drawn again only where the event log is newer."""
+    drawn = sorted(folder.glob("*.png"), key=lambda path: PICTURES.index(path.stem) if path.stem in PICTURES else 99)
+    if drawn and min(path.stat().st_mtime for path in drawn) >= log.stat().st_mtime:
+        return drawn
+    return save_run_figures(read_events(log), folder)
 
 
 def precision_heatmap(ticks: Sequence[Tick], *, about: str = "") -> Figure:
@@ -177,7 +185,7 @@ def curvature_and_lr(ticks: Sequence[Tick], curvature: CurvatureConfig, *, about
     width = 1.8 if len(names) <= 8 else 1.1
     marker: dict[str, Any] = {"marker": "o", "markersize": 2.0 * width} if len(measured) <= 30 else {}
     for row, name in enumerate(names):
-        line: dict[str, Any] = {"color": _DEPTH(depth(row)), "linewidth": width}
+        line: dict[str, Any] = {"color": DEPTH(depth(row)), "linewidth": width}
         upper.plot(steps, np.where(drawn[row], largest[row], np.nan), **line, **marker)
         scales = [tick.observation.plan.lr_scale.get(name, 1.0) for tick in ticks]
         lower.stairs(scales, edges, baseline=None, **line)
@@ -257,7 +265,7 @@ def _mark_faults(axes: Axes, ticks: Sequence[Tick]) -> None:
 
 
 def _depth_bar(figure: Figure, panels: list[Axes], names: Sequence[str], depth: Normalize) -> None:
-    bar = figure.colorbar(ScalarMappable(depth, _DEPTH), ax=panels, pad=0.02, fraction=0.03, aspect=40)
+    bar = figure.colorbar(ScalarMappable(depth, DEPTH), ax=panels, pad=0.02, fraction=0.03, aspect=40)
     rows = sorted({round(place * (len(names) - 1)) for place in (0.0, 0.25, 0.5, 0.75, 1.0)})
     bar.set_ticks(rows, labels=[shorten(names[row], 18) for row in rows], fontsize=8.5, color=INK)
     bar.ax.invert_yaxis()

@@ -16,7 +16,7 @@ def submit(words: Sequence[str], *, name: str | None, address: str | None) -> in
     work = submission(words, name=name, folder=Path.cwd())
     JobApi(address).submit(work)
     for note in work.notes:
-        err.print(note, markup=False, soft_wrap=True)
+        err.print(note, soft_wrap=True)
     out.print(f"submitted: {work.id}", soft_wrap=True)
     to = _to(address)
     out.print(f"look: triaccel logs {work.id} --follow{to}    stop: triaccel stop {work.id}{to}", soft_wrap=True)
@@ -46,7 +46,7 @@ def show_logs(job: str, *, follow: bool, address: str | None) -> int:
         err.print(f"no longer following; {job} goes on, `triaccel stop {job}{_to(address)}` stops it")
         return 130
     ended = api.find(job)
-    err.print(f"{job}: {ended.status}", markup=False, soft_wrap=True)
+    err.print(f"{job}: {ended.status}", soft_wrap=True)
     return 0 if ended.status == "SUCCEEDED" else 1
 
 
@@ -56,15 +56,15 @@ def stop(job: str, *, address: str | None) -> int:
     if not stopped.ended:
         err.print(f"{job} was told to stop, and has not in {STOP_TIMEOUT_S:.0f} s; see `triaccel jobs`", style="red")
         return 1
-    out.print(f"{job}: {stopped.status}", markup=False, soft_wrap=True)
+    out.print(f"{job}: {stopped.status}", soft_wrap=True)
     if stopped.status == "STOPPED" and stopped.resume is not None:
         _point_to_resuming(stopped.resume, address)
     return 0
 
 
 def _point_to_resuming(resume: str, address: str | None) -> None:
-    out.print(f"go on, on the cluster: triaccel submit{_to(address)} -- {resume}", markup=False, soft_wrap=True)
-    out.print(f"go on, on this machine: triaccel {resume}", markup=False, soft_wrap=True)
+    out.print(f"go on, on the cluster: triaccel submit{_to(address)} -- {resume}", soft_wrap=True)
+    out.print(f"go on, on this machine: triaccel {resume}", soft_wrap=True)
 
 
 def _to(address: str | None) -> str:
@@ -72,4 +72,4 @@ def _to(address: str | None) -> str:
 
 
 def _show(text: str) -> None:
-    out.print(text, end="", markup=False, emoji=False, soft_wrap=True)
+    out.print(text, end="", soft_wrap=True)

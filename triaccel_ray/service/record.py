@@ -97,7 +97,7 @@ def read_spec(folder: Path) -> RunSpec:
     path = folder / SPEC
     try:
         return decode(RunSpec, json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LogError(
             f"{path} cannot be read ({error}): the run cannot be continued or reported without it"
         ) from error

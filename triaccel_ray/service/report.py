@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from triaccel_ray.service.worker import write_atomically
+
 REPORT: Final = "report.html"
 
 _STYLE: Final = """
@@ -19,9 +21,15 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #8884; white-space: nowrap; }
 th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
 .wide { overflow-x: auto; }
-pre { background: #8882; padding: .8rem; white-space: pre-wrap; }
-img { max-width: 100%; background: white; border-radius: 4px; }
+pre { background: #8882; padding: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+img { max-width: 100%; min-width: 36rem; background: white; border-radius: 4px; }
+summary { cursor: pointer; padding: .3rem 0; } details { border-bottom: 1px solid #8884; }
 """
+
+
+_POLICY: Final = (
+    "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,21 +42,28 @@ class Section:
     rows: Sequence[Sequence[str]] = ()
     command: str = ""
     pictures: Sequence[Path] = ()
+    folded: bool = False
+    """Whether a reader opens it by its title: what there is much of."""
 
 
 def write_page(path: Path, title: str, sections: Sequence[Section]) -> Path:
-    """Writes the page to `path` and returns it; pictures are embedded, so the file can be sent to anybody."""
+    """Writes the page to `path` and returns it; pictures are embedded, so the file can be sent to anybody.
+
+    The page forbids itself to load or run anything, whatever names and messages it shows.
+    """
     body = "\n".join(_section(section) for section in sections)
     page = (
-        f"<!doctype html>\n<html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>\n"
+        f"<!doctype html>\n<html lang=en><meta charset=utf-8>\n{_POLICY}\n"
+        f"<meta name=viewport content='width=device-width'>\n"
         f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n<h1>{html.escape(title)}</h1>\n{body}\n</html>\n"
     )
-    path.write_text(page)
+    write_atomically(path, page)
     return path
 
 
 def _section(section: Section) -> str:
-    parts = [f"<h2>{html.escape(section.title)}</h2>"]
+    title = html.escape(section.title)
+    parts = [f"<details><summary>{title}</summary>" if section.folded else f"<h2>{title}</h2>"]
     if section.text:
         parts.append(f"<p>{html.escape(section.text)}</p>")
     if section.rows:
@@ -57,7 +72,10 @@ def _section(section: Section) -> str:
         parts.append(f"<pre>{html.escape(section.command)}</pre>")
     for picture in section.pictures:
         data = base64.b64encode(picture.read_bytes()).decode()
-        parts.append(f"<p><img alt='{html.escape(picture.stem)}' src='data:image/png;base64,{data}'></p>")
+        name = html.escape(picture.stem)
+        parts.append(f"<p class=wide><img alt='{name}' src='data:image/png;base64,{data}'></p>")
+    if section.folded:
+        parts.append("</details>")
     return "\n".join(parts)
 
 

@@ -19,6 +19,7 @@ from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.worker import Status
 
 STATUS_INTERVAL_S = 0.5
+STOP_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ def run_all(
     """Returns the results of every run, or the exception that ended it, by name.
 
     Each run has the folder `root / name`, and its samples from `shared` where given. As many train at once as the
-    cluster has room for.
+    cluster has room for. Ctrl-C ends the logs of those under way.
     """
     drives = {
         name: _Drive(
@@ -58,6 +59,20 @@ def run_all(
         )
         for name, spec in specs.items()
     }
+    try:
+        return _drive_all(drives, on_glance)
+    except KeyboardInterrupt:
+        stopping = [reference for drive in drives.values() if (reference := drive.stop()) is not None]
+        if stopping:
+            ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT_S)
+        raise
+    finally:
+        for drive in drives.values():
+            drive.close()
+
+
+def _drive_all(drives: dict[str, _Drive], on_glance: OnGlance) -> dict[str, Mapping[str, float] | Exception]:
+    """Returns all outcomes; `drives` keeps those under way."""
     outcomes: dict[str, Mapping[str, float] | Exception] = {}
     while drives:
         pending = {drive.pending: name for name, drive in drives.items()}
@@ -131,6 +146,11 @@ class _Drive:
         except Exception:  # the run's own call reports what is wrong
             return None
         return None if status is None else Glance(name=self._name, status=status)
+
+    def stop(self) -> Any:
+        """Begins to end the run's log, and returns what to wait for; None where the run has not begun."""
+        reference = self._actor.stop.remote()
+        return None if self._epochs_done is None else reference
 
     def close(self) -> None:
         """Ends the actor, and with it the device's memory."""

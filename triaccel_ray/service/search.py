@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -146,6 +150,7 @@ def tune_trials(
 
     Raises:
         DiskFullError: a trial found no room for its files; the others were stopped.
+        KeyboardInterrupt: the user broke the trials off; they have ended their logs.
     """
     folder = folder.absolute()
     context = TrialContext(
@@ -162,7 +167,8 @@ def tune_trials(
     with warnings.catch_warnings(), TemporaryDirectory(prefix="triaccel-tune-", ignore_cleanup_errors=True) as own:
         warnings.simplefilter("ignore")  # Tune and Optuna announce their own deprecations to whoever uses them
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        results = _tuner(spec, trainable, folder, Path(own)).fit()
+        with _interruptible():
+            results = _tuner(spec, trainable, folder, Path(own)).fit()
     for result in (results[index] for index in range(len(results))):
         if result.metrics and result.metrics.get("unfinished") == "disk_full":
             raise DiskFullError(result.metrics["message"])
@@ -284,6 +290,27 @@ def _sampler(spec: SearchSpec, number: int) -> optuna.samplers.BaseSampler:
     )
 
 
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Makes Ctrl-C an exception again, after Tune has ended the trials in good order.
+
+    Tune puts a handler of its own in place, which returns from `fit` as if all trials had been run, and takes it away
+    when it has caught the signal, and only then.
+    """
+    elsewhere = threading.current_thread() is not threading.main_thread()
+    if elsewhere or os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0") != "0":  # there Tune leaves the handler alone
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+        caught = signal.getsignal(signal.SIGINT) is before
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if caught:
+        raise KeyboardInterrupt
+
+
 def _finished(folder: Path) -> RunRecord | None:
     run = _readable(folder)
     return run if run is not None and run.status == "finished" else None
@@ -302,5 +329,5 @@ def read_value(cls: type[T], path: Path) -> T:
     """
     try:
         return decode(cls, json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LogError(f"{path} cannot be read ({error}): restore it, or begin a new search") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -55,6 +56,16 @@ def checked_name(name: str) -> str:
     return name
 
 
+def is_inside(path: Path, folder: Path) -> bool:
+    """Returns whether `path` lies in `folder`, all links followed."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
+def links_out_of(folder: Path) -> Iterator[Path]:
+    """Yields the links in `folder` through which something outside it would be read, written or sent away."""
+    yield from (path for path in folder.rglob("*") if path.is_symlink() and not is_inside(path, folder))
+
+
 @contextlib.contextmanager
 def recording(tracker: Tracker, root: Path, *, experiment: str, parent: Parent | None = None) -> Iterator[None]:
     """Ships the logs below `root` to the tracking store meanwhile, and whatever is left of them at the end.
@@ -73,6 +84,8 @@ def recording(tracker: Tracker, root: Path, *, experiment: str, parent: Parent |
         shipper.stop()
         if not shipper.flush(timeout_s):
             err.print(
-                f"[yellow]not everything is recorded in {tracker.display_uri}[/yellow]: {shipper.last_error}\n"
-                f"Nothing is lost: `triaccel resume {root.name}` records the rest once the store answers."
+                f"not everything is recorded in {tracker.display_uri}: {shipper.last_error}\n"
+                f"Nothing is lost: `triaccel resume {root.name}` records the rest once the store answers.",
+                style="yellow",
+                soft_wrap=True,
             )

@@ -13,9 +13,9 @@ from typing import Any
 
 from filelock import FileLock
 
-from triaccel_ray.events import End, Event, Interruption, LogError, Start, parse_event, read_events
+from triaccel_ray.events import End, Event, Interruption, LogError, Start, parse_event
 from triaccel_ray.jsonable import decode, encode
-from triaccel_ray.service.figures import save_run_figures
+from triaccel_ray.service.figures import run_figures
 from triaccel_ray.service.log_tail import LogTail
 from triaccel_ray.service.metrics import metrics_of, params_of, step_of, tags_of
 from triaccel_ray.service.tracking import Tracker
@@ -245,12 +245,8 @@ class Shipment:
         self._save(end_ms=event.time_ms)
 
     def _draw(self) -> None:
-        log, folder = self.folder / EVENTS, self.folder / FIGURES
-        drawn = [path.stat().st_mtime for path in folder.glob("*.png")]
-        if drawn and min(drawn) >= log.stat().st_mtime:
-            return
         try:
-            save_run_figures(read_events(log), folder)
+            run_figures(self.folder / EVENTS, self.folder / FIGURES)
         except Exception as error:  # whatever a picture fails at, the run has ended and is to be closed
             _logger.warning("%s: no pictures: %s", self.folder, error)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from triaccel_ray.service.dimensions import Dimension, dimensions
 from triaccel_ray.service.notes import sharing_note
 from triaccel_ray.service.objective import Figures, Objective
 from triaccel_ray.service.record import RunRecord
@@ -20,6 +21,8 @@ class Grid:
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
+    spare: Sequence[str] = ()
+    """Columns that a narrow terminal goes without, in this order."""
 
     def markdown(self) -> str:
         """Returns the table in Markdown."""
@@ -31,9 +34,12 @@ class Grid:
 def search_grid(record: SearchRecord) -> Grid:
     """Returns baselines and trials with thresholds and figures, best first."""
     objective = record.prepared.objective if record.prepared else Objective(name=record.spec.objective)
-    rows = [_search_row(name.upper(), run, objective) for name, run in record.baselines.items() if name != "probe"]
-    rows += [_search_row(run.name, run, objective) for _, run in ranked(record)]
-    rows += [[run.name, run.status, *[""] * 9] for run in record.trials if run.figures is None]
+    scales = dimensions(record.spec.optional)
+    baselines = [(name.upper(), run) for name, run in record.baselines.items() if name != "probe"]
+    trials = [(run.name, run) for _, run in ranked(record)]
+    rows = [_search_row(label, run, objective, scales) for label, run in (*baselines, *trials)]
+    num_empty = len(scales) + 1 + len(FIGURE_COLUMNS)
+    rows += [[run.name, run.status, *[""] * num_empty] for run in record.trials if run.figures is None]
     note = ""
     if objective.reference:
         floor = objective.reference[-1] - objective.margin
@@ -41,8 +47,14 @@ def search_grid(record: SearchRecord) -> Grid:
             f"maximised: {objective.name}, among trials of at least {floor:.2f} % (AMP {objective.reference[-1]:.2f} % "
             f"less {objective.margin:g} points); * below that at its last epoch"
         )
-    header = ("run", "status", "tau_low", "tau_high", "rho_low", "rho_high", "epochs", *FIGURE_COLUMNS)
-    return Grid(header=header, rows=rows, note="; ".join(filter(None, (note, sharing_note(record.spec.base)))))
+    names = tuple(scale.name for scale in scales)
+    header = ("run", "status", *names, "epochs", *FIGURE_COLUMNS)
+    return Grid(
+        header=header,
+        rows=rows,
+        note="; ".join(filter(None, (note, sharing_note(record.spec.base)))),
+        spare=("peak GB", "status", *names[::-1]),
+    )
 
 
 def run_grid(run: RunRecord) -> Grid:
@@ -77,12 +89,10 @@ def result_grid(results: Mapping[str, float]) -> Grid:
     return Grid(header=list(names.values()), rows=[[f"{results[name]:.4g}" for name in names]])
 
 
-def _search_row(label: str, run: RunRecord, objective: Objective) -> list[str]:
+def _search_row(label: str, run: RunRecord, objective: Objective, scales: Sequence[Dimension]) -> list[str]:
     control, epochs = run.spec.control, run.epochs
-    thresholds = [""] * 4
-    if run.spec.method == "triaccel":
-        thresholds = [f"{control.precision.tau_low:.2e}", f"{control.precision.tau_high:.2e}"]
-        thresholds += [f"{control.batch.rho_low:.3f}", f"{control.batch.rho_high:.3f}"]
+    searched = run.spec.method == "triaccel"
+    thresholds = [scale.text(scale.value(control)) if searched else "" for scale in scales]
     num_epochs = epochs[-1].epoch if epochs else 0
     cells = [""] * 4
     if run.figures is not None:

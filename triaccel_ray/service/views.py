@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from triaccel_ray.events import read_events
 from triaccel_ray.service.console import out, rich_table
-from triaccel_ray.service.figures import save_run_figures
+from triaccel_ray.service.figure_style import save
+from triaccel_ray.service.figures import run_figures
+from triaccel_ray.service.importance import importance
 from triaccel_ray.service.notes import run_notes, sharing_note
 from triaccel_ray.service.pareto import Outcome, pareto_front
 from triaccel_ray.service.record import RunRecord
 from triaccel_ray.service.report import REPORT, Section, write_page
-from triaccel_ray.service.search import SearchRecord, best_trial
+from triaccel_ray.service.search import SearchRecord, best_trial, ranked
+from triaccel_ray.service.search_figures import coordinates, importance_bars, parallel_coordinates
 from triaccel_ray.service.shipment import FIGURES
 from triaccel_ray.service.spec import METHODS
 from triaccel_ray.service.tables import result_grid, run_grid, search_grid
 from triaccel_ray.service.translation import command_of
 from triaccel_ray.service.worker import EVENTS
-
-DPI = 120
 
 
 def view_run(run: RunRecord) -> None:
@@ -33,29 +33,26 @@ def view_run(run: RunRecord) -> None:
     notes = "\n".join(run_notes(run))
     if notes:
         out.print(f"\n{notes}")
-    pictures = save_run_figures(read_events(run.folder / EVENTS), run.folder / FIGURES)
+    pictures = run_figures(run.folder / EVENTS, run.folder / FIGURES)
     sections.append(Section(title="What the loop did", text=notes, pictures=pictures))
     _announce(write_page(run.folder / REPORT, f"{run.name}: {run.spec.task}", sections))
 
 
 def view_search(record: SearchRecord) -> None:
-    """Shows a search's trials and the best thresholds, and writes its Pareto front and page."""
+    """Shows a search's trials and the best thresholds, and writes its pictures and page."""
     grid, spec = search_grid(record), record.spec
     done = sum(run.status in ("finished", "stopped") for run in record.trials)
     out.print(rich_table(grid, title=f"{record.folder.name}: {spec.base.task}, {done} trials"))
-    sections = [Section(title="Trials, best first", header=grid.header, rows=grid.rows, text=grid.note)]
     best = best_trial(record)
     if best is None:
         text = "no trial that ran to its end is within the margin: allow more trials, epochs or --margin"
         out.print(f"\n{text}")
-        sections.insert(0, Section(title="Best thresholds", text=text))
+        sections = [Section(title="Best thresholds", text=text)]
     else:
         command = command_of(best.spec)
         out.print(f"\nbest thresholds ({best.name}); to train with them:")
         out.print(command, soft_wrap=True)
-        sections.insert(0, Section(title=f"Best thresholds: {best.name}", command=command))
-        pictures = save_run_figures(read_events(best.folder / EVENTS), best.folder / FIGURES)
-        sections.append(Section(title=f"What the loop did in {best.name}", pictures=pictures))
+        sections = [Section(title=f"Best thresholds: {best.name}", command=command)]
     interrupted = "\n".join(
         f"{run.name} was interrupted ({each.cause}): {each.message}"
         for run in (*record.baselines.values(), *record.trials)
@@ -66,8 +63,42 @@ def view_search(record: SearchRecord) -> None:
         sections.append(Section(title="Interruptions", text=interrupted))
     picture = save_pareto_front(record)
     if picture is not None:
-        sections.insert(1, Section(title="Accuracy against time and memory", pictures=[picture]))
+        sections.append(Section(title="Accuracy against time and memory", pictures=[picture]))
+    sections.append(Section(title="Trials, best first", header=grid.header, rows=grid.rows, text=grid.note))
+    sections += _threshold_sections(record, best)
+    sections += _timelines(record)
     _announce(write_page(record.folder / REPORT, f"{record.folder.name}: {spec.base.task}", sections))
+
+
+def _threshold_sections(record: SearchRecord, best: RunRecord | None) -> list[Section]:
+    """Returns where the trials lie among the thresholds, and which of these mattered."""
+    about, folder = record.folder.name, record.folder / FIGURES
+    scales, lines = coordinates(record, best)
+    if not lines:
+        return []
+    picture = save(parallel_coordinates(scales, lines, about=about), folder / "parallel_coordinates.png")
+    found = importance(record)
+    bars = [save(importance_bars(found.shares, about=about), folder / "importance.png")] if found.shares else []
+    return [
+        Section(title="Trials across thresholds", pictures=[picture]),
+        Section(title="Importance of each threshold", text=found.sentence, pictures=bars),
+    ]
+
+
+def _timelines(record: SearchRecord) -> list[Section]:
+    """Returns a folded section for each trial that has a picture to show, best first."""
+    order = [run for _, run in ranked(record)]
+    order += [run for run in record.trials if run.figures is None]
+    sections = []
+    for run in order:
+        pictures = run_figures(run.folder / EVENTS, run.folder / FIGURES)
+        figures = run.figures
+        result = "" if figures is None else f", {figures.accuracy:.2f} %, score {figures.score:.2f}"
+        title = f"{run.name}: {run.status} after {len(run.epochs)} epochs{result}"
+        notes = "\n".join(run_notes(run))
+        sections.append(Section(title=title, text=notes, pictures=pictures, folded=True))
+    text = "Precision of each layer, batch size, memory and learning rates over the steps; open a trial by its name."
+    return [Section(title="What the loop did in each trial", text=text), *sections] if sections else []
 
 
 def save_pareto_front(record: SearchRecord) -> Path | None:
@@ -93,11 +124,9 @@ def save_pareto_front(record: SearchRecord) -> Path | None:
     if not outcomes:
         return None
     floor = objective.reference[-1] - objective.margin if objective and objective.reference else None
-    path = record.folder / FIGURES / "pareto.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
     about = "; ".join(filter(None, (record.folder.name, sharing_note(record.spec.base))))
-    pareto_front(outcomes, accuracy_floor=floor, about=about).savefig(path, dpi=DPI)
-    return path
+    front = pareto_front(outcomes, accuracy_floor=floor, about=about)
+    return save(front, record.folder / FIGURES / "pareto.png")
 
 
 def _announce(page: Path) -> None:

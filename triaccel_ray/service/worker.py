@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import threading
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
@@ -79,6 +80,7 @@ class Worker:
         self._held_out = self._splits.held_out.to(self.device)  # once, not at every evaluation
         self.loop = self._build_loop()
         self._log: EventLog | None = None
+        self._writing = threading.Lock()
         self._epoch_seconds: deque[float] = deque(maxlen=TIMED_EPOCHS)
         self.last: Epoch | None = None
         """The last epoch's record."""
@@ -224,7 +226,7 @@ class Worker:
         return results
 
     def stop(self) -> None:
-        """Ends the log of a run that is cut short on purpose."""
+        """Ends the log of a run that is cut short on purpose; from another thread too, while it trains."""
         self._append(End(status="stopped"))
 
     def fail(self, error: Exception) -> None:
@@ -382,10 +384,11 @@ class Worker:
             self._log = EventLog(self.folder / EVENTS, keep=keep)
 
     def _append(self, record: Record) -> None:
-        if self._log is not None:
-            with needing_room(self.folder):
-                self._log.append(record)
-            self.ended = isinstance(record, End)
+        with self._writing:
+            if self._log is not None and not self.ended:
+                with needing_room(self.folder):
+                    self._log.append(record)
+                self.ended = isinstance(record, End)
 
 
 def _seed_everything(seed: int) -> None:

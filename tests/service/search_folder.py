@@ -1,0 +1,59 @@
+"""A search's folder as a search leaves it, on a simulated device: baselines, and trials all over the thresholds."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+from tests.service.build import CONTROL, SimulatedRun
+from tests.service.test_record import RUN_SPEC
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.jsonable import encode
+from triaccel_ray.service.objective import Objective
+from triaccel_ray.service.search import BASELINES, PREPARED, SEARCH, TRIALS, Prepared, SearchSpec
+from triaccel_ray.service.spec import RunSpec
+from triaccel_ray.service.worker import SPEC
+
+
+def controls(num_trials: int, seed: int = 0) -> list[ControlConfig]:
+    """As many configurations, all of the four thresholds drawn."""
+    chance = random.Random(seed)
+    drawn = []
+    for _ in range(num_trials):
+        low, high = 10.0 ** chance.uniform(-7.5, -5.0), chance.uniform(0.4, 0.95)
+        precision = replace(CONTROL.precision, tau_low=low, tau_high=low * 10.0 ** chance.uniform(0.3, 3.0))
+        batch = replace(CONTROL.batch, rho_high=high, rho_low=high * chance.uniform(0.3, 0.9))
+        drawn.append(replace(CONTROL, precision=precision, batch=batch))
+    return drawn
+
+
+def simulated_search(
+    folder: Path, num_trials: int, *, num_epochs: int = 3, task: str = RUN_SPEC.task, has_pictures: bool = False
+) -> Path:
+    """Writes a search of which every third trial was stopped after its first epoch; returns its folder."""
+    base = replace(RUN_SPEC, task=task, recipe=replace(RUN_SPEC.recipe, epochs=num_epochs))
+    runs = {f"{BASELINES}/{method}": replace(base, method=method, control=CONTROL) for method in ("fp32", "amp")}
+    for index, control in enumerate(controls(num_trials)):
+        runs[f"{TRIALS}/trial{index:02}"] = replace(base, method="triaccel", control=control)
+    for index, (name, spec) in enumerate(runs.items()):
+        _write_run(folder / name, spec, index, has_pictures=has_pictures)
+    reference = tuple(60.0 for _ in range(num_epochs))
+    prepared = Prepared(objective=Objective(reference=reference), calibration=None, headroom_bytes=None)
+    (folder / SEARCH).write_text(json.dumps(encode(SearchSpec(base=base, num_trials=num_trials))))
+    (folder / PREPARED).write_text(json.dumps(encode(prepared)))
+    parent = SimulatedRun(folder, has_pictures=has_pictures)
+    parent.start()
+    parent.end()
+    return folder
+
+
+def _write_run(folder: Path, spec: RunSpec, index: int, *, has_pictures: bool) -> None:
+    run = SimulatedRun(folder, control=spec.control, seed=index, has_pictures=has_pictures)
+    run.info = {**run.info, "task": spec.task, "method": spec.method}
+    run.start()
+    stopped = spec.method == "triaccel" and index % 3 == 0
+    run.train(1 if stopped else spec.recipe.epochs)
+    run.end("stopped" if stopped else "finished")
+    (folder / SPEC).write_text(json.dumps(encode(spec)))

@@ -1,0 +1,108 @@
+"""Ctrl-C, as a terminal sends it: to the whole process group of a search that runs in a terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.service.stores import runs
+from triaccel_ray.service.search import read_search
+from triaccel_ray.service.tracking import Tracker
+from triaccel_ray.service.worker import EVENTS
+
+DEADLINE_S = 240.0
+"""Of every wait; an idle machine needs a tenth."""
+
+
+class Terminal:
+    """A command of 100 columns by 30 lines in a session of its own."""
+
+    def __init__(self, *words: str) -> None:
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+        command = [sys.executable, "-m", "triaccel_ray.service", *words]
+        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        os.close(slave)
+        self._written = bytearray()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                self._written += os.read(self._master, 65536)
+            except OSError:  # nobody has the other end open any more
+                return
+
+    @property
+    def shown(self) -> str:
+        """Everything that was ever on the screen, without colours."""
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._written.decode(errors="replace"))
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert self.process.poll() is None, self.shown
+            assert time.monotonic() < deadline, self.shown
+            time.sleep(0.1)
+
+    def press_ctrl_c(self) -> int:
+        """Sends SIGINT to the group, waits for the end of every process of it, and returns the exit status."""
+        processes = psutil.Process(self.process.pid).children(recursive=True)
+        os.killpg(self.process.pid, signal.SIGINT)
+        status = self.process.wait(DEADLINE_S)
+        _, alive = psutil.wait_procs(processes, timeout=30.0)
+        assert alive == []
+        self._reader.join(10.0)
+        os.close(self._master)
+        return status
+
+
+@pytest.mark.timeout(900)
+def test_ctrl_c_ends_everything_and_says_how_to_go_on(tmp_path: Path) -> None:
+    where = ("--storage-path", str(tmp_path / "storage"))
+    folder = tmp_path / "storage" / "hunt"
+    tracker = Tracker(f"sqlite:///{tmp_path / 'storage' / 'mlflow.db'}", tmp_path / "storage" / "artifacts")
+
+    def begun(pattern: str) -> bool:
+        return any(b'"kind":"epoch"' in path.read_bytes() for path in folder.glob(f"{pattern}/{EVENTS}"))
+
+    words = ("search", "digits", "--name", "hunt", "--trials", "3", "--epochs", "8", "--device", "cpu", *where)
+    first = Terminal(*words)
+    first.wait_until(lambda: begun("baselines/*"))
+    assert first.press_ctrl_c() == 130
+    assert "baselines and probe" in first.shown
+    way_on = shlex.join(["triaccel", "resume", "hunt", *where])
+    assert way_on in first.shown.replace("\r\n", "\n")
+    statuses = {run.name: run.status for run in runs(tracker, "triaccel-searches")}
+    assert statuses["hunt"] == "KILLED"
+    assert set(statuses.values()) <= {"KILLED", "FINISHED"}
+
+    second = Terminal(*shlex.split(way_on)[1:])
+    second.wait_until(lambda: begun("trials/*") and "of 3 trials done" in second.shown)
+    assert second.press_ctrl_c() == 130
+    assert way_on in second.shown
+    assert "best thresholds" not in second.shown
+    record = read_search(folder)
+    assert {run.status for run in record.baselines.values()} == {"finished"}
+    assert {run.status for run in record.trials} <= {"stopped", "finished"}
+    recorded = {run.name: run.status for run in runs(tracker, "triaccel-searches")}
+    assert recorded["hunt"] == "KILLED"
+    assert {recorded[name] for name in ("fp32", "amp", "probe")} == {"FINISHED"}
+    assert set(recorded.values()) <= {"KILLED", "FINISHED"}
+    assert set(recorded) == {"hunt", "fp32", "amp", "probe", *(run.name for run in record.trials)}

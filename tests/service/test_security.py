@@ -1,0 +1,246 @@
+"""What a stranger's files, a user's names and a machine's secrets must not lead to."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from io import StringIO
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.service.build import SimulatedRun
+from tests.service.search_folder import simulated_search
+from tests.service.stores import Server
+from tests.service.test_record import RUN_SPEC
+from tests.service.test_report import Tags
+from triaccel_ray.jsonable import encode
+from triaccel_ray.service.cli import main
+from triaccel_ray.service.cluster import is_loopback
+from triaccel_ray.service.console import SafeConsole
+from triaccel_ray.service.report import REPORT
+from triaccel_ray.service.search import SEARCH
+from triaccel_ray.service.translation import command_of
+from triaccel_ray.service.worker import SPEC
+
+SECRETS = {
+    "MLFLOW_TRACKING_PASSWORD": "word-of-the-environment-4711",
+    "RAY_AUTH_TOKEN": "7" * 40 + "c1u573r",
+    "AWS_SECRET_ACCESS_KEY": "key-of-the-store-4713",
+}
+IN_THE_URI = "word-of-the-uri-4714"
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Path:
+    """A storage folder with one run, and a run outside it."""
+    for folder in (tmp_path / "storage" / "run1", tmp_path / "outside"):
+        SimulatedRun(folder).complete(epochs=1)
+        (folder / SPEC).write_text(json.dumps(encode(RUN_SPEC)))
+    return tmp_path / "storage"
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a command says that ends as bad input."""
+    with pytest.raises(SystemExit) as ended:
+        main([*words])
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert "Traceback" not in said.err
+    return " ".join(said.err.split())
+
+
+NAMES = {
+    "up": "../outside",
+    "up twice": "run1/../../outside",
+    "missing": "../nobody",
+    "null": "run1\0",
+    "null in a path": "run1/\0",
+    "fraction slash": "..\u2044outside",
+    "division slash": "..\u2215outside",
+    "full-width slash": "..\uff0foutside",
+    "full-width dots": "\uff0e\uff0e",
+    "backslash": "..\\outside",
+    "long": "a" * 5000,
+    "long path": "a/" * 5000,
+    "newline": "run1\n",
+    "empty": "",
+}
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize("command", ["report", "resume", "replay", "run"])
+def test_names_stay_in_the_storage_folder(
+    storage: Path, capsys: pytest.CaptureFixture[str], command: str, name: str
+) -> None:
+    before = set(storage.parent.rglob("*"))
+    words = ["run", "digits", f"--name={name}"] if command == "run" else [command, "--", name]
+    words[1:1] = ["--storage-path", str(storage)]
+    assert "name" in refused(capsys, *words)
+    assert set(storage.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "experiment", ["a" * 201, "two\nlines", "nul\0", "\x1b[2J"], ids=["long", "lines", "nul", "escape"]
+)
+def test_experiments_have_printable_names(storage: Path, capsys: pytest.CaptureFixture[str], experiment: str) -> None:
+    said = refused(capsys, "run", "digits", "--storage-path", str(storage), "--experiment", experiment)
+    assert "must name an MLflow experiment in 1 to 200 printable characters" in said
+
+
+def test_a_link_out_of_the_storage_folder_is_not_followed(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (storage / "link").symlink_to(storage.parent / "outside")
+    for command in ("report", "resume", "replay"):
+        said = refused(capsys, command, "link", "--storage-path", str(storage))
+        assert "name = 'link': leads out of the storage folder" in said
+    assert not (storage.parent / "outside" / REPORT).exists()
+
+
+@pytest.mark.parametrize("inside", ["figures", "trials/mine", REPORT])
+def test_a_link_out_of_a_received_folder_is_named(
+    storage: Path, capsys: pytest.CaptureFixture[str], inside: str
+) -> None:
+    (storage / "run1" / "trials").mkdir()
+    shutil.rmtree(storage / "run1" / "figures")
+    (storage / "run1" / inside).symlink_to(storage.parent / "outside")
+    (storage / "run1" / "own").symlink_to(storage / "run1" / SPEC)  # one that stays inside is harmless
+    for name in ("run1", str(storage / "run1")):
+        said = refused(capsys, "report", name, "--storage-path", str(storage))
+        assert f"{inside} is a link that leads out of" in said
+
+
+def test_looking_at_a_folder_runs_no_code_that_it_names(
+    storage: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(storage)
+    (storage / "trap.py").write_text("import pathlib; pathlib.Path('sprung').touch()\n")
+    simulated_search(storage / "received", 1, num_epochs=1, task="trap:Mine", has_pictures=True)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", "received", "--storage-path", str(storage)])
+    assert ended.value.code == 0
+    assert "triaccel run trap:Mine" in capsys.readouterr().out
+    assert not (storage / "sprung").exists()
+
+
+def test_a_command_to_paste_holds_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = replace(
+        RUN_SPEC, task="digits; touch sprung; $(touch sprung) `touch sprung`", data_dir="x' & touch sprung #"
+    )
+    subprocess.run(["sh", "-c", command_of(spec).replace("triaccel", "true", 1)], check=True)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_what_a_folder_says_is_text_on_the_page_and_in_the_terminal(
+    storage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "<img src=x onerror=alert(1)>'\"[/red][link=x]\x1b]0;owned\x07\x1b[2J:bomb:"
+    folder = simulated_search(storage / "received", 1, num_epochs=1, task=evil, has_pictures=True)
+    moved = folder.rename(storage / "<b>[bold]")
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(moved), "--storage-path", str(storage)])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert "\x07" not in said
+    assert "<img src=x onerror=alert(1)>'\"[/red][link=x]\ufffd]0;owned" in said
+    assert "<b>[bold]: " in said
+    tags = Tags((moved / REPORT).read_text())
+    assert {attributes["src"][:22] for tag, attributes in tags.tags if tag == "img" and attributes["src"]} == {
+        "data:image/png;base64,"
+    }
+    assert not any("onerror" in attributes for _, attributes in tags.tags)
+    assert tags.count("b") == 0
+
+
+def test_colours_of_a_log_stay() -> None:
+    written = StringIO()
+    SafeConsole(file=written, markup=False).print("\x1b[31mred\x1b[0m \x1b[2J\x9b2J")
+    assert written.getvalue() == "\x1b[31mred\x1b[0m \ufffd[2J\ufffd2J\n"
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", SPEC, SEARCH])
+def test_nesting_without_end_is_damage(storage: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    (storage / "run1" / name).write_text("[" * 100_000 + "\n")
+    said = refused(capsys, "report", "run1", "--storage-path", str(storage))
+    assert name in said
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True)]
+    + [(host, False) for host in ("0.0.0.0", "::", "", "192.0.2.7", "localhost.example", "example.org")],
+)
+def test_loopback_addresses_are_known(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A run in a process of its own, among secrets."""
+
+    place: Path
+    addresses: frozenset[str]
+    """On which it and its processes listened."""
+    server: Path
+    said: str
+
+
+@pytest.fixture(scope="module")
+def watched(starting_server: Server) -> Iterator[Watched]:
+    """Everything that the run writes lies in two folders: the server's, and one for storage, Ray and messages."""
+    place = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))  # Ray's sockets need a short path
+    (place / "ray").mkdir()
+    starting_server.wait()
+    uri = f"http://somebody:{IN_THE_URI}@127.0.0.1:{starting_server.port}"
+    words = ("--epochs", "1", "--device", "cpu", "--storage-path", str(place / "storage"), "--tracking-uri", uri)
+    user = {"MLFLOW_TRACKING_USERNAME": "somebody", "RAY_TMPDIR": str(place / "ray"), "RAY_AUTH_MODE": "token"}
+    addresses: set[str] = set()
+    with (place / "said.txt").open("wb") as said:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "triaccel_ray.service", "run", "digits", *words],
+            env={**os.environ, **SECRETS, **user},
+            stdout=said,
+            stderr=said,
+        )
+        while run.poll() is None:
+            addresses |= _listening(run.pid)
+            time.sleep(0.2)
+    text = (place / "said.txt").read_text()
+    assert run.returncode == 0, text
+    yield Watched(place=place, addresses=frozenset(addresses), server=starting_server.folder, said=text)
+    shutil.rmtree(place)
+
+
+def _listening(pid: int) -> set[str]:
+    found: set[str] = set()
+    try:
+        own = psutil.Process(pid)
+        for process in (own, *own.children(recursive=True)):
+            connections = process.net_connections("inet")
+            found |= {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+    except psutil.Error:  # ended between two looks
+        pass
+    return found
+
+
+def test_ray_on_this_machine_listens_on_this_machine_alone(watched: Watched) -> None:
+    assert watched.addresses
+    assert {is_loopback(address.removeprefix("::ffff:")) for address in watched.addresses} == {True}
+
+
+def test_no_secret_is_written_anywhere(watched: Watched) -> None:
+    files = [path for top in (watched.place, watched.server) for path in top.rglob("*") if path.is_file()]
+    assert {"server.db", "events.jsonl", "mlflow.json", REPORT, "said.txt"} <= {path.name for path in files}
+    assert any(path.name.startswith("gcs_server") for path in files)
+    for secret in (*SECRETS.values(), IN_THE_URI):
+        assert [str(path) for path in files if secret.encode() in path.read_bytes()] == []
+    assert "http://***@127.0.0.1" in watched.said

@@ -1,0 +1,50 @@
+"""What a command says of how to go on: where everything is, how to look at it, how to resume it."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from triaccel_ray.service.console import err, out
+from triaccel_ray.service.options import Where
+from triaccel_ray.service.session import tracking_uri_of
+from triaccel_ray.service.tracking import Tracker
+
+
+@contextlib.contextmanager
+def resumable(folder: Path, where: Where, experiment: str, usual: str) -> Iterator[None]:
+    """Turns Ctrl-C into exit status 130, and the command that goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        name = folder.name if folder.parent == where.storage_path.expanduser().absolute() else str(folder)
+        address = () if where.address is None else ("--address", where.address)
+        own = () if experiment == usual else ("--experiment", experiment)
+        words = ["triaccel", "resume", name, *_storage_words(where), *_tracking_words(where), *address, *own]
+        err.print("stopped; to go on from the last checkpoints:", style="yellow")
+        err.print(shlex.join(words), soft_wrap=True)
+        sys.exit(130)
+
+
+def point_to(folder: Path, where: Where) -> None:
+    """Says where everything is and how to look at it."""
+    uri = tracking_uri_of(where.storage_path, where.tracking_uri)
+    shown = uri if "@" not in uri else "the tracking server"
+    storage = _storage_words(where)
+    look = shlex.join(["triaccel", "ui", *storage, *_tracking_words(where)])
+    again = shlex.join(["triaccel", "report", folder.name, *storage])
+    out.print(f"files: {folder}\nrecorded in: {shown}", soft_wrap=True)
+    out.print(f"look: {look}    again: {again}", soft_wrap=True)
+
+
+def _storage_words(where: Where) -> tuple[str, ...]:
+    return () if where.storage_path == Where().storage_path else ("--storage-path", str(where.storage_path))
+
+
+def _tracking_words(where: Where) -> tuple[str, ...]:
+    """Returns the option, without user and password: what is printed ends up in logs."""
+    uri = where.tracking_uri
+    return () if uri is None else ("--tracking-uri", Tracker(uri, where.storage_path).display_uri)
