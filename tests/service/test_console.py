@@ -11,8 +11,9 @@ from rich.console import Console
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.events import End, Epoch, EventLog, Start
 from triaccel_ray.service import console
-from triaccel_ray.service.console import RunProgress, TrialProgress
+from triaccel_ray.service.console import RunProgress, TrialProgress, rich_table
 from triaccel_ray.service.runs import Glance
+from triaccel_ray.service.tables import Grid
 from triaccel_ray.service.worker import EVENTS, Status
 
 STATUS = Status(
@@ -79,3 +80,12 @@ def test_nothing_is_shown_where_there_is_no_terminal(capsys: pytest.CaptureFixtu
     with TrialProgress("searching", 1, tmp_path):
         pass
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("width", "left_out"), [(40, ""), (15, "second"), (8, "second, third")])
+def test_a_narrow_terminal_goes_without_columns(monkeypatch: pytest.MonkeyPatch, width: int, left_out: str) -> None:
+    monkeypatch.setattr(console, "out", Console(file=StringIO(), width=width))
+    header = ("first", "second", "third")
+    table = rich_table(Grid(header=header, rows=[("a", "b", "c")], spare=("second", "third")))
+    assert [column.header for column in table.columns] == [name for name in header if name not in left_out]
+    assert table.caption == (f"left out for want of width: {left_out}; the page has them" if left_out else None)

@@ -189,7 +189,7 @@ def rich_table(grid: Grid, *, title: str = "") -> Table:
         table = _plain_table(*(name for name in grid.header if name not in left_out))
         for row in grid.rows:
             table.add_row(*(cell for name, cell in zip(grid.header, row, strict=True) if name not in left_out))
-        if out.measure(table).maximum <= out.width:
+        if out.measure(table, options=out.options.update_width(10_000)).maximum <= out.width:
             break
     notes = [grid.note, f"left out for want of width: {', '.join(left_out)}; the page has them" if left_out else ""]
     table.title, table.caption = title or None, "\n".join(filter(None, notes)) or None
