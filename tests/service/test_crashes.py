@@ -1,0 +1,194 @@
+"""Processes that are killed while a search goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.service.own_task import MODULE
+from tests.service.stores import runs
+from triaccel_ray.events import Epoch, Tick, read_events
+from triaccel_ray.service.record import read_run
+from triaccel_ray.service.tracking import Tracker
+from triaccel_ray.service.worker import EVENTS
+
+DEADLINE_S = 250.0
+"""For what takes ten seconds on an idle machine."""
+NAMES = ("fp32", "amp", "probe", "trial-000", "trial-001")
+
+HELD = """
+import os
+import time
+
+HERE = Path(__file__).parent
+CALLS = []
+
+
+class Held(Blobs):
+    # Each process trains about an epoch and then waits, as long as there is a file `hold`; its number lies in `held`.
+    name = "held"
+
+    def loss(self, outputs, targets, recipe):
+        CALLS.append(None)
+        if len(CALLS) > 8 and (HERE / "hold").exists():
+            (HERE / "held" / str(os.getpid())).touch()
+            while (HERE / "hold").exists():
+                time.sleep(0.02)
+        return super().loss(outputs, targets, recipe)
+"""
+
+
+@dataclass(frozen=True)
+class Desk:
+    """A folder with a task module, and the commands that are typed there."""
+
+    folder: Path
+
+    def type(self, storage: Path, *words: str) -> subprocess.Popen[str]:
+        """Begins a command in a process of its own."""
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        paths = os.pathsep.join([str(self.folder), os.getcwd()])
+        return subprocess.Popen(
+            [sys.executable, "-m", "triaccel_ray.service", *words, "--storage-path", str(storage)],
+            cwd=self.folder,
+            env={**environment, "PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def hold(self) -> None:
+        """Lets every process of a trial wait after about an epoch."""
+        shutil.rmtree(self.folder / "held", ignore_errors=True)
+        (self.folder / "held").mkdir()
+        (self.folder / "hold").touch()
+
+    def release(self) -> None:
+        (self.folder / "hold").unlink(missing_ok=True)
+
+    def held(self, command: subprocess.Popen[str], count: int) -> list[int]:
+        """Returns the numbers of the processes that wait, once there are `count`."""
+        wait_for(lambda: len(self._alive()) == count or command.poll() is not None)
+        assert command.poll() is None, command.communicate()[0]
+        return self._alive()
+
+    def _alive(self) -> list[int]:
+        return [pid for pid in map(int, os.listdir(self.folder / "held")) if alive(pid)]
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def done(command: subprocess.Popen[str], *, status: int = 0) -> str:
+    said, _ = command.communicate(timeout=DEADLINE_S)
+    assert command.returncode == status, said
+    return said
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    folder = tmp_path_factory.mktemp("desk")
+    (folder / "held_task.py").write_text(MODULE + HELD)
+    return Desk(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(desk: Desk) -> Path:
+    """The folder of a search that nothing has disturbed."""
+    own = ("--trials", "2", "--epochs", "5", "--objective", "pareto", "--margin", "100", "--memory-budget", "8GiB")
+    command = desk.type(desk.folder, "search", "held_task:Held", "--name", "whole", "--device", "cpu", *own)
+    done(command)
+    return desk.folder / "whole"
+
+
+def begun(whole: Path, storage: Path) -> Path:
+    """The folder of the same search before its first trial."""
+    folder = storage / "hunt"
+    for path in (whole / "baselines").iterdir():
+        (folder / "baselines" / path.name).mkdir(parents=True)
+        for name in (EVENTS, "spec.json"):
+            shutil.copy(path / name, folder / "baselines" / path.name)
+    for name in ("search.json", "prepared.json"):
+        shutil.copy(whole / name, folder)
+    return folder
+
+
+def outcome(folder: Path) -> dict[str, list[Any]]:
+    """What every run learned and decided; seconds and bytes differ from run to run."""
+    told: dict[str, list[Any]] = {}
+    for path in sorted(folder.glob(f"*/*/{EVENTS}")):
+        told[path.parent.name] = lines = []
+        for record in (event.record for event in read_events(path)):
+            if isinstance(record, Tick):
+                lines.append((record.observation.step, record.observation.loss, record.decision.plan))
+            elif isinstance(record, Epoch):
+                lines.append((record.epoch, record.step, record.train_loss, record.held_out_accuracy))
+    return told
+
+
+def recorded(storage: Path) -> list[str]:
+    tracker = Tracker(f"sqlite:///{storage / 'mlflow.db'}", storage / "artifacts")
+    return sorted(run.name for run in runs(tracker, "triaccel-searches"))
+
+
+def interruptions(folder: Path, *names: str) -> list[list[str]]:
+    return [[each.cause for each in read_run(folder / "trials" / name).interruptions] for name in names]
+
+
+def kill(*pids: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_search_is_resumed_after_its_driver_and_after_its_head_was_lost(
+    desk: Desk, whole: Path, tmp_path: Path
+) -> None:
+    folder = begun(whole, tmp_path)
+    before = {path: path.read_bytes() for path in folder.glob(f"baselines/*/{EVENTS}")}
+    desk.hold()
+    command = desk.type(tmp_path, "resume", "hunt")
+    trials = desk.held(command, 2)
+    kill(command.pid)
+    command.communicate()
+    wait_for(lambda: not any(map(alive, trials)))  # Ray ends what has lost its driver
+
+    command = desk.type(tmp_path, "resume", "hunt")
+    desk.held(command, 2)
+    # the head with all its processes, and the command that ran beside it
+    kill(*(process.pid for process in psutil.Process(command.pid).children(recursive=True)), command.pid)
+    command.communicate()
+
+    desk.release()
+    done(desk.type(tmp_path, "resume", "hunt"))
+    assert outcome(folder) == outcome(whole)
+    assert interruptions(folder, "trial-000", "trial-001") == [["preempted", "preempted"]] * 2
+    assert recorded(tmp_path) == sorted(["hunt", *NAMES])
+    # what has ended is not touched
+    assert {path: path.read_bytes() for path in before} == before
+    trials_before = {path: path.read_bytes() for path in folder.glob(f"trials/*/{EVENTS}")}
+    done(desk.type(tmp_path, "resume", "hunt"))
+    assert {path: path.read_bytes() for path in trials_before} == trials_before
