@@ -1,4 +1,4 @@
-"""Processes that are killed while a search goes on."""
+"""Processes that are killed and a disk that is full, while a search goes on."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from ray.cluster_utils import Cluster
 
 from tests.service.own_task import MODULE
 from tests.service.stores import runs
@@ -164,6 +165,38 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.fixture
+def two_nodes(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(desk.folder), os.getcwd()]))
+    node = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    cluster.add_node(num_cpus=1, num_gpus=0)
+    yield cluster
+    cluster.shutdown()
+
+
+def test_a_search_goes_on_by_itself_when_an_actor_and_a_node_are_lost(
+    desk: Desk, whole: Path, two_nodes: Cluster, tmp_path: Path
+) -> None:
+    folder = begun(whole, tmp_path)
+    desk.hold()
+    command = desk.type(tmp_path, "resume", "hunt", "--address", two_nodes.address)
+    trials = desk.held(command, 2)
+    (node,) = two_nodes.worker_nodes
+    raylet = node.all_processes["raylet"][0].process.pid
+    on_node = [pid for pid in trials if psutil.Process(pid).ppid() == raylet]
+    (elsewhere,) = set(trials) - set(on_node)
+    kill(raylet)
+    kill(elsewhere)
+    wait_for(lambda: not any(map(alive, trials)))  # a process outlives its raylet for a moment
+    desk.release()
+    said = done(command)
+    assert "trial-001 was interrupted (preempted): the process or its node was lost; goes on after epoch" in said
+    assert outcome(folder) == outcome(whole)
+    assert interruptions(folder, "trial-000", "trial-001") == [["preempted"]] * 2
+    assert recorded(tmp_path) == sorted(["hunt", *NAMES])
+
+
 def test_a_search_is_resumed_after_its_driver_and_after_its_head_was_lost(
     desk: Desk, whole: Path, tmp_path: Path
 ) -> None:
@@ -192,3 +225,33 @@ def test_a_search_is_resumed_after_its_driver_and_after_its_head_was_lost(
     trials_before = {path: path.read_bytes() for path in folder.glob(f"trials/*/{EVENTS}")}
     done(desk.type(tmp_path, "resume", "hunt"))
     assert {path: path.read_bytes() for path in trials_before} == trials_before
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounting = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], capture_output=True)
+    if mounting.returncode != 0:
+        pytest.skip("needs the right to mount a small file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_stops_a_search_and_loses_nothing(desk: Desk, whole: Path, small_disk: Path) -> None:
+    folder = begun(whole, small_disk)
+    desk.hold()
+    command = desk.type(small_disk, "resume", "hunt")
+    desk.held(command, 2)
+    with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    desk.release()
+    said = done(command, status=2)
+    assert "is full: make room, then go on with `triaccel resume`" in " ".join(said.split())
+    assert "Traceback" not in said
+
+    (small_disk / "filler").unlink()
+    done(desk.type(small_disk, "resume", "hunt"))
+    assert outcome(folder) == outcome(whole)
+    assert recorded(small_disk) == sorted(["hunt", *NAMES])
