@@ -36,7 +36,10 @@ class Terminal:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
         command = [sys.executable, "-m", "triaccel_ray.service", *words]
+        # A shell has what it starts in the background ignore Ctrl-C, and processes below inherit that.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        signal.signal(signal.SIGINT, before)
         os.close(slave)
         self._written = bytearray()
         self._reader = threading.Thread(target=self._read, daemon=True)

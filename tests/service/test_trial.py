@@ -19,6 +19,7 @@ from search_spaces.thresholds import calibration
 from tests.service.own_task import own_spec, write_module
 from triaccel_ray.service.objective import Objective
 from triaccel_ray.service.record import read_run, runs_below
+from triaccel_ray.service.suggestions import NAME
 from triaccel_ray.service.trial import FAILED_OBJECTIVE, ThresholdTrial, TrialContext, reopen
 from triaccel_ray.service.worker import EVENTS
 
@@ -82,7 +83,12 @@ def test_trials_run_side_by_side_each_on_its_own_gpu_and_reuse_their_actors(
             tune.with_resources(tune.with_parameters(MeetingTrial, context=context), {"cpu": 1, "gpu": 1}),
             param_space={"rho_high": tune.grid_search(rhos), "rho_ratio": 0.5},
             tune_config=tune.TuneConfig(reuse_actors=True),
-            run_config=tune.RunConfig(name="tune", storage_path=str(tmp_path), verbose=0),
+            run_config=tune.RunConfig(
+                name="tune",
+                storage_path=str(tmp_path),
+                verbose=0,
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+            ),
         ).fit()
     assert not results.errors
     ends = [result.metrics for result in results]
@@ -131,13 +137,13 @@ def test_a_trial_is_a_run_with_the_sampled_thresholds(module: str, tmp_path: Pat
 
 def test_a_process_that_is_used_again_gives_the_memory_of_each_run_back(module: str, tmp_path: Path) -> None:
     process, held, left = psutil.Process(), [], []
-    trial = local_trial(context_of(f"{module}:Large", tmp_path), {"alpha": 0.1})
-    for _ in range(5):
+    trial = local_trial(context_of(f"{module}:Large", tmp_path), {"alpha": 0.1, NAME: "trial-000"})
+    for number in range(1, 6):
         trial.step()
         held.append(process.memory_info().rss)
         trial.cleanup()
         left.append(process.memory_info().rss)
-        trial.reset_config({"alpha": 0.1})
+        trial.reset_config({"alpha": 0.1, NAME: f"trial-{number:03d}"})
     trial.cleanup()
     # A run holds its samples at least. When it has left, one byte in ten of them may stay, and none may add up.
     assert min(held) - min(left) > 0.9 * LARGE_BYTES
