@@ -25,6 +25,7 @@ from triaccel_ray.service.record import read_run
 from triaccel_ray.service.tracking import Tracker
 from triaccel_ray.service.worker import EVENTS
 
+pytestmark = pytest.mark.timeout(900)  # several commands each, a minute a command where two CPUs have other work
 DEADLINE_S = 250.0
 """For what takes ten seconds on an idle machine."""
 NAMES = ("fp32", "amp", "probe", "trial-000", "trial-001")
