@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -15,12 +16,15 @@ import pytest
 import tyro
 from ray.cluster_utils import Cluster
 
+from search_spaces.found import Found
 from tests.service.own_task import own_spec, write_module
 from tests.service.stores import Recorded, runs
 from trainables.task import Purpose
 from triaccel_ray.events import Tick, read_events
+from triaccel_ray.jsonable import decode
 from triaccel_ray.service import cli
 from triaccel_ray.service.comparison import read_comparison
+from triaccel_ray.service.finding import FOUND
 from triaccel_ray.service.record import read_run
 from triaccel_ray.service.search import best_trial, read_search
 from triaccel_ray.service.tracking import Tracker
@@ -144,6 +148,10 @@ def test_a_search_end_to_end(desk: Desk, capsys: pytest.CaptureFixture[str]) -> 
     assert isinstance(parsed, cli.Run)
     spec = spec_from(parsed.task, parsed.training, parsed.thresholds, method=parsed.method, seed=parsed.seed)
     assert spec.control == best.spec.control
+    kept = decode(Found, json.loads((desk.storage / "hunt" / FOUND).read_text()))
+    assert kept.onto(record.spec.base.control) == best.spec.control
+    assert best.figures is not None
+    assert kept.best.accuracy == best.figures.accuracy
 
     assert (desk.storage / "hunt" / "figures" / "pareto.png").stat().st_size > 10_000
     page = (desk.storage / "hunt" / "report.html").read_text()
@@ -154,7 +162,7 @@ def test_a_search_end_to_end(desk: Desk, capsys: pytest.CaptureFixture[str]) -> 
     parent = recorded.pop("hunt")
     assert set(recorded) == {"fp32", "amp", "probe", *(trial.name for trial in record.trials)}
     assert parent.status == "FINISHED"
-    assert {"figures/pareto.png", EVENTS} <= desk.artifacts(parent)
+    assert {"figures/pareto.png", EVENTS, FOUND} <= desk.artifacts(parent)
     for run in recorded.values():
         assert run.tags["mlflow.parentRunId"] == parent.id
         assert run.status in ("FINISHED", "KILLED")

@@ -19,8 +19,9 @@ from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, Pre
 from triaccel_ray.plan import Precision
 from triaccel_ray.service import cli
 from triaccel_ray.service.options import Thresholds, Training
+from triaccel_ray.service.search import SearchSpec
 from triaccel_ray.service.spec import RunSpec
-from triaccel_ray.service.translation import command_of, spec_from
+from triaccel_ray.service.translation import command_of, search_command_of, spec_from
 
 BASE = RunSpec(task="digits", recipe=Digits.recipe, control=Digits.control)
 
@@ -84,6 +85,22 @@ def test_a_task_that_cannot_be_imported_here_has_all_settings() -> None:
     words = shlex.split(command_of(replace(BASE, task="not_here.module:Mine")))
     assert words[2] == "not_here.module:Mine"
     assert {"--lr", "--batch-size", "--t-curv"} <= set(words)
+
+
+@pytest.mark.parametrize("optional", [(), ("alpha", "tau_curv"), ("t_ctrl", "batch_steps")])
+def test_a_search_can_be_asked_for_again(optional: tuple[str, ...]) -> None:
+    control = replace(BASE.control, every_steps=6, curvature=replace(BASE.control.curvature, alpha=0.5, every_steps=8))
+    base = replace(BASE, recipe=replace(BASE.recipe, lr=0.03), control=control, memory_headroom_bytes=2**30, seed=4)
+    asked = SearchSpec(base=base, optional=optional, objective="time", margin=0.5, num_trials=7, seed=4)
+    again: Any = tyro.cli(cli.Command, prog="triaccel", args=shlex.split(search_command_of(asked))[1:])
+    assert isinstance(again, cli.Search)
+    spec = spec_from(again.task, again.training, again.thresholds, method="triaccel", seed=again.seed)
+    if "alpha" in optional:  # searched, so whatever stood there is not asked for
+        base = replace(base, control=replace(control, curvature=replace(control.curvature, alpha=0.02)))
+    if "t_ctrl" in optional:
+        base = replace(base, control=replace(control, every_steps=BASE.control.every_steps))
+    assert spec == base
+    assert (again.also, again.objective, again.margin, again.trials) == (optional, "time", 0.5, 7)
 
 
 def test_options_become_a_spec(tmp_path: Path) -> None:

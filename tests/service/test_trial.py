@@ -145,8 +145,8 @@ def test_a_process_that_is_used_again_gives_the_memory_of_each_run_back(module: 
         left.append(process.memory_info().rss)
         trial.reset_config({"alpha": 0.1, NAME: f"trial-{number:03d}"})
     trial.cleanup()
-    # A run holds its samples at least. The allocator keeps some tens of MiB back, now more, now less, but what stays of a
-    # run must not add up: of four runs together less than the half of one run's samples.
+    # A run holds its samples at least. The allocator keeps some tens of MiB back, now more, now less, but what stays of
+    # a run must not add up: of four runs together less than the half of one run's samples.
     assert min(full - empty for full, empty in zip(held, left, strict=True)) > 0.5 * LARGE_BYTES
     assert left[-1] - left[0] < 0.5 * LARGE_BYTES
 

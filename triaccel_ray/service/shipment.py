@@ -23,7 +23,16 @@ from triaccel_ray.service.tracking import Tracker
 EVENTS = "events.jsonl"
 SHIPPED = "mlflow.json"
 FIGURES = "figures"
-ARTIFACTS = (EVENTS, "spec.json", "comparison.json", "choices.json", "comparison.md", "report.html", FIGURES)
+ARTIFACTS = (
+    EVENTS,
+    "spec.json",
+    "found.json",
+    "comparison.json",
+    "choices.json",
+    "comparison.md",
+    "report.html",
+    FIGURES,
+)
 """What is uploaded of a run's folder when the run ends."""
 
 LONGEST_PARAM = 6000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -126,7 +127,7 @@ def run_spec(task_name: str, *, data_dir: Path | None, recipe: Mapping[str, obje
 def environment(device: torch.device) -> dict[str, str]:
     """Returns hardware and versions, for the record."""
     info = {
-        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         "device": device.type,
         "python": platform.python_version(),
         "host": platform.node(),
@@ -137,6 +138,10 @@ def environment(device: torch.device) -> dict[str, str]:
         except PackageNotFoundError:
             info[package] = "not installed"
     return info
+
+
+def _cpu_name() -> str:
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def _without_noise(batch: BatchConfig) -> BatchConfig:

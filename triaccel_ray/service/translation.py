@@ -8,7 +8,9 @@ from dataclasses import asdict, replace
 from trainables.registry import TASKS, load_task
 from trainables.task import Purpose, Recipe
 from triaccel_ray.config import ControlConfig
+from triaccel_ray.service.dimensions import dimensions
 from triaccel_ray.service.options import Thresholds, Training
+from triaccel_ray.service.search import SearchSpec
 from triaccel_ray.service.spec import RunSpec, run_spec
 from triaccel_ray.service.units import parse_bytes
 
@@ -47,13 +49,33 @@ def command_of(spec: RunSpec) -> str:
     words += ["--method", spec.method] if spec.method != "triaccel" else []
     for name, value in {**_thresholds(spec.control), **_not_default(spec)}.items():
         words += [f"--{name}", str(value)]
-    if spec.memory_budget_bytes is not None:
-        words += ["--memory-budget", f"{spec.memory_budget_bytes}B"]
-    if spec.memory_headroom_bytes is not None:
-        words += ["--memory-headroom", f"{-(-spec.memory_headroom_bytes // 2**20)}MiB"]
+    words += _memory_words(spec)
     if spec.data_dir is not None:
         words += ["--data-dir", spec.data_dir]
     return shlex.join(words)
+
+
+def search_command_of(spec: SearchSpec) -> str:
+    """Returns the command that searches again; where data files lie is left out, it is no part of what was asked."""
+    words = ["triaccel", "search", spec.base.task, "--epochs", str(spec.base.recipe.epochs)]
+    words += ["--trials", str(spec.num_trials)]
+    asked = {"space": spec.space, "objective": spec.objective, "margin": spec.margin}
+    usual = {"space": "thresholds", "objective": "score", "margin": 1.0}
+    for name, value in {name: value for name, value in asked.items() if value != usual[name]}.items():
+        words += [f"--{name}", str(value)]
+    if spec.optional:
+        words += ["--also", *spec.optional]
+    for name, value in {**_fixed_thresholds(spec), **_not_default(spec.base)}.items():
+        words += [f"--{name}", str(value)]
+    return shlex.join([*words, *_memory_words(spec.base)])
+
+
+def _fixed_thresholds(spec: SearchSpec) -> dict[str, float]:
+    """Returns the thresholds that are not searched, where they are not the task's own."""
+    searched = {dimension.name.replace("_", "-") for dimension in dimensions(spec.optional)}
+    own = _thresholds(load_task(spec.base.task, None).control) if spec.base.task in TASKS else {}
+    given = _thresholds(spec.base.control)
+    return {name: value for name, value in given.items() if name not in searched and value != own.get(name)}
 
 
 def _thresholds(control: ControlConfig) -> dict[str, float]:
@@ -68,6 +90,14 @@ def _thresholds(control: ControlConfig) -> dict[str, float]:
         "step-up": control.batch.step_up,
         "step-down": control.batch.step_down,
     }
+
+
+def _memory_words(spec: RunSpec) -> list[str]:
+    if spec.memory_budget_bytes is not None:
+        return ["--memory-budget", f"{spec.memory_budget_bytes}B"]
+    if spec.memory_headroom_bytes is not None:
+        return ["--memory-headroom", f"{-(-spec.memory_headroom_bytes // 2**20)}MiB"]
+    return []
 
 
 def _not_default(spec: RunSpec) -> dict[str, object]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from triaccel_ray.service.console import out, rich_table
 from triaccel_ray.service.figure_style import save
 from triaccel_ray.service.figures import run_figures
+from triaccel_ray.service.finding import write_found
 from triaccel_ray.service.importance import importance
 from triaccel_ray.service.notes import run_notes, sharing_note
 from triaccel_ray.service.pareto import Outcome, pareto_front
@@ -52,6 +53,8 @@ def view_search(record: SearchRecord) -> None:
         command = command_of(best.spec)
         out.print(f"\nbest thresholds ({best.name}); to train with them:")
         out.print(command, soft_wrap=True)
+        if (path := write_found(record)) is not None:
+            out.print(f"kept, with what it takes to find them again: {path}", soft_wrap=True)
         sections = [Section(title=f"Best thresholds: {best.name}", command=command)]
     interrupted = "\n".join(
         f"{run.name} was interrupted ({each.cause}): {each.message}"

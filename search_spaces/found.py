@@ -1,0 +1,75 @@
+"""Thresholds that searches have found for the bundled tasks, each with what it takes to find them again.
+
+`results/TASK.json` is the file `found.json` that a search leaves in its folder, unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.resources import files
+
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.jsonable import decode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a method reached on the validation samples."""
+
+    accuracy: float
+    """Percent."""
+    seconds_per_epoch: float
+    """Mean of the last five epochs."""
+    peak_gb: float
+    """Of the process on its device, 10^9 bytes."""
+    score: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The best thresholds of one search."""
+
+    task: str
+    command: str
+    """Repeats the search."""
+    date: str
+    """Day on which its best trial began, UTC, as YYYY-MM-DD."""
+    hardware: str
+    versions: Mapping[str, str]
+    """Package -> version."""
+    num_trials: int
+    """Configurations that were trained, those stopped early counted."""
+    num_finished: int
+    """Of these, how many ran to their end."""
+    headroom_bytes: int | None
+    """What rho_low and rho_high are shares of, on top of what an idle process holds; None: of a budget in `command`."""
+    precision: Mapping[str, float | int]
+    """Field of PrecisionConfig -> value found; likewise below."""
+    batch: Mapping[str, float | int]
+    curvature: Mapping[str, float | int]
+    every_steps: int | None
+    """Steps between ticks, where they were searched."""
+    amp: Result
+    """The AMP baseline of the same search."""
+    best: Result
+
+    def onto(self, control: ControlConfig) -> ControlConfig:
+        """Returns `control` with the thresholds that were found; what was not searched stays as it is."""
+        return replace(
+            control,
+            precision=replace(control.precision, **self.precision),  # type: ignore[arg-type]  # the fields check values
+            batch=replace(control.batch, **self.batch),  # type: ignore[arg-type]
+            curvature=replace(control.curvature, **self.curvature),  # type: ignore[arg-type]
+            every_steps=control.every_steps if self.every_steps is None else self.every_steps,
+        )
+
+
+def found(task: str) -> Found:
+    """Returns what has been found for the bundled task of this name.
+
+    Raises:
+        FileNotFoundError: no search of it is kept here.
+    """
+    return decode(Found, json.loads(files("search_spaces").joinpath("results", f"{task}.json").read_text()))
