@@ -21,6 +21,21 @@ def test_a_state_comes_back(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["checkpoint.pt"]
 
 
+def test_what_is_not_confirmed_is_not_written(tmp_path: Path) -> None:
+    path, previous = tmp_path / "checkpoint.pt", tmp_path / "previous.pt"
+    save_checkpoint(path, STATE)
+    before = path.read_bytes()
+
+    def refuse() -> None:
+        assert len(os.listdir(tmp_path)) == 2  # whole, and not yet under its name
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        save_checkpoint(path, {"other": 1}, previous=previous, confirm=refuse)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["checkpoint.pt"]
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"checkpoint {tmp_path} does not exist: name the folder"):
         load_checkpoint(tmp_path)

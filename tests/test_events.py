@@ -1,5 +1,9 @@
 import json
 import math
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +13,19 @@ from hypothesis import strategies as st
 from tests.decide.build import BF16, FP16, control_configs, eventful_run, machines, observation_of, plan_of
 from triaccel_ray.config import ControlConfig, CurvatureConfig
 from triaccel_ray.decide import decide, initial_decision
-from triaccel_ray.events import End, Epoch, Event, EventLog, LogError, Record, Start, Tick, parse_event, read_events
+from triaccel_ray.events import (
+    End,
+    Epoch,
+    Event,
+    EventLog,
+    LogError,
+    Record,
+    Start,
+    TakenOverError,
+    Tick,
+    parse_event,
+    read_events,
+)
 from triaccel_ray.jsonable import encode
 from triaccel_ray.plan import Applied, Fault, FaultKind
 from triaccel_ray.signals import LayerSignal, NoiseSignal
@@ -124,6 +140,131 @@ def test_a_log_shorter_than_its_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LogError, match=rf"event log {path} holds 3 records, 4 belong to the checkpoint"):
         EventLog(path, keep=4)
     assert len(list(read_events(path))) == 3
+    assert os.listdir(tmp_path) == ["log"]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+
+from triaccel_ray.events import End, EventLog, TakenOverError
+
+log = EventLog(Path(sys.argv[1]))
+for number in range(3):
+    log.append(End(status=f"record {number} of the first"))
+print("written", flush=True)
+sys.stdin.readline()
+for step in (lambda: log.append(End(status="too late")), log.sync):
+    try:
+        step()
+    except TakenOverError as error:
+        print(error, flush=True)
+log.close()
+"""
+
+
+def test_who_opens_a_log_takes_it_over_from_another_process(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "log"
+    command = [sys.executable, "-c", WRITER, str(path)]
+    first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=os.getcwd())
+    assert first.stdout is not None
+    assert first.stdout.readline() == "written\n"
+    log = EventLog(path, keep=2)
+    log.append(End(status="of the second"))
+    said, _ = first.communicate("go on\n")
+    message = f"event log {path}: another process has taken this run over, and goes on with it"
+    assert [line.partition(";")[0] for line in said.splitlines()] == [message, message]
+    log.append(End(status="the last"))
+    log.sync()
+    log.close()
+    assert [event.record.status for event in read_events(path) if isinstance(event.record, End)] == [
+        "record 0 of the first",
+        "record 1 of the first",
+        "of the second",
+        "the last",
+    ]
+    assert os.listdir(path.parent) == ["log"]
+
+
+def test_a_log_that_was_deleted_is_not_written_on(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "folder" / "log")
+    shutil.rmtree(tmp_path / "folder")
+    with pytest.raises(TakenOverError):
+        log.append(RECORDS[3])
+    log.close()
+
+
+def test_all_whole_records_are_kept_where_no_number_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    EventLog(path, keep=None).close()
+    assert path.read_bytes() == b""
+    written(path, *RECORDS)
+    before = path.read_bytes()
+    path.write_bytes(before + b'{"half a li')
+    log = EventLog(path, keep=None)
+    assert log.num_records == len(RECORDS)
+    log.close()
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace"])
+def test_a_log_that_cannot_be_put_in_place_leaves_the_old_one_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = written(tmp_path / "log", *RECORDS)
+    before = path.read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os if name == "fsync" else Path, name, fail)
+        with pytest.raises(OSError, match="No space"):
+            EventLog(path, keep=1)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["log"]
+
+
+DYING = """
+import os
+import sys
+from pathlib import Path
+
+from triaccel_ray.events import EventLog
+
+Path.replace = lambda *_: os._exit(9)
+EventLog(Path(sys.argv[1]), keep=1)
+"""
+
+
+def test_a_process_that_dies_while_it_takes_over_leaves_the_old_log_whole(tmp_path: Path) -> None:
+    path = written(tmp_path / "log", *RECORDS)
+    before = path.read_bytes()
+    assert subprocess.run([sys.executable, "-c", DYING, str(path)], cwd=os.getcwd()).returncode == 9
+    assert path.read_bytes() == before
+    EventLog(path, keep=2).close()
+    assert [event.record for event in read_events(path)] == RECORDS[:2]
+
+
+def test_records_other_than_those_before_the_checkpoint_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = EventLog(path)
+    checksums = [log.checksum]
+    for record in RECORDS:
+        log.append(record)
+        checksums.append(log.checksum)
+    log.close()
+    for keep, checksum in reversed(list(enumerate(checksums))):
+        log = EventLog(path, keep=keep, checksum=checksum)
+        assert log.checksum == checksum
+        log.close()
+    log = EventLog(path)
+    log.append(End(status="something else"))
+    log.close()
+    before = path.read_bytes()
+    with pytest.raises(LogError, match="its first 1 records are not those that the checkpoint follows"):
+        EventLog(path, keep=1, checksum=checksums[1])
+    assert path.read_bytes() == before
 
 
 GOOD = json.dumps({"sequence": 0, "time_ms": 0, "kind": "end", "data": {"status": "finished"}}).encode()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from triaccel_ray.durable import sync_folder
 
 FORMAT = 1
 
@@ -17,11 +20,17 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be used; the message names the file, what is wrong and the way out."""
 
 
-def save_checkpoint(path: Path, state: dict[str, Any], *, previous: Path | None = None) -> None:
+def save_checkpoint(
+    path: Path,
+    state: dict[str, Any],
+    *,
+    previous: Path | None = None,
+    confirm: Callable[[], None] | None = None,
+) -> None:
     """Writes `state` (tensors, numbers, strings, lists and dicts of them) to `path`, atomically.
 
     The file appears under its name only when it is whole on the disk, so a crash leaves the one before. That one is
-    kept as `previous`, where a name is given.
+    kept as `previous`, where a name is given. `confirm` is called just before: if it raises, all stays as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -30,22 +39,14 @@ def save_checkpoint(path: Path, state: dict[str, Any], *, previous: Path | None 
             torch.save({"format": FORMAT, "state": state}, file)
             file.flush()
             os.fsync(file.fileno())
+        if confirm is not None:
+            confirm()
         if previous is not None and path.exists():
             path.replace(previous)
         partial.replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Puts a renaming on the disk, where folders can be opened."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+import uuid
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.decide.state import Decision
+from triaccel_ray.durable import sync_folder
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.plan import Applied
 from triaccel_ray.signals import Observation
@@ -22,6 +27,10 @@ FORMAT = 1
 
 class LogError(ValueError):
     """An event log cannot be read; the message names the file, the line and the way out."""
+
+
+class TakenOverError(ValueError):
+    """Another process goes on with the run: this one has to end, and writes nothing more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,49 +127,138 @@ class Event:
     record: Record
 
 
-class EventLog:
-    """Appends records to a file; each is on its way to the disk before `append` returns."""
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """Which file a process writes: whoever goes on with the run puts another under the same name."""
 
-    def __init__(self, path: Path, *, keep: int = 0) -> None:
-        """Opens the log at `path` for appending after its first `keep` records; what follows them is cut off.
+    path: Path
+    device: int
+    inode: int
+
+    def require(self) -> None:
+        """Returns if the file is still the one of that name.
 
         Raises:
-            LogError: the file holds fewer than `keep` whole records.
+            TakenOverError: it is not.
+        """
+        try:
+            with self.path.open("rb") as file:  # os.stat may answer from what NFS remembers, opening asks the server
+                found = os.fstat(file.fileno())
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != (self.device, self.inode):
+            raise TakenOverError(
+                f"event log {self.path}: another process has taken this run over, and goes on with it; this one has "
+                "ended and writes nothing more"
+            )
+
+
+class EventLog:
+    """Appends records to a file; each is on its way to the disk before `append` returns.
+
+    A log has one writer. Opening it puts a new file, with the records kept, in the place of the old one: a process that
+    has the old one open, because it was given up for lost and was not, learns so from its next `append` or `sync`.
+    """
+
+    def __init__(self, path: Path, *, keep: int | None = 0, checksum: int | None = None) -> None:
+        """Opens the log at `path` for appending after its first `keep` records; what follows them is cut off.
+
+        Until the new file is whole on the disk, the old one stays as it is.
+
+        Args:
+            path: the file, which need not exist.
+            keep: records; None for every whole one.
+            checksum: what `checksum` was when the log held `keep` records; None: not compared.
+
+        Raises:
+            LogError: the file holds fewer than `keep` whole records, or others than those that `checksum` was made of.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file = path.open("ab+")
-        self._file.seek(0)
-        self._num_interruptions = 0
-        for index in range(keep):
-            line = self._file.readline()
-            if not line.endswith(b"\n"):
-                self._file.close()
-                raise LogError(f"event log {path} holds {index} records, {keep} belong to the checkpoint: it was cut")
-            self._num_interruptions += b'"kind":"interruption"' in line
-        self._file.truncate(self._file.tell())
-        self.num_records = keep
+        lines = _first_lines(path, keep)
+        self.num_records = len(lines)
+        self.checksum = zlib.crc32(b"".join(lines))
+        """CRC-32 of all records."""
+        if checksum is not None and checksum != self.checksum:
+            raise LogError(f"event log {path}: its first {keep} records are not those that the checkpoint follows")
+        self._num_interruptions = sum(b'"kind":"interruption"' in line for line in lines)
+        self._file = _in_place_of(path, lines)
+        status = os.fstat(self._file.fileno())
+        self.claim = Claim(path=path, device=status.st_dev, inode=status.st_ino)
 
     def append(self, record: Record) -> None:
-        """Writes one record as one line."""
+        """Writes one record as one line.
+
+        Raises:
+            TakenOverError: another process has opened the log since.
+        """
         kind = next(name for name, cls in _KINDS.items() if type(record) is cls)
         sequence = self.num_records - self._num_interruptions
         line = {"sequence": sequence, "time_ms": time.time_ns() // 1_000_000, "kind": kind}
-        text = json.dumps({**line, "data": encode(record)}, allow_nan=False, separators=(",", ":"))
-        self._file.write(text.encode() + b"\n")
+        text = json.dumps({**line, "data": encode(record)}, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        self._file.write(text)
         self.num_records += 1
+        self.checksum = zlib.crc32(text, self.checksum)
         self._num_interruptions += isinstance(record, Interruption)
         self._file.flush()
+        self.claim.require()  # afterwards: what went to a file without a name is lost, and was not to be written
 
     def sync(self) -> None:
-        """Returns once everything is on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Returns once everything is on the disk.
+
+        Raises:
+            TakenOverError: another process has opened the log since.
+        """
+        self._sync()
+        self.claim.require()
 
     def close(self) -> None:
         """Writes everything to the disk and closes the file."""
-        self.sync()
+        self._sync()
         self._file.close()
+
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def _first_lines(path: Path, count: int | None) -> list[bytes]:
+    """Returns the first `count` lines, or all whole ones."""
+    if count == 0 or (count is None and not path.exists()):
+        return []
+    lines: list[bytes] = []
+    with path.open("rb") as file:
+        while count is None or len(lines) < count:
+            line = file.readline()
+            if not line.endswith(b"\n"):
+                if count is None:
+                    break
+                raise LogError(
+                    f"event log {path} holds {len(lines)} records, {count} belong to the checkpoint: it was cut"
+                )
+            lines.append(line)
+    return lines
+
+
+def _in_place_of(path: Path, lines: Iterable[bytes]) -> BinaryIO:
+    """Returns a new file with these lines, open for more; `path` names the old one until this one is on the disk."""
+    # Not the process's number, which is another's on another machine of a shared folder.
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    file = partial.open("xb")
+    try:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+        partial.replace(path)
+        sync_folder(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            file.close()
+        partial.unlink(missing_ok=True)
+        raise
+    return file
 
 
 def read_events(path: Path) -> Iterator[Event]:

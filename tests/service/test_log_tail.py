@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,28 @@ def test_every_line_is_seen_after_any_cuts_and_growth(
                 seen = []
             assert (seen, tail.num_lines) == (written, len(written))
             assert tail.last_line == (written[-1] if written else b"")
+
+
+def test_a_file_in_the_place_of_another_is_read_on(tmp_path: Path) -> None:
+    path, tail = tmp_path / "log", LogTail(tmp_path / "log")
+    path.write_bytes(b"one\ntwo\nthree\n")
+    assert list(tail.blocks()) == [[b"one", b"two", b"three"]]
+
+    def replace(content: bytes) -> None:
+        (tmp_path / "new").write_bytes(content)
+        times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+        os.utime(tmp_path / "new", ns=times)  # as where the clock of the file system is coarse
+        (tmp_path / "new").replace(path)
+
+    replace(b"one\ntwo\nthree\n")
+    assert tail.changed
+    assert (list(tail.blocks()), tail.changed) == ([], False)
+    replace(b"one\ntwo\nTHREE\n")
+    assert list(tail.blocks()) == [[b"one", b"two", b"THREE"]]
+    with path.open("ab") as file:
+        replace(b"one\ntwo\n")
+        file.write(b"written to the file that was there\n")
+    assert list(tail.blocks()) == [[b"one", b"two"]]
 
 
 def test_a_line_without_its_end_is_still_being_written(tmp_path: Path) -> None:

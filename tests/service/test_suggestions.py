@@ -7,20 +7,21 @@ import optuna
 import pytest
 from ray import tune
 
-from triaccel_ray.events import LogError
+from triaccel_ray.events import Claim, EventLog, LogError, TakenOverError
 from triaccel_ray.service.suggestions import JournaledSearch, read_suggestions
 
 SPACE = {"x": tune.uniform(0.0, 1.0), "y": tune.choice(["a", "b"])}
 FIRST = {"x": 0.5, "y": "a"}
 
 
-def search(folder: Path) -> JournaledSearch:
+def search(folder: Path, claim: Claim | None = None) -> JournaledSearch:
     return JournaledSearch(
         SPACE,
         folder / "trials.jsonl",
         sampler=lambda number: optuna.samplers.TPESampler(n_startup_trials=2, seed=number),
         directions={"objective": "maximize"},
         first=FIRST,
+        claim=claim,
     )
 
 
@@ -58,6 +59,20 @@ def test_a_trial_that_is_to_be_done_again_is_not_noted(tmp_path: Path, result: d
     made.suggest("one")
     made.on_trial_complete("one", result, error=result is None)
     assert read_suggestions(tmp_path / "trials.jsonl").ended == frozenset()
+
+
+def test_nothing_is_suggested_or_noted_once_another_process_goes_on(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "log")
+    made = search(tmp_path, log.claim)
+    sample = made.suggest("one")
+    EventLog(tmp_path / "log").close()
+    before = (tmp_path / "trials.jsonl").read_bytes()
+    with pytest.raises(TakenOverError):
+        made.on_trial_complete("one", {"objective": sample["x"]})
+    with pytest.raises(TakenOverError):
+        made.suggest("two")
+    assert (tmp_path / "trials.jsonl").read_bytes() == before
+    log.close()
 
 
 def test_a_line_that_was_not_written_to_its_end_is_cut_off(tmp_path: Path) -> None:

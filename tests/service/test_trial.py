@@ -17,10 +17,11 @@ from ray import tune
 
 from search_spaces.thresholds import calibration
 from tests.service.own_task import own_spec, write_module
+from triaccel_ray.events import End
 from triaccel_ray.service.objective import Objective
 from triaccel_ray.service.record import read_run, runs_below
 from triaccel_ray.service.suggestions import NAME
-from triaccel_ray.service.trial import FAILED_OBJECTIVE, ThresholdTrial, TrialContext, reopen
+from triaccel_ray.service.trial import FAILED_OBJECTIVE, ThresholdTrial, TrialContext, end_run, reopen
 from triaccel_ray.service.worker import EVENTS
 
 LARGE_BYTES = 100 * 2**20
@@ -252,6 +253,36 @@ def test_a_bug_is_on_record_and_not_tried_again_before_the_search_is_resumed(
     with pytest.raises((KeyError, RuntimeError, ValueError)):
         resumed.step()
     resumed.cleanup()
+
+
+def test_a_trial_with_which_another_process_goes_on_ends_and_writes_nothing(module: str, tmp_path: Path) -> None:
+    context = context_of(f"{module}:Blobs", tmp_path)
+    given_up = local_trial(context, {"trial": "mine"})
+    given_up.step()
+    successor = local_trial(context, {"trial": "mine"})
+    results = [successor.step() for _ in range(2)]
+    before = {path: path.read_bytes() for path in (tmp_path / "mine").iterdir()}
+    result = given_up.step()
+    assert (result["done"], result["unfinished"]) == (True, "taken_over")
+    assert "another process has taken this run over" in result["message"]
+    given_up.cleanup()
+    assert {path: path.read_bytes() for path in (tmp_path / "mine").iterdir()} == before
+    results.append(successor.step())
+    successor.cleanup()
+    assert [result["epoch"] for result in results] == [1, 2, 3]
+    run = read_run(tmp_path / "mine")
+    assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", [1, 2, 3])
+    assert [each.cause for each in run.interruptions] == ["preempted"]
+
+
+def test_a_trial_that_is_ended_from_outside_ends_without_a_record(module: str, tmp_path: Path) -> None:
+    context = context_of(f"{module}:Blobs", tmp_path)
+    given_up = local_trial(context, {"trial": "mine"})
+    given_up.step()
+    end_run(tmp_path / "mine", None, End(status="failed", cause="preempted"))
+    before = (tmp_path / "mine" / EVENTS).read_bytes()
+    given_up.cleanup()
+    assert (tmp_path / "mine" / EVENTS).read_bytes() == before
 
 
 def test_a_trial_without_its_context_is_refused() -> None:

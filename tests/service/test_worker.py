@@ -3,6 +3,9 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +20,7 @@ from trainables.digits import Digits
 from trainables.task import Purpose
 from triaccel_ray.checkpoint import CheckpointError
 from triaccel_ray.events import End, Epoch, Interruption, LogError, Record, Start, Tick, read_events
-from triaccel_ray.jsonable import decode
+from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.service.failures import DiskFullError, NonFiniteLossError, PreemptedError, cause_of, needing_room
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.worker import (
@@ -343,6 +346,76 @@ def test_every_interruption_stays_on_record(crew: Crew, module: str, tmp_path: P
     train(worker)
     ticks = [event.sequence for event in read_events(tmp_path / EVENTS) if not isinstance(event.record, Interruption)]
     assert ticks == list(range(len(ticks)))
+
+
+OUTLIVING = """
+import json
+import os
+import sys
+from pathlib import Path
+
+from triaccel_ray.events import TakenOverError
+from triaccel_ray.jsonable import decode, encode
+from triaccel_ray.service.failures import cause_of
+from triaccel_ray.service.spec import RunSpec
+from triaccel_ray.service.worker import Worker
+
+worker = Worker(decode(RunSpec, json.loads(sys.argv[1])), Path(sys.argv[2]))
+worker.start()
+worker.train_epoch()
+worker.checkpoint()
+print("trained", flush=True)
+step = sys.stdin.readline().strip()
+try:
+    getattr(worker, step)()
+except TakenOverError as error:
+    print(cause_of(error), worker.ended or step == "checkpoint", flush=True)
+worker.close()
+"""
+
+
+@pytest.mark.parametrize("step", ["train_epoch", "checkpoint", "stop"])
+def test_a_process_that_outlives_its_run_writes_nothing_more(
+    crew: Crew, module: str, tmp_path: Path, step: str
+) -> None:
+    spec, folder = own_spec(f"{module}:Blobs"), tmp_path / "run"
+    train(crew.start(spec, tmp_path / "whole"))
+    outliving = subprocess.Popen(
+        [sys.executable, "-c", OUTLIVING, json.dumps(encode(spec)), str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])},
+    )
+    assert outliving.stdout is not None
+    assert outliving.stdout.readline() == "trained\n"
+    worker = crew.build(spec, folder)
+    assert worker.resume() == 1
+    worker.train_epoch()
+    worker.checkpoint()
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    said, _ = outliving.communicate(f"{step}\n")
+    assert (said, outliving.returncode) == ("taken_over True\n", 0)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    train(worker).finish()
+    assert decided(folder) == decided(tmp_path / "whole")
+    assert [record.cause for record in records(folder) if isinstance(record, Interruption)] == ["preempted"]
+
+
+def test_a_checkpoint_that_a_run_did_not_write_in_its_log_is_not_loaded(
+    crew: Crew, module: str, tmp_path: Path
+) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    lost(crew, spec, tmp_path / "run", epochs=1)
+    lost(crew, spec, tmp_path / "other", epochs=2)  # as one that is put in place while the run is taken over
+    (tmp_path / "run" / CHECKPOINT).rename(tmp_path / "run" / PREVIOUS)
+    shutil.copy(tmp_path / "other" / CHECKPOINT, tmp_path / "run")
+    lines = (tmp_path / "other" / EVENTS).read_bytes().splitlines(keepends=True)
+    with (tmp_path / "run" / EVENTS).open("ab") as file:
+        file.writelines(lines)
+    assert crew.build(spec, tmp_path / "run").resume() == 1
+    (told,) = (record for record in records(tmp_path / "run") if isinstance(record, Interruption))
+    assert "are not those that the checkpoint follows" in told.message
 
 
 def test_settings_that_were_changed_are_refused_when_resumed(crew: Crew, module: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from trainables.registry import TASKS, load_task
 from trainables.task import Purpose
 from triaccel_ray.config import ControlConfig, require
-from triaccel_ray.events import End, EventLog, LogError, Start
+from triaccel_ray.events import End, EventLog, LogError, Start, TakenOverError
 from triaccel_ray.service import cli, job_commands
 from triaccel_ray.service.choosing import choose
 from triaccel_ray.service.cluster import (
@@ -39,7 +39,7 @@ from triaccel_ray.service.doctor import Verdict, examine
 from triaccel_ray.service.failures import cause_of, needing_room
 from triaccel_ray.service.next_steps import point_to, resumable
 from triaccel_ray.service.options import Where
-from triaccel_ray.service.record import read_run, read_spec
+from triaccel_ray.service.record import has_begun, read_run, read_spec
 from triaccel_ray.service.replay import reasons_grid, verdict
 from triaccel_ray.service.runs import run_all
 from triaccel_ray.service.search import (
@@ -256,7 +256,7 @@ def _train(spec: RunSpec, folder: Path, where: Where, experiment: str, *, resume
             outcomes = run_all(specs, folder.parent, num_gpus=_num_gpus(spec), on_glance=progress.update, resume=resume)
     outcome = outcomes[folder.name]
     if isinstance(outcome, Exception):
-        if cause_of(outcome) == "bug":  # or input that only the actor could judge
+        if cause_of(outcome) in ("bug", "taken_over"):  # or input that only the actor could judge
             raise outcome
         err.print(f"{folder.name} failed ({cause_of(outcome)}): {outcome}", style="red", soft_wrap=True)
         err.print(f"its log and last checkpoint are in {folder}", soft_wrap=True)
@@ -283,7 +283,7 @@ def _search(spec: SearchSpec, folder: Path, where: Where, experiment: str, *, re
             with RunProgress(f"{spec.base.task}: baselines and probe") as progress:
                 prepared = prepare(spec, folder, num_gpus=num_gpus, on_glance=progress.update, shared=shared)
             with TrialProgress(f"{spec.base.task}: {spec.num_trials} trials", spec.num_trials, folder / TRIALS):
-                tune_trials(spec, prepared, folder, num_gpus=num_gpus, resume=resume, shared=shared)
+                tune_trials(spec, prepared, folder, num_gpus=num_gpus, resume=resume, shared=shared, claim=log.claim)
         record = read_search(folder)
         view_search(record)
         mistakes = [run for run in record.trials if run.end is not None and run.end.cause in ("bug", "preempted")]
@@ -373,16 +373,18 @@ def _parent(
 
     Work that is broken off ends the log too, so that nothing stays "running" for ever; `resume` cuts the end away.
     """
-    log = EventLog(folder / EVENTS, keep=1 if (folder / EVENTS).exists() else 0)
-    if log.num_records == 0:
-        log.append(Start(control=control, info=info))
+    with needing_room(folder):
+        log = EventLog(folder / EVENTS, keep=1 if has_begun(folder) else 0)
+        if log.num_records == 0:
+            log.append(Start(control=control, info=info))
     with recording(tracker, folder, experiment=experiment, parent=Parent(name=folder.name, tags=info)):
         try:
             yield log
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt)
             end = End(status="stopped") if stopped else End(status="failed", cause=cause_of(error), message=str(error))
-            with contextlib.suppress(OSError):  # a full disk, perhaps: what is raised says it all
+            # A full disk, perhaps, or another process that goes on: what is raised says it all.
+            with contextlib.suppress(OSError, TakenOverError):
                 log.append(end)
             raise
         finally:

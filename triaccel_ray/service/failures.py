@@ -6,6 +6,7 @@
 | `non_finite` | the training loss is no number any more | a result |
 | `preempted` | the process or its node was lost | tried again from the checkpoint, MAX_LOSSES times |
 | `disk_full` | a checkpoint or the log could not be written | everything stops, with a message |
+| `taken_over` | another process goes on with the run, whose one writer it is | nothing is written; the process ends |
 | `bug` | anything else | shown to the user, never tried again by itself |
 """
 
@@ -16,7 +17,7 @@ import errno
 from collections.abc import Iterator
 from pathlib import Path
 
-from triaccel_ray.events import End, Interruption, LogError, read_events
+from triaccel_ray.events import End, Interruption, LogError, TakenOverError, read_events
 from triaccel_ray.out_of_memory import is_out_of_memory
 
 MAX_LOSSES = 3
@@ -41,13 +42,15 @@ class DiskFullError(ValueError):
 
 
 def cause_of(error: BaseException) -> str:
-    """Returns the class of a failure: `out_of_memory`, `non_finite`, `preempted`, `disk_full` or `bug`."""
+    """Returns the class of a failure, as the table above names it."""
     if is_out_of_memory(error):
         return "out_of_memory"
     if isinstance(error, NonFiniteLossError):
         return "non_finite"
     if isinstance(error, DiskFullError):
         return "disk_full"
+    if isinstance(error, TakenOverError):
+        return "taken_over"
     return "preempted" if isinstance(error, PreemptedError) else "bug"
 
 

@@ -1,4 +1,4 @@
-"""Following an event log that another process writes, cuts back to a checkpoint, and writes on."""
+"""Following an event log that another process writes, puts another file in place of, and writes on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LogTail:
         self.num_lines = 0
         """Lines read since the beginning of the file."""
         self._offset = 0
-        self._seen: tuple[int, int] | None = None
+        self._seen: tuple[int, int, int] | None = None
 
     @property
     def changed(self) -> bool:
@@ -63,9 +63,9 @@ class LogTail:
         file.seek(self._offset - len(expected))
         return file.read(len(expected)) == expected
 
-    def _stamp(self) -> tuple[int, int] | None:
+    def _stamp(self) -> tuple[int, int, int] | None:
         try:
             status = self.path.stat()
         except OSError:
             return None
-        return status.st_size, status.st_mtime_ns
+        return status.st_ino, status.st_size, status.st_mtime_ns

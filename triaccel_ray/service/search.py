@@ -22,7 +22,7 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 
 from search_spaces.thresholds import ANCHOR, Calibration, calibration, search_space
 from triaccel_ray.config import require, require_integer
-from triaccel_ray.events import LogError
+from triaccel_ray.events import Claim, LogError, TakenOverError
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, failed
 from triaccel_ray.service.objective import OBJECTIVES, Objective
@@ -141,8 +141,11 @@ def tune_trials(
     num_gpus: float,
     resume: bool = False,
     shared: SharedSplits | None = None,
+    claim: Claim | None = None,
 ) -> None:
     """Runs the trials under Ray Tune, with samples from `shared`; with `resume`, those that have not ended.
+
+    With a `claim` on the search's own log, nothing is begun or noted once another process goes on with the search.
 
     A bug is no end. Whatever is on record is told to scheduler and sampler from the trials' logs, so that they know all
     that the search knew when it was broken off. Tune's own state, written every ten seconds, lags behind what trials
@@ -150,6 +153,7 @@ def tune_trials(
 
     Raises:
         DiskFullError: a trial found no room for its files; the others were stopped.
+        TakenOverError: another process goes on with the search, or with one of its trials; likewise.
         KeyboardInterrupt: the user broke the trials off; they have ended their logs.
     """
     folder = folder.absolute()
@@ -168,10 +172,10 @@ def tune_trials(
         warnings.simplefilter("ignore")  # Tune and Optuna announce their own deprecations to whoever uses them
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with _interruptible():
-            results = _tuner(spec, trainable, folder, Path(own)).fit()
+            results = _tuner(spec, trainable, folder, Path(own), claim).fit()
     for result in (results[index] for index in range(len(results))):
-        if result.metrics and result.metrics.get("unfinished") == "disk_full":
-            raise DiskFullError(result.metrics["message"])
+        if result.metrics and result.metrics.get("unfinished") in _ENDS_ALL:
+            raise _ENDS_ALL[result.metrics["unfinished"]](result.metrics["message"])
         if result.error is not None and result.config:
             lost = isinstance(result.error, RayActorError)
             error = PreemptedError(f"its process was lost {MAX_LOSSES + 1} times") if lost else result.error
@@ -233,20 +237,24 @@ def _prepared(spec: SearchSpec, runs: Mapping[str, RunRecord]) -> Prepared:
     return Prepared(objective=objective, calibration=calibrated_on, headroom_bytes=headroom)
 
 
-class _FullDisk(tune.Stopper):
-    """Stops all trials once one has found no room on the disk."""
+_ENDS_ALL: Mapping[str, type[ValueError]] = {"disk_full": DiskFullError, "taken_over": TakenOverError}
+"""Why a trial did not go on -> what the search then ends with."""
+
+
+class _EndOfAll(tune.Stopper):
+    """Stops all trials once one has found no room on the disk, or another process at its place."""
 
     _found = False
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        self._found = self._found or result.get("unfinished") == "disk_full"
+        self._found = self._found or result.get("unfinished") in _ENDS_ALL
         return False
 
     def stop_all(self) -> bool:
         return self._found
 
 
-def _tuner(spec: SearchSpec, trainable: Any, folder: Path, own: Path) -> tune.Tuner:
+def _tuner(spec: SearchSpec, trainable: Any, folder: Path, own: Path, claim: Claim | None) -> tune.Tuner:
     space = search_space(spec.space, spec.optional)
     pareto = spec.objective == "pareto"
     several: Directions = {"accuracy": "maximize", "seconds_per_epoch": "minimize", "peak_gb": "minimize"}
@@ -264,6 +272,7 @@ def _tuner(spec: SearchSpec, trainable: Any, folder: Path, own: Path) -> tune.Tu
             search_alg=JournaledSearch(
                 space,
                 folder / JOURNAL,
+                claim=claim,
                 sampler=partial(_sampler, spec),
                 directions=several if pareto else {"objective": "maximize"},
                 first={name: ANCHOR[name] for name in space},
@@ -276,7 +285,7 @@ def _tuner(spec: SearchSpec, trainable: Any, folder: Path, own: Path) -> tune.Tu
             name=folder.name,
             storage_path=str(own),
             verbose=0,
-            stop=_FullDisk(),
+            stop=_EndOfAll(),
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # trials keep their own
             failure_config=tune.FailureConfig(max_failures=MAX_LOSSES),
         ),

@@ -14,7 +14,7 @@ from optuna.trial import TrialState
 from ray.tune.search import Searcher
 from ray.tune.search.optuna import OptunaSearch
 
-from triaccel_ray.events import LogError
+from triaccel_ray.events import Claim, LogError
 from triaccel_ray.service.failures import needing_room
 
 Directions: TypeAlias = Mapping[str, Literal["minimize", "maximize"]]
@@ -49,6 +49,7 @@ class JournaledSearch(Searcher):
         sampler: Callable[[int], optuna.samplers.BaseSampler],
         directions: Directions,
         first: Mapping[str, Any],
+        claim: Claim | None = None,
     ) -> None:
         """Reads the journal, if there is one.
 
@@ -58,6 +59,7 @@ class JournaledSearch(Searcher):
             sampler: of the trial of a number.
             directions: metric -> `minimize` or `maximize`.
             first: the sample to begin with.
+            claim: on the search's log; nothing is suggested or noted once another process has taken it over.
 
         Raises:
             LogError: the journal is damaged.
@@ -65,13 +67,18 @@ class JournaledSearch(Searcher):
         super().__init__()
         self._directions = directions
         self._space = OptunaSearch.convert_search_space(dict(space))
-        self._journal, self._sampler, self._first = journal, sampler, first
+        self._journal, self._sampler, self._first, self._claim = journal, sampler, first, claim
         self._before = read_suggestions(journal)
         self._study = optuna.create_study(directions=list(directions.values()))
         self._trials: dict[str, tuple[str, optuna.trial.Trial]] = {}
 
     def suggest(self, trial_id: str) -> dict[str, Any]:
-        """Returns the next trial's sample, with its name."""
+        """Returns the next trial's sample, with its name.
+
+        Raises:
+            TakenOverError: another process goes on with the search.
+        """
+        self._require_claim()
         number = len(self._trials)
         name, known = trial_name(number), self._before.samples
         if number < len(known) or number == 0:
@@ -99,7 +106,12 @@ class JournaledSearch(Searcher):
     def restore(self, checkpoint_path: str) -> None:
         """Does nothing: the journal was read when this was made."""
 
+    def _require_claim(self) -> None:
+        if self._claim is not None:
+            self._claim.require()
+
     def _note(self, line: Mapping[str, Any]) -> None:
+        self._require_claim()
         with needing_room(self._journal.parent), self._journal.open("ab") as file:
             file.write(json.dumps(line).encode() + b"\n")
             file.flush()

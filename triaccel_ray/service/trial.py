@@ -12,9 +12,9 @@ from typing import Any
 from ray import tune
 
 from search_spaces.thresholds import Calibration, thresholds
-from triaccel_ray.events import End, EventLog, LogError, Start, read_events
+from triaccel_ray.events import End, EventLog, LogError, Start, TakenOverError, read_events
 from triaccel_ray.jsonable import encode
-from triaccel_ray.service.failures import RESULTS, DiskFullError, cause_of, failed
+from triaccel_ray.service.failures import RESULTS, DiskFullError, cause_of, failed, needing_room
 from triaccel_ray.service.objective import Figures, Objective
 from triaccel_ray.service.record import RunRecord, has_begun, read_run
 from triaccel_ray.service.shared_data import SharedSplits
@@ -77,8 +77,9 @@ class ThresholdTrial(tune.Trainable):
     def step(self) -> dict[str, Any]:
         """Trains one epoch, or reports one that is on record; a configuration that cannot train is a result.
 
-        So is a full disk, which ends the search. A bug is raised, so that its process is not used again; the trial that
-        Tune then begins in its place finds it on record, and trains nothing.
+        So are a full disk and a trial with which another process goes on: they end the search. A bug is raised, so that
+        its process is not used again; the trial that Tune then begins in its place finds it on record, and trains
+        nothing.
         """
         if self._folder is None:
             raise RuntimeError("the trial has been cleaned up")
@@ -90,7 +91,7 @@ class ThresholdTrial(tune.Trainable):
             cause = cause_of(error)
             if cause in RESULTS:
                 return {**_FAILED, "epoch": self._worker.loop.feed.epoch if self._worker else 0, "unfinished": ""}
-            if isinstance(error, DiskFullError):
+            if isinstance(error, DiskFullError | TakenOverError):
                 self._broken = True
                 return {**_FAILED, "epoch": 0, "unfinished": cause, "message": str(error)}
             self._note(error)
@@ -167,7 +168,8 @@ class ThresholdTrial(tune.Trainable):
         worker, self._worker, self._folder = self._worker, None, None
         if worker is None:
             return
-        with contextlib.suppress(DiskFullError):  # what ends the search has been said, and the log can do without
+        # What ends the search has been said, and the log can do without.
+        with contextlib.suppress(DiskFullError, TakenOverError):
             if not worker.ended and not self._broken:
                 worker.stop()
         with contextlib.suppress(DiskFullError):
@@ -185,13 +187,16 @@ def end_run(folder: Path, spec: RunSpec | None, end: End) -> None:
     """Writes a run's last record where no process trains it, in place of one that is there.
 
     A run of which there is nothing yet gets `spec` and a beginning.
+
+    Raises:
+        DiskFullError: there is no room.
     """
     path, keep = folder / EVENTS, 0
     if has_begun(folder):
         records = [event.record for event in read_events(path)]
         keep = len(records) - isinstance(records[-1], End)
     folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.closing(EventLog(path, keep=keep)) as log:
+    with needing_room(folder), contextlib.closing(EventLog(path, keep=keep)) as log:
         if keep == 0 and spec is not None:
             write_atomically(folder / SPEC, json.dumps(encode(spec), indent=2))
             log.append(Start(control=spec.method_control, info={"task": spec.task, "method": spec.method}))

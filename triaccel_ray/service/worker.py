@@ -22,7 +22,7 @@ from trainables.task import Purpose, Splits
 from triaccel_ray.apply.step import Loss
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from triaccel_ray.events import End, Epoch, EventLog, LogError, Record, Start
+from triaccel_ray.events import End, Epoch, EventLog, LogError, Record, Start, TakenOverError
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.layers import forward
 from triaccel_ray.loop import ControlLoop
@@ -85,7 +85,7 @@ class Worker:
         self.last: Epoch | None = None
         """The last epoch's record."""
         self.ended = False
-        """Whether the log has its last record."""
+        """Whether the log takes no more records: it has its last one, or another process has taken the run over."""
 
     @property
     def figures(self) -> Figures:
@@ -128,11 +128,15 @@ class Worker:
     def resume(self) -> int:
         """Goes on from the newest checkpoint that is whole, or begins anew where there is none; the log says which.
 
+        First of all it takes the log over: a process that was given up for lost, and is not, writes nothing more.
         Returns the epochs done.
 
         Raises:
             ValueError: the checkpoint belongs to a run with other settings.
         """
+        if (self.folder / EVENTS).exists():
+            with needing_room(self.folder):
+                EventLog(self.folder / EVENTS, keep=None).close()
         earlier, latest = broken_off(self.folder / EVENTS)
         for torn in self.folder.glob(f".{CHECKPOINT}.*.partial"):
             torn.unlink()  # of a process that was lost while it wrote
@@ -164,14 +168,15 @@ class Worker:
         Raises:
             NonFiniteLossError: the loss is not a number any more; the log says so.
             torch.OutOfMemoryError, MemoryError: not even one sample fits; likewise.
+            TakenOverError: another process goes on with the run.
         """
         try:
             stats = self.loop.train_epoch()
             if not math.isfinite(stats.loss):
                 raise NonFiniteLossError(f"the training loss of epoch {stats.epoch} is {stats.loss}")
             judged = self._evaluate() if self.spec.purpose is Purpose.SEARCH else None
-        except DiskFullError:
-            raise  # there is no room for an end either
+        except (DiskFullError, TakenOverError):
+            raise  # there is no room for an end either, or it is not this process's to write
         except Exception as error:
             self.fail(error)
             raise
@@ -253,6 +258,7 @@ class Worker:
 
         Raises:
             DiskFullError: there is no room; the checkpoint before stays.
+            TakenOverError: another process goes on with the run; likewise.
         """
         self.save(self.folder / CHECKPOINT, previous=self.folder / PREVIOUS)
 
@@ -261,18 +267,21 @@ class Worker:
 
         Raises:
             DiskFullError: there is no room.
+            TakenOverError: another process goes on with the run.
         """
+        log = self._log
         state = {
             "spec": json.dumps(encode(self.spec)),
             "loop": self.loop.state_dict(),
-            "num_records": 0 if self._log is None else self._log.num_records,
+            "num_records": 0 if log is None else log.num_records,
+            "log_checksum": None if log is None else log.checksum,
             "epoch_seconds": list(self._epoch_seconds),
             "last": None if self.last is None else encode(self.last),
         }
         with needing_room(path.parent):
-            if self._log is not None:
-                self._log.sync()  # a checkpoint must never count records that a power cut can take
-            save_checkpoint(path, state, previous=previous)
+            if log is not None:
+                log.sync()  # a checkpoint must never count records that a power cut can take
+            save_checkpoint(path, state, previous=previous, confirm=None if log is None else log.claim.require)
 
     def restore(self, path: Path) -> None:
         """Goes on from the checkpoint at `path`; the event log is cut back to it.
@@ -290,7 +299,7 @@ class Worker:
         try:
             self.loop.load_state_dict(state["loop"])
             # Cuts the log back, so last: a state that does not fit must not cost what was recorded.
-            self._open_log(keep=state["num_records"])
+            self._open_log(keep=state["num_records"], checksum=state["log_checksum"])
         except (LogError, RuntimeError, ValueError, KeyError) as error:
             raise DamagedCheckpointError(f"checkpoint {path} does not fit its run: {error}") from error
         self._epoch_seconds.extend(state["epoch_seconds"])
@@ -379,15 +388,19 @@ class Worker:
         peak_gb = self.loop.memory.peak_bytes / BYTES_PER_GB
         return efficiency_score(accuracy, mean_epoch_seconds(list(self._epoch_seconds)), peak_gb)
 
-    def _open_log(self, *, keep: int) -> None:
+    def _open_log(self, *, keep: int, checksum: int | None = None) -> None:
         with needing_room(self.folder):
-            self._log = EventLog(self.folder / EVENTS, keep=keep)
+            self._log = EventLog(self.folder / EVENTS, keep=keep, checksum=checksum)
 
     def _append(self, record: Record) -> None:
         with self._writing:
             if self._log is not None and not self.ended:
-                with needing_room(self.folder):
-                    self._log.append(record)
+                try:
+                    with needing_room(self.folder):
+                        self._log.append(record)
+                except TakenOverError:
+                    self.ended = True
+                    raise
                 self.ended = isinstance(record, End)
 
 
