@@ -23,6 +23,7 @@ from triaccel_ray.config import BatchConfig, ControlConfig
 
 READS = []  # (purpose, index) of every held-out sample that was read
 READ = Path(__file__).with_name("read.txt")  # numbers of test samples of Guarded that were read, by any process
+DATA = Path(__file__).with_name("data.txt")  # what for the samples of Guarded were read, by any process
 
 
 class Watched(TensorSource):
@@ -78,6 +79,8 @@ class Guarded(Blobs):
     name = "guarded"
 
     def data(self, purpose):
+        with DATA.open("a") as file:
+            file.write(f"{purpose.value}\\n")
         test = Sealed(*blobs(50, seed=1))
         test.purpose = purpose.value
         validation = TensorSource(*blobs(48, seed=2))

@@ -195,6 +195,8 @@ def test_a_comparison_end_to_end(
     assert "too few seeds" in said
     # two final runs have read the 50 test samples once, and no trial has touched them: they would have raised
     assert sum(map(int, (tmp_path / "read.txt").read_text().split())) == 2 * 50
+    # read once for the four trials, by the command, and by each final run for itself
+    assert sorted((tmp_path / "data.txt").read_text().split()) == ["final", "final", "search"]
 
     recorded = {run.name: run for run in runs(desk.tracker, "triaccel-comparisons")}
     parent = recorded.pop("versus")

@@ -24,6 +24,7 @@ from triaccel_ray.service.fixed import FIXED, FixedSetting, precisions_where_it_
 from triaccel_ray.service.objective import Objective
 from triaccel_ray.service.record import RunRecord, read_run
 from triaccel_ray.service.runs import OnGlance, run_all
+from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.tuning import recipe_samples
 from triaccel_ray.service.worker import EVENTS, write_atomically
@@ -32,11 +33,13 @@ _OUTCOMES = ("finished", *(f"failed ({cause})" for cause in RESULTS))
 """Ways to end that say something about the setting tried, and need no second try."""
 
 
-def choose(spec: ComparisonSpec, folder: Path, *, num_gpus: float, on_glance: OnGlance) -> Choices:
+def choose(
+    spec: ComparisonSpec, folder: Path, *, num_gpus: float, on_glance: OnGlance, shared: SharedSplits | None = None
+) -> Choices:
     """Returns what the final runs are to use, and writes it down; trials that have ended are not run again.
 
     The fixed setting is chosen first, with the recipe as it is; then every method, the fixed one too, gets the same
-    samples of learning rate and weight decay.
+    samples of learning rate and weight decay. Training and validation samples come from `shared`, where given.
 
     Raises:
         ValueError: a trial failed for another reason than its setting, or no fixed setting could be trained.
@@ -47,10 +50,10 @@ def choose(spec: ComparisonSpec, folder: Path, *, num_gpus: float, on_glance: On
     root, fixed, tuned = folder / TRIALS, None, {}
     if spec.num_fixed:
         settings = sampled_settings(spec.base, precisions_where_it_runs(spec.base, num_gpus=num_gpus), spec.num_fixed)
-        runs = _ended(fixed_trials(spec, settings), root, num_gpus=num_gpus, on_glance=on_glance)
+        runs = _ended(fixed_trials(spec, settings), root, num_gpus=num_gpus, on_glance=on_glance, shared=shared)
         fixed = best_setting(settings, runs)
     if spec.num_tuned:
-        runs = _ended(tuning_trials(spec, fixed), root, num_gpus=num_gpus, on_glance=on_glance)
+        runs = _ended(tuning_trials(spec, fixed), root, num_gpus=num_gpus, on_glance=on_glance, shared=shared)
         tuned = {method: best_sample(spec, method, fixed, runs) for method in spec.all_methods}
     choices = Choices(fixed=fixed, tuned=tuned)
     write_atomically(folder / CHOICES, json.dumps(encode(choices), indent=2))
@@ -133,12 +136,14 @@ def _trial_name(method: str, index: int, fixed: FixedSetting | None) -> str:
     return fixed.name if method == FIXED and fixed is not None else f"{method}-recipe"
 
 
-def _ended(specs: Mapping[str, RunSpec], root: Path, *, num_gpus: float, on_glance: OnGlance) -> dict[str, RunRecord]:
+def _ended(
+    specs: Mapping[str, RunSpec], root: Path, *, num_gpus: float, on_glance: OnGlance, shared: SharedSplits | None
+) -> dict[str, RunRecord]:
     """Returns the records of all these trials, after running those that have not ended."""
     before = {name: read_run(root / name) for name in specs if (root / name / EVENTS).exists()}
     done = {name: run for name, run in before.items() if run.status in _OUTCOMES}
     missing = {name: spec for name, spec in specs.items() if name not in done}
-    outcomes = run_all(missing, root, num_gpus=num_gpus, on_glance=on_glance, resume=True)
+    outcomes = run_all(missing, root, num_gpus=num_gpus, on_glance=on_glance, resume=True, shared=shared)
     for name, outcome in outcomes.items():
         if isinstance(outcome, Exception) and cause_of(outcome) not in RESULTS:
             raise ValueError(f"the trial {name} failed: {outcome}") from outcome

@@ -17,7 +17,7 @@ from trainables.task import Purpose
 from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.events import End, EventLog, LogError, Start, TakenOverError
 from triaccel_ray.service import cli, job_commands
-from triaccel_ray.service.choosing import choose
+from triaccel_ray.service.choosing import choose, trial_of
 from triaccel_ray.service.cluster import (
     cluster,
     gpu_fraction,
@@ -312,9 +312,8 @@ def _compare(spec: ComparisonSpec, folder: Path, where: Where, experiment: str, 
     with may_be_resumed, _parent(tracker, folder, experiment, spec.base.control, info) as log:
         with cluster(where.address):
             num_gpus = _num_gpus(spec.base)
-            if spec.needs_trials:
-                with RunProgress(f"{spec.base.task}: trials on validation samples") as progress:
-                    choose(spec, folder, num_gpus=num_gpus, on_glance=progress.update)
+            if read_comparison(folder).choices is None:
+                _choose(spec, folder, num_gpus)
             todo = read_comparison(folder).unfinished()
             with RunProgress(f"{spec.base.task}: comparison", todo) as progress:
                 outcomes = run_all(todo, folder, num_gpus=num_gpus, on_glance=progress.update, resume=True)
@@ -330,6 +329,13 @@ def _compare(spec: ComparisonSpec, folder: Path, where: Where, experiment: str, 
         err.print(f"{name} failed: {error}", style="red", soft_wrap=True)
     point_to(folder, where)
     return 1 if failed else 0
+
+
+def _choose(spec: ComparisonSpec, folder: Path, num_gpus: float) -> None:
+    """Has the trials on validation samples run; the object store has these samples meanwhile, and no longer."""
+    shared = _shared(trial_of(spec.base))
+    with RunProgress(f"{spec.base.task}: trials on validation samples") as progress:
+        choose(spec, folder, num_gpus=num_gpus, on_glance=progress.update, shared=shared)
 
 
 def _storage(where: Where) -> Path:
