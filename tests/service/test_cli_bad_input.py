@@ -31,6 +31,9 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("run digits --t-ctrl 0", ("every_steps (T_ctrl) = 0: must be",)),
     ("run digits --step-up 5", ("batch step_up = 5: must be a multiple of granularity = 32",)),
     ("replay run1 --rho-low 2", ("rho_low = 2.0: must lie in",)),
+    ("replay run1 --t-curv 100", ("--t-curv",)),
+    ("search digits --tau-low 1e-6", ("--tau-low",)),
+    ("search digits --also alpha --alpha 0.1", ("--alpha = 0.1: --also alpha has the search find it",)),
     ("replay run1 --reasons -1", ("reasons = -1: must be",)),
     # training
     ("run digits --epochs 0", ("epochs = 0: must be",)),
@@ -87,7 +90,10 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("report empty", ("empty holds no run (events.jsonl is missing)",)),
     ("resume empty", ("empty/spec.json cannot be read",)),
     # addresses
-    ("run digits --address 127.0.0.1:1", ("address = '127.0.0.1:1'", "no Ray cluster answers", "ray start --head")),
+    (
+        "run digits --address 127.0.0.1:1",
+        ("address = '127.0.0.1:1'", "no Ray cluster answers", "ray start --head", "set RAY_AUTH_MODE=token"),
+    ),
     ("search digits --address 127.0.0.1:1", ("address = '127.0.0.1:1'", "no Ray cluster answers")),
     ("compare digits --address ray://127.0.0.1:1", ("address = 'ray://127.0.0.1:1'", "no Ray cluster answers")),
     ("run digits --address nonsense", ("address = 'nonsense'", "host:port or auto")),
@@ -105,6 +111,7 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("search digits --objective speed", ("--objective", "pareto")),
     ("search digits --also beta", ("--also", "tau_curv")),
     ("run digits --method sgd", ("--method", "triaccel")),
+    ("run digits --lr None", ("--lr", "None")),
     ("run digits --epochs three", ("--epochs", "three")),
     ("run digits --precision fp8", ("--precision", "bf16")),
     ("search digits --trials-per-gpu 2.5", ("--trials-per-gpu", "2.5")),

@@ -176,7 +176,7 @@ def test_a_cluster_that_is_not_there_is_named(address: str, capsys: pytest.Captu
         ((404, b""), "no Ray cluster serves jobs there (Version check returned 404"),
         ((200, b"<html>"), "no Ray cluster serves jobs there"),
         ((200, b"{}"), "no Ray cluster serves jobs there"),
-        ((401, b"no token"), "the cluster does not let you in"),
+        ((401, b"no token"), r"the cluster does not let you in.*set RAY_AUTH_MODE=token"),
         ((200, b'{"ray_version": "2.60.0"}'), "the cluster refuses"),
     ],
 )

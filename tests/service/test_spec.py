@@ -15,7 +15,8 @@ from trainables.task import Purpose, Recipe
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.plan import Precision
-from triaccel_ray.service.spec import METHODS, RunSpec, environment, run_spec
+from triaccel_ray.service.methods import METHODS
+from triaccel_ray.service.spec import RunSpec, environment, run_spec
 
 CONTROL = ControlConfig(
     every_steps=7,

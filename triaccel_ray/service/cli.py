@@ -7,11 +7,23 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, get_args
 
 import tyro
 
-from triaccel_ray.service.options import Flat, JobName, RunName, TaskName, Thresholds, Training, Where
+from triaccel_ray.service.methods import METHODS
+from triaccel_ray.service.options import (
+    Flat,
+    Given,
+    JobName,
+    ReplayThresholds,
+    RunName,
+    SearchThresholds,
+    TaskName,
+    Thresholds,
+    Training,
+    Where,
+)
 
 USER_ERRORS = (
     ValueError,
@@ -24,6 +36,24 @@ USER_ERRORS = (
 )
 """What the boundary raises for input that a user can mend; anything else is a bug and shows its traceback."""
 
+Method = Literal["triaccel", "fp32", "amp", "engine-amp", "fixed", "dynamic-batch", "dynamic-precision", "dynamic-both"]
+"""The methods that a user may name; a search has one more, the probe."""
+# Long ones: of a field's docstring tyro would keep the line breaks.
+METHOD_HELP = "How to train. " + "; ".join(f"{name}: {METHODS[name]}" for name in get_args(Method)) + "."
+OBJECTIVE_HELP = (
+    "What to maximise, among configurations within --margin of the AMP baseline's accuracy. With pareto, trials are "
+    "drawn for accuracy, time and memory at once, with no such condition; the one that is printed as a command has the "
+    "best score within --margin."
+)
+FIXED_HELP = (
+    "How many pairs of a precision and a batch size to try on validation samples, each kept from the first step to the "
+    "last; the best pair becomes the row `fixed`. Give as many as the search for Tri-Accel's thresholds had trials."
+)
+TUNE_HELP = (
+    "How many samples of learning rate and weight decay to try for every method on validation samples, its own "
+    "recipe being one."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -31,15 +61,12 @@ class Run:
 
     task: tyro.conf.Positional[TaskName]
     """A bundled task (`triaccel doctor --tasks` lists them), or package.module:Class."""
-    method: Literal[
-        "triaccel", "fp32", "amp", "engine-amp", "fixed", "dynamic-batch", "dynamic-precision", "dynamic-both"
-    ] = "triaccel"
-    """How to train."""
+    method: Annotated[Method, tyro.conf.arg(metavar="METHOD", help=METHOD_HELP)] = "triaccel"
     seed: int = 0
     """Of initialisation, order and augmentation."""
     final: bool = False
     """Train on training and validation samples together, and read the test set once, at the end."""
-    name: str | None = None
+    name: Given[str] = None
     """The run's name. Default: made of task, method and time."""
     experiment: str = "triaccel-runs"
     """MLflow experiment."""
@@ -60,20 +87,21 @@ class Search:
     """Further dimensions to search."""
     trials: int = 16
     """Configurations to try."""
-    objective: Literal["score", "accuracy", "time", "memory", "pareto"] = "score"
-    """What to maximise, among configurations within --margin of the AMP baseline's accuracy."""
+    objective: Annotated[
+        Literal["score", "accuracy", "time", "memory", "pareto"], tyro.conf.arg(help=OBJECTIVE_HELP)
+    ] = "score"
     margin: float = 1.0
     """Percentage points of validation accuracy that may be given up."""
     trials_per_gpu: int = 1
     """Trials that share a GPU, each held to its part of the memory; their timings are marked as such."""
     seed: int = 0
     """Of the sampler and of every run."""
-    name: str | None = None
+    name: Given[str] = None
     """The search's name. Default: made of task, space and time."""
     experiment: str = "triaccel-searches"
     """MLflow experiment."""
     training: Flat[Training] = field(default_factory=Training)
-    thresholds: Flat[Thresholds] = field(default_factory=Thresholds)
+    thresholds: Flat[SearchThresholds] = field(default_factory=SearchThresholds)
     where: Flat[Where] = field(default_factory=Where)
 
 
@@ -84,19 +112,16 @@ class Compare:
     task: tyro.conf.Positional[TaskName]
     """A bundled task, or package.module:Class."""
     methods: str = "fp32,amp,engine-amp,triaccel"
-    """Methods, separated by commas."""
+    """Methods, separated by commas; `triaccel run --help` says what each is."""
     ablation: bool = False
     """Also the ablation, as a second table: FP32, dynamic-batch, dynamic-precision, dynamic-both, triaccel."""
-    fixed: int = 0
-    """Settings of one fixed precision and batch size to try on validation samples; the best becomes a row. Give as many
-    as trials found Tri-Accel's thresholds."""
-    tune_baselines: int = 0
-    """Samples of learning rate and weight decay to try for every method on validation samples, the recipe included."""
+    fixed: Annotated[int, tyro.conf.arg(help=FIXED_HELP)] = 0
+    tune_baselines: Annotated[int, tyro.conf.arg(help=TUNE_HELP)] = 0
     seeds: int = 3
     """Runs of each method, with seeds from 0."""
     trials_per_gpu: int = 1
     """Runs that share a GPU, each held to its part of the memory; their timings are marked as such."""
-    name: str | None = None
+    name: Given[str] = None
     """The comparison's name. Default: made of task and time."""
     experiment: str = "triaccel-comparisons"
     """MLflow experiment."""
@@ -122,7 +147,7 @@ class Replay:
     """Name in the storage folder, or a run's folder."""
     reasons: int = 20
     """Reasons shown at most."""
-    thresholds: Flat[Thresholds] = field(default_factory=Thresholds)
+    thresholds: Flat[ReplayThresholds] = field(default_factory=ReplayThresholds)
     where: Flat[Where] = field(default_factory=Where)
 
 
@@ -132,7 +157,7 @@ class Resume:
 
     name: tyro.conf.Positional[RunName]
     """Name in the storage folder, or a folder."""
-    experiment: str | None = None
+    experiment: Given[str] = None
     """MLflow experiment, where it was not the default."""
     where: Flat[Where] = field(default_factory=Where)
 
@@ -168,9 +193,9 @@ class Submit:
 
     words: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="-- COMMAND ...")]] = ()
     """The command and its options, after `--`."""
-    name: str | None = None
+    name: Given[str] = None
     """The job's name, and that of what it trains unless COMMAND has a --name. Default: of command, task and time."""
-    address: str | None = None
+    address: Given[str] = None
     """Ray cluster: http://HOST:8265, HOST:PORT or `auto`. Default: RAY_ADDRESS, or the cluster on this machine."""
 
 
@@ -178,7 +203,7 @@ class Submit:
 class Jobs:
     """List the jobs of a cluster, newest first."""
 
-    address: str | None = None
+    address: Given[str] = None
     """Ray cluster: http://HOST:8265, HOST:PORT or `auto`. Default: RAY_ADDRESS, or the cluster on this machine."""
 
 
@@ -190,7 +215,7 @@ class Logs:
     """The job's name, as `triaccel jobs` lists it."""
     follow: bool = False
     """Go on until the job ends; exits with 1 unless it succeeds."""
-    address: str | None = None
+    address: Given[str] = None
     """Ray cluster: http://HOST:8265, HOST:PORT or `auto`. Default: RAY_ADDRESS, or the cluster on this machine."""
 
 
@@ -200,7 +225,7 @@ class Stop:
 
     job: tyro.conf.Positional[JobName]
     """The job's name, as `triaccel jobs` lists it."""
-    address: str | None = None
+    address: Given[str] = None
     """Ray cluster: http://HOST:8265, HOST:PORT or `auto`. Default: RAY_ADDRESS, or the cluster on this machine."""
 
 
@@ -231,6 +256,7 @@ def parse(arguments: Sequence[str] | None) -> Command:
         prog="triaccel",
         description="An elastic experiment service on Ray.",
         args=arguments,
+        config=(tyro.conf.DisallowNone,),
     )
 
 

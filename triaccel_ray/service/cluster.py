@@ -133,8 +133,9 @@ def require_reachable(address: str | None) -> None:
 
 def _message(address: str, reason: str) -> str:
     return (
-        f"address = {address!r}: no Ray cluster answers there ({reason}); start one with `ray start --head`, set "
-        "RAY_AUTH_MODE=token here if it asks for a token, or leave --address out to run on this machine"
+        f"address = {address!r}: no Ray cluster answers there ({reason}); start one with `ray start --head`, or leave "
+        "--address out to run on this machine. Where it asks for a token, copy its head node's ~/.ray/auth_token to "
+        "the same place here and set RAY_AUTH_MODE=token"
     )
 
 

@@ -37,6 +37,7 @@ from triaccel_ray.service.comparison_view import view_comparison
 from triaccel_ray.service.console import RunProgress, TrialProgress, err, out, rich_table
 from triaccel_ray.service.doctor import Verdict, examine
 from triaccel_ray.service.failures import cause_of, needing_room
+from triaccel_ray.service.methods import METHODS
 from triaccel_ray.service.next_steps import point_to, resumable
 from triaccel_ray.service.options import Where
 from triaccel_ray.service.record import has_begun, read_run, read_spec
@@ -62,7 +63,7 @@ from triaccel_ray.service.session import (
 )
 from triaccel_ray.service.shared_data import NotSharedError, SharedSplits, share_splits
 from triaccel_ray.service.shipper import Parent
-from triaccel_ray.service.spec import METHODS, RunSpec
+from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.tracking import Tracker
 from triaccel_ray.service.translation import spec_from
 from triaccel_ray.service.views import view_run, view_search
@@ -94,12 +95,12 @@ def _(command: cli.Run) -> int:
 
 @execute.register
 def _(command: cli.Search) -> int:
-    for name in ("tau_low", "tau_high", "rho_low", "rho_high", *command.also):
+    for name in command.also:
         require(
             getattr(command.thresholds, name, None) is None,
             f"--{name.replace('_', '-')}",
             getattr(command.thresholds, name, None),
-            "a search finds this one itself; leave it out, or train with it by `triaccel run`",
+            f"--also {name} has the search find it; leave one of the two out",
         )
     base = spec_from(command.task, command.training, command.thresholds, method="triaccel", seed=command.seed)
     base = replace(base, trials_per_gpu=command.trials_per_gpu)

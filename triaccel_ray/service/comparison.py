@@ -14,8 +14,9 @@ from triaccel_ray.config import require, require_integer
 from triaccel_ray.events import LogError
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.service.fixed import FIXED, FixedSetting
+from triaccel_ray.service.methods import METHODS
 from triaccel_ray.service.record import RunRecord, read_run
-from triaccel_ray.service.spec import METHODS, RunSpec
+from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.tuning import RecipeSample
 from triaccel_ray.service.worker import EVENTS, require_new, write_atomically
 

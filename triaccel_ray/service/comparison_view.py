@@ -15,10 +15,10 @@ from triaccel_ray.service.comparison_tables import (
 )
 from triaccel_ray.service.console import out, rich_table
 from triaccel_ray.service.fixed import FIXED
+from triaccel_ray.service.methods import METHODS
 from triaccel_ray.service.notes import sharing_note
 from triaccel_ray.service.report import REPORT, Section, write_page
 from triaccel_ray.service.shipment import FIGURES
-from triaccel_ray.service.spec import METHODS
 from triaccel_ray.service.tables import Grid
 from triaccel_ray.service.translation import command_of
 

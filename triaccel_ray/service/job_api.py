@@ -148,7 +148,7 @@ class JobApi:
         except AuthenticationError as error:
             raise ClusterUnavailableError(
                 f"address = {self.address!r}: the cluster does not let you in ({_reason(error)}); copy its head node's "
-                "~/.ray/auth_token to the same place here, or set RAY_AUTH_TOKEN, and leave RAY_AUTH_MODE unset"
+                "~/.ray/auth_token to the same place here, or set RAY_AUTH_TOKEN, and set RAY_AUTH_MODE=token"
             ) from error
         except (OSError, RayError) as error:  # what `requests` raises are OSErrors
             raise ClusterUnavailableError(_no_jobs_there(self.address, error)) from error

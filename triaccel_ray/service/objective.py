@@ -41,7 +41,8 @@ class Objective:
     """
 
     name: str = "score"
-    """One of OBJECTIVES; `pareto` searches accuracy, time and memory at once."""
+    """One of OBJECTIVES; with `pareto` trials are drawn for accuracy, time and memory at once, whatever the margin, and
+    ranked by the score under it."""
     margin: float = 1.0
     """Percentage points of validation accuracy that may be given up; >= 0."""
     reference: tuple[float, ...] = ()

@@ -42,6 +42,8 @@ _FOLDER: PrimitiveConstructorSpec[Path] = PrimitiveConstructorSpec(
 _T = TypeVar("_T")
 Flat = Annotated[_T, tyro.conf.OmitArgPrefixes]
 """A group of options without a prefix to their names."""
+Given = Annotated[_T | None, tyro.conf.arg(help_behavior_hint="")]
+"""An option that is None where it is not given; its group, or its own text, says what then holds."""
 TaskName = Annotated[str, tyro.conf.arg(metavar="TASK")]
 RunName = Annotated[str, tyro.conf.arg(metavar="NAME")]
 JobName = Annotated[str, tyro.conf.arg(metavar="JOB")]
@@ -63,33 +65,33 @@ class Where:
 class Training:
     """How a run trains; what is not given comes from the task."""
 
-    epochs: int | None = None
+    epochs: Given[int] = None
     """Passes over the training samples."""
-    lr: float | None = None
+    lr: Given[float] = None
     """Peak learning rate at the starting batch size."""
-    weight_decay: float | None = None
+    weight_decay: Given[float] = None
     """L2 penalty on weights."""
-    warmup_epochs: float | None = None
+    warmup_epochs: Given[float] = None
     """Epochs of linear warm-up."""
-    label_smoothing: float | None = None
+    label_smoothing: Given[float] = None
     """Probability mass spread over the classes, in [0, 1)."""
-    batch_size: int | None = None
+    batch_size: Given[int] = None
     """Batch size of the first step."""
-    memory_budget: str | None = None
+    memory_budget: Given[str] = None
     """Memory the process may hold on its device, e.g. 2GiB; the CUDA context counts."""
-    memory_headroom: str | None = None
+    memory_headroom: Given[str] = None
     """In place of a budget: memory on top of what the process holds before its first batch, e.g. 500MiB."""
-    data_dir: Path | None = None
+    data_dir: Given[Path] = None
     """Folder of data files, in torchvision's layout or CIFAR's binary one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train."""
-    capture: Literal["on", "off"] | None = None
+    capture: Given[Literal["on", "off"]] = None
     """Whether steps on a GPU are captured as CUDA graphs; off for models whose Python code acts at every step."""
-    fuse: Literal["on", "off"] | None = None
+    fuse: Given[Literal["on", "off"]] = None
     """Whether batch normalisation and what follows it become one kernel on a GPU."""
-    recompute: Literal["on", "off"] | None = None
-    """Whether convolutions compute its output again in the backward pass: less memory, a little more time."""
-    autotune: Literal["on", "off"] | None = None
+    recompute: Given[Literal["on", "off"]] = None
+    """Whether a backward pass computes again what --fuse's kernels gave to convolutions: less memory, more time."""
+    autotune: Given[Literal["on", "off"]] = None
     """Whether cuDNN times its algorithms for every new batch size: pays in long runs at one size."""
 
     def execution(self, execution: ExecutionConfig) -> ExecutionConfig:
@@ -102,37 +104,37 @@ class Training:
 class Thresholds:
     """The control loop's thresholds; what is not given comes from the task."""
 
-    precision: Literal["fp16", "bf16", "fp32"] | None = None
-    """Precision of all layers before anything is measured; throughout, with the methods fixed and engine-amp."""
-    tau_low: float | None = None
+    precision: Given[Literal["fp16", "bf16", "fp32"]] = None
+    """Precision of all layers before anything is measured; to the end, with the methods fixed and engine-amp."""
+    tau_low: Given[float] = None
     """Gradient variance below which a layer computes in FP16."""
-    tau_high: float | None = None
+    tau_high: Given[float] = None
     """Gradient variance from which a layer computes in FP32."""
-    rho_low: float | None = None
+    rho_low: Given[float] = None
     """Share of the memory limit below which the batch grows."""
-    rho_high: float | None = None
+    rho_high: Given[float] = None
     """Share of the memory limit above which the batch shrinks."""
-    tau_curv: float | None = None
+    tau_curv: Given[float] = None
     """Largest eigenvalue above which a layer is held one precision higher."""
-    alpha: float | None = None
+    alpha: Given[float] = None
     """Strength of the curvature's effect on learning rates."""
-    t_ctrl: int | None = None
+    t_ctrl: Given[int] = None
     """Optimizer steps between ticks."""
-    t_curv: int | None = None
+    t_curv: Given[int] = None
     """Optimizer steps between curvature measurements."""
-    b_curv: int | None = None
+    b_curv: Given[int] = None
     """Samples a curvature measurement uses."""
-    curvature: CurvatureMethod | None = None
+    curvature: Given[CurvatureMethod] = None
     """How curvature is measured."""
-    batch_min: int | None = None
+    batch_min: Given[int] = None
     """Smallest batch size."""
-    batch_max: int | None = None
+    batch_max: Given[int] = None
     """Largest batch size."""
-    step_up: int | None = None
+    step_up: Given[int] = None
     """Samples added when memory use is low."""
-    step_down: int | None = None
+    step_down: Given[int] = None
     """Samples removed when memory use is high."""
-    lr_rule: LrRule | None = None
+    lr_rule: Given[LrRule] = None
     """How the learning rate follows the batch size."""
 
     def onto(self, control: ControlConfig, *, batch_size: int | None = None) -> ControlConfig:
@@ -171,6 +173,32 @@ class Thresholds:
             batch=replace(control.batch, **_given(batch)),
             **_given({"every_steps": self.t_ctrl}),
         )
+
+
+_Hidden = Annotated[_T | None, tyro.conf.Suppress]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchThresholds(Thresholds):
+    """Thresholds that a search does not look for; what is not given comes from the task."""
+
+    tau_low: _Hidden[float] = None
+    tau_high: _Hidden[float] = None
+    rho_low: _Hidden[float] = None
+    rho_high: _Hidden[float] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayThresholds(Thresholds):
+    """Thresholds to decide by; what is not given comes from the run.
+
+    When it ticked and how it measured curvature is in its log, and no decision depends on it otherwise.
+    """
+
+    t_ctrl: _Hidden[int] = None
+    t_curv: _Hidden[int] = None
+    b_curv: _Hidden[int] = None
+    curvature: _Hidden[CurvatureMethod] = None
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

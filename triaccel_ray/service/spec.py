@@ -15,19 +15,7 @@ from trainables.registry import load_task
 from trainables.task import Purpose, Recipe
 from triaccel_ray.config import BatchConfig, ControlConfig, require, require_integer, require_number
 from triaccel_ray.plan import Precision
-
-METHODS: Mapping[str, str] = {
-    "fp32": "FP32, as a tutorial writes it",
-    "amp": "automatic mixed precision, as a tutorial writes it",
-    "engine-amp": "one low precision for all layers, on this product's engine",
-    "dynamic-batch": "FP32 with the elastic batch size alone",
-    "dynamic-precision": "precision per layer alone",
-    "dynamic-both": "precision per layer and elastic batch size, no curvature",
-    "triaccel": "the full control loop",
-    "fixed": "one precision and batch size on this product's engine, nothing adapted",
-    "probe": "one low precision, statistics recorded, nothing adapted",
-}
-"""Name of a training method -> what it is."""
+from triaccel_ray.service.methods import METHODS
 
 MAX_TRIALS_PER_GPU = 16
 """With more, CUDA contexts alone would fill the smaller GPUs."""

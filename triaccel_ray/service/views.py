@@ -9,6 +9,7 @@ from triaccel_ray.service.figure_style import save
 from triaccel_ray.service.figures import run_figures
 from triaccel_ray.service.finding import write_found
 from triaccel_ray.service.importance import importance
+from triaccel_ray.service.methods import METHODS
 from triaccel_ray.service.notes import run_notes, sharing_note
 from triaccel_ray.service.pareto import Outcome, pareto_front
 from triaccel_ray.service.record import RunRecord
@@ -16,7 +17,6 @@ from triaccel_ray.service.report import REPORT, Section, write_page
 from triaccel_ray.service.search import SearchRecord, best_trial, ranked
 from triaccel_ray.service.search_figures import coordinates, importance_bars, parallel_coordinates
 from triaccel_ray.service.shipment import FIGURES
-from triaccel_ray.service.spec import METHODS
 from triaccel_ray.service.tables import result_grid, run_grid, search_grid
 from triaccel_ray.service.translation import command_of
 from triaccel_ray.service.worker import EVENTS

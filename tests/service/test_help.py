@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from triaccel_ray.service import cli
+from triaccel_ray.service.methods import METHODS
+
+COMMANDS = ("run", "search", "compare", "report", "replay", "resume", "ui", "doctor", "submit", "jobs", "logs", "stop")
+SEARCHED = {"--tau-low", "--tau-high", "--rho-low", "--rho-high"}
+MEASURED = {"--t-ctrl", "--t-curv", "--b-curv", "--curvature"}
+
+
+def help_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as ended:
+        cli.parse([command, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def options_in(text: str) -> set[str]:
+    return set(re.findall(r"^\W*(--[a-z-]+)", text, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_need_not_be_given_is_no_value_that_can_be(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not re.search(r"\{None|None\||,None", help_of(command, capsys, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("command", "offered", "not_offered"),
+    [
+        ("run", SEARCHED | MEASURED, set()),
+        ("search", MEASURED, SEARCHED),
+        ("compare", SEARCHED | MEASURED, set()),
+        ("replay", SEARCHED, MEASURED),
+    ],
+)
+def test_a_command_offers_the_thresholds_that_it_reads(
+    command: str,
+    offered: set[str],
+    not_offered: set[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = options_in(help_of(command, capsys, monkeypatch))
+    assert {"--precision", "--tau-curv", "--alpha", "--step-up"} <= options
+    assert offered <= options
+    assert not options & not_offered
+    for option in not_offered:
+        with pytest.raises(SystemExit) as ended:
+            cli.parse([command, "digits", option, "1"])
+        assert ended.value.code == 2
+        assert "Unrecognized" in capsys.readouterr().err
+
+
+def test_every_method_is_explained_where_it_can_be_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = re.sub(r"[\s│]+", " ", help_of("run", capsys, monkeypatch)).replace("- ", "-")  # as it was not wrapped
+    for method in METHODS.keys() - {"probe"}:
+        assert f"{method}: {METHODS[method]}" in text
+        assert isinstance(command := cli.parse(["run", "digits", "--method", method]), cli.Run)
+        assert command.method == method
+    with pytest.raises(SystemExit):
+        cli.parse(["run", "digits", "--method", "probe"])

@@ -1,0 +1,18 @@
+"""The methods of training by name; what `--help` says of them must not wait for torch to load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+METHODS: Mapping[str, str] = {
+    "fp32": "FP32, as a tutorial writes it",
+    "amp": "automatic mixed precision, as a tutorial writes it",
+    "engine-amp": "one low precision for all layers, on this product's engine",
+    "dynamic-batch": "FP32 with the elastic batch size alone",
+    "dynamic-precision": "precision per layer alone",
+    "dynamic-both": "precision per layer and elastic batch size, no curvature",
+    "triaccel": "the full control loop",
+    "fixed": "one precision and batch size on this product's engine, nothing adapted",
+    "probe": "one low precision, statistics recorded, nothing adapted",
+}
+"""Name of a training method -> what it is."""
