@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.build import ConvNet, images, same, values
-from triaccel_ray.apply.fused_optimizer import FusedOptimizer, is_supported
+from triaccel_ray.apply.fused_optimizer import FusedOptimizer, has_kernel, is_supported
 from triaccel_ray.gradients import Gradients
 from triaccel_ray.layers import find_layers
 
@@ -164,12 +164,57 @@ def test_copies_receive_the_new_values() -> None:
     assert torch.equal(copy, weight.bfloat16())
 
 
+class OwnRule(torch.optim.SGD):
+    """Whatever a subclass steps by, the kernels do not know it."""
+
+
+def hooked(kind: str) -> Any:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        getattr(optimizer, f"register_step_{kind}_hook")(lambda *_: None)
+        return optimizer
+
+    return make
+
+
+@EVERY
+def test_what_the_kernels_step_is_known(kind: str) -> None:
+    assert has_kernel(OPTIMIZERS[kind](groups_of(network())))
+    assert not is_supported(OPTIMIZERS[kind](groups_of(network())))  # but not on a CPU
+
+
 @pytest.mark.parametrize(
     "make",
     [
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),  # parameters on a CPU
-        lambda p: torch.optim.RMSprop(p, lr=0.1),
+        pytest.param(lambda p: torch.optim.RMSprop(p, lr=0.1), id="another rule"),
+        pytest.param(lambda p: OwnRule(p, lr=0.1), id="a rule of its own"),
+        pytest.param(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), id="dampening"),
+        pytest.param(lambda p: torch.optim.SGD(p, lr=0.1, maximize=True), id="maximize"),
+        pytest.param(lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True), id="differentiable"),
+        pytest.param(lambda p: torch.optim.AdamW(p, fused=True, amsgrad=True), id="amsgrad"),
+        pytest.param(lambda p: torch.optim.AdamW(p, fused=True, lr=torch.tensor(0.1)), id="a tensor for lr"),
+        pytest.param(lambda p: torch.optim.Adam(p), id="steps counted on the host"),
+        pytest.param(lambda p: torch.optim.AdamW(p, foreach=True), id="steps counted on the host too"),
+        pytest.param(hooked("pre"), id="a hook before"),
+        pytest.param(hooked("post"), id="a hook after"),
     ],
 )
-def test_what_it_cannot_step_is_left_to_the_optimizer(make: Any) -> None:
-    assert not is_supported(make(network().parameters()))
+def test_what_the_kernels_would_step_otherwise_is_left_to_the_optimizer(make: Any) -> None:
+    assert not has_kernel(make(network().parameters()))
+
+
+def test_one_group_or_parameter_of_another_kind_is_enough() -> None:
+    weights, rest = groups_of(network())
+    assert not has_kernel(torch.optim.SGD([weights, {**rest, "dampening": 0.5}], lr=0.1))
+    model = network()
+    model.head.bfloat16()
+    assert not has_kernel(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.gpu
+@EVERY
+def test_on_a_gpu_it_is_stepped_by_the_kernels(kind: str) -> None:
+    assert is_supported(OPTIMIZERS[kind](groups_of(network().cuda())))
+    partly = network()
+    partly.head.cuda()
+    assert not is_supported(torch.optim.SGD(partly.parameters(), lr=0.1))

@@ -20,10 +20,15 @@ _STATE = {
 
 
 def is_supported(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether `FusedOptimizer` computes what `optimizer` would.
+    """Returns whether `FusedOptimizer` steps `optimizer` on a GPU: it has its rule, and all parameters lie there."""
+    return has_kernel(optimizer) and all(p.is_cuda for group in optimizer.param_groups for p in group["params"])
 
-    Exactly SGD, Adam or AdamW on FP32 CUDA parameters, without dampening, amsgrad, maximize, a learning rate in a
-    tensor or step hooks. Adam and AdamW must be `fused` or `capturable`: the others count their steps on the host.
+
+def has_kernel(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether the kernels compute what `optimizer` would, wherever its parameters lie.
+
+    Exactly SGD, Adam or AdamW on FP32 parameters, without dampening, amsgrad, maximize, differentiable, a learning rate
+    in a tensor or step hooks. Adam and AdamW must be `fused` or `capturable`: the others count their steps on the host.
     """
     if type(optimizer) not in _STATE or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return False
@@ -33,7 +38,7 @@ def is_supported(optimizer: torch.optim.Optimizer) -> bool:
             return False
         if type(optimizer) is not torch.optim.SGD and not (group.get("fused") or group.get("capturable")):
             return False
-        if any(not p.is_cuda or p.dtype is not torch.float32 for p in group["params"]):
+        if any(p.dtype is not torch.float32 for p in group["params"]):
             return False
     return True
 
