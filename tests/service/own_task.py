@@ -12,6 +12,7 @@ from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.service.spec import RunSpec
 
 MODULE = """
+import weakref
 from pathlib import Path
 
 import torch
@@ -96,6 +97,20 @@ class Large(Blobs):
         samples, targets = torch.ones(160, 160 * 1024), torch.arange(160) % 4
         source = TensorSource(samples, targets, prepare=lambda inputs: inputs[:, :8])
         return Splits(train=source, held_out=source)
+
+
+MODELS = weakref.WeakSet()
+AT_ONCE = []  # models of Counted in existence at each making of one, itself included
+
+
+class Counted(Blobs):
+    name = "counted"
+
+    def model(self):
+        model = super().model()
+        MODELS.add(model)
+        AT_ONCE.append(len(MODELS))
+        return model
 
 
 class Diverging(Blobs):

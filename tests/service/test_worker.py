@@ -18,7 +18,7 @@ from tests.build import same, values
 from tests.service.own_task import own_spec, write_module
 from trainables.digits import Digits
 from trainables.task import Purpose
-from triaccel_ray.checkpoint import CheckpointError
+from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from triaccel_ray.events import End, Epoch, Interruption, LogError, Record, Start, Tick, read_events
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.service.failures import DiskFullError, NonFiniteLossError, PreemptedError, cause_of, needing_room
@@ -232,6 +232,30 @@ def test_a_run_that_is_cut_short_says_so(crew: Crew, module: str, tmp_path: Path
     assert last_of(tmp_path) == End(status="stopped")
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_checkpoint_never_counts_the_end_of_a_run_that_is_cut_short(
+    crew: Crew, module: str, tmp_path: Path, recorded: bool
+) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    lost(crew, spec, tmp_path, epochs=1)
+    worker = crew.build(spec, tmp_path)
+    worker.resume()
+    if recorded:
+        worker.train_epoch()
+    worker.stop()  # by another thread, before the epoch is recorded, or between the epoch and its checkpoint
+    if not recorded:
+        worker.train_epoch()
+    worker.checkpoint()
+    worker.close()
+    assert last_of(tmp_path) == End(status="stopped")
+    again = crew.build(spec, tmp_path)
+    assert again.resume() == 1
+    train(again)
+    assert not any(isinstance(record, End) for record in records(tmp_path))
+    train(crew.start(spec, tmp_path / "whole"))
+    assert decided(tmp_path) == decided(tmp_path / "whole")
+
+
 def test_a_folder_with_a_run_is_left_as_it_is(crew: Crew, module: str, tmp_path: Path) -> None:
     spec = own_spec(f"{module}:Blobs")
     crew.start(spec, tmp_path).train_epoch()
@@ -323,6 +347,29 @@ def test_a_torn_checkpoint_is_never_loaded(
     train(worker)
     assert decided(folder) == decided(tmp_path / "whole")
     assert not list(folder.glob("*.partial"))
+
+
+def test_a_run_that_begins_again_does_not_hold_two_models(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Counted")
+    lost(crew, spec, tmp_path, epochs=1)
+    cut(tmp_path / CHECKPOINT)
+    assert crew.build(spec, tmp_path).resume() == 0
+    assert sys.modules[module].AT_ONCE == [1, 1, 1]  # the lost one, the resumed one, and again from the beginning
+
+
+def test_a_checkpoint_from_before_a_setting_was_added_is_this_runs(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    lost(crew, spec, tmp_path, epochs=1)
+    state = load_checkpoint(tmp_path / CHECKPOINT)
+    fields = json.loads(state["spec"])
+    assert fields.pop("trials_per_gpu") == 1
+    save_checkpoint(tmp_path / CHECKPOINT, {**state, "spec": json.dumps(fields)})
+    worker = crew.build(spec, tmp_path)
+    assert worker.resume() == 1
+    worker.close()
+    save_checkpoint(tmp_path / CHECKPOINT, {**state, "spec": json.dumps({**fields, "of_a_later_version": 1})})
+    with pytest.raises(CheckpointError, match="belongs to a run with other settings"):
+        crew.build(spec, tmp_path).resume()
 
 
 def test_a_missing_checkpoint_falls_back_too(crew: Crew, module: str, tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ class Worker:
                 unusable.append(str(error))
         else:
             if unusable:
-                self.loop.close()
+                self._drop_loop()  # first: what it holds would count as the memory of the next one
                 self.loop = self._build_loop()
             self.start(replace_existing=True)
         epoch, num_kept = self.loop.feed.epoch, self._log.num_records if self._log else 0
@@ -244,10 +244,8 @@ class Worker:
         Raises:
             DiskFullError: the log's last records found no room.
         """
-        self.loop.close()
-        memory = self.loop.memory
-        del self.loop, self._splits, self._held_out
-        memory.release()
+        del self._splits, self._held_out
+        self._drop_loop()
         log, self._log = self._log, None
         if log is not None:
             with needing_room(self.folder):
@@ -265,16 +263,22 @@ class Worker:
     def save(self, path: Path, *, previous: Path | None = None) -> None:
         """Writes a checkpoint that `restore` goes on from; one that was there is kept as `previous`.
 
+        Nothing once the log has ended: `stop`, from another thread, may have ended it before the epoch was recorded.
+
         Raises:
             DiskFullError: there is no room.
             TakenOverError: another process goes on with the run.
         """
-        log = self._log
+        with self._writing:  # an end that is written from here on is none of the checkpoint's records
+            if self.ended:
+                return
+            log = self._log
+            num_records, checksum = (0, None) if log is None else (log.num_records, log.checksum)
         state = {
             "spec": json.dumps(encode(self.spec)),
             "loop": self.loop.state_dict(),
-            "num_records": 0 if log is None else log.num_records,
-            "log_checksum": None if log is None else log.checksum,
+            "num_records": num_records,
+            "log_checksum": checksum,
             "epoch_seconds": list(self._epoch_seconds),
             "last": None if self.last is None else encode(self.last),
         }
@@ -294,7 +298,7 @@ class Worker:
             state = load_checkpoint(path)
         except CheckpointError as error:
             raise DamagedCheckpointError(str(error)) from error
-        if state["spec"] != json.dumps(encode(self.spec)):
+        if not self._is_own(state["spec"]):
             raise CheckpointError(f"checkpoint {path} belongs to a run with other settings: resume that one instead")
         try:
             self.loop.load_state_dict(state["loop"])
@@ -323,6 +327,13 @@ class Worker:
             layers_per_precision={level.value: levels.count(level) for level in Precision},
             accuracy=None if self.last is None else self.last.held_out_accuracy,
         )
+
+    def _is_own(self, spec: str) -> bool:
+        """Returns whether a checkpoint's spec is this run's; one written before a field was added has its default."""
+        try:
+            return decode(RunSpec, json.loads(spec)) == self.spec
+        except ValueError:  # a field that this version does not know
+            return False
 
     def _build_loop(self) -> ControlLoop | BaselineLoop:
         spec, recipe = self.spec, self.spec.recipe
@@ -356,6 +367,14 @@ class Worker:
             seed=spec.seed,
             on_tick=self._append,
         )
+
+    def _drop_loop(self) -> None:
+        """Gives the memory of model, optimizer and captured steps back."""
+        loop, memory = self.loop, self.loop.memory
+        del self.loop
+        loop.close()
+        del loop
+        memory.release()
 
     def _warm_up(self, model: nn.Module, loss: Loss) -> None:
         """Loads everything that loads lazily.
