@@ -20,8 +20,8 @@ from search_spaces.found import Found
 from tests.service.own_task import own_spec, write_module
 from tests.service.stores import Recorded, runs
 from trainables.task import Purpose
-from triaccel_ray.events import Tick, read_events
-from triaccel_ray.jsonable import decode
+from triaccel_ray.events import End, Start, Tick, read_events
+from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.service import cli
 from triaccel_ray.service.comparison import read_comparison
 from triaccel_ray.service.finding import FOUND
@@ -29,7 +29,7 @@ from triaccel_ray.service.record import read_run
 from triaccel_ray.service.search import best_trial, read_search
 from triaccel_ray.service.tracking import Tracker
 from triaccel_ray.service.translation import command_of, spec_from
-from triaccel_ray.service.worker import CHECKPOINT, EVENTS, Worker
+from triaccel_ray.service.worker import CHECKPOINT, EVENTS, SPEC, Worker
 
 NO_FP16 = ("--tau-low", "0")
 """A CPU emulates FP16 at a tenth of the speed."""
@@ -209,16 +209,33 @@ def test_a_comparison_end_to_end(
         *("figures/accuracy_against_cost.png", "figures/score.png"),
     } <= desk.artifacts(parent)
 
-    # cut off: the choice, one trial and one final run are missing
+    # cut off: the choice and one trial are missing; the logs of a final run and of the whole never got their beginning
     (folder / "choices.json").unlink()
     kept = {name: (folder / name / EVENTS).read_bytes() for name in ("trials/amp-recipe", "amp-seed0")}
-    for name in ("trials/fixed-recipe1", "fixed-seed0"):
-        shutil.rmtree(folder / name)
+    shutil.rmtree(folder / "trials/fixed-recipe1")
+    for name in (".", "fixed-seed0"):
+        (folder / name / EVENTS).write_bytes(b"")
+    assert set(read_comparison(folder).unfinished()) == {"fixed-seed0"}
     assert desk.type("resume", "versus") == 0
     assert {name: (folder / name / EVENTS).read_bytes() for name in kept} == kept
     resumed = read_comparison(folder)
     assert resumed.choices == record.choices
     assert resumed.unfinished() == {}
+    assert [type(event.record) for event in read_events(folder / EVENTS)] == [Start, End]
+
+
+def test_a_run_whose_log_has_no_record_yet_begins(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = own_spec(f"{write_module(tmp_path, monkeypatch)}:Blobs")
+    folder = desk.storage / "nothing-yet"
+    folder.mkdir()
+    (folder / SPEC).write_text(json.dumps(encode(spec)))
+    (folder / EVENTS).write_bytes(b'{"sequence":0,')  # the disk was full
+    assert desk.type("resume", "nothing-yet") == 0
+    run = read_run(folder)
+    assert (run.status, len(run.epochs), run.interruptions) == ("finished", 3, ())
 
 
 def test_an_interrupted_run_of_a_users_own_task_ends_as_if_it_had_not_been(

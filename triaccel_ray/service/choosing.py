@@ -22,12 +22,12 @@ from triaccel_ray.service.comparison import (
 from triaccel_ray.service.failures import RESULTS, cause_of
 from triaccel_ray.service.fixed import FIXED, FixedSetting, precisions_where_it_runs, sampled_settings
 from triaccel_ray.service.objective import Objective
-from triaccel_ray.service.record import RunRecord, read_run
+from triaccel_ray.service.record import RunRecord, read_if_begun, read_run
 from triaccel_ray.service.runs import OnGlance, run_all
 from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.tuning import recipe_samples
-from triaccel_ray.service.worker import EVENTS, write_atomically
+from triaccel_ray.service.worker import write_atomically
 
 _OUTCOMES = ("finished", *(f"failed ({cause})" for cause in RESULTS))
 """Ways to end that say something about the setting tried, and need no second try."""
@@ -140,8 +140,8 @@ def _ended(
     specs: Mapping[str, RunSpec], root: Path, *, num_gpus: float, on_glance: OnGlance, shared: SharedSplits | None
 ) -> dict[str, RunRecord]:
     """Returns the records of all these trials, after running those that have not ended."""
-    before = {name: read_run(root / name) for name in specs if (root / name / EVENTS).exists()}
-    done = {name: run for name, run in before.items() if run.status in _OUTCOMES}
+    before = {name: read_if_begun(root / name) for name in specs}
+    done = {name: run for name, run in before.items() if run is not None and run.status in _OUTCOMES}
     missing = {name: spec for name, spec in specs.items() if name not in done}
     outcomes = run_all(missing, root, num_gpus=num_gpus, on_glance=on_glance, resume=True, shared=shared)
     for name, outcome in outcomes.items():

@@ -40,7 +40,7 @@ from triaccel_ray.service.failures import cause_of, needing_room
 from triaccel_ray.service.methods import METHODS
 from triaccel_ray.service.next_steps import point_to, resumable
 from triaccel_ray.service.options import Where
-from triaccel_ray.service.record import has_begun, read_run, read_spec
+from triaccel_ray.service.record import has_begun, read_if_begun, read_run, read_spec
 from triaccel_ray.service.replay import reasons_grid, verdict
 from triaccel_ray.service.runs import run_all
 from triaccel_ray.service.search import (
@@ -243,7 +243,8 @@ def _train(spec: RunSpec, folder: Path, where: Where, experiment: str, *, resume
         require_new(folder)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name
     tracker = open_tracker(where.storage_path, where.tracking_uri)
-    if resume and read_run(folder).status == "finished":
+    begun = read_if_begun(folder) if resume else None
+    if begun is not None and begun.status == "finished":
         with recording(tracker, folder, experiment=experiment):
             out.print(f"{folder.name} is finished; what was not yet recorded is being recorded")
         return 0

@@ -15,10 +15,10 @@ from triaccel_ray.events import LogError
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.service.fixed import FIXED, FixedSetting
 from triaccel_ray.service.methods import METHODS
-from triaccel_ray.service.record import RunRecord, read_run
+from triaccel_ray.service.record import RunRecord, read_if_begun
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.tuning import RecipeSample
-from triaccel_ray.service.worker import EVENTS, require_new, write_atomically
+from triaccel_ray.service.worker import require_new, write_atomically
 
 T = TypeVar("T")
 
@@ -205,13 +205,13 @@ def read_comparison(folder: Path) -> Comparison:
     spec = _read(ComparisonSpec, folder / COMPARISON)
     choices = read_choices(folder) if spec.needs_trials else Choices()
     names = [f"{method}-seed{seed}" for seed in range(spec.num_seeds) for method in spec.all_methods]
-    trials = sorted(path.parent for path in (folder / TRIALS).glob(f"*/{EVENTS}"))
+    trials = sorted((folder / TRIALS).glob("*"))
     return Comparison(
         folder=folder,
         spec=spec,
         choices=choices,
-        trials={path.name: read_run(path) for path in trials},
-        runs={name: read_run(folder / name) for name in names if (folder / name / EVENTS).exists()},
+        trials={path.name: run for path in trials if (run := read_if_begun(path)) is not None},
+        runs={name: run for name in names if (run := read_if_begun(folder / name)) is not None},
     )
 
 

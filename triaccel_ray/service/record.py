@@ -65,6 +65,15 @@ def has_begun(folder: Path) -> bool:
         return False
 
 
+def read_if_begun(folder: Path) -> RunRecord | None:
+    """Returns the run in `folder`; None where it has not begun.
+
+    Raises:
+        LogError: its log or spec is damaged.
+    """
+    return read_run(folder) if has_begun(folder) else None
+
+
 def read_run(folder: Path) -> RunRecord:
     """Returns the run in `folder`.
 

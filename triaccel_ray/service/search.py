@@ -26,7 +26,7 @@ from triaccel_ray.events import Claim, LogError, TakenOverError
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, failed
 from triaccel_ray.service.objective import OBJECTIVES, Objective
-from triaccel_ray.service.record import RunRecord, has_begun, read_run
+from triaccel_ray.service.record import RunRecord, read_if_begun, read_run
 from triaccel_ray.service.runs import OnGlance, run_all
 from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
@@ -190,8 +190,8 @@ def read_search(folder: Path) -> SearchRecord:
     """
     if not (folder / SEARCH).exists():
         raise LogError(f"folder {folder} holds no search ({SEARCH} is missing)")
-    baselines = {name: run for name in ("fp32", "amp", "probe") if (run := _readable(folder / BASELINES / name))}
-    trials = [run for path in sorted((folder / TRIALS).glob("*")) if (run := _readable(path))]
+    baselines = {name: run for name in ("fp32", "amp", "probe") if (run := read_if_begun(folder / BASELINES / name))}
+    trials = [run for path in sorted((folder / TRIALS).glob("*")) if (run := read_if_begun(path))]
     return SearchRecord(
         folder=folder,
         spec=read_value(SearchSpec, folder / SEARCH),
@@ -321,13 +321,8 @@ def _interruptible() -> Iterator[None]:
 
 
 def _finished(folder: Path) -> RunRecord | None:
-    run = _readable(folder)
+    run = read_if_begun(folder)
     return run if run is not None and run.status == "finished" else None
-
-
-def _readable(folder: Path) -> RunRecord | None:
-    """Returns the run in `folder`; None where it has not begun."""
-    return read_run(folder) if has_begun(folder) else None
 
 
 def read_value(cls: type[T], path: Path) -> T:
