@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.build import same
-from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, random_states, save_checkpoint, set_random_states
+from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from triaccel_ray.random_states import random_states, set_random_states
 
 STATE: dict[str, Any] = {"weights": torch.arange(300.0), "counters": [1, 2], "nested": {"name": None, "half": 0.5}}
 

@@ -9,13 +9,12 @@ from torch import nn
 
 from triaccel_ray.apply.evaluate import Evaluation, Metric, count_top1, evaluate
 from triaccel_ray.apply.feed import Feed
-from triaccel_ray.apply.step import Loss
-from triaccel_ray.checkpoint import random_states, set_random_states
-from triaccel_ray.layers import find_layers, forward
-from triaccel_ray.loop import EpochStats, Schedule
+from triaccel_ray.epochs import EpochStats, Schedule
+from triaccel_ray.layers import Loss, find_layers, forward
 from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.measure.timing import EpochClock
 from triaccel_ray.plan import Plan, Precision
+from triaccel_ray.random_states import random_states, set_random_states
 from triaccel_ray.sources import as_source
 
 Baseline = Literal["fp32", "amp"]

@@ -1,10 +1,8 @@
-"""Checkpoints: whole or not there, loaded without running code, random states included."""
+"""Checkpoints: whole or not there, loaded without running code."""
 
 from __future__ import annotations
 
 import os
-import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,39 +67,3 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {path} has format {found!r}: this version reads format {FORMAT}")
     state: dict[str, Any] = content["state"]
     return state
-
-
-def random_states() -> dict[str, Any]:
-    """Returns the states of torch's, Python's and (when in use) NumPy's and CUDA's global generators."""
-    version, internal, gauss = random.getstate()
-    states: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": [version, list(internal), gauss],
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-    if "numpy" in sys.modules:
-        import numpy as np
-
-        name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-        states["numpy"] = [name, np.asarray(keys).tolist(), position, has_gauss, cached]
-    return states
-
-
-def host_random_state() -> tuple[Any, ...]:
-    """Returns what tells whether anybody has drawn from Python's, torch's or NumPy's generators on the host."""
-    arrays = sys.modules["numpy"].random.get_state(legacy=True) if "numpy" in sys.modules else ()
-    return (random.getstate(), torch.get_rng_state().numpy().tobytes(), *(str(part) for part in arrays))
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    """Restores what `random_states` returned."""
-    torch.set_rng_state(states["torch"])
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    if states["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
-    if "numpy" in states:
-        import numpy as np
-
-        name, keys, position, has_gauss, cached = states["numpy"]
-        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 SINGLE_DTYPE_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """Norms that demand parameters of their input's dtype."""
@@ -108,6 +108,11 @@ def require_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, layers
             "the optimizer updates no layer of this model: build it from model.parameters(), after the model has been "
             "moved to its device"
         )
+
+
+Loss = Callable[[Any, Any], Tensor]
+"""Maps a model's outputs and the targets to the mean loss over the samples, a scalar. In training, outputs arrive with
+their floating-point tensors in FP32."""
 
 
 def forward(model: nn.Module, inputs: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,14 +15,13 @@ from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.apply.precision import supported_precisions
-from triaccel_ray.apply.step import Loss
-from triaccel_ray.checkpoint import random_states, set_random_states
 from triaccel_ray.config import ControlConfig, require_number
 from triaccel_ray.decide import ControlState, decide, initial_decision
+from triaccel_ray.epochs import EpochStats, Schedule
 from triaccel_ray.events import EventLog, Tick
 from triaccel_ray.graphs import GraphPool
 from triaccel_ray.jsonable import decode, encode
-from triaccel_ray.layers import find_layers, require_trainable
+from triaccel_ray.layers import Loss, find_layers, require_trainable
 from triaccel_ray.measure.costs import measure_costs
 from triaccel_ray.measure.curvature import CurvatureMeter
 from triaccel_ray.measure.memory import memory_meter
@@ -32,6 +30,7 @@ from triaccel_ray.measure.sensors import Sensors
 from triaccel_ray.measure.timing import EpochClock
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.plan import Fault, FaultKind, Plan
+from triaccel_ray.random_states import random_states, set_random_states
 from triaccel_ray.signals import Observation
 from triaccel_ray.sources import as_source
 from triaccel_ray.steps import StepParts, build_steps
@@ -40,23 +39,6 @@ _DECIDE_AFTER = 3
 """Steps after which a tick on a GPU decides: while the device makes them, the host has time to read and to think."""
 _RECORD_AFTER = 8
 """Steps after a tick when it is put on record: the host has run ahead of the device, which need not wait for that."""
-
-Schedule = Callable[[float], float]
-"""Maps epochs trained, fractional, to a factor on the optimizer's learning rates."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpochStats:
-    """One pass over the training samples."""
-
-    epoch: int
-    """Epochs done, from 1."""
-    loss: float
-    """Mean over the samples, as they were met."""
-    num_steps: int
-    num_samples: int
-    seconds: float
-    """Wall-clock, the device synchronised at both ends."""
 
 
 class ControlLoop:

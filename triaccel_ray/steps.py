@@ -15,11 +15,11 @@ from triaccel_ray.apply.fuse import Fusion, Refusal, fuse
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.apply.precision import LayerPrecision
-from triaccel_ray.apply.step import Loss, Step
+from triaccel_ray.apply.step import Step
 from triaccel_ray.config import ExecutionConfig
 from triaccel_ray.gradients import Gradients
 from triaccel_ray.graphs import GraphPool
-from triaccel_ray.layers import Layer
+from triaccel_ray.layers import Layer, Loss
 from triaccel_ray.measure.memory import MemoryMeter
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.plan import Fault, FaultKind

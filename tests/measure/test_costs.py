@@ -12,10 +12,10 @@ from tests.build import BF16, FP16, FP32, ConvNet, Limited, gradients, images, m
 from tests.measure.curvature_models import AttentionNet, RecurrentNet, TokenNet, sequences, tokens
 from tests.measure.test_sensors import read, sensors_of
 from triaccel_ray.apply.precision import LayerPrecision, supported_precisions
-from triaccel_ray.checkpoint import random_states
 from triaccel_ray.layers import find_layers
 from triaccel_ray.measure.costs import CostMeasurement, measure_costs
 from triaccel_ray.plan import FaultKind, Precision
+from triaccel_ray.random_states import random_states
 from triaccel_ray.signals import LayerCost
 
 SLOW_MS = 40.0

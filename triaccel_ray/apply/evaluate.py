@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.apply.step import Loss
-from triaccel_ray.layers import forward
+from triaccel_ray.layers import Loss, forward
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.plan import Fault
 from triaccel_ray.sources import DataSource, as_source

@@ -12,15 +12,12 @@ from torch import Tensor, nn
 
 from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.fuse import Fusion
-from triaccel_ray.apply.obstacles import watched
 from triaccel_ray.apply.precision import LayerPrecision
-from triaccel_ray.layers import forward
+from triaccel_ray.layers import Loss, forward
+from triaccel_ray.obstacles import watched
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.plan import Fault
 from triaccel_ray.structure import map_tensors
-
-Loss = Callable[[Any, Tensor], Tensor]
-"""Maps outputs (floating-point tensors in FP32) and targets to the mean loss over the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

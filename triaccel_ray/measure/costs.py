@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from triaccel_ray.checkpoint import random_states, set_random_states
 from triaccel_ray.dtypes import DTYPES
 from triaccel_ray.layers import NORMS, SINGLE_DTYPE_NORMS, Layer, forward
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.plan import Fault, Precision
+from triaccel_ray.random_states import random_states, set_random_states
 from triaccel_ray.signals import LayerCost
 from triaccel_ray.structure import map_tensors, tensors_in
 

@@ -19,12 +19,11 @@ from torch import nn
 
 from trainables.registry import load_task
 from trainables.task import Purpose, Splits
-from triaccel_ray.apply.step import Loss
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from triaccel_ray.events import End, Epoch, EventLog, LogError, Record, Start, TakenOverError
 from triaccel_ray.jsonable import decode, encode
-from triaccel_ray.layers import forward
+from triaccel_ray.layers import Loss, forward
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.memory import hold_to_part
 from triaccel_ray.plan import Precision

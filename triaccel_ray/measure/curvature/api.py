@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from triaccel_ray.config import CurvatureMethod, require, require_number
-from triaccel_ray.layers import Layer
+from triaccel_ray.layers import Layer, Loss
 from triaccel_ray.measure.curvature.estimate import CurvatureEstimate
 from triaccel_ray.measure.curvature.gram_method import GramMethod
 from triaccel_ray.measure.curvature.hessian import PowerIteration, hessian_eigenvalues
-from triaccel_ray.measure.curvature.objective import Loss, Objective, measuring
+from triaccel_ray.measure.curvature.objective import Objective, measuring
 from triaccel_ray.measure.curvature.spectrum import SpectrumShape, solver_dtype
 
 _DEFAULT_POWER = PowerIteration()

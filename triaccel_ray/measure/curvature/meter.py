@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.graphs import GraphPool
-from triaccel_ray.layers import Layer
+from triaccel_ray.layers import Layer, Loss
 from triaccel_ray.measure.curvature.block_power import BlockPower
 from triaccel_ray.measure.curvature.estimate import CurvatureEstimate
 from triaccel_ray.measure.curvature.gram_method import GramMethod
-from triaccel_ray.measure.curvature.objective import Loss, Objective, measuring
+from triaccel_ray.measure.curvature.objective import Objective, measuring
 from triaccel_ray.measure.curvature.replay import Method, Recording, no_waiting
 from triaccel_ray.measure.curvature.spectrum import SpectrumShape
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.config import CurvatureMethod, require
-from triaccel_ray.layers import forward
+from triaccel_ray.layers import Loss, forward
 from triaccel_ray.structure import map_tensors, tensors_in
-
-Loss = Callable[[Any, Any], Tensor]
-"""Maps the model's outputs and the targets to the mean loss over the samples, a scalar."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

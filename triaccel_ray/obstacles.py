@@ -1,7 +1,7 @@
-"""What a training step does that a captured CUDA graph could not do again, found while it runs eagerly.
+"""What a pass through a model does that a captured CUDA graph could not do again, found while it runs eagerly.
 
-Asked beforehand, because a capture that meets an operation which waits for the device leaves the allocator and the
-random generators in a state that eager steps cannot go on from.
+Asked beforehand: here it costs a look, where a capture that CUDA breaks off costs every graph there is (`graphs`); and
+numbers drawn on the host break nothing off, a replay would silently use the same ones again.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
-from triaccel_ray.checkpoint import host_random_state
 from triaccel_ray.graphs import sync_debug_mode
+from triaccel_ray.random_states import host_random_state
 
 _WAITS = "called a synchronizing CUDA operation"
 _ON_ANOTHER_STREAM = "AccumulateGrad node's stream does not match"
@@ -40,7 +40,7 @@ def _reason(warning: warnings.WarningMessage) -> str | None:
     """Returns why this warning speaks against a capture; passes on one that does not."""
     text = str(warning.message)
     if _WAITS in text:
-        return f"the step waits for the device ({warning.filename}:{warning.lineno})"
+        return f"the host waits for the device ({warning.filename}:{warning.lineno})"
     if _ON_ANOTHER_STREAM in text:
         return "outputs or losses of an earlier pass are still held, and with them the stream of their gradients"
     warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
