@@ -39,7 +39,8 @@ def without_end(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in sample.items() if name != "ended"} for sample in samples]
 
 
-def test_a_search_that_begins_again_suggests_what_an_undisturbed_one_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("torn", [b"", b'{"trial": "tri'])
+def test_a_search_that_begins_again_suggests_what_an_undisturbed_one_does(tmp_path: Path, torn: bytes) -> None:
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
     whole = carry_out(search(tmp_path / "whole"), 6, ids="w")
@@ -47,6 +48,8 @@ def test_a_search_that_begins_again_suggests_what_an_undisturbed_one_does(tmp_pa
     broken = search(tmp_path / "cut")
     carry_out(broken, 3, ids="b")
     begun = broken.suggest("lost")
+    with (tmp_path / "cut" / "trials.jsonl").open("ab") as file:
+        file.write(torn)
     resumed = carry_out(search(tmp_path / "cut"), 6, ids="r")
     assert without_end(resumed) == without_end(whole)
     assert resumed[3] == begun

@@ -29,9 +29,6 @@ from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.tuning import recipe_samples
 from triaccel_ray.service.worker import write_atomically
 
-_OUTCOMES = ("finished", *(f"failed ({cause})" for cause in RESULTS))
-"""Ways to end that say something about the setting tried, and need no second try."""
-
 
 def choose(
     spec: ComparisonSpec, folder: Path, *, num_gpus: float, on_glance: OnGlance, shared: SharedSplits | None = None
@@ -141,7 +138,7 @@ def _ended(
 ) -> dict[str, RunRecord]:
     """Returns the records of all these trials, after running those that have not ended."""
     before = {name: read_if_begun(root / name) for name in specs}
-    done = {name: run for name, run in before.items() if run is not None and run.status in _OUTCOMES}
+    done = {name: run for name, run in before.items() if run is not None and run.has_outcome}
     missing = {name: spec for name, spec in specs.items() if name not in done}
     outcomes = run_all(missing, root, num_gpus=num_gpus, on_glance=on_glance, resume=True, shared=shared)
     for name, outcome in outcomes.items():

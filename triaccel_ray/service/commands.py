@@ -38,7 +38,7 @@ from triaccel_ray.service.console import RunProgress, TrialProgress, err, out, r
 from triaccel_ray.service.doctor import Verdict, examine
 from triaccel_ray.service.failures import cause_of, needing_room
 from triaccel_ray.service.methods import METHODS
-from triaccel_ray.service.next_steps import point_to, resumable
+from triaccel_ray.service.next_steps import point_to, resumable, say_how_it_ended
 from triaccel_ray.service.options import Where
 from triaccel_ray.service.record import has_begun, read_if_begun, read_run, read_spec
 from triaccel_ray.service.replay import reasons_grid, verdict
@@ -243,11 +243,13 @@ def _train(spec: RunSpec, folder: Path, where: Where, experiment: str, *, resume
         require_new(folder)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name
     tracker = open_tracker(where.storage_path, where.tracking_uri)
-    begun = read_if_begun(folder) if resume else None
-    if begun is not None and begun.status == "finished":
-        with recording(tracker, folder, experiment=experiment):
-            out.print(f"{folder.name} is finished; what was not yet recorded is being recorded")
-        return 0
+    before = read_if_begun(folder) if resume else None
+    if before is not None and before.has_outcome:
+        say_how_it_ended(before)
+        if before.status != "failed (out_of_memory)":
+            with recording(tracker, folder, experiment=experiment):
+                out.print(f"{folder.name} is {before.status}; what was not yet recorded is being recorded")
+            return int(before.status != "finished")
     with (
         resumable(folder, where, experiment, cli.Run.experiment),
         cluster(where.address),
@@ -319,16 +321,19 @@ def _compare(spec: ComparisonSpec, folder: Path, where: Where, experiment: str, 
             todo = read_comparison(folder).unfinished()
             with RunProgress(f"{spec.base.task}: comparison", todo) as progress:
                 outcomes = run_all(todo, folder, num_gpus=num_gpus, on_glance=progress.update, resume=True)
-        failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Exception)}
         record = read_comparison(folder)
+        failed = {name: run.end.message for name, run in record.failed.items() if run.end is not None}
+        failed |= {name: str(outcome) for name, outcome in outcomes.items() if isinstance(outcome, Exception)}
         view_comparison(record)
         end = End(status="finished", results=summary_metrics(record))
         if failed:
-            message = f"{len(failed)} of {len(todo)} runs failed: {', '.join(failed)}"
+            message = f"{len(failed)} of {len(record.runs)} runs failed: {', '.join(failed)}"
             end = replace(end, status="failed", cause="runs", message=message)
         log.append(end)
     for name, error in failed.items():
-        err.print(f"{name} failed: {error}", style="red", soft_wrap=True)
+        err.print(f"{name} failed: {error}", style="red", markup=False, soft_wrap=True)
+        if name in record.runs and record.runs[name].has_outcome:
+            err.print(f"that is its outcome; `triaccel resume {folder.name}/{name}` tries it again", soft_wrap=True)
     point_to(folder, where)
     return 1 if failed else 0
 

@@ -163,12 +163,17 @@ class Comparison:
     """Final runs that have begun, by name."""
 
     def unfinished(self) -> dict[str, RunSpec]:
-        """Returns the final runs still to be done."""
+        """Returns the final runs still to be done; one that failed by what was tried has its outcome."""
         return {
             name: spec
             for name, spec in final_runs(self.spec, self.choices or Choices()).items()
-            if name not in self.runs or self.runs[name].status != "finished"
+            if name not in self.runs or not self.runs[name].has_outcome
         }
+
+    @property
+    def failed(self) -> dict[str, RunRecord]:
+        """The final runs that failed, by name."""
+        return {name: run for name, run in self.runs.items() if run.end is not None and run.end.status == "failed"}
 
     def results(self, method: str) -> MethodResults:
         """Returns the results of one method's finished runs."""

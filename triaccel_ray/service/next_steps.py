@@ -10,6 +10,7 @@ from pathlib import Path
 
 from triaccel_ray.service.console import err, out
 from triaccel_ray.service.options import Where
+from triaccel_ray.service.record import RunRecord
 from triaccel_ray.service.session import tracking_uri_of
 from triaccel_ray.service.tracking import Tracker
 
@@ -27,6 +28,20 @@ def resumable(folder: Path, where: Where, experiment: str, usual: str) -> Iterat
         err.print("stopped; to go on from the last checkpoints:", style="yellow")
         err.print(shlex.join(words), soft_wrap=True)
         sys.exit(130)
+
+
+def say_how_it_ended(run: RunRecord) -> None:
+    """Says, to whoever resumes a run that failed by what was tried, how it ended and what now follows."""
+    if run.end is None or run.end.status != "failed":
+        return
+    follows = (
+        "trying again from its last checkpoint, for there may be more memory now"
+        if run.end.cause == "out_of_memory"
+        else "the same settings would end the same way, so nothing is trained; begin a run with others, such as a "
+        "smaller --lr"
+    )
+    err.print(f"{run.name} {run.status}: {run.end.message}", style="yellow", markup=False, soft_wrap=True)
+    err.print(follows, soft_wrap=True)
 
 
 def point_to(folder: Path, where: Where) -> None:

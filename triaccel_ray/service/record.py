@@ -10,6 +10,7 @@ from pathlib import Path
 from triaccel_ray.events import End, Epoch, Interruption, LogError, Start, Tick, read_events
 from triaccel_ray.jsonable import decode
 from triaccel_ray.score import BYTES_PER_GB, mean_epoch_seconds
+from triaccel_ray.service.failures import RESULTS
 from triaccel_ray.service.objective import Figures
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.worker import EVENTS, SPEC
@@ -40,6 +41,11 @@ class RunRecord:
         if self.end is None:
             return "unfinished"
         return f"failed ({self.end.cause})" if self.end.status == "failed" else self.end.status
+
+    @property
+    def has_outcome(self) -> bool:
+        """Whether the run finished, or failed by what was tried: the same again would end the same way."""
+        return self.end is not None and (self.end.status == "finished" or self.end.cause in RESULTS)
 
     @property
     def figures(self) -> Figures | None:
