@@ -99,7 +99,8 @@ class Interruption:
     """The run was broken off here and goes on, in another process."""
 
     cause: str
-    """`preempted` (process or node lost), `stopped` (by the user), or the cause of the failure that stood here."""
+    """`preempted` (process or node lost), `stopped` (by the user), `damaged` (what followed in the log could not be
+    read), or the cause of the failure that stood here."""
     message: str
     """What happened, and from where the run goes on."""
     epoch: int

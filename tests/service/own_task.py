@@ -138,6 +138,13 @@ class TooLarge(Blobs):
         return Failing(torch.OutOfMemoryError("not even one sample fits"))
 
 
+class HugeModel(Blobs):
+    name = "huge-model"
+
+    def model(self):
+        raise torch.OutOfMemoryError("not even the model fits")
+
+
 class Broken(Blobs):
     name = "broken"
 

@@ -162,3 +162,16 @@ def test_a_browser_shows_the_pictures(folder: Path, tmp_path: Path, width: int) 
     assert num_colours(seen) > 500
     # the bars of the importance are the page's only wide areas of this blue
     assert (np.abs(seen.astype(int) - (0x00, 0x72, 0xB2)).max(axis=2) <= 2).sum() > 5_000
+
+
+def test_a_damaged_trial_is_listed_and_the_others_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = simulated_search(tmp_path / "hunt", 4, has_pictures=True)
+    (folder / "trials" / "trial02" / "events.jsonl").write_text("no event\n")
+    record = read_search(folder)
+    assert [run.name for run in record.trials] == ["trial00", "trial01", "trial03"]
+    assert search_grid(record).rows[-1][:2] == ["trial02", "damaged"]
+    view_search(record)
+    for text in (capsys.readouterr().out, (folder / REPORT).read_text()):
+        assert "trial02 is left out: event log" in text

@@ -18,11 +18,12 @@ from ray import tune
 from search_spaces.thresholds import calibration
 from tests.service.own_task import own_spec, write_module
 from triaccel_ray.events import End
+from triaccel_ray.service.failures import DAMAGED
 from triaccel_ray.service.objective import Objective
 from triaccel_ray.service.record import read_run, runs_below
 from triaccel_ray.service.suggestions import NAME
 from triaccel_ray.service.trial import FAILED_OBJECTIVE, ThresholdTrial, TrialContext, end_run, reopen
-from triaccel_ray.service.worker import EVENTS
+from triaccel_ray.service.worker import EVENTS, SPEC
 
 LARGE_BYTES = 100 * 2**20
 """Of the samples of `Large`."""
@@ -201,24 +202,63 @@ def test_a_trial_that_has_ended_is_told_and_not_touched(module: str, tmp_path: P
         assert read_run(tmp_path / name).status == ("finished" if name == "finished" else "stopped")
 
 
-def test_a_trial_whose_log_is_damaged_begins_again(module: str, tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / EVENTS).write_bytes(b"\x00\xff\n")
-    trial = local_trial(context_of(f"{module}:Blobs", tmp_path), {"trial": "mine"})
-    assert trial.step()["epoch"] == 1
+def test_a_trial_whose_log_is_damaged_goes_on_from_before_the_damage(module: str, tmp_path: Path) -> None:
+    context, config = context_of(f"{module}:Blobs", tmp_path), {"trial": "mine"}
+    first = local_trial(context, config)
+    for _ in range(2):
+        first.step()
+    first.cleanup()
+    path = tmp_path / "mine" / EVENTS
+    whole = path.read_bytes()
+    for damaged, num_done, num_whole in (
+        (whole + b"\0\0\0\n", 2, whole.count(b"\n")),  # after a power cut
+        (b"\x00\xff\n" + whole.partition(b"\n")[2], 0, 0),
+        (whole.partition(b"\n")[2], 0, 0),
+    ):
+        path.write_bytes(damaged)
+        reopen(path.parent)
+        assert path.read_bytes() == damaged
+        again = local_trial(context, config)
+        assert again.step()["epoch"] == num_done + 1
+        again.cleanup()
+        run = read_run(path.parent)
+        assert [epoch.epoch for epoch in run.epochs] == list(range(1, num_done + 2))
+        assert [(each.cause, each.epoch) for each in run.interruptions] == [("damaged", num_done)]
+        assert (
+            f"its log is damaged after {num_whole} records; all of it is in {DAMAGED}" in run.interruptions[0].message
+        )
+        assert (path.parent / DAMAGED).read_bytes() == damaged
+
+
+def test_a_trial_whose_spec_is_damaged_writes_it_again(module: str, tmp_path: Path) -> None:
+    context, config = context_of(f"{module}:Blobs", tmp_path), {"trial": "mine"}
+    for _ in range(2):
+        trial = local_trial(context, config)
+        trial.step()
+        trial.cleanup()
+        (tmp_path / "mine" / SPEC).write_text("{")
+    reopen(tmp_path / "mine")
+    trial = local_trial(context, config)
+    assert trial.step()["epoch"] == 3
     trial.cleanup()
-    assert [epoch.epoch for epoch in read_run(tmp_path / "mine").epochs] == [1]
+    assert read_run(tmp_path / "mine").spec == own_spec(f"{module}:Blobs")
 
 
-@pytest.mark.parametrize(("task", "cause"), [("Diverging", "non_finite"), ("TooLarge", "out_of_memory")])
+@pytest.mark.parametrize(
+    ("task", "cause"), [("Diverging", "non_finite"), ("TooLarge", "out_of_memory"), ("HugeModel", "out_of_memory")]
+)
 def test_a_configuration_that_cannot_train_is_a_result(module: str, tmp_path: Path, task: str, cause: str) -> None:
-    trial = local_trial(context_of(f"{module}:{task}", tmp_path), {"rho_high": 0.9, "rho_ratio": 0.5})
+    config = {"rho_high": 0.9, "rho_ratio": 0.5}
+    trial = local_trial(context_of(f"{module}:{task}", tmp_path), config)
     result = trial.step()
     trial.cleanup()
     assert result["done"]
     assert result["objective"] == FAILED_OBJECTIVE < -100.0  # the largest shortfall
     (folder,) = runs_below(tmp_path)
     assert read_run(folder).status == f"failed ({cause})"
+    again = local_trial(context_of(f"{module}:{task}", tmp_path), {"trial": folder.name, **config})
+    assert (again.step()["objective"], again._worker) == (FAILED_OBJECTIVE, None)  # from the log
+    again.cleanup()
 
 
 def test_a_mistake_in_a_task_is_an_error(module: str, tmp_path: Path) -> None:

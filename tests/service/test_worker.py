@@ -480,13 +480,17 @@ def test_a_run_without_an_epoch_cannot_be_finished(crew: Crew, module: str, tmp_
 def test_a_glance_at_a_run(crew: Crew, module: str, tmp_path: Path) -> None:
     worker = crew.start(own_spec(f"{module}:Blobs"), tmp_path)
     before = worker.status()
+    assert before is not None
     assert (before.epoch, before.num_epochs, before.batch_size, before.accuracy) == (0.0, 3, 32, None)
     worker.train_epoch()
     after = worker.status()
+    assert after is not None
     assert (after.epoch, after.accuracy) == (1.0, worker.figures.accuracy)
     assert after.images_per_second > 0.0
     assert sum(after.layers_per_precision.values()) == 3
     assert 0 < after.used_bytes <= after.limit_bytes
+    worker.close()
+    assert worker.status() is None
 
 
 def test_the_budget_or_headroom_is_the_limit(crew: Crew, module: str, tmp_path: Path) -> None:

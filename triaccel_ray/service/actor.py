@@ -55,10 +55,7 @@ class RunActor:
 
     def status(self) -> Status | None:
         """Returns a glance at the run; None before it is built or after it has ended."""
-        try:
-            return None if self._worker is None else self._worker.status()
-        except AttributeError:  # closed between two looks
-            return None
+        return None if self._worker is None else self._worker.status()
 
     def _get(self) -> Worker:
         if self._worker is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import threading
@@ -15,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from triaccel_ray.events import End, Epoch, parse_event
+from triaccel_ray.events import End, Epoch, LogError, parse_event
 from triaccel_ray.score import BYTES_PER_GB
 from triaccel_ray.service.log_tail import LogTail
 from triaccel_ray.service.runs import Glance
@@ -146,9 +147,10 @@ class TrialProgress(Progress):
         while not self._stopping.wait(1.0):
             for path in self._folder.glob(f"*/{EVENTS}"):
                 tail = self._tails.setdefault(path, LogTail(path))
-                for lines in tail.blocks():
-                    for line in lines:
-                        self._take(path.parent.name, line)
+                with contextlib.suppress(LogError):  # of a damaged log the report tells
+                    for lines in tail.blocks():
+                        for line in lines:
+                            self._take(path.parent.name, line)
             self.show(self._table())
 
     def _take(self, name: str, line: bytes) -> None:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from triaccel_ray.events import End, Interruption, LogError, TakenOverError, read_events
+from triaccel_ray.events import End, EventLog, Interruption, LogError, Start, TakenOverError, read_events
 from triaccel_ray.out_of_memory import is_out_of_memory
 
 MAX_LOSSES = 3
@@ -25,6 +26,9 @@ MAX_LOSSES = 3
 
 RESULTS = ("out_of_memory", "non_finite")
 """Causes that say something about what was tried: trying the same again would end the same way."""
+
+DAMAGED = "events.damaged.jsonl"
+"""A log that could not be read to its end, set aside when its run went on."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -85,6 +89,28 @@ def is_disk_full(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def set_damage_aside(path: Path) -> str:
+    """Cuts a damaged log back to the records before the damage; all of it is kept beside, as DAMAGED.
+
+    Returns what to say of it; nothing where the log is whole, or there is none.
+    """
+    num_whole = 0
+    try:
+        for event in read_events(path):
+            if num_whole == 0 and not isinstance(event.record, Start):
+                break
+            num_whole += 1
+        else:
+            return ""
+    except LogError:
+        if not path.exists():
+            return ""
+    with needing_room(path.parent):
+        shutil.copyfile(path, path.with_name(DAMAGED))
+        EventLog(path, keep=num_whole).close()
+    return f"its log is damaged after {num_whole} records; all of it is in {DAMAGED}"
 
 
 def broken_off(path: Path) -> tuple[list[tuple[int, Interruption]], Interruption | None]:

@@ -92,6 +92,8 @@ class SearchRecord:
     prepared: Prepared | None
     baselines: Mapping[str, RunRecord] = field(default_factory=dict)
     trials: tuple[RunRecord, ...] = ()
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """Name of a trial whose log or spec cannot be read -> what is wrong with it."""
 
 
 def begin_search(spec: SearchSpec, folder: Path) -> None:
@@ -186,18 +188,24 @@ def read_search(folder: Path) -> SearchRecord:
     """Returns the search in `folder`, as far as it has come.
 
     Raises:
-        LogError: there is none, or its files are damaged.
+        LogError: there is none, or files that all of it depends on are damaged.
     """
     if not (folder / SEARCH).exists():
         raise LogError(f"folder {folder} holds no search ({SEARCH} is missing)")
     baselines = {name: run for name in ("fp32", "amp", "probe") if (run := read_if_begun(folder / BASELINES / name))}
-    trials = [run for path in sorted((folder / TRIALS).glob("*")) if (run := read_if_begun(path))]
+    trials, damaged = [], {}
+    for path in sorted((folder / TRIALS).glob("*")):
+        try:
+            trials += [run] if (run := read_if_begun(path)) else []
+        except LogError as error:
+            damaged[path.name] = str(error)
     return SearchRecord(
         folder=folder,
         spec=read_value(SearchSpec, folder / SEARCH),
         prepared=read_value(Prepared, folder / PREPARED) if (folder / PREPARED).exists() else None,
         baselines=baselines,
         trials=tuple(trials),
+        damaged=damaged,
     )
 
 

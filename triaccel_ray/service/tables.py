@@ -40,6 +40,7 @@ def search_grid(record: SearchRecord) -> Grid:
     rows = [_search_row(label, run, objective, scales) for label, run in (*baselines, *trials)]
     num_empty = len(scales) + 1 + len(FIGURE_COLUMNS)
     rows += [[run.name, run.status, *[""] * num_empty] for run in record.trials if run.figures is None]
+    rows += [[name, "damaged", *[""] * num_empty] for name in record.damaged]
     note = ""
     if objective.reference:
         floor = objective.reference[-1] - objective.margin

@@ -16,7 +16,7 @@ from triaccel_ray.events import End, EventLog, LogError, Start, TakenOverError, 
 from triaccel_ray.jsonable import encode
 from triaccel_ray.service.failures import RESULTS, DiskFullError, cause_of, failed, needing_room
 from triaccel_ray.service.objective import Figures, Objective
-from triaccel_ray.service.record import RunRecord, has_begun, read_run
+from triaccel_ray.service.record import RunRecord, has_begun, read_if_begun
 from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.suggestions import ENDED, NAME
@@ -89,12 +89,13 @@ class ThresholdTrial(tune.Trainable):
             return self._train()
         except Exception as error:
             cause = cause_of(error)
-            if cause in RESULTS:
-                return {**_FAILED, "epoch": self._worker.loop.feed.epoch if self._worker else 0, "unfinished": ""}
             if isinstance(error, DiskFullError | TakenOverError):
                 self._broken = True
                 return {**_FAILED, "epoch": 0, "unfinished": cause, "message": str(error)}
             self._note(error)
+            if cause in RESULTS:
+                loop = getattr(self._worker, "loop", None)  # neither need be there: not even building them may fit
+                return {**_FAILED, "epoch": 0 if loop is None else loop.feed.epoch, "unfinished": ""}
             raise
 
     def cleanup(self) -> None:
@@ -113,8 +114,8 @@ class ThresholdTrial(tune.Trainable):
         """Returns the results that the folder's log holds; the last says so where the trial has `ended`."""
         assert self._folder is not None
         try:
-            run = read_run(self._folder) if has_begun(self._folder) else None
-        except LogError:  # damaged: the run begins again, and its log says so
+            run = read_if_begun(self._folder)
+        except LogError:  # damaged: the run goes on from before the damage, and its log says so
             run = None
         if run is None or run.spec != self._spec:
             return []
@@ -157,9 +158,9 @@ class ThresholdTrial(tune.Trainable):
         }
 
     def _note(self, error: Exception) -> None:
-        """Puts a bug on record, also one that came before there was a run."""
+        """Puts a failure on record, also one that came before there was a run."""
         assert self._folder is not None
-        if self._worker is None:
+        if self._worker is None or not self._worker.begun:
             end_run(self._folder, self._spec, failed(error))
         elif not self._worker.ended:
             self._worker.fail(error)
@@ -178,7 +179,11 @@ class ThresholdTrial(tune.Trainable):
 
 def reopen(folder: Path) -> None:
     """Takes back the end of a run that failed for no fault of its configuration: what was wrong may be mended."""
-    end = read_run(folder).end if has_begun(folder) else None
+    try:
+        run = read_if_begun(folder)
+    except LogError:  # to be set aside by who goes on with it
+        return
+    end = None if run is None else run.end
     if end is not None and end.status == "failed" and end.cause not in RESULTS:
         end_run(folder, None, replace(end, status="stopped"))
 

@@ -56,14 +56,16 @@ def view_search(record: SearchRecord) -> None:
         if (path := write_found(record)) is not None:
             out.print(f"kept, with what it takes to find them again: {path}", soft_wrap=True)
         sections = [Section(title=f"Best thresholds: {best.name}", command=command)]
-    interrupted = "\n".join(
+    incidents = [
         f"{run.name} was interrupted ({each.cause}): {each.message}"
         for run in (*record.baselines.values(), *record.trials)
         for each in run.interruptions
-    )
-    if interrupted:
-        out.print(f"\n{interrupted}", markup=False, soft_wrap=True)
-        sections.append(Section(title="Interruptions", text=interrupted))
+    ]
+    incidents += [f"{name} is left out: {problem}" for name, problem in record.damaged.items()]
+    if incidents:
+        text = "\n".join(incidents)
+        out.print(f"\n{text}", markup=False, soft_wrap=True)
+        sections.append(Section(title="Interruptions", text=text))
     picture = save_pareto_front(record)
     if picture is not None:
         sections.append(Section(title="Accuracy against time and memory", pictures=[picture]))

@@ -21,14 +21,21 @@ from trainables.registry import load_task
 from trainables.task import Purpose, Splits
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from triaccel_ray.events import End, Epoch, EventLog, LogError, Record, Start, TakenOverError
+from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Record, Start, TakenOverError
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.layers import Loss, forward
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.memory import hold_to_part
 from triaccel_ray.plan import Precision
 from triaccel_ray.score import BYTES_PER_GB, TIMED_EPOCHS, efficiency_score, mean_epoch_seconds
-from triaccel_ray.service.failures import DiskFullError, NonFiniteLossError, broken_off, failed, needing_room
+from triaccel_ray.service.failures import (
+    DiskFullError,
+    NonFiniteLossError,
+    broken_off,
+    failed,
+    needing_room,
+    set_damage_aside,
+)
 from triaccel_ray.service.objective import Figures
 from triaccel_ray.service.spec import RunSpec, environment
 
@@ -104,6 +111,11 @@ class Worker:
         )
 
     @property
+    def begun(self) -> bool:
+        """Whether there is a log that this worker writes."""
+        return self._log is not None
+
+    @property
     def finished(self) -> bool:
         """Whether all epochs are done."""
         return self.loop.feed.epoch >= self.spec.recipe.epochs
@@ -118,25 +130,26 @@ class Worker:
         """
         if (self.folder / EVENTS).exists() and not replace_existing:
             raise ValueError(f"folder {self.folder} holds a run already: resume it, or choose another name")
-        with needing_room(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.folder / SPEC, json.dumps(encode(self.spec), indent=2))
+        self._write_spec()
         self._open_log(keep=0)
         self._append(self._start_record())
 
     def resume(self) -> int:
         """Goes on from the newest checkpoint that is whole, or begins anew where there is none; the log says which.
 
-        First of all it takes the log over: a process that was given up for lost, and is not, writes nothing more.
-        Returns the epochs done.
+        First of all it sets a damaged log aside and takes the log over: a process that was given up for lost, and is
+        not, writes nothing more. Returns the epochs done.
 
         Raises:
             ValueError: the checkpoint belongs to a run with other settings.
         """
+        damage = set_damage_aside(self.folder / EVENTS)
         if (self.folder / EVENTS).exists():
             with needing_room(self.folder):
                 EventLog(self.folder / EVENTS, keep=None).close()
         earlier, latest = broken_off(self.folder / EVENTS)
+        if damage:
+            latest = Interruption(cause="damaged", message=damage, epoch=0)
         for torn in self.folder.glob(f".{CHECKPOINT}.*.partial"):
             torn.unlink()  # of a process that was lost while it wrote
         unusable = []
@@ -144,6 +157,7 @@ class Worker:
             try:
                 if path.exists():
                     self.restore(path)
+                    self._write_spec()  # as damaged as the log, perhaps
                     break
             except DamagedCheckpointError as error:
                 unusable.append(str(error))
@@ -309,9 +323,11 @@ class Worker:
         if state["last"] is not None:
             self.last = decode(Epoch, state["last"])
 
-    def status(self) -> Status:
-        """Returns a glance at the run; safe to call from another thread while it trains."""
-        loop = self.loop
+    def status(self) -> Status | None:
+        """Returns a glance at the run; safe to call from another thread while it trains. None once it is closed."""
+        loop: ControlLoop | BaselineLoop | None = getattr(self, "loop", None)
+        if loop is None:
+            return None
         levels = list(loop.plan.precision.values())
         elapsed = loop.epoch_seconds_so_far
         done = (loop.feed.position - int(loop.feed.position)) * len(loop.feed.source)
@@ -369,6 +385,8 @@ class Worker:
 
     def _drop_loop(self) -> None:
         """Gives the memory of model, optimizer and captured steps back."""
+        if not hasattr(self, "loop"):
+            return  # a second one could not be built
         loop, memory = self.loop, self.loop.memory
         del self.loop
         loop.close()
@@ -405,6 +423,11 @@ class Worker:
     def _score(self, accuracy: float) -> float:
         peak_gb = self.loop.memory.peak_bytes / BYTES_PER_GB
         return efficiency_score(accuracy, mean_epoch_seconds(list(self._epoch_seconds)), peak_gb)
+
+    def _write_spec(self) -> None:
+        with needing_room(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.folder / SPEC, json.dumps(encode(self.spec), indent=2))
 
     def _open_log(self, *, keep: int, checksum: int | None = None) -> None:
         with needing_room(self.folder):
