@@ -54,6 +54,8 @@ class Found:
     amp: Result
     """The AMP baseline of the same search."""
     best: Result
+    trials_per_gpu: int = 1
+    """Trials that shared a GPU: with more than one, seconds and scores are not those of a GPU of one's own."""
 
     def onto(self, control: ControlConfig) -> ControlConfig:
         """Returns `control` with the thresholds that were found; what was not searched stays as it is."""

@@ -52,6 +52,9 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
         for count in (0, -1, 17)
     ),
     ("search digits --trials-per-gpu 2 --device cpu", ("trials-per-gpu = 2: a run on the CPU has no GPU to share",)),
+    ("search digits --tau-low 1", ("--tau-low = 1.0", "a search finds this one itself")),
+    ("search digits --also batch_steps --step-up 64", ("--step-up = 64", "a search finds this one itself")),
+    ("search digits --also t_ctrl --t-ctrl 5", ("--t-ctrl = 5", "a search finds this one itself")),
     ("search digits --margin nan", ("margin = nan: must lie in [0, 100]",)),
     ("compare digits --seeds 0", ("seeds = 0: must be",)),
     ("compare digits --methods fp32,sgd", ("method = 'sgd': must be one of fp32, amp",)),

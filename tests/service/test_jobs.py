@@ -84,6 +84,10 @@ def test_names_are_readable_and_a_stopped_job_can_be_resumed(tmp_path: Path) -> 
         ("run digits --address 10.0.0.1:6379", ("address = '10.0.0.1:6379'", "before the --")),
         ("run digits --name a/b", ("name = 'a/b'", "must begin with a letter or digit")),
         ("run digits --epochs 0", ("epochs = 0: must be",)),
+        ("search digits --trials 0", ("trials = 0: must be",)),
+        ("search digits --tau-low 1", ("--tau-low = 1.0", "a search finds this one itself")),
+        ("compare digits --methods typo", ("method = 'typo': must be one of",)),
+        ("compare digits --experiment ''", ("experiment = ''", "must name an MLflow experiment")),
         ("search digit", ("did you mean digits",)),
         ("run digits --tracking-uri ftp://host", ("tracking uri = 'ftp://host'", "must begin with one of sqlite:///")),
         (

@@ -60,12 +60,13 @@ from triaccel_ray.service.session import (
     new_name,
     open_tracker,
     recording,
+    require_experiment,
 )
 from triaccel_ray.service.shared_data import NotSharedError, SharedSplits, share_splits
 from triaccel_ray.service.shipper import Parent
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.tracking import Tracker
-from triaccel_ray.service.translation import spec_from
+from triaccel_ray.service.translation import comparison_spec, search_spec, spec_from
 from triaccel_ray.service.views import view_run, view_search
 from triaccel_ray.service.worker import EVENTS, require_new
 
@@ -95,42 +96,14 @@ def _(command: cli.Run) -> int:
 
 @execute.register
 def _(command: cli.Search) -> int:
-    for name in command.also:
-        require(
-            getattr(command.thresholds, name, None) is None,
-            f"--{name.replace('_', '-')}",
-            getattr(command.thresholds, name, None),
-            f"--also {name} has the search find it; leave one of the two out",
-        )
-    base = spec_from(command.task, command.training, command.thresholds, method="triaccel", seed=command.seed)
-    base = replace(base, trials_per_gpu=command.trials_per_gpu)
+    spec = search_spec(command)
     folder = _storage(command.where) / new_name(command.name, command.task, command.space)
-    spec = SearchSpec(
-        base=base,
-        space=command.space,
-        optional=command.also,
-        num_trials=command.trials,
-        objective=command.objective,
-        margin=command.margin,
-        seed=command.seed,
-    )
     return _search(spec, folder, command.where, command.experiment, resume=False)
 
 
 @execute.register
 def _(command: cli.Compare) -> int:
-    methods = [word.strip() for word in command.methods.split(",") if word.strip()]
-    base = spec_from(
-        command.task, command.training, command.thresholds, method="triaccel", seed=0, purpose=Purpose.FINAL
-    )
-    spec = ComparisonSpec(
-        base=replace(base, trials_per_gpu=command.trials_per_gpu),
-        methods=tuple(methods),
-        num_seeds=command.seeds,
-        ablation=command.ablation,
-        num_fixed=command.fixed,
-        num_tuned=command.tune_baselines,
-    )
+    spec = comparison_spec(command)
     folder = _storage(command.where) / new_name(command.name, command.task, "comparison")
     return _compare(spec, folder, command.where, command.experiment, resume=False)
 
@@ -230,15 +203,8 @@ def _(command: cli.Stop) -> int:
     return job_commands.stop(command.job, address=command.address)
 
 
-def _require_experiment(experiment: str) -> None:
-    rule = "must name an MLflow experiment in 1 to 200 printable characters; leave it out for the default"
-    require(
-        bool(experiment.strip()) and experiment.isprintable() and len(experiment) <= 200, "experiment", experiment, rule
-    )
-
-
 def _train(spec: RunSpec, folder: Path, where: Where, experiment: str, *, resume: bool) -> int:
-    _require_experiment(experiment)
+    require_experiment(experiment)
     if not resume:
         require_new(folder)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name
@@ -271,7 +237,7 @@ def _train(spec: RunSpec, folder: Path, where: Where, experiment: str, *, resume
 
 
 def _search(spec: SearchSpec, folder: Path, where: Where, experiment: str, *, resume: bool) -> int:
-    _require_experiment(experiment)
+    require_experiment(experiment)
     if not resume:
         require_new(folder)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name
@@ -303,7 +269,7 @@ def _search(spec: SearchSpec, folder: Path, where: Where, experiment: str, *, re
 
 
 def _compare(spec: ComparisonSpec, folder: Path, where: Where, experiment: str, *, resume: bool) -> int:
-    _require_experiment(experiment)
+    require_experiment(experiment)
     if not resume:
         require_new(folder)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name

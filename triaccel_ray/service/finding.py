@@ -51,6 +51,7 @@ def found_in(record: SearchRecord) -> Found | None:
         every_steps=control.every_steps if "t_ctrl" in searched else None,
         amp=_result(amp),
         best=_result(best),
+        trials_per_gpu=best.spec.trials_per_gpu,
     )
 
 

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 from triaccel_ray.config import require
 from triaccel_ray.service import cli
 from triaccel_ray.service.options import Where
-from triaccel_ray.service.session import checked_name, new_name
+from triaccel_ray.service.session import checked_name, new_name, require_experiment
 from triaccel_ray.service.tables import Grid
 from triaccel_ray.service.tracking import Tracker, TrackingUnavailableError
-from triaccel_ray.service.translation import spec_from
+from triaccel_ray.service.translation import comparison_spec, search_spec, spec_from
 from triaccel_ray.service.units import format_bytes
 
 COMMANDS = ("run", "search", "compare", "resume")
@@ -151,11 +151,14 @@ def jobs_grid(jobs: Sequence[Job], *, now_ms: int) -> Grid:
 
 
 def _require_sound(command: cli.Run | cli.Search | cli.Compare) -> None:
-    """Raises here and now what is wrong with task, training and thresholds, not after a wait in the job's log."""
-    method, seed = "triaccel", 0
-    if isinstance(command, cli.Run):
-        method, seed = command.method, command.seed
-    spec_from(command.task, command.training, command.thresholds, method=method, seed=seed)
+    """Raises here and now what is wrong with the options, not after a wait in the job's log."""
+    require_experiment(command.experiment)
+    if isinstance(command, cli.Search):
+        search_spec(command)
+    elif isinstance(command, cli.Compare):
+        comparison_spec(command)
+    else:
+        spec_from(command.task, command.training, command.thresholds, method=command.method, seed=command.seed)
 
 
 def _tracking_words(where: Where, folder: Path, storage: Path) -> list[str]:

@@ -56,6 +56,17 @@ def checked_name(name: str) -> str:
     return name
 
 
+def require_experiment(experiment: str) -> None:
+    """Returns if MLflow takes this for the name of an experiment.
+
+    Raises:
+        ValueError: it is empty, too long, or holds what cannot be printed.
+    """
+    rule = "must name an MLflow experiment in 1 to 200 printable characters; leave it out for the default"
+    is_name = bool(experiment.strip()) and experiment.isprintable() and len(experiment) <= 200
+    require(is_name, "experiment", experiment, rule)
+
+
 def is_inside(path: Path, folder: Path) -> bool:
     """Returns whether `path` lies in `folder`, all links followed."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))

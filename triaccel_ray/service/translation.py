@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
 from trainables.registry import TASKS, load_task
 from trainables.task import Purpose, Recipe
-from triaccel_ray.config import ControlConfig
+from triaccel_ray.config import ControlConfig, require
+from triaccel_ray.service import cli
+from triaccel_ray.service.comparison import ComparisonSpec
 from triaccel_ray.service.dimensions import dimensions
 from triaccel_ray.service.options import Thresholds, Training
 from triaccel_ray.service.search import SearchSpec
@@ -40,6 +42,47 @@ def spec_from(
     )
 
 
+def search_spec(command: cli.Search) -> SearchSpec:
+    """Returns the search that the options describe.
+
+    Raises:
+        ValueError: an option breaks its rule; the message names it.
+    """
+    for dimension in dimensions(command.also):
+        option, given = f"--{dimension.name.replace('_', '-')}", getattr(command.thresholds, dimension.name)
+        rule = "a search finds this one itself; leave it out, or train with it by `triaccel run`"
+        require(given is None, option, given, rule)
+    base = spec_from(command.task, command.training, command.thresholds, method="triaccel", seed=command.seed)
+    return SearchSpec(
+        base=replace(base, trials_per_gpu=command.trials_per_gpu),
+        space=command.space,
+        optional=command.also,
+        num_trials=command.trials,
+        objective=command.objective,
+        margin=command.margin,
+        seed=command.seed,
+    )
+
+
+def comparison_spec(command: cli.Compare) -> ComparisonSpec:
+    """Returns the comparison that the options describe.
+
+    Raises:
+        ValueError: an option breaks its rule; the message names it.
+    """
+    base = spec_from(
+        command.task, command.training, command.thresholds, method="triaccel", seed=0, purpose=Purpose.FINAL
+    )
+    return ComparisonSpec(
+        base=replace(base, trials_per_gpu=command.trials_per_gpu),
+        methods=tuple(word.strip() for word in command.methods.split(",") if word.strip()),
+        num_seeds=command.seeds,
+        ablation=command.ablation,
+        num_fixed=command.fixed,
+        num_tuned=command.tune_baselines,
+    )
+
+
 def command_of(spec: RunSpec) -> str:
     """Returns the command, ready to paste, that trains with method and thresholds of `spec` again, to the last digit.
 
@@ -59,9 +102,12 @@ def search_command_of(spec: SearchSpec) -> str:
     """Returns the command that searches again; where data files lie is left out, it is no part of what was asked."""
     words = ["triaccel", "search", spec.base.task, "--epochs", str(spec.base.recipe.epochs)]
     words += ["--trials", str(spec.num_trials)]
-    asked = {"space": spec.space, "objective": spec.objective, "margin": spec.margin}
-    usual = {"space": "thresholds", "objective": "score", "margin": 1.0}
-    for name, value in {name: value for name, value in asked.items() if value != usual[name]}.items():
+    usual = {each.name: each.default for each in fields(SearchSpec)}
+    asked = {name: getattr(spec, name) for name in ("space", "objective", "margin")}
+    settings = {name: value for name, value in asked.items() if value != usual[name]}
+    if spec.base.trials_per_gpu > 1:
+        settings["trials-per-gpu"] = spec.base.trials_per_gpu
+    for name, value in settings.items():
         words += [f"--{name}", str(value)]
     if spec.optional:
         words += ["--also", *spec.optional]
@@ -96,7 +142,7 @@ def _memory_words(spec: RunSpec) -> list[str]:
     if spec.memory_budget_bytes is not None:
         return ["--memory-budget", f"{spec.memory_budget_bytes}B"]
     if spec.memory_headroom_bytes is not None:
-        return ["--memory-headroom", f"{-(-spec.memory_headroom_bytes // 2**20)}MiB"]
+        return ["--memory-headroom", f"{spec.memory_headroom_bytes}B"]
     return []
 
 
