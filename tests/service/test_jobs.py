@@ -52,6 +52,10 @@ def entry(job: Submission) -> list[str]:
             "run digits --tracking-uri http://host:5000 --address auto",
             "run digits --name j --storage-path {here}/triaccel-runs --tracking-uri http://host:5000",
         ),
+        (
+            "run digits --tracking-uri sqlite:////home/ann@corp/db",
+            "run digits --name j --storage-path {here}/triaccel-runs --tracking-uri sqlite:////home/ann@corp/db",
+        ),
         ("resume mine", "resume mine --storage-path {here}/triaccel-runs"),
         ("resume ./runs/mine", "resume {here}/runs/mine --storage-path {here}/triaccel-runs"),
         ("resume search/trials/1", "resume search/trials/1 --storage-path {here}/triaccel-runs"),

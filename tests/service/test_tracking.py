@@ -15,7 +15,7 @@ import pytest
 
 from tests.service.stores import Server, free_port, runs
 from triaccel_ray.service import tracking
-from triaccel_ray.service.tracking import RUN_KEY_TAG, Tracker, TrackingUnavailableError
+from triaccel_ray.service.tracking import RUN_KEY_TAG, Tracker, TrackingUnavailableError, without_credentials
 
 
 def prepare_store(uri: str, folder: str, barrier: object) -> None:
@@ -127,6 +127,34 @@ def test_nobody_answers_and_the_password_is_not_told(tmp_path: Path) -> None:
         assert "cret" not in str(refused.value)
         assert "cret" not in tracker.display_uri
         assert "cret" not in tracker.mask(f"GET {tracker.uri}/api failed, after http://x:secret@other/y")
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("http://host:5000/team@corp", "http://host:5000/team@corp"),
+        ("http://[::1]:5000/team@corp", "http://[::1]:5000/team@corp"),
+        ("https://ann@host", "https://***@host"),
+        ("https://ann:secret@host:5000/team@corp", "https://***@corp"),
+        ("http://ann:sec/ret@host/x", "http://***@host/x"),
+        ("http://ann:12?3@host", "http://***@host"),
+        ("postgresql+psycopg2://ann:secret@host/db", "postgresql+psycopg2://***@host/db"),
+        ("sqlite:////home/ann@corp/mlflow.db", "sqlite:////home/ann@corp/mlflow.db"),
+        ("sqlite:///here@there.db", "sqlite:///here@there.db"),
+        ("/home/ann@corp", "/home/ann@corp"),
+    ],
+)
+def test_users_and_passwords_are_hidden_and_paths_are_not(uri: str, shown: str) -> None:
+    assert without_credentials(uri) == shown
+
+
+def test_a_file_whose_path_has_an_at_sign_is_a_store_like_any_other(tmp_path: Path) -> None:
+    path = tmp_path / "ann@corp" / "mlflow.db"
+    tracker = Tracker(f"sqlite:///{path}", tmp_path)
+    tracker.check()
+    assert tracker.display_uri == tracker.mask(tracker.uri) == f"sqlite:///{path}"
+    text = f"{path} is locked, and https://ann:secret@host/x is gone"
+    assert tracker.mask(text) == f"{path} is locked, and https://***@host/x is gone"
 
 
 @pytest.fixture

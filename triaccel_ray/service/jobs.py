@@ -16,7 +16,7 @@ from triaccel_ray.service import cli
 from triaccel_ray.service.options import Where
 from triaccel_ray.service.session import checked_name, new_name, require_experiment
 from triaccel_ray.service.tables import Grid
-from triaccel_ray.service.tracking import Tracker, TrackingUnavailableError
+from triaccel_ray.service.tracking import TrackingUnavailableError, without_credentials
 from triaccel_ray.service.translation import comparison_spec, search_spec, spec_from
 from triaccel_ray.service.units import format_bytes
 
@@ -81,7 +81,7 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
     rule = "is no folder of a project, and would travel whole; change into the project's folder"
     require(folder not in (Path.home(), Path(folder.anchor)), "working directory", str(folder), rule)
     storage = folder / command.where.storage_path.expanduser()
-    tracking = _tracking_words(command.where, folder, storage)
+    tracking = _tracking_words(command.where, folder)
     notes = list(_place_notes(command.where, storage))
     kept = _without(words, "storage-path", "tracking-uri", "address")
     if isinstance(command, cli.Resume):
@@ -161,14 +161,14 @@ def _require_sound(command: cli.Run | cli.Search | cli.Compare) -> None:
         spec_from(command.task, command.training, command.thresholds, method=command.method, seed=command.seed)
 
 
-def _tracking_words(where: Where, folder: Path, storage: Path) -> list[str]:
+def _tracking_words(where: Where, folder: Path) -> list[str]:
     uri = where.tracking_uri
     if uri is None:
         return []
-    tracker = Tracker(uri, storage)
-    if tracker.display_uri != uri and "@" in uri:
+    shown = without_credentials(uri)
+    if shown != uri:
         raise TrackingUnavailableError(
-            f"tracking uri = {tracker.display_uri!r}: everybody who may list the cluster's jobs would read user and "
+            f"tracking uri = {shown!r}: everybody who may list the cluster's jobs would read user and "
             "password; leave them out, and give them to the cluster's machines in ~/.mlflow/credentials, or as "
             "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment of `ray start`"
         )

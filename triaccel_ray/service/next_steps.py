@@ -12,7 +12,7 @@ from triaccel_ray.service.console import err, out
 from triaccel_ray.service.options import Where
 from triaccel_ray.service.record import RunRecord
 from triaccel_ray.service.session import tracking_uri_of
-from triaccel_ray.service.tracking import Tracker
+from triaccel_ray.service.tracking import Tracker, without_credentials
 
 
 @contextlib.contextmanager
@@ -46,8 +46,7 @@ def say_how_it_ended(run: RunRecord) -> None:
 
 def point_to(folder: Path, where: Where) -> None:
     """Says where everything is and how to look at it."""
-    uri = tracking_uri_of(where.storage_path, where.tracking_uri)
-    shown = uri if "@" not in uri else "the tracking server"
+    shown = without_credentials(tracking_uri_of(where.storage_path, where.tracking_uri))
     storage = _storage_words(where)
     look = shlex.join(["triaccel", "ui", *storage, *_tracking_words(where)])
     again = shlex.join(["triaccel", "report", folder.name, *storage])

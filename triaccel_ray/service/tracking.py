@@ -35,6 +35,21 @@ PROBE_TIMEOUT_S = 3.0
 
 _WAY_OUT = "start a server there (`mlflow server`), or leave --tracking-uri out to record in a local SQLite file"
 _SQLITE = "sqlite:///"
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]*")
+
+
+def without_credentials(uri: str) -> str:
+    """Returns `uri` with *** in place of user and password; the path of a file, which may hold an @, stays as it is.
+
+    A password that should have been escaped, as one with a slash in it, is hidden too: the last @ ends it wherever what
+    comes before the first slash could not be a host.
+    """
+    scheme, separator, rest = uri.partition("://")
+    if not separator or rest.startswith("/") or "@" not in rest:
+        return uri
+    if re.match(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d+)?/", rest):
+        return uri  # it stands in the path
+    return f"{scheme}://***@{rest.rpartition('@')[2]}"
 
 
 class TrackingUnavailableError(ValueError):
@@ -59,11 +74,11 @@ class Tracker:
     @property
     def display_uri(self) -> str:
         """The URI without user and password, fit for messages and files."""
-        return re.sub("://.*@", "://***@", self.uri, flags=re.DOTALL)
+        return without_credentials(self.uri)
 
     def mask(self, text: str) -> str:
         """Returns `text` without user and password of the store's URI, or of any other in it."""
-        return re.sub(r"://[^\s'\"]*@", "://***@", text.replace(self.uri, self.display_uri))
+        return _URI.sub(lambda found: without_credentials(found[0]), text.replace(self.uri, self.display_uri))
 
     def check(self) -> None:
         """Returns if the store can be used: a server answers within three seconds, or the file can be written.
