@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from triaccel_ray.durable import sync_folder
+from triaccel_ray.out_of_memory import first_line
 
 FORMAT = 1
 
@@ -58,9 +59,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever the damaged bytes provoke
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"checkpoint {path} is damaged ({first_line[:120]}): delete it to start over, or restore an older copy"
+            f"checkpoint {path} is damaged ({first_line(error)[:120]}): delete it to start over, or restore an older "
+            "copy"
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT or "state" not in content:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__

@@ -11,6 +11,7 @@ from tests.service.build import SimulatedRun
 from tests.service.own_task import write_module
 from tests.service.test_record import RUN_SPEC
 from triaccel_ray.jsonable import encode
+from triaccel_ray.service import commands
 from triaccel_ray.service.cli import main
 from triaccel_ray.service.tracking import Tracker
 from triaccel_ray.service.worker import SPEC
@@ -194,3 +195,17 @@ def test_the_traceback_can_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setenv("TRIACCEL_TRACEBACK", "1")
     with pytest.raises(ValueError, match="epochs = 0"):
         main(["run", "digits", "--epochs", "0", "--storage-path", str(tmp_path)])
+
+
+@pytest.mark.parametrize(("words", "trains"), [("run digits", True), ("resume x", True), ("doctor", False)])
+def test_only_what_trains_can_be_gone_on_with(
+    words: str, trains: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def press_ctrl_c(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "execute", press_ctrl_c)
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 130
+    assert ("triaccel resume" in capsys.readouterr().err) == trains

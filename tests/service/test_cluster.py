@@ -21,7 +21,7 @@ from ray.cluster_utils import Cluster
 from tests.service.own_task import own_spec
 from tests.service.ray_head import end
 from triaccel_ray.events import Epoch, Event, read_events
-from triaccel_ray.service.cluster import cluster, gpu_fraction, require_gpu_to_share
+from triaccel_ray.service.cluster import ClusterUnavailableError, cluster, gpu_fraction, require_gpu_to_share
 from triaccel_ray.service.objective import Objective
 from triaccel_ray.service.search import Prepared, SearchSpec, begin_search, read_search, tune_trials
 from triaccel_ray.service.shared_data import share_splits
@@ -135,6 +135,18 @@ def test_without_a_gpu_there_is_nothing_to_share() -> None:
     require_gpu_to_share(None, 1)
     with pytest.raises(ValueError, match="trials-per-gpu = 2: this machine has no GPU to share; leave it out"):
         require_gpu_to_share(None, 2)
+
+
+def test_a_ray_that_cannot_start_here_is_not_blamed_on_an_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file" / "below"))
+    with (
+        pytest.raises(ClusterUnavailableError, match=r"Ray cannot start on this machine \(.*RAY_TMPDIR"),
+        cluster(None),
+    ):
+        pass
 
 
 def test_the_file_for_ray_up_is_one_that_ray_takes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -16,11 +17,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.request import urlopen
 
 import psutil
 import pytest
 
-from tests.service.stores import runs
+from tests.service.stores import free_port, runs
 from triaccel_ray.service.search import read_search
 from triaccel_ray.service.tracking import Tracker
 from triaccel_ray.service.worker import EVENTS
@@ -109,3 +111,19 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert {recorded[name] for name in ("fp32", "amp", "probe")} == {"FINISHED"}
     assert set(recorded.values()) <= {"KILLED", "FINISHED"}
     assert set(recorded) == {"hunt", "fp32", "amp", "probe", *(run.name for run in record.trials)}
+
+
+@pytest.mark.timeout(600)
+def test_ctrl_c_is_the_end_of_the_ui_and_nothing_to_go_on_with(tmp_path: Path) -> None:
+    port = free_port()
+    ui = Terminal("ui", "--port", str(port), "--storage-path", str(tmp_path))
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health", timeout=5.0):
+            return True
+        return False
+
+    ui.wait_until(answers)
+    assert ui.press_ctrl_c() == 0
+    assert "Ctrl-C ends it" in ui.shown
+    assert "resume" not in ui.shown

@@ -287,5 +287,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         err.print(text, style="red", markup=False, soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
-        err.print("stopped; what had begun goes on with `triaccel resume NAME`", style="yellow")
+        trains = isinstance(command, Run | Search | Compare | Resume)
+        err.print("stopped" + "; what had begun goes on with `triaccel resume NAME`" * trains, style="yellow")
         sys.exit(130)

@@ -8,12 +8,14 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from tempfile import gettempdir
 
 import ray
 import torch
 from ray._private import ray_constants
 
 from triaccel_ray.config import require
+from triaccel_ray.out_of_memory import first_line
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -27,7 +29,7 @@ def cluster(address: str | None, *, num_cpus: int | None = None) -> Iterator[Non
     """Connects to the Ray cluster at `address`; starts one on this machine when None, and stops it at the end.
 
     Raises:
-        ClusterUnavailableError: nothing answers at the address.
+        ClusterUnavailableError: nothing answers at the address, or no Ray can start here.
     """
     require_reachable(address)
     # Ray's workers start elsewhere: a user's own task has to be importable from where the command was given.
@@ -43,9 +45,13 @@ def cluster(address: str | None, *, num_cpus: int | None = None) -> Iterator[Non
                 log_to_driver=False,
                 runtime_env={"env_vars": environment},
             )
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise ClusterUnavailableError(_message(address or "this machine", first_line)) from error
+    except (OSError, RuntimeError, ValueError) as error:
+        if address is not None:
+            raise ClusterUnavailableError(_message(address, first_line(error))) from error
+        raise ClusterUnavailableError(
+            f"Ray cannot start on this machine ({first_line(error)}): see that memory and room in {gettempdir()} are "
+            "left and that RAY_TMPDIR, if set, is a folder of yours, or name a running cluster with --address"
+        ) from error
     try:
         yield
     finally:
@@ -128,7 +134,7 @@ def require_reachable(address: str | None) -> None:
         with socket.create_connection((host.strip("[]"), number), timeout=CONNECT_TIMEOUT_S):
             return
     except (OSError, ValueError, OverflowError) as error:
-        raise ClusterUnavailableError(_message(address, str(error))) from error
+        raise ClusterUnavailableError(_message(address, first_line(error))) from error
 
 
 def _message(address: str, reason: str) -> str:

@@ -13,6 +13,8 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 
+from triaccel_ray.out_of_memory import first_line
+
 PACKAGES = ("torch", "torchvision", "triton", "ray", "mlflow", "optuna", "nvidia-ml-py", "scikit-learn", "rich")
 TOP_LEVEL = ("triaccel_ray", "trainables", "kernels", "search_spaces")
 OWN_DISTRIBUTION = "triaccel-ray"
@@ -53,7 +55,7 @@ def examine(storage: Path, tracking_uri: str | None, address: str | None) -> Ite
         try:
             yield check()
         except Exception as error:  # a check that breaks is a finding, not the end of the others
-            text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+            text = f"{type(error).__name__}: {first_line(error)}"
             subject = getattr(check, "__name__", "check").strip("_<>")
             yield Finding(subject=subject, verdict=Verdict.PROBLEM, text=text)
 
@@ -108,8 +110,18 @@ def _nvml() -> Finding:
         driver = pynvml.nvmlSystemGetDriverVersion()
         return Finding(subject="nvml", verdict=Verdict.OK, text=f"driver {driver}, {free / 2**30:.1f} GiB free")
     except pynvml.NVMLError as error:
-        verdict = Verdict.PROBLEM if torch.cuda.is_available() else Verdict.NOTE
-        return Finding(subject="nvml", verdict=verdict, text=f"{error}; memory is the process's resident set instead")
+        return _no_nvml(error, has_gpu=torch.cuda.is_available())
+
+
+def _no_nvml(error: Exception, *, has_gpu: bool) -> Finding:
+    if not has_gpu:
+        text = f"{first_line(error)}; on the CPU memory is the process's resident set"
+        return Finding(subject="nvml", verdict=Verdict.NOTE, text=text)
+    text = (
+        f"{first_line(error)}; a run on the GPU fails, for it cannot measure its memory: install the driver's "
+        "libnvidia-ml, let a container have it (NVIDIA_DRIVER_CAPABILITIES=compute,utility), or use --device cpu"
+    )
+    return Finding(subject="nvml", verdict=Verdict.PROBLEM, text=text)
 
 
 def _triton() -> Finding:

@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from triaccel_ray.events import Epoch
+from triaccel_ray.out_of_memory import first_line
 from triaccel_ray.service.actor import original_error, start_actor
 from triaccel_ray.service.failures import MAX_LOSSES, PreemptedError
 from triaccel_ray.service.shared_data import SharedSplits
@@ -126,8 +127,7 @@ class _Drive:
         """Begins again from the checkpoint on another actor, wherever there is room, unless that happens too often."""
         self._num_lost += 1
         if self._num_lost > MAX_LOSSES:
-            first_line = str(error).strip().splitlines()[0]
-            text = f"its process was lost {self._num_lost} times, the last time so: {first_line}"
+            text = f"its process was lost {self._num_lost} times, the last time so: {first_line(error)}"
             return Glance(name=self._name, error=PreemptedError(text))
         self.close()
         self._begin(resume=True)
