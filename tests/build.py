@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from triaccel_ray.apply.step import Step
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.events import Tick
 from triaccel_ray.gradients import Gradients
-from triaccel_ray.graphs import GraphPool
+from triaccel_ray.graphs import Graph, GraphPool
 from triaccel_ray.layers import find_layers
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.plan import Precision
@@ -125,9 +126,37 @@ class NoUpdate:
         self.num_steps += 1
 
 
-def cache_of(step: Step, update: Any = None) -> StepCache:
+class Rerun:
+    """Stands for a captured graph: a replay runs the work again."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.replay = work
+
+
+class RerunPool(GraphPool):
+    """Has work run where a GPU would capture it; raises the `errors` first, one a capture, None for none."""
+
+    def __init__(self, *errors: Exception | None) -> None:
+        super().__init__(CPU)
+        self.errors = list(errors)
+        self.num_tried = 0
+
+    @property
+    def can_capture(self) -> bool:
+        return True
+
+    def _record(self, work: Callable[[], None], generators: Sequence[torch.Generator]) -> Graph:
+        self.num_tried += 1
+        error = self.errors.pop(0) if self.errors else None
+        work()
+        if error is not None:
+            raise error
+        return Rerun(work)
+
+
+def cache_of(step: Step, update: Any = None, pool: GraphPool | None = None) -> StepCache:
     watched = list(step.model.parameters())
-    return StepCache(step, update or NoUpdate(), lambda: Gradients(watched), GraphPool(CPU), ExecutionConfig())
+    return StepCache(step, update or NoUpdate(), lambda: Gradients(watched), pool or GraphPool(CPU), ExecutionConfig())
 
 
 def controlled(model: nn.Module, *levels: Precision) -> LayerPrecision:

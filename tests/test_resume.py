@@ -168,7 +168,7 @@ def test_a_run_resumes_between_a_failure_and_the_tick_that_hears_of_it(tmp_path:
         loop.step()
     stop = loop.num_steps
     assert stop % CONFIG.every_steps not in (0, CONFIG.every_steps - 1)
-    assert loop._steps.step.num_parts > loop.plan.num_micro_batches
+    assert loop._steps.step.num_micro_batches > loop.plan.num_micro_batches
     assert_resumes(lambda seed: control_loop(seed, "sgd"), stop, tmp_path / "checkpoint.pt")
 
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+
+class Graph(Protocol):
+    """Device work that was captured."""
+
+    def replay(self) -> None:
+        """Launches it once more."""
 
 
 class GraphPool:
@@ -22,40 +29,83 @@ class GraphPool:
         """Starts empty; without effect where there is no CUDA."""
         self._device = device
         self._callbacks: list[Callable[[], None]] = []
+        self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.handle = self._new_handle()
         """What `torch.cuda.graph(pool=...)` takes; another one after each release. None without CUDA."""
 
+    @property
+    def can_capture(self) -> bool:
+        """Whether there is a device whose work can be captured."""
+        return self.handle is not None
+
+    @property
+    def holds_graphs(self) -> bool:
+        """Whether any captured graph is left, and with it memory that eager work cannot have."""
+        return len(self._graphs) > 0
+
     def on_release(self, drop_graphs: Callable[[], None]) -> None:
-        """Registers what drops one owner's graphs."""
+        """Registers what drops one owner's graphs, and what the owner keeps only for them."""
         self._callbacks.append(drop_graphs)
+
+    def capture(self, work: Callable[[], None], generators: Sequence[torch.Generator] = ()) -> Graph:
+        """Returns what `work` launches, captured on the current stream with memory of this pool, and not yet run.
+
+        Graphs share the pool's memory only if they are captured on one stream; on the default stream, which cannot
+        capture, PyTorch takes one of its own. Random numbers drawn inside come from the device's default generator or
+        from one of `generators`.
+
+        When it fails no graph of the pool survives: of a capture that CUDA has broken off, PyTorch leaves generators
+        that graphs captured before may not be replayed with (2.11, say), and one that ran out of memory needs theirs.
+        `release` gives the memory back, once the caller has left its handler: the error's traceback holds the
+        attempt's tensors.
+
+        Raises:
+            Exception: whatever `work`, PyTorch or CUDA raises.
+        """
+        try:
+            graph = self._record(work, generators)
+        except Exception:
+            self._drop()
+            raise
+        self._graphs.add(graph)
+        return graph
 
     def release(self) -> None:
         """Drops all graphs and gives their memory back to the device; waits for the device."""
-        for drop_graphs in self._callbacks:
-            drop_graphs()
+        self._drop()
         if self.handle is not None:
-            torch.cuda.synchronize(self._device)  # a graph must not be destroyed, nor its memory go, while it replays
             torch.cuda.empty_cache()
         self.handle = self._new_handle()
+
+    def synchronize(self) -> None:
+        """Waits for the device: a graph must not be destroyed, nor its memory go, while it replays."""
+        if self.handle is not None:
+            torch.cuda.synchronize(self._device)
+
+    def _record(self, work: Callable[[], None], generators: Sequence[torch.Generator]) -> Graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device), _capturing(graph, self.handle, generators):
+            work()
+        return graph
+
+    def _drop(self) -> None:
+        self.synchronize()
+        for drop_graphs in self._callbacks:
+            drop_graphs()
 
     def _new_handle(self) -> Any:
         return torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
 
 
 @contextlib.contextmanager
-def capturing(
-    graph: torch.cuda.CUDAGraph,
-    pool: Any,
-    stream: torch.cuda.Stream | None,
-    generators: Sequence[torch.Generator] = (),
-) -> Iterator[None]:
-    """Captures what is launched inside into `graph`, with memory from `pool`, on `stream` (None: one of PyTorch's own).
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Captures what is launched inside into `graph`.
 
-    Random numbers drawn inside come from the device's default generator or from one of `generators`. Graphs share a
-    pool's memory only if they are captured on one stream. Other threads (tracking, data loading) may go on using CUDA
-    meanwhile. The garbage collector rests: to destroy another graph that it finds would break the capture off.
+    Other threads (tracking, data loading) may go on using CUDA meanwhile. The garbage collector rests: to destroy
+    another graph that it finds would break the capture off.
     """
     was_enabled, outside = gc.isenabled(), torch.cuda.current_stream()
+    stream = None if outside == torch.cuda.default_stream(outside.device) else outside
     for generator in generators:
         graph.register_generator_state(generator)
     gc.disable()
@@ -75,29 +125,17 @@ def _mend_after_broken_capture(device: torch.device, pool: Any, generators: Sequ
     """Undoes what PyTorch leaves behind of a capture that CUDA itself has broken off.
 
     `CUDAGraph.capture_end` then raises before it has told the allocator, which would go on putting memory aside for the
-    capture and give none of it back, and before it has told the generators, which would refuse to draw.
+    capture and give none of it back: so in every version from 2.11 to 2.15. In those where a generator has one state
+    for all captures (2.11), it has not told the generators either, which would refuse to draw; where each capture has
+    its own (2.15), a fresh state changes nothing. A PyTorch without these private calls is left as it is: what fails
+    then is the next capture or draw, aloud.
     """
-    try:
-        torch._C._cuda_endAllocateToPool(device.index, pool)
-    except RuntimeError:
-        return  # the capture ended in good order: the exception was the captured code's own
-    torch._C._cuda_releasePool(device.index, pool)
+    end, give_back = (getattr(torch._C, name, None) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"))
+    if end is not None and give_back is not None:
+        try:
+            end(device.index, pool)
+        except RuntimeError:
+            return  # the capture ended in good order: the exception was the captured code's own
+        give_back(device.index, pool)
     for generator in (torch.cuda.default_generators[device.index], *generators):
         generator.graphsafe_set_state(generator.clone_state())
-
-
-@contextlib.contextmanager
-def sync_debug_mode(mode: str) -> Iterator[None]:
-    """Has PyTorch warn (`warn`) or raise RuntimeError (`error`) where the host would wait for the device."""
-    before = torch.cuda.get_sync_debug_mode()
-    _set_sync_debug_mode(mode)
-    try:
-        yield
-    finally:
-        _set_sync_debug_mode(before)
-
-
-def _set_sync_debug_mode(mode: int | str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
-        torch.cuda.set_sync_debug_mode(mode)

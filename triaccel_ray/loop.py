@@ -125,7 +125,13 @@ class ControlLoop:
         self.sensors.record_faults(faults)
         self._precision = self._steps.step.precision
         self.curvature = CurvatureMeter(
-            model, loss, self._layers, self.config.curvature, device=self.device, pool=self._pool
+            model,
+            loss,
+            self._layers,
+            self.config.curvature,
+            device=self.device,
+            pool=self._pool,
+            capture=self._steps.enabled,
         )
         self._actuators = Actuators(first.plan, self._steps, self._pool)
         self._clock = EpochClock(self.device)
@@ -311,7 +317,7 @@ class ControlLoop:
             "control": encode(self.state),
             "undecided": None if self._undecided is None else encode(self._undecided()),
             "plan": encode(self.plan),
-            "num_parts": self._steps.step.num_parts,
+            "num_micro_batches": self._steps.step.num_micro_batches,
             "counters": [self.num_steps, self.num_ticks, self._epoch_steps],
             "epoch_loss": self._epoch_loss.clone(),
             "epoch_seconds": self._clock.seconds(),
@@ -339,7 +345,7 @@ class ControlLoop:
             observation = decode(Observation, state["undecided"])
             self._undecided, self._decide_at = lambda: observation, observation.step + _DECIDE_AFTER
         self._actuators = Actuators(decode(Plan, state["plan"]), self._steps, self._pool)
-        self._steps.step.set_parts(state["num_parts"])
+        self._steps.step.set_num_micro_batches(state["num_micro_batches"])
         self.num_steps, self.num_ticks, self._epoch_steps = state["counters"]
         self._epoch_loss.copy_(state["epoch_loss"])
         self._clock.restore(state["epoch_seconds"])
@@ -351,7 +357,7 @@ class ControlLoop:
         self._costs_due = False  # without memory for it: not again at every tick
         self.memory.refresh_peaks()
         with self._steps.adapting(), self._precision.suspended():
-            count = -(-self.plan.batch_size // self._steps.step.num_parts)
+            count = -(-self.plan.batch_size // self._steps.step.num_micro_batches)
             indices = torch.arange(min(count, len(self.feed.source)))
             inputs, _ = self.feed.source.batch(self.feed.placed(indices), None)
             result = measure_costs(self.model, self._layers, inputs, self._supported, step=self.num_steps)
@@ -375,7 +381,7 @@ class ControlLoop:
         config = self.config.curvature
         count = min(config.num_samples, len(self.feed.source))
         indices = torch.randperm(len(self.feed.source), generator=self._curvature_samples)[:count]
-        if self._steps.num_captured and self.curvature.is_eager_next:
+        if self._pool.holds_graphs and self.curvature.needs_room:
             self._pool.release()  # or the process would hold memory for a step and a measurement at once
         try:
             # On the stream of the steps, because only graphs of one stream share memory.

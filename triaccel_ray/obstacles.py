@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 import torch
 
-from triaccel_ray.graphs import sync_debug_mode
 from triaccel_ray.random_states import host_random_state
 
 _WAITS = "called a synchronizing CUDA operation"
@@ -28,7 +27,7 @@ def watched(obstacles: list[str], device: torch.device) -> Iterator[None]:
         if device.type == "cuda":
             caught = stack.enter_context(warnings.catch_warnings(record=True))
             warnings.simplefilter("always")
-            stack.enter_context(sync_debug_mode("warn"))
+            stack.enter_context(_warned_of_waiting())
         yield
     found = [reason for warning in caught if (reason := _reason(warning)) is not None]
     if host_random_state() != before:
@@ -45,3 +44,20 @@ def _reason(warning: warnings.WarningMessage) -> str | None:
         return "outputs or losses of an earlier pass are still held, and with them the stream of their gradients"
     warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     return None
+
+
+@contextlib.contextmanager
+def _warned_of_waiting() -> Iterator[None]:
+    """Has PyTorch warn where the host would wait for the device."""
+    before = torch.cuda.get_sync_debug_mode()
+    _set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        _set_sync_debug_mode(before)
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode(mode)

@@ -141,5 +141,5 @@ class Applied:
     evicted: tuple[str, ...] = ()
     """Captured steps dropped since the last tick to make room for others, each by a name for people."""
     adapt_ms: float = 0.0
-    """Milliseconds that building the first step of a new plan took since the last tick: autotuning, compilation and
-    capture."""
+    """Milliseconds that went into new plans since the last tick: first steps of a new kind, autotuning and compilation
+    included, captures, those that failed too, and the one measurement of what layers cost."""

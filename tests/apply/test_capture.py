@@ -383,6 +383,57 @@ def test_a_layer_frozen_and_hooked_between_steps_is_trained_so() -> None:
     assert torch.float32 in seen
 
 
+def test_a_hook_registered_after_capture_fires_and_no_graph_reads_the_copy_that_went() -> None:
+    models = network(), network()
+    seen: list[torch.dtype] = []
+    for model, capture in zip(models, (True, False), strict=True):
+        loop = loop_of(model, fixed(Precision.FP16, capture=capture))
+        for _ in range(3):
+            loop.step()
+        assert loop._steps.num_captured == int(capture)
+        weight = model[9].weight
+        weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.dtype))
+        loop.step()
+        assert seen[-1] is torch.float32
+        copies = loop._precision.copies
+        assert copies is not None
+        assert id(weight) not in copies.in_force
+        held = [torch.full((10, 64), torch.nan, dtype=torch.half, device="cuda") for _ in range(4096)]  # where it was
+        for _ in range(4):
+            loop.step()
+        assert loop._steps.num_captured == int(capture)
+        assert all(p.isfinite().all() for p in model.parameters())
+        del held
+    assert distance(*models) < 10 * 2**-11
+
+
+def test_an_eager_step_has_the_memory_of_the_curvatures_graph_too() -> None:
+    config = replace(
+        fixed(Precision.FP16, capture=True), every_steps=1000, curvature=CurvatureConfig(every_steps=2, num_samples=16)
+    )
+    loop = loop_of(network(), config)
+    for _ in range(6):
+        loop.step()
+    assert loop.curvature.is_captured, loop.curvature.not_captured_because
+    loop._precision.set({"0": Precision.BF16})
+    loop.step()  # the first of a kind
+    assert not loop.curvature.is_captured
+    assert not loop._pool.holds_graphs
+    for _ in range(3):
+        loop.step()
+    assert loop.curvature.is_captured, loop.curvature.not_captured_because
+
+
+def test_with_capture_off_nothing_is_captured() -> None:
+    config = replace(fixed(Precision.FP16, capture=False), curvature=CurvatureConfig(every_steps=2, num_samples=16))
+    ticks: list[Any] = []
+    loop = loop_of(network(), config, on_tick=ticks.append)
+    loop.train_epoch()
+    assert not loop._pool.holds_graphs
+    assert loop.curvature.not_captured_because == "capture is off"
+    assert not [fault for tick in ticks for fault in tick.observation.faults]
+
+
 def test_graphs_and_eager_steps_do_not_hold_memory_at_once() -> None:
     """The peak of a captured run stays near the eager one's."""
     peaks = []

@@ -63,6 +63,24 @@ def test_a_copy_outlives_a_change_of_plan_until_it_is_dropped() -> None:
     assert copies.in_force[id(model[0].weight)] is not first
 
 
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_copies_that_are_let_go_are_another_generation(hook: str) -> None:
+    model = mlp()
+    copies = copies_of(model)
+    copies.set(DTYPES)
+    copies.set({**DTYPES, "0": torch.bfloat16})
+    copies.set(DTYPES)
+    copies.refresh()
+    assert copies.generation == 0  # all that was made is still there
+    getattr(model[0].weight, hook)(lambda _: None)
+    copies.refresh()
+    assert copies.generation == 1
+    assert id(model[0].weight) not in copies.in_force
+    model[2].weight.data = model[2].weight.data.T.contiguous().T
+    copies.refresh()
+    assert copies.generation > 1
+
+
 def test_gradients_arrive_at_the_copies_and_equal_those_through_a_cast() -> None:
     cast, copied = mlp(), mlp()
     inputs, targets = blobs(16)

@@ -101,7 +101,7 @@ def test_a_batch_that_does_not_fit_is_computed_in_parts(where: str, limit: int, 
     torch.testing.assert_close(outcome.loss_sum, expected.loss_sum)
     assert torch.equal(torch.cat(source.drawn[-parts:]), ALL)
     assert outcome.num_samples == 16
-    assert step.num_parts == parts
+    assert step.num_micro_batches == parts
     if parts == 1:
         assert outcome.faults == ()
     else:
@@ -120,7 +120,7 @@ def test_unequal_parts_weigh_by_their_samples(parts: int) -> None:
     step = Step(model, cross_entropy, feed, LayerPrecision(model, ()), check_memory=nothing, release_memory=nothing)
     step.run(torch.arange(10), ONE, step=0)
     whole = gradients(model)
-    step.set_parts(parts)
+    step.set_num_micro_batches(parts)
     step.run(torch.arange(10), ONE, step=0)
     # The model computes in FP64; its outputs, one loss gradient each, are rounded to FP32 on their way to the loss.
     eps = torch.finfo(torch.float32).eps
@@ -137,7 +137,7 @@ def test_a_retried_batch_leaves_the_same_state_as_a_clean_pass_in_parts(where: s
         model.train()
         model[0].dropout.p = 0.0
     retried, clean = step_of(broken, source, check=check), step_of(whole, source)
-    clean.set_parts(4)
+    clean.set_num_micro_batches(4)
     assert retried.run(ALL, ONE, step=0).faults
     assert not clean.run(ALL, ONE, step=0).faults
     assert same(values(broken), values(whole))  # running statistics and their counter among them
@@ -153,7 +153,7 @@ def test_parts_stay_until_they_are_set() -> None:
     assert model[1].sizes == [16, 8, 4, 4, 4, 4, 4, 4, 4, 4]
     step.run(ALL[:3], ONE, step=2)
     assert model[1].sizes[-3:] == [1, 1, 1]
-    step.set_parts(2)
+    step.set_num_micro_batches(2)
     assert step.run(ALL, ONE, step=3).faults != ()
     assert model[1].sizes[-5:] == [8, 4, 4, 4, 4]
 
@@ -320,15 +320,14 @@ class HostDropout(nn.Module):
 )
 def test_a_model_that_draws_on_the_host_is_found_out(draw: Any, draws: bool) -> None:
     step = step_of(nn.Sequential(mlp(), HostDropout(draw)), blobs(16))
-    step.run(ALL, ONE, step=0)
-    assert step.obstacles is None
-    step.set_parts(2)
-    step.run(ALL, ONE, step=1, watch=True)
+    assert step.run(ALL, ONE, step=0).obstacles == ()
+    step.set_num_micro_batches(2)
+    outcome = step.run(ALL, ONE, step=1, watch=True)
     reason = "the model draws random numbers on the host, which a replay would not draw anew"
-    assert step.obstacles == [reason] * draws
+    assert outcome.obstacles == (reason,) * draws
+    assert step.run(ALL, ONE, step=2).obstacles == ()
 
 
 def test_what_the_data_draws_on_the_host_does_not_count() -> None:
     step = step_of(mlp(), TensorSource(*blobs(16), augment=lambda x, generator: x + torch.rand(())))
-    step.run(ALL, ONE, step=0, watch=True)
-    assert step.obstacles == []
+    assert step.run(ALL, ONE, step=0, watch=True).obstacles == ()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.measure import dense_curvature as dense
 from tests.measure.curvature_models import CASES, FALLBACK, METHODS, NUM_CLASSES, make
 from tests.waiting import no_waiting
 from triaccel_ray.config import CurvatureConfig
+from triaccel_ray.graphs import Graph, GraphPool
 from triaccel_ray.layers import find_layers
 from triaccel_ray.measure.curvature import CurvatureMeter, PowerIteration, top_eigenvalues
 from triaccel_ray.measure.curvature.block_power import BlockPower
@@ -25,9 +27,11 @@ def _same_draws_everywhere() -> None:
     torch.manual_seed(0)
 
 
-def meter_of(model: nn.Module, method: Any, top_k: int = 2, device: torch.device = CPU) -> CurvatureMeter:
+def meter_of(
+    model: nn.Module, method: Any, top_k: int = 2, device: torch.device = CPU, **options: Any
+) -> CurvatureMeter:
     config = CurvatureConfig(method=method, top_k=top_k)
-    return CurvatureMeter(model, F.cross_entropy, find_layers(model), config, device=device)
+    return CurvatureMeter(model, F.cross_entropy, find_layers(model), config, device=device, **options)
 
 
 def draws(device: str = "cpu") -> torch.Generator:
@@ -280,8 +284,7 @@ def test_flags_are_as_before_after_tensor_cores() -> None:
 def test_a_replay_is_the_measurement_it_was_captured_from(name: str, method: Any) -> None:
     model, inputs, targets = make(name)
     model, inputs, targets = model.cuda(), inputs.cuda(), targets.cuda()
-    meter, eager = (meter_of(model, method, device=torch.device("cuda")) for _ in range(2))
-    eager._tries_capture = False
+    meter, eager = (meter_of(model, method, device=torch.device("cuda"), capture=c) for c in (True, False))
     generators = draws("cuda"), draws("cuda")
     for index in range(5):
         found = meter.measure(inputs, targets, generators[0])
@@ -322,7 +325,7 @@ def test_what_waits_for_the_device_stays_eager_and_says_so() -> None:
     for _ in range(3):
         found = meter.measure(inputs, targets, draws("cuda")).eigenvalues
     assert not meter.is_captured
-    assert "synchroniz" in meter.not_captured_because
+    assert "the host waits for the device" in meter.not_captured_because
     torch.testing.assert_close(found, directly(model, inputs, targets, "fisher"), rtol=1e-2, atol=1e-6)
     assert fp32_flags() == before
 
@@ -364,3 +367,42 @@ def test_a_gpu_reduces_large_matrices_as_a_cpu_solves_them(method: Any) -> None:
     expected = directly(model, inputs, targets, method)
     found = directly(model.cuda(), inputs.cuda(), targets.cuda(), method)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=0.0)
+
+
+class Cramped(GraphPool):
+    """Runs out of memory at the end of its second capture."""
+
+    num_tried = 0
+
+    def _record(self, work: Callable[[], None], generators: Sequence[torch.Generator]) -> Graph:
+        self.num_tried += 1
+        is_too_much = self.num_tried == 2
+
+        def cramped() -> None:
+            work()
+            if is_too_much:
+                raise torch.OutOfMemoryError("no room for curvature")
+
+        return super()._record(cramped, generators)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_a_capture_without_memory_is_measured_eagerly_and_made_later(method: Any) -> None:
+    model, inputs, targets = make("convolutions")
+    model, inputs, targets = model.cuda(), inputs.cuda(), targets.cuda()
+    device = torch.device("cuda")
+    pool = Cramped(device)
+    values = torch.zeros(1, device=device)
+    others = [pool.capture(lambda: values.add_(1.0))]
+    pool.on_release(others.clear)
+    meter = meter_of(model, method, device=device, pool=pool)
+    eager = meter_of(model, method, device=device, capture=False)
+    generators = draws("cuda"), draws("cuda")
+    for index in range(5):
+        found = meter.measure(inputs, targets, generators[0]).eigenvalues
+        expected = eager.measure(inputs, targets, generators[1]).eigenvalues
+        assert meter.is_captured == (index > 2), meter.not_captured_because
+        assert bool(others) == (index < 2)
+        torch.testing.assert_close(found, expected)
+    assert float(values) == 0.0

@@ -9,7 +9,7 @@ from triaccel_ray.layers import find_layers
 from triaccel_ray.measure.curvature import CurvatureEstimate, SpectrumShape
 from triaccel_ray.measure.memory import ResidentMemory
 from triaccel_ray.measure.moments import GradientMoments
-from triaccel_ray.measure.sensors import Sensors
+from triaccel_ray.measure.sensors import Reading, Sensors
 from triaccel_ray.plan import Fault, FaultKind, Plan, Precision
 from triaccel_ray.signals import NoiseSignal, Observation
 
@@ -115,3 +115,22 @@ def test_restored_sensors_read_alike(estimate: CurvatureEstimate | None) -> None
         second.noise,
         second.faults,
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_reading_waits_for_the_device_it_comes_from() -> None:
+    other = torch.device("cuda", 1)
+    assert torch.cuda.current_device() == 0
+    values = torch.zeros(3, dtype=torch.float64, device=other)
+    with torch.cuda.device(other):
+        torch.cuda._sleep(200_000_000)  # a tenth of a second or so
+        values.fill_(7.0)
+    found: list[list[float]] = []
+
+    def complete(copied: torch.Tensor) -> Observation:
+        found.append(copied.tolist())
+        return read(sensors_of())
+
+    Reading(values, complete).observation()
+    assert found == [[7.0] * 3]

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from triaccel_ray.apply.step import Step
+from triaccel_ray.apply.copies import has_hooks
+from triaccel_ray.apply.step import Step, StepOutcome
 from triaccel_ray.config import ExecutionConfig
 from triaccel_ray.gradients import Gradients
-from triaccel_ray.graphs import GraphPool, capturing
+from triaccel_ray.graphs import Graph, GraphPool
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.plan import Fault, FaultKind
 from triaccel_ray.structure import map_tensors, tensors_in
@@ -42,12 +43,12 @@ class _Key:
     """What a captured step is a function of; everything else is read from the device at each replay."""
 
     batch_size: int
-    num_parts: int
+    num_micro_batches: int
     dtypes: tuple[torch.dtype, ...]
 
     def __str__(self) -> str:
         names = [str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(self.dtypes)]
-        parts = f" in {self.num_parts} parts" if self.num_parts > 1 else ""
+        parts = f" in {self.num_micro_batches} parts" if self.num_micro_batches > 1 else ""
         return f"batch {self.batch_size}{parts}, " + ", ".join(
             f"{self.dtypes.count(getattr(torch, name))} x {name}" for name in names
         )
@@ -57,7 +58,7 @@ class _Key:
 class _Captured:
     """A graph with the tensors that it reads and writes."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     indices: Tensor
     """Read by a graph that makes its own batch."""
     batch: tuple[Any, Tensor] | None
@@ -71,7 +72,8 @@ class AdaptingCost:
     """What new plans have cost since this was last asked for."""
 
     milliseconds: float = 0.0
-    """First steps of new batch sizes and precisions, autotuning and compilation included, and captures."""
+    """First steps of new batch sizes and precisions, autotuning and compilation included, captures, and the measurement
+    of what layers cost; whether they succeeded or not."""
     evicted: list[str] = field(default_factory=list)
     """Captured steps that were dropped."""
 
@@ -101,7 +103,7 @@ class StepCache:
         self.step = step
         self._update, self._gradients_of, self._pool = update, gradients_of, pool
         self._autotune = config.autotune
-        self.enabled = config.capture and pool.handle is not None
+        self.enabled = config.capture and pool.can_capture
         """Whether steps may be captured."""
         self._source = step.feed.source
         self._is_resident = bool(getattr(self._source, "is_resident", False))
@@ -132,11 +134,11 @@ class StepCache:
         Raises:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.
         """
-        key = _Key(len(indices), self.step.num_parts, self.step.precision.key)
+        key = _Key(len(indices), self.step.num_micro_batches, self.step.precision.key)
         with self.on_stream(), self._autotuning():
-            in_parts_from_host = key.num_parts > 1 and not self._is_resident
+            in_parts_from_host = key.num_micro_batches > 1 and not self._is_resident
             if not self.enabled or key in self._too_large or in_parts_from_host:
-                return self._eager(indices, loss_scale, step)
+                return self._eager(indices, loss_scale, step).faults
             if self._entries and self._find_ground() != self._ground:
                 self._pool.release()
                 self._warm.clear()
@@ -147,12 +149,12 @@ class StepCache:
             else:
                 obstacle = self._capture(key, indices, loss_scale, step)
             if obstacle is not None:
-                return (obstacle, *self._eager(indices, loss_scale, step))
+                return (obstacle, *self._eager(indices, loss_scale, step).faults)
             self._replay(key)
         return ()
 
-    def _eager(self, indices: Tensor, loss_scale: Tensor, step: int, *, watch: bool = False) -> tuple[Fault, ...]:
-        if self._entries:
+    def _eager(self, indices: Tensor, loss_scale: Tensor, step: int, *, watch: bool = False) -> StepOutcome:
+        if self._pool.holds_graphs:  # the curvature's count as well
             self._pool.release()
         outcome = self.step.run(indices, loss_scale, step=step, watch=watch)
         gradients = self._eager_gradients
@@ -160,18 +162,18 @@ class StepCache:
         gradients.publish()
         self._update.run(outcome.loss_sum, outcome.num_samples, gradients)
         gradients.drop()
-        return outcome.faults
+        return outcome
 
     def _first(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> tuple[Fault, ...]:
         """Makes the first step of a kind, eagerly, and watches for what a captured one could not do."""
         ground = self._find_ground()
         with self._timed():
-            faults = self._eager(indices, loss_scale, step, watch=True)
+            outcome = self._eager(indices, loss_scale, step, watch=True)
             self.step.zero_grad()
-        if faults:  # what passed in the end was another kind of step
-            return faults
+        if outcome.faults:  # what passed in the end was another kind of step
+            return outcome.faults
         self._warm.add(key)
-        obstacles = [*(self.step.obstacles or ())]
+        obstacles = [*outcome.obstacles]
         if self._find_ground() != ground:
             obstacles.append("the step puts other tensors in place of parameters or buffers, which a replay would not")
         if not obstacles:
@@ -192,7 +194,7 @@ class StepCache:
             self._ground = self._find_ground()
             self._entries[key] = captured
             if len(self._entries) > MAX_GRAPHS:
-                torch.cuda.synchronize()
+                self._pool.synchronize()
                 self._cost.evicted.append(str(self._entries.popitem(last=False)[0]))
             return None
         self.step.zero_grad()
@@ -207,18 +209,21 @@ class StepCache:
         gradients = self._gradients_of()
         batch = None if self._is_resident else _clones(self._source.batch(indices, self.step.feed.generator))
         static = indices.clone()
-        graph = torch.cuda.CUDAGraph()
-        generators = (self.step.feed.generator,)
-        with self._timed(), capturing(graph, self._pool.handle, self._stream, generators):
+        loss_sums: list[Tensor] = []
+
+        def work() -> None:
             batches = iter([batch]) if batch is not None else self.step.batches(static)
-            loss_sum = self.step.accumulate(batches, key.batch_size, loss_scale)
+            loss_sums.append(self.step.accumulate(batches, key.batch_size, loss_scale))
             gradients.collect(self.step.precision.copies_in_force)
             if self._update.is_capturable:
-                self._update.run(loss_sum, key.batch_size, gradients)
+                self._update.run(loss_sums[0], key.batch_size, gradients)
+
+        with self._timed():
+            graph = self._pool.capture(work, generators=[self.step.feed.generator])
         gradients.publish()
         if self._update.is_capturable:
             gradients.drop()
-        return _Captured(graph=graph, indices=static, batch=batch, loss_sum=loss_sum, gradients=gradients)
+        return _Captured(graph=graph, indices=static, batch=batch, loss_sum=loss_sums[0], gradients=gradients)
 
     def _fill(self, key: _Key, indices: Tensor, step: int) -> Fault | None:
         """Writes these samples to where the graph reads them; returns what prevented it."""
@@ -252,10 +257,14 @@ class StepCache:
             self._update.run(entry.loss_sum, key.batch_size, entry.gradients)
 
     def _find_ground(self) -> tuple[Any, ...]:
-        """Returns what graphs stand on and others may change: parameters and buffers, modes, whether norms fuse."""
-        model, fusion = self.step.model, self.step.fusion
+        """Returns what graphs stand on and others may change.
+
+        Parameters and buffers, their low-precision copies, modes, whether norms fuse.
+        """
+        model, fusion, copies = self.step.model, self.step.fusion, self.step.precision.copies
         return (
-            *((p.data_ptr(), p.requires_grad, bool(p._backward_hooks)) for p in model.parameters()),
+            None if copies is None else copies.generation,
+            *((p.data_ptr(), p.requires_grad, has_hooks(p)) for p in model.parameters()),
             *(buffer.data_ptr() for buffer in model.buffers()),
             *(module.training for module in model.modules()),
             fusion is not None and fusion.holds(),
@@ -298,17 +307,22 @@ class StepCache:
             yield
             return
         self._pool.release()
-        with self._timed():
-            yield
-        torch.cuda.empty_cache()
+        try:
+            with self._timed():
+                yield
+        finally:
+            torch.cuda.empty_cache()
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        torch.cuda.synchronize()
+        """Adds to the cost of adapting what passes inside, whether it succeeds or not."""
+        self._pool.synchronize()
         start = time.perf_counter()
-        yield
-        torch.cuda.synchronize()
-        self._cost.milliseconds += 1e3 * (time.perf_counter() - start)
+        try:
+            yield
+            self._pool.synchronize()
+        finally:
+            self._cost.milliseconds += 1e3 * (time.perf_counter() - start)
 
 
 def _capture_fault(key: _Key, step: int, detail: str) -> Fault:

@@ -19,7 +19,8 @@ class ComputeCopies:
     The copies are written by whoever updates the parameters, in the same pass; what anybody else writes into a
     parameter (a checkpoint, the user) is noticed by its version counter. Writing through `.data` in place leaves that
     counter as it is and goes unnoticed: use `torch.no_grad`. A parameter with hooks has no copy, where they would not
-    fire. A copy once made is kept until `drop_unused`: captured graphs hold its address.
+    fire. A copy once made is kept until `drop_unused`, which is for when
+    no graph is left: captured graphs hold its address. Where that cannot be, `generation` tells.
     """
 
     def __init__(self, layers: Sequence[Layer], parameters: Sequence[nn.Parameter]) -> None:
@@ -37,12 +38,14 @@ class ComputeCopies:
         self._dtypes: Mapping[str, torch.dtype] = {}
         self.in_force: dict[int, Tensor] = {}
         """Id of a parameter -> the copy that computes in its place."""
+        self.generation = 0
+        """Rises whenever a copy that a captured graph may read is no longer kept."""
 
     def set(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Puts copies of these dtypes into force, one for each layer's name; none where the dtype is FP32."""
         self._dtypes = dict(dtypes)
         low = [(p, dtype) for name, dtype in dtypes.items() for p in self._parameters[name] if dtype != torch.float32]
-        low = [(p, dtype) for p, dtype in low if p.requires_grad and not _has_hooks(p)]
+        low = [(p, dtype) for p, dtype in low if p.requires_grad and not has_hooks(p)]
         self.in_force = {id(parameter): self._copy(parameter, dtype) for parameter, dtype in low}
         self._covered = [parameter for parameter, _ in low]
         self.write(self._covered)
@@ -50,9 +53,10 @@ class ComputeCopies:
     def refresh(self) -> None:
         """Writes the parameters that somebody has changed since into their copies, or makes those anew."""
         stale = [p for p in self._covered if self._seen[id(p)] != _state(p)]
-        unfit = any(_has_hooks(p) or not p.requires_grad for p in self._covered)
+        unfit = any(has_hooks(p) or not p.requires_grad for p in self._covered)
         if unfit or any(not have_equal_dense_strides(self.in_force[id(p)], p) for p in stale):
             self._made.clear()
+            self.generation += 1
             self.set(self._dtypes)
         else:
             self.write(stale)
@@ -89,6 +93,7 @@ class ComputeCopies:
         key = (id(parameter), dtype)
         made = self._made.get(key)
         if made is None or not have_equal_dense_strides(made, parameter):
+            self.generation += made is not None
             self._made[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=True)
         return self._made[key]
 
@@ -98,7 +103,8 @@ def _state(parameter: Tensor) -> tuple[Any, ...]:
     return parameter._version, parameter.data_ptr(), parameter.stride()
 
 
-def _has_hooks(parameter: nn.Parameter) -> bool:
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Returns whether hooks act on the parameter's gradient, which a copy in its place would pass by."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 

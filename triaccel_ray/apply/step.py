@@ -28,14 +28,16 @@ class StepOutcome:
     """Sum of the samples' losses, fp64 scalar on the device."""
     num_samples: int
     faults: tuple[Fault, ...] = ()
+    obstacles: tuple[str, ...] = ()
+    """What the pass did that a captured step could not do again; found only where `run` was asked to watch."""
 
 
 class Step:
     """Computes the gradients of one batch; survives a batch that does not fit.
 
     On an out-of-memory error everything the attempt left is dropped, buffers and random states go back to where they
-    were, and the same samples are tried again in twice as many parts: none is lost, none counts twice. The parts stay
-    until `set_parts`, so that the steps until the next tick do not fail again.
+    were, and the same samples are tried again in twice as many micro-batches: none is lost, none counts twice. Their
+    number stays until it is set anew, so that the steps until the next tick do not fail again.
     """
 
     def __init__(
@@ -56,62 +58,71 @@ class Step:
         self.model, self._loss, self.feed, self.precision = model, loss, feed, precision
         self.fusion = fusion
         self._check_memory, self._release_memory = check_memory, release_memory
-        self._parts = 1
-        self.obstacles: list[str] | None = None
-        """What the last pass did that a captured step could not do again; None where `run` was not asked to watch."""
+        self._num_micro_batches = 1
 
     @property
-    def num_parts(self) -> int:
+    def num_micro_batches(self) -> int:
         """Parts in which batches pass now: the plan's, or more after one that did not fit."""
-        return self._parts
+        return self._num_micro_batches
 
-    def set_parts(self, num_micro_batches: int) -> None:
+    def set_num_micro_batches(self, num_micro_batches: int) -> None:
         """Passes batches through the model in this many parts from now on."""
-        self._parts = num_micro_batches
+        self._num_micro_batches = num_micro_batches
 
     def run(self, indices: Tensor, loss_scale: Tensor, *, step: int, watch: bool = False) -> StepOutcome:
         """Returns the loss over the samples at `indices`, their mean gradient times `loss_scale` in `.grad`.
 
-        With `watch`, `obstacles` are found out.
+        With `watch`, the outcome's `obstacles` are found out.
 
         Raises:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.
         """
-        self.obstacles = [] if watch else None
+        obstacles: list[str] = []
         faults: list[Fault] = []
         before = _Snapshot(self.model, self.feed)
         while True:
             self.zero_grad()
             try:
-                loss_sum = self.accumulate(self.batches(indices), len(indices), loss_scale)
-                return StepOutcome(loss_sum=loss_sum, num_samples=len(indices), faults=tuple(faults))
+                loss_sum = self.accumulate(
+                    self.batches(indices), len(indices), loss_scale, obstacles if watch else None
+                )
+                return StepOutcome(
+                    loss_sum=loss_sum, num_samples=len(indices), faults=tuple(faults), obstacles=tuple(obstacles)
+                )
             except (RuntimeError, MemoryError) as error:
-                part_size = -(-len(indices) // self._parts)
+                part_size = -(-len(indices) // self._num_micro_batches)
                 if not is_out_of_memory(error) or part_size == 1:
                     raise
                 detail = first_line(error)
             # Outside the handler: the traceback no longer holds the attempt's tensors.
-            self._parts = min(2 * self._parts, len(indices))
+            self._num_micro_batches = min(2 * self._num_micro_batches, len(indices))
             self.zero_grad()
             before.restore(self.model, self.feed)
             self._release_memory()
-            at_once = -(-len(indices) // self._parts)
+            at_once = -(-len(indices) // self._num_micro_batches)
             faults = [
                 Fault.out_of_memory(
                     detail, step=step, phase="forward_backward", batch_size=len(indices), micro_batch_size=at_once
                 )
             ]
 
-    def accumulate(self, batches: Iterable[tuple[Any, Tensor]], num_samples: int, loss_scale: Tensor) -> Tensor:
+    def accumulate(
+        self,
+        batches: Iterable[tuple[Any, Tensor]],
+        num_samples: int,
+        loss_scale: Tensor,
+        obstacles: list[str] | None = None,
+    ) -> Tensor:
         """Adds up the gradients of `batches`, parts of one batch of `num_samples`; returns the sum of their losses.
 
-        Device work alone, as long as the model, the loss and the source of the batches do nothing else.
+        Device work alone, as long as the model, the loss and the source of the batches do nothing else. With a list of
+        `obstacles`, what a captured step could not do again is watched for, and added there.
         """
         loss_sum = torch.zeros((), dtype=torch.float64, device=loss_scale.device)
         model = self.model if self.fusion is None or not self.fusion.holds() else self.fusion.module
         device = loss_scale.device
         for inputs, targets in batches:
-            watch = contextlib.nullcontext() if self.obstacles is None else watched(self.obstacles, device)
+            watch = contextlib.nullcontext() if obstacles is None else watched(obstacles, device)
             with watch:
                 with self.precision.in_force():
                     outputs = _as_fp32(forward(model, inputs))
@@ -119,7 +130,7 @@ class Step:
                     loss = self._loss(outputs, targets)
                 self._check_memory()
                 (loss * (loss_scale * (len(targets) / num_samples))).backward()
-            if self._parts > 1 and self.precision.copies is not None:
+            if self._num_micro_batches > 1 and self.precision.copies is not None:
                 self.precision.copies.gather_gradients()
             loss_sum += loss.detach().double() * len(targets)
             self._check_memory()
@@ -133,8 +144,8 @@ class Step:
             self.precision.copies.zero_grad()
 
     def batches(self, indices: Tensor) -> Iterator[tuple[Any, Tensor]]:
-        """Yields the samples at `indices` in the present number of parts."""
-        for part in _parts(indices, self._parts):
+        """Yields the samples at `indices` in the present number of micro-batches."""
+        for part in _micro_batches(indices, self._num_micro_batches):
             yield self.feed.source.batch(part, self.feed.generator)
 
 
@@ -159,12 +170,12 @@ class _Snapshot:
             torch.cuda.set_rng_state(self._global_cuda, self._device)
 
 
-def _parts(indices: Tensor, num_parts: int) -> Sequence[Tensor]:
-    """Returns `indices` in at most `num_parts` parts of nearly equal size.
+def _micro_batches(indices: Tensor, num_micro_batches: int) -> Sequence[Tensor]:
+    """Returns `indices` in at most `num_micro_batches` parts of nearly equal size.
 
     No sample is left alone beside larger parts: batch normalisation could not take it.
     """
-    parts = torch.tensor_split(indices, min(num_parts, len(indices)))
+    parts = torch.tensor_split(indices, min(num_micro_batches, len(indices)))
     if len(parts[-1]) == 1 < len(parts[0]):
         return torch.tensor_split(indices, len(indices) // 2)
     return parts

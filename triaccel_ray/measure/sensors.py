@@ -30,7 +30,7 @@ class Reading:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(values.device))  # which need not be the current device
         else:
             self._values = values
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from triaccel_ray.measure.curvature.capture import Call
+from triaccel_ray.measure.curvature.calls import Call
 from triaccel_ray.out_of_memory import is_out_of_memory
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from triaccel_ray.layers import Layer
-from triaccel_ray.measure.curvature.capture import Call
+from triaccel_ray.measure.curvature.calls import Call
 
 _TRAFFIC = 16
 """Multiply-adds in the time that one element takes to be written and read again: the order of magnitude on GPUs and

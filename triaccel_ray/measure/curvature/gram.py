@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from triaccel_ray.layers import Layer
-from triaccel_ray.measure.curvature.capture import Call, locate_samples, record_calls
+from triaccel_ray.measure.curvature.calls import Call, locate_samples, record_calls
 from triaccel_ray.measure.curvature.columns import Backward
 from triaccel_ray.measure.curvature.factors import Shape, factor_gram, factorize
 from triaccel_ray.measure.curvature.folding import FoldedNorms

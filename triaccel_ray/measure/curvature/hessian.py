@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from triaccel_ray.config import require_number
 from triaccel_ray.layers import Layer
-from triaccel_ray.measure.curvature.capture import find_weight_uses
+from triaccel_ray.measure.curvature.calls import find_weight_uses
 from triaccel_ray.measure.curvature.objective import Objective
 from triaccel_ray.measure.curvature.second_order import Wanted, twice_differentiable
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -15,21 +16,41 @@ from triaccel_ray.measure.curvature.block_power import BlockPower
 from triaccel_ray.measure.curvature.estimate import CurvatureEstimate
 from triaccel_ray.measure.curvature.gram_method import GramMethod
 from triaccel_ray.measure.curvature.objective import Objective, measuring
-from triaccel_ray.measure.curvature.replay import Method, Recording, no_waiting
+from triaccel_ray.measure.curvature.recording import Recording
 from triaccel_ray.measure.curvature.spectrum import SpectrumShape
+from triaccel_ray.obstacles import watched
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.structure import map_tensors
+
+Results = tuple[tuple[Tensor, ...], SpectrumShape]
+
+
+class Stage(Enum):
+    """What the next measurement of the same shapes will be."""
+
+    EXPLORE = auto()
+    """Eager; finds out which dimensions are samples, how each layer can be measured."""
+    WATCH = auto()
+    """Eager; finds out what a replay could not do again."""
+    CAPTURE = auto()
+    """Captured, with the memory that other graphs of the pool leave free, and replayed."""
+    CAPTURE_ALONE = auto()
+    """Captured once more after that memory was too little, with no other graph beside it."""
+    REPLAY = auto()
+    """A replay."""
+    EAGER = auto()
+    """Eager, like all that follow."""
 
 
 class CurvatureMeter:
     """Measures the largest eigenvalues of each layer's curvature block, as `top_eigenvalues` does.
 
-    The first measurement finds out how: which dimensions are samples, how each layer can be measured. On a GPU the
-    second finds out whether the host ever waits, and the third is captured as a CUDA graph, which it and the later ones
-    replay: the host then neither works nor waits. A graph that is captured without a measurement beside it takes the
-    memory that other graphs of the pool leave free, which an eager measurement could not. What cannot be captured stays
-    as it is, and `not_captured_because` says why. Everything is found out anew when the shapes of the samples change,
-    or when weights move.
+    On a GPU the first measurement explores, the second is watched, the third is captured as a CUDA graph, which it and
+    the later ones replay: the host then neither works nor waits. A graph that is captured without a measurement beside
+    it takes the memory that other graphs of the pool leave free, which an eager measurement could not. Where that is
+    too little all graphs are dropped and it measures eagerly, at once, and captures the next time without others
+    beside it. What cannot be captured stays as it is, and `not_captured_because` says why. Everything is found out
+    anew when the shapes of the samples change, or when weights move.
 
     Two things differ from `top_eigenvalues`. For fisher and ggn on a GPU, what follows the forward pass uses TF32 (see
     `tensor_cores`), whatever PyTorch's flags say; they are as before afterwards. And `hessian` is a block iteration,
@@ -46,6 +67,7 @@ class CurvatureMeter:
         *,
         device: torch.device,
         pool: GraphPool | None = None,
+        capture: bool = True,
     ) -> None:
         """Borrows the model; measures nothing yet.
 
@@ -57,11 +79,12 @@ class CurvatureMeter:
             device: where samples and parameters are.
             pool: memory to share with other graphs, captured on the same stream, of which none may run during a
                 measurement; None: memory of its own, held until `release`.
+            capture: whether measurements may be captured, where there is a device that can.
         """
         self._model, self._loss, self._device = model, loss, device
         self._pool = pool or GraphPool(device)
-        if pool is not None:
-            pool.on_release(self.release)
+        self._pool.on_release(self.release)
+        self._may_capture = capture and self._pool.can_capture
         self._name = config.method
         self._method: GramMethod | BlockPower
         if config.method == "hessian":
@@ -70,30 +93,30 @@ class CurvatureMeter:
             self._method = GramMethod(layers, config.method, config.top_k)
         self._signature: Any = None
         self._recording: Recording | None = None
-        self._has_measured = self._is_checked = False
-        self._tries_capture = device.type == "cuda"
-        self.not_captured_because = "nothing has been measured" if self._tries_capture else "there is no CUDA device"
+        self.not_captured_because = ""
         """Why measurements are not replayed from a CUDA graph; empty when they are."""
+        self._forget()
 
     @property
     def is_captured(self) -> bool:
         """Whether the next measurement of the same shapes is a replay."""
-        return self._recording is not None
+        return self._stage is Stage.REPLAY
 
     @property
-    def is_eager_next(self) -> bool:
-        """Whether the next measurement of the same shapes needs memory of its own, beside that of captured graphs."""
-        return self._recording is None and not self._is_checked
+    def needs_room(self) -> bool:
+        """Whether the next measurement of the same shapes needs memory that graphs of others would withhold."""
+        return self._stage not in (Stage.CAPTURE, Stage.REPLAY)
 
     @property
     def stays_eager(self) -> bool:
-        """Whether, on a GPU, measurements will never be captured; `not_captured_because` says why."""
-        return self._device.type == "cuda" and not self._tries_capture
+        """Whether measurements that were to be captured never will; `not_captured_because` says why."""
+        return self._may_capture and self._stage is Stage.EAGER
 
     def measure(self, inputs: Any, targets: Any, generator: torch.Generator) -> CurvatureEstimate:
         """Returns the measurement on these samples, still on the device.
 
-        Waits for the device at the first three calls at most, and where a model itself has the host wait.
+        Waits for the device at the first three calls at most, where a capture fails, and where a model itself has the
+        host wait.
 
         Args:
             inputs: the samples along dimension 0 of every tensor, on the device.
@@ -114,22 +137,17 @@ class CurvatureMeter:
         objective = self._objective(inputs, targets)
         objective.require_samples(self._name)
         with measuring(self._model, strict_fp32=self._name != "hessian"):
-            recording = self._capture(objective, num_iterations) if self._is_checked else None
+            recording = self._capture(objective, num_iterations)
             if recording is not None:
-                self._recording = recording
                 results, shape = recording.replay(inputs, targets, num_iterations), recording.shape
-            elif self._has_measured and self._tries_capture:
-                results, shape = self._check(objective, num_iterations)
             else:
-                results, shape = self._run(objective, num_iterations)
-        self._has_measured = True
+                results, shape = self._measure_eagerly(objective, num_iterations)
         return self._estimate(results, shape)
 
     def release(self) -> None:
         """Drops the graphs, so that their memory can be given back; the next measurement captures anew."""
-        self._recording = None
-        if self._tries_capture:
-            self.not_captured_because = "released"
+        if self._stage is Stage.REPLAY:
+            self._enter(Stage.CAPTURE, "released")
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the vectors from which `hessian` goes on, k n elements a layer; nothing for the other methods."""
@@ -146,71 +164,97 @@ class CurvatureMeter:
         for mine, saved in zip(self._method.vectors, vectors, strict=True):
             mine.copy_(saved)
 
+    def _enter(self, stage: Stage, because: str = "", recording: Recording | None = None) -> None:
+        """Goes to another stage; the only place where it changes, and with it the recording and the reason."""
+        if self._recording is not None:
+            self._pool.synchronize()  # it may be replaying
+        self._stage, self._recording, self.not_captured_because = stage, recording, because
+
+    def _forget(self) -> None:
+        """Drops what was found out about other shapes."""
+        if isinstance(self._method, GramMethod):
+            self._method.structure = None
+        if self._may_capture:
+            self._enter(Stage.EXPLORE, "nothing has been measured")
+        else:
+            self._enter(Stage.EAGER, "capture is off" if self._pool.can_capture else "there is no CUDA device")
+
+    def _capture(self, objective: Objective, num_iterations: int) -> Recording | None:
+        """Returns the captured measurement, not yet made; None when it is not yet time for it, or it fails."""
+        if self._stage not in (Stage.CAPTURE, Stage.CAPTURE_ALONE):
+            return None
+        try:
+            inputs, targets = (map_tensors(torch.clone, part) for part in (objective.inputs, objective.targets))
+            recording = Recording(self._method, self._objective(inputs, targets), num_iterations, self._pool)
+        except Exception as error:  # CUDA, PyTorch and the model's own code may all refuse, each in its way
+            reason, is_too_large = first_line(error), is_out_of_memory(error)
+        else:
+            self._enter(Stage.REPLAY, recording=recording)
+            return recording
+        # Outside the handler: the traceback no longer holds the attempt's tensors.
+        inputs = targets = None
+        self._method.abandon()
+        self._pool.release()
+        self._enter(Stage.CAPTURE_ALONE if is_too_large else Stage.EAGER, reason)
+        return None
+
+    def _measure_eagerly(self, objective: Objective, num_iterations: int) -> Results:
+        """Measures without a graph, and goes on to the stage that what was seen allows."""
+        obstacles: list[str] = []
+        try:
+            if self._stage is Stage.WATCH:
+                with watched(obstacles, self._device):
+                    results = self._run(objective, num_iterations)
+            else:
+                results = self._run(objective, num_iterations)
+        except BaseException:
+            self._method.abandon()
+            raise
+        if self._stage is Stage.EAGER:
+            return results
+        if self._method.fallback_layers:
+            names = ", ".join(self._method.fallback_layers)
+            self._enter(Stage.EAGER, f"layers {names} take one pass of the model per sample")
+        elif self._stage is Stage.EXPLORE:
+            self._enter(Stage.WATCH, "only one measurement has been made")
+        elif self._stage is Stage.WATCH and obstacles:
+            self._enter(Stage.EAGER, "; ".join(obstacles))
+        elif self._stage is Stage.WATCH:
+            self._enter(Stage.CAPTURE, "only two measurements have been made")
+        return results
+
+    def _run(self, objective: Objective, num_iterations: int) -> Results:
+        """Measures; finds the structure anew if what is known of it no longer works."""
+        if not self._prepare_as_before(objective):
+            self._method.prepare(objective)
+        for _ in range(num_iterations):
+            self._method.advance()
+        return self._method.finish()
+
+    def _prepare_as_before(self, objective: Objective) -> bool:
+        """Prepares by what is known of the model's structure; returns False, knowing nothing, if that fails."""
+        if not isinstance(self._method, GramMethod) or self._method.structure is None:
+            return False
+        try:
+            self._method.prepare(objective)
+        except Exception as error:  # what a module raised that worked before, or a StructureChangedError
+            if is_out_of_memory(error):
+                raise
+        else:
+            return True
+        # What follows runs outside the handler, whose traceback holds the attempt's activations.
+        self._method.structure = None
+        if self._stage is not Stage.EAGER:
+            self._enter(Stage.EXPLORE, "the model has taken another course")
+        return False
+
     def _objective(self, inputs: Any, targets: Any) -> Objective:
         return Objective(
             model=self._model, loss=self._loss, inputs=inputs, targets=targets, allow_tf32=self._device.type == "cuda"
         )
 
-    def _run(self, objective: Objective, num_iterations: int) -> tuple[tuple[Tensor, ...], SpectrumShape]:
-        """Measures without a graph; finds the structure anew if what is known of it no longer works."""
-        method: Method = self._method
-        try:
-            method.prepare(objective)
-        except Exception as error:  # what a module raised that worked before, or a StructureChangedError
-            if is_out_of_memory(error):
-                raise
-            if not isinstance(self._method, GramMethod) or self._method.structure is None:
-                raise
-            self._method.structure = None
-            method.prepare(objective)
-        for _ in range(num_iterations):
-            method.advance()
-        if self._tries_capture and method.fallback_layers:
-            self._stay_eager(f"layers {', '.join(method.fallback_layers)} take one pass of the model per sample")
-        return method.finish()
-
-    def _check(self, objective: Objective, num_iterations: int) -> tuple[tuple[Tensor, ...], SpectrumShape]:
-        """Measures once more without a graph, and finds out whether the host ever waits."""
-        try:
-            with no_waiting():
-                measured = self._run(objective, num_iterations)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            self._stay_eager(first_line(error))
-            return self._run(objective, num_iterations)
-        self._is_checked = self._tries_capture
-        return measured
-
-    def _capture(self, objective: Objective, num_iterations: int) -> Recording | None:
-        """Returns the captured measurement, not yet made; None, and why, if that cannot be."""
-        static = self._objective(
-            map_tensors(torch.clone, objective.inputs), map_tensors(torch.clone, objective.targets)
-        )
-        try:
-            recording = Recording(self._method, static, num_iterations, self._pool.handle)
-        except Exception as error:  # CUDA, PyTorch and the model's own code may all refuse, each in its way
-            self._method.abandon()
-            if is_out_of_memory(error):
-                self.not_captured_because = first_line(error)  # there may be room the next time
-            else:
-                self._stay_eager(first_line(error))
-            return None
-        self.not_captured_because = ""
-        return recording
-
     def _estimate(self, results: tuple[Tensor, ...], shape: SpectrumShape) -> CurvatureEstimate:
         return CurvatureEstimate.of(results, shape, self._method.fallback_layers)
-
-    def _stay_eager(self, reason: str) -> None:
-        self._tries_capture = self._is_checked = False
-        self.not_captured_because = reason
-
-    def _forget(self) -> None:
-        """Drops what was found out about other shapes."""
-        self._recording, self._has_measured, self._is_checked = None, False, False
-        if isinstance(self._method, GramMethod):
-            self._method.structure = None
 
     def _signature_of(self, inputs: Any, targets: Any) -> Any:
         """Returns what a structure and a recording depend on: shapes, other inputs, and where the weights are."""

@@ -12,7 +12,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from triaccel_ray.layers import Layer
-from triaccel_ray.measure.curvature.capture import Call
+from triaccel_ray.measure.curvature.calls import Call
 from triaccel_ray.measure.curvature.objective import Objective
 
 Head = Callable[[Any, Objective], tuple[Tensor, Sequence[Tensor | None]]]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.layers import Layer
-from triaccel_ray.measure.curvature.capture import Call, find_first, find_weight_uses
+from triaccel_ray.measure.curvature.calls import Call, find_first, find_weight_uses
 from triaccel_ray.measure.curvature.factors import is_factorizable
 
 

@@ -20,7 +20,7 @@ from tests.measure.curvature_models import (
 )
 from triaccel_ray.layers import find_layers
 from triaccel_ray.measure.curvature import top_eigenvalues
-from triaccel_ray.measure.curvature.capture import Call, find_first, record_calls
+from triaccel_ray.measure.curvature.calls import Call, find_first, record_calls
 from triaccel_ray.measure.curvature.columns import Backward
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from triaccel_ray.graphs import capturing, sync_debug_mode
+from triaccel_ray.graphs import GraphPool
 from triaccel_ray.measure.curvature.objective import Objective
 from triaccel_ray.measure.curvature.spectrum import SpectrumShape
 from triaccel_ray.structure import tensors_in
@@ -41,21 +39,21 @@ class Method(Protocol):
 class Recording:
     """A method captured with static inputs; reads the model's weights where they are, so that it sees them change."""
 
-    def __init__(self, method: Method, objective: Objective, num_iterations: int, pool: Any) -> None:
+    def __init__(self, method: Method, objective: Objective, num_iterations: int, pool: GraphPool) -> None:
         """Captures; everything it needs must have run before, so that nothing is initialised inside.
 
         Args:
             method: after a pass over the same shapes.
             objective: its inputs and targets are overwritten by every replay.
             num_iterations: of the pass before; 0: the method has none.
-            pool: `torch.cuda.graph_pool_handle()` of the memory to use, which other graphs may share.
+            pool: of the memory to use, which other graphs may share.
 
         Raises:
-            RuntimeError: an operation cannot be captured.
+            Exception: see `GraphPool.capture`; `method` has then to be abandoned.
         """
         self._tensors = [*tensors_in(objective.inputs), *tensors_in(objective.targets)]
-        self._once = _capture(lambda: method.prepare(objective), pool)
-        self._again = _capture(method.advance, pool) if num_iterations else None
+        self._once = pool.capture(lambda: method.prepare(objective))
+        self._again = pool.capture(method.advance) if num_iterations else None
         self._results, self.shape = method.finish()
 
     def replay(self, inputs: Any, targets: Any, num_iterations: int) -> tuple[Tensor, ...]:
@@ -67,19 +65,3 @@ class Recording:
             for _ in range(num_iterations):
                 self._again.replay()
         return tuple(result.clone() for result in self._results)
-
-
-def no_waiting() -> AbstractContextManager[None]:
-    """Returns a context in which PyTorch raises RuntimeError where the host would wait for the device.
-
-    A capture broken off by such a wait leaves the default generator unusable; so this is found out before.
-    """
-    return sync_debug_mode("error")
-
-
-def _capture(work: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    current = torch.cuda.current_stream()
-    with capturing(graph, pool, None if current == torch.cuda.default_stream() else current):
-        work()
-    return graph

@@ -1,0 +1,115 @@
+"""What the cache of captured steps decides, on the CPU: a pool runs what a GPU would capture."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from tests.build import ONE, NoUpdate, RerunPool, blobs, cache_of, mlp, step_of
+from triaccel_ray.apply.capture import StepCache
+from triaccel_ray.plan import FaultKind
+
+ALL = torch.arange(16)
+NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def cache_with(*errors: Exception | None, model: nn.Module | None = None) -> tuple[StepCache, RerunPool, NoUpdate]:
+    pool, update = RerunPool(*errors), NoUpdate()
+    return cache_of(step_of(model or mlp(), blobs(16)), update, pool), pool, update
+
+
+def test_the_second_step_of_a_kind_is_captured_and_the_later_ones_replayed() -> None:
+    cache, pool, update = cache_with()
+    for step in range(4):
+        assert cache.run(ALL, ONE, step=step) == ()
+    assert cache.num_captured == 1
+    assert pool.num_tried == 1
+    assert update.num_steps == 1 + 1 + 3  # the first, what is run in place of capturing, replays
+    cache.run(ALL[:8], ONE, step=4)  # of another kind, hence eager: no graph beside it
+    gc.collect()
+    assert not pool.holds_graphs
+
+
+def test_an_eager_step_drops_the_graphs_of_others_too() -> None:
+    cache, pool, _ = cache_with()
+    others = [pool.capture(lambda: None)]
+    pool.on_release(others.clear)
+    cache.run(ALL, ONE, step=0)
+    assert cache.num_captured == 0
+    assert others == []
+
+
+def test_a_capture_without_memory_is_told_paid_for_and_not_repeated_until_there_is_some() -> None:
+    cache, pool, update = cache_with(NO_ROOM)
+    cache.run(ALL, ONE, step=0)
+    cache.take_cost()
+    (fault,) = cache.run(ALL, ONE, step=1)
+    assert (fault.kind, fault.phase, fault.step, fault.detail) == (
+        FaultKind.CAPTURE_FAILED,
+        "capture",
+        1,
+        str(NO_ROOM),
+    )
+    assert cache.take_cost().milliseconds > 0.0
+    assert cache.run(ALL, ONE, step=2) == ()
+    assert pool.num_tried == 1
+    assert update.num_steps == 4  # one of them in the attempt
+    pool.release()
+    cache.run(ALL, ONE, step=3)
+    assert cache.num_captured == 1
+
+
+def test_a_capture_that_fails_otherwise_is_the_last() -> None:
+    cache, pool, _ = cache_with(RuntimeError("operation not permitted when stream is capturing"))
+    faults = [fault for step in range(4) for fault in cache.run(ALL, ONE, step=step)]
+    assert [fault.detail for fault in faults] == ["operation not permitted when stream is capturing"]
+    assert not cache.enabled
+    assert pool.num_tried == 1
+    assert all(parameter.grad is not None for parameter in cache.step.model.parameters())  # an eager step's
+
+
+def test_a_first_step_that_fails_is_paid_for() -> None:
+    def fail(inputs: torch.Tensor) -> torch.Tensor:
+        raise LookupError("no such step")
+
+    model = mlp()
+    cache, _, _ = cache_with(model=model)
+    model[1].forward = fail
+    with pytest.raises(LookupError):
+        cache.run(ALL, ONE, step=0)
+    assert cache.take_cost().milliseconds > 0.0
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_put_on_a_weight_later_ends_the_graphs_that_pass_it_by(hook: str) -> None:
+    model, seen = mlp(), []
+    cache, pool, _ = cache_with(model=model)
+    for step in range(3):
+        cache.run(ALL, ONE, step=step)
+    getattr(model[0].weight, hook)(lambda _: seen.append(1))
+    cache.run(ALL, ONE, step=3)
+    assert cache.num_captured == 0
+    assert cache.take_cost().evicted == ["batch 16, 3 x float32"]
+    assert seen == [1]
+    cache.run(ALL, ONE, step=4)
+    assert cache.num_captured == 1
+    assert pool.num_tried == 2
+
+
+def test_what_a_watched_step_found_does_not_reach_the_next() -> None:
+    class Drawing(nn.Module):
+        draws = True
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs * (float(torch.rand(()) >= 0.0) if self.draws else 1.0)
+
+    model = nn.Sequential(mlp(), Drawing())
+    cache, pool, _ = cache_with(model=model)
+    (fault,) = cache.run(ALL, ONE, step=0)
+    assert "draws random numbers on the host" in fault.detail
+    assert not cache.enabled
+    assert cache.run(ALL, ONE, step=1) == ()
+    assert pool.num_tried == 0
