@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.timing import BYTES_PER_SECOND, describe_machine
+from benchmarks.timing import copy_bytes_per_second, describe_machine
 from kernels.batch_norm_act import RunningStatistics, batch_norm_act
 from kernels.batch_norm_act.reference import ACTIVATIONS, Activation
 from kernels.batch_norm_act.reference import batch_norm_act as reference
@@ -118,7 +118,10 @@ def cudnn(inputs: Inputs, shape: Shape) -> tuple[Tensor, ...]:
     y = F.batch_norm(inputs.x, running.mean, running.var, inputs.weight, inputs.bias, True, 0.1, 1e-5)
     if inputs.residual is not None:
         y += inputs.residual
-    in_place = {"relu": torch.relu_, "silu": lambda z: F.silu(z, inplace=True)}
+    in_place: dict[str, Callable[[Tensor], Tensor]] = {
+        "relu": F.relu_,
+        "silu": lambda z: F.silu(z, inplace=True),
+    }
     return inputs.differentiate(in_place.get(shape.activation, ACTIVATIONS[shape.activation])(y))
 
 
@@ -212,7 +215,7 @@ def compare_kernels(*, with_compile: bool) -> bool:
         cells += [""] * (3 - len(cells))
         totals = [total + median for total, median in zip(totals, [*medians, 0.0], strict=False)]
         speed = shape.num_bytes / medians[0] / 1e3
-        share = 1e9 * speed / BYTES_PER_SECOND
+        share = 1e9 * speed / copy_bytes_per_second()
         print(
             f"{shape!s:38}{cells[0]:>24}{cells[1]:>26}{cells[2]:>26}   {speed:8.0f} ({share:.0%})"
             f"  {wrong_by:.1e}{'' if ok else '  WRONG'}",

@@ -1,9 +1,9 @@
 """Curvature of ResNet-18 (CIFAR stem), 21 layers, each method and the usual ways: `python -m benchmarks.curvature`.
 
 The network is trained for some steps on random but learnable images first, so that its spectra are not those of an
-initialisation. Every spectrum is compared with FP64 per-sample gradients and LAPACK; the command exits with 1 when one
-of the five largest eigenvalues of a layer is off by more than its tolerance. `--quick` takes a small network (also
-what a CPU gets).
+initialisation. Every spectrum of ours is compared with FP64 per-sample gradients and LAPACK; the command exits with 1
+when one of the five largest eigenvalues of a layer is off by more than its tolerance, a wider one for `hessian`, whose
+power iteration stops before it has converged. `--quick` takes a small network (also what a CPU gets).
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ NUM_CLASSES = 10
 TOLERANCES = (5e-3, 1e-2)
 """Relative errors of the largest eigenvalue, and of any of the five that is at least 1e-3 of the largest; smaller ones
 count as if they were."""
+POWER_TOLERANCES = (0.1, 0.25)
+"""The same for power iteration, which stops after 20 Hessian-vector products and approaches from below: 0.026 and 0.014
+were seen on the small network."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +150,9 @@ def vmap_fisher(case: Case) -> Tensor:
     def loss(parameters: dict[str, Tensor], sample: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(functional_call(model, parameters, (sample.unsqueeze(0),)), target.unsqueeze(0))
 
-    gradients = vmap(grad(loss), in_dims=(None, 0, 0))(weights, case.inputs, case.targets)
+    gradients: dict[str, Tensor] = vmap(grad(loss), in_dims=(None, 0, 0))(weights, case.inputs, case.targets)
     rows = [gradient.flatten(1) for gradient in gradients.values()]
-    spectra = torch.linalg.eigvalsh(torch.stack([row @ row.T for row in rows]).double() / len(case.inputs))
+    spectra: Tensor = torch.linalg.eigvalsh(torch.stack([row @ row.T for row in rows]).double() / len(case.inputs))
     return spectra.flip(1)[:, :TOP_K]
 
 
@@ -232,6 +235,12 @@ def function_row(case: Case, method: CurvatureMethod, top_k: int, reference: Ten
     return timed(f"{method}, k={top_k}, top_eigenvalues", measure, case.device, n, error)
 
 
+def is_right(row: Row) -> bool:
+    """Returns whether the row's errors are within its method's tolerances; NaN never is."""
+    allowed = POWER_TOLERANCES if row.name.startswith("hessian") else TOLERANCES
+    return row.errors is None or all(error <= most for error, most in zip(row.errors, allowed, strict=True))
+
+
 def main() -> int:
     """Prints one line per way to measure; returns 1 if one of them is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -259,9 +268,7 @@ def main() -> int:
     ]
     for row in rows:
         print(row)
-    # Power iteration stops where it stops, and the first row is not ours: their errors are stated, not judged.
-    judged = [(row.name, row.errors) for row in rows[1:] if row.errors and not row.name.startswith("hessian")]
-    wrong = [name for name, errors in judged if not (errors[0] <= TOLERANCES[0] and errors[1] <= TOLERANCES[1])]
+    wrong = [row.name for row in rows[1:] if not is_right(row)]  # the first row is not ours
     if wrong:
         print(f"WRONG: {', '.join(wrong)}")
     return 1 if wrong else 0

@@ -9,13 +9,13 @@ layer:
 - how much log10 lambda_1 varies from one draw of samples to the next, for 32 samples, 128, and averages of 4 x 32;
 - how far `CurvatureMeter`'s power iteration, which goes on from the vectors of the last refresh, is from converged.
 
-Exits with 1 when ggn and the Hessian of this piecewise-linear network differ by more than 2%.
+Exits with 1 when ggn and the Hessian of this piecewise-linear network differ by more than 2% in any layer, at any
+moment; layers whose eigenvalue is below a thousandth of the largest one are left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Sequence
 
@@ -32,6 +32,9 @@ from triaccel_ray.measure.curvature import CurvatureMeter, PowerIteration, top_e
 
 NUM_DRAWS = 10
 NUM_ITERATIONS = 100
+TOLERANCE = 0.02
+FLOOR = 1e-3
+"""Share of the largest layer's eigenvalue below which a layer is not judged: FP32 leaves too few digits."""
 
 
 class DigitsNet(nn.Sequential):
@@ -89,6 +92,12 @@ def compared(found: Tensor, reference: Tensor) -> str:
     logs = torch.stack([found.clamp(min=1e-30).log10(), reference.clamp(min=1e-30).log10()])
     correlation = float(torch.corrcoef(logs)[0, 1])
     return f"log correlation {correlation:6.3f}, ratio {ratio.median():.3f} ({ratio.min():.3f} - {ratio.max():.3f})"
+
+
+def worst_difference(found: Tensor, reference: Tensor) -> float:
+    """Returns the largest relative difference over layers that are not below FLOOR; NaN where a value is NaN."""
+    judged = ~(reference < FLOOR * reference.max())
+    return float((found / reference - 1.0).abs()[judged].max())
 
 
 def spread(study: Study, method: CurvatureMethod) -> str:
@@ -201,7 +210,7 @@ def main() -> int:
         moments = (0, 28, 168)
     study = Study(model.to(device), samples, batch_size=64)
     print(f"{len(study.layers)} layers, {device}, PyTorch {torch.__version__}; n = {NUM_DRAWS} draws")
-    worst, before = 0.0, 0
+    is_wrong, before = False, 0
     for num_steps in moments:
         study.train(num_steps - before)
         before = num_steps
@@ -213,14 +222,15 @@ def main() -> int:
         print(f"  hessian  on 32 other samples        {compared(study.largest('ggn', study.draw(32)), hessian)}")
         print(f"  spread of log10 lambda_1, ggn:      {spread(study, 'ggn')}")
         print(f"  spread of log10 lambda_1, fisher:   {spread(study, 'fisher')}")
-        worst = max(worst, float((ggn / hessian - 1.0).abs().median()))
+        difference = worst_difference(ggn, hessian)
+        print(f"  ggn and hessian differ by {difference:.1e} at most in any layer, where {TOLERANCE:.0e} is allowed")
+        is_wrong |= not difference <= TOLERANCE
         if not options.resnet:
             libraries(study, batch)
     print(f"meter's hessian, relative error at each refresh (20 iterations, then 5): {warm_starts(study, 6, 28)}")
-    if math.isnan(worst) or worst > 0.02:
-        print(f"WRONG: ggn and hessian differ by {worst:.1%}")
-        return 1
-    return 0
+    if is_wrong:
+        print("WRONG: ggn and hessian differ")
+    return int(is_wrong)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torchvision.models import resnet18
 
-from benchmarks.timing import BYTES_PER_SECOND, describe_machine, time_calls
+from benchmarks.timing import describe_machine, floor_us, time_calls
 from kernels.grad_stats.api import GradStats
 from kernels.multi_tensor import TensorTable
 
@@ -87,7 +87,7 @@ def compare(case: Case, with_compile: bool) -> None:
         calls[name] = [partial(peer, gradients, case.layers) for gradients in case.sets]
     print(f"{case.dtype} gradients".removeprefix("torch."))
     for name, each in calls.items():
-        print(time_calls(f"  {name}", each, 1e6 * case.num_bytes / BYTES_PER_SECOND), flush=True)
+        print(time_calls(f"  {name}", each, floor_us(case.num_bytes)), flush=True)
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.timing import describe_machine
 from kernels.image_batch import image_batch
 from kernels.image_batch.reference import image_batch as reference
 
@@ -127,20 +128,6 @@ def microseconds(run: Callable[[], None], repeats: int) -> list[float]:
     return measured
 
 
-def copy_gb_per_s() -> float:
-    """Returns what a copy of 1 GiB reaches, bytes read and written."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(10):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        target.copy_(source)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return 2 * 2**30 / statistics.median(times) / 1e9
-
-
 def main() -> int:
     """Prints the table; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -151,8 +138,7 @@ def main() -> int:
         return 1
     setup = Setup()
     found = [fault for dtype in (torch.float32, torch.float16, torch.bfloat16) for fault in setup.wrong(dtype)]
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, n = {repeats}")
-    print(f"a copy of 1 GiB: {copy_gb_per_s():.0f} GB/s")
+    print(f"{describe_machine()}; n = {repeats}")
     print(f"{'batch':>5} {'type':8} {'variant':42} {'eager us':>26} {'captured us':>26} {'GB/s':>6}")
     for size in (96, 512):
         batches = list(torch.randint(NUM_IMAGES, (NUM_BATCHES, size), device="cuda"))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.grad_stats import foreach_norms, resnet18_parameters
-from benchmarks.timing import BYTES_PER_SECOND, describe_machine, time_calls
+from benchmarks.timing import describe_machine, floor_us, time_calls
 from kernels.grad_stats.api import GradStats
 from kernels.multi_tensor import TensorTable
 from kernels.optimizer_step.api import AdamWHyperparameters, AdamWStep, SgdHyperparameters, SgdStep
@@ -164,8 +164,8 @@ def is_right(name: str, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | N
 def compare(name: str, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
     """Prints the times of one case, alone and with the statistics."""
     sets = [TensorSet(gradient_dtype, copy_dtype) for _ in range(NUM_SETS)]
-    floor = 1e6 * sets[0].num_bytes(4 if name == "SGD" else 6) / BYTES_PER_SECOND
-    read_again = 1e6 * sum(g.numel() * g.itemsize for g in sets[0].gradients) / BYTES_PER_SECOND
+    floor = floor_us(sets[0].num_bytes(4 if name == "SGD" else 6))
+    read_again = floor_us(sum(g.numel() * g.itemsize for g in sets[0].gradients))
     ours, peers = [Ours(name, each) for each in sets], [Peer(name, each) for each in sets]
     calls: dict[str, tuple[list[Callable[[], object]], float]] = {
         "kernels": ([each.step for each in ours], floor),

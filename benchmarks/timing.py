@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,8 +10,6 @@ from dataclasses import dataclass
 import torch
 import triton
 
-BYTES_PER_SECOND = 4.3e12
-"""What a large copy on the GPU moves here (H200), read and written bytes counted."""
 ROUNDS = 5
 REPLAYS = 100
 
@@ -22,7 +21,7 @@ class Timing:
     name: str
     microseconds: Sequence[float]
     floor: float
-    """Time in which the fewest possible bytes pass at `BYTES_PER_SECOND`."""
+    """Time in which the fewest possible bytes pass; see `floor_us`."""
 
     @property
     def median(self) -> float:
@@ -61,6 +60,28 @@ def time_calls(name: str, calls: Sequence[Callable[[], object]], floor: float) -
     return Timing(name, times, floor)
 
 
+@functools.cache
+def copy_bytes_per_second() -> float:
+    """Returns what a copy of 1 GiB on this GPU moves, bytes read and written; measured once a process."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times_ms = []
+    for _ in range(10):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        target.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        times_ms.append(begin.elapsed_time(end))
+    return float(2 * 2**30 / (statistics.median(times_ms) / 1e3))
+
+
+def floor_us(num_bytes: float) -> float:
+    """Returns the microseconds in which this GPU moves as many bytes, read or written, in a large copy."""
+    return 1e6 * num_bytes / copy_bytes_per_second()
+
+
 def describe_machine() -> str:
-    """Returns the GPU and the versions that the figures hold for."""
-    return f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, Triton {triton.__version__}"
+    """Returns the GPU, what a large copy moves on it, and the versions that the figures hold for."""
+    rate = f"a copy of 1 GiB moves {copy_bytes_per_second() / 1e9:.0f} GB/s"
+    return f"{torch.cuda.get_device_name()}, {rate}, PyTorch {torch.__version__}, Triton {triton.__version__}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.search_overhead import Contender, optuna_alone
+from benchmarks.search_overhead import Contender, faults, optuna_alone
 from benchmarks.tracking import Trainer
 from benchmarks.trivial import Layers60
 from triaccel_ray.events import Epoch, Tick, read_events
@@ -39,3 +39,16 @@ def test_one_of_two_equal_runs_is_recorded(tmp_path: Path) -> None:
 
 def test_sixty_layers_are_sixty() -> None:
     assert len(find_layers(Layers60().model())) == 60
+
+
+def test_a_gap_beyond_the_limit_and_lost_trials_are_faults() -> None:
+    quick, slow = Contender(), Contender()
+    quick.add(9.0, [(0.0, 1.0), (2.0, 3.0)])
+    slow.add(9.0, [(0.0, 1.0), (2.6, 3.0)])
+    assert faults({"triaccel": quick, "bare Ray Tune": slow}, num_trials=2) == []
+    assert faults({"triaccel": slow}, num_trials=2) == [
+        "TOO MUCH: 1.60 s pass between two trials, where 1.5 s are allowed"
+    ]
+    assert faults({"triaccel": quick, "Optuna alone": quick}, num_trials=3) == [
+        "WRONG: trials are missing of Optuna alone, triaccel"
+    ]
