@@ -96,7 +96,7 @@ def test_a_run_is_trained_and_recorded(desk: Desk, trained: Path) -> None:
     assert recorded.params["precision.tau_low"] == "0"
     assert recorded.params["recipe.epochs"] == "2"
     assert {"val/accuracy", "train/loss", "final/score", "control/batch_size"} <= recorded.keys
-    assert {EVENTS, "spec.json", *(f"figures/{name}" for name in PICTURES)} <= desk.artifacts(recorded)
+    assert {EVENTS, "spec.json", "report.html", *(f"figures/{name}" for name in PICTURES)} <= desk.artifacts(recorded)
 
 
 def test_a_report_shows_what_a_run_did(desk: Desk, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

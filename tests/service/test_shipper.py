@@ -58,7 +58,7 @@ def test_a_finished_run_arrives_whole(tracker: Tracker, root: Path, experiment: 
 
     client = tracker.client
     listed = {item.path for item in client.list_artifacts(found.id)}
-    assert listed == {"events.jsonl", "spec.json", "figures"}
+    assert listed == {"events.jsonl", "spec.json", "report.html", "figures"}
     pictures = {Path(item.path).name for item in client.list_artifacts(found.id, "figures")}
     assert pictures == {path.name for path in (folder / "figures").iterdir()}
     assert "precision.png" in pictures

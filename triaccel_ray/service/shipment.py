@@ -18,14 +18,17 @@ from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.service.figures import run_figures
 from triaccel_ray.service.log_tail import LogTail
 from triaccel_ray.service.metrics import metrics_of, params_of, step_of, tags_of
+from triaccel_ray.service.record import read_run
+from triaccel_ray.service.run_page import write_run_page
 from triaccel_ray.service.tracking import Tracker
 
 EVENTS = "events.jsonl"
+SPEC = "spec.json"
 SHIPPED = "mlflow.json"
 FIGURES = "figures"
 ARTIFACTS = (
     EVENTS,
-    "spec.json",
+    SPEC,
     "found.json",
     "comparison.json",
     "choices.json",
@@ -94,6 +97,7 @@ class Shipment:
         self._shipped: Shipped | None = None
         self._verified = False
         self._settled = False
+        self._alone = True
 
     def open(self) -> str:
         """Returns the id of the MLflow run, created if need be before there is any event: for a run of runs."""
@@ -112,7 +116,7 @@ class Shipment:
         """
         if self._settled and not self._tail.changed:
             return 0
-        self._settled = False
+        self._settled, self._alone = False, parent_id is None
         try:
             with self._lock():
                 self._load()
@@ -255,7 +259,9 @@ class Shipment:
 
     def _draw(self) -> None:
         try:
-            run_figures(self.folder / EVENTS, self.folder / FIGURES)
+            pictures = run_figures(self.folder / EVENTS, self.folder / FIGURES)
+            if self._alone and (self.folder / SPEC).exists():  # what is below another is on that one's page
+                write_run_page(read_run(self.folder), pictures)
         except Exception as error:  # whatever a picture fails at, the run has ended and is to be closed
             _logger.warning("%s: no pictures: %s", self.folder, error)
 

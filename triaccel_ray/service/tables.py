@@ -87,7 +87,8 @@ def result_grid(results: Mapping[str, float]) -> Grid:
         "allocated_peak_gb": "allocator peak GB",
         "score": "score",
     }
-    return Grid(header=list(names.values()), rows=[[f"{results[name]:.4g}" for name in names]])
+    cells = [f"{results[name]:.4g}" if name in results else "" for name in names]
+    return Grid(header=list(names.values()), rows=[cells])
 
 
 def _search_row(label: str, run: RunRecord, objective: Objective, scales: Sequence[Dimension]) -> list[str]:

@@ -14,6 +14,7 @@ from triaccel_ray.service.notes import run_notes, sharing_note
 from triaccel_ray.service.pareto import Outcome, pareto_front
 from triaccel_ray.service.record import RunRecord
 from triaccel_ray.service.report import REPORT, Section, write_page
+from triaccel_ray.service.run_page import write_run_page
 from triaccel_ray.service.search import SearchRecord, best_trial, ranked
 from triaccel_ray.service.search_figures import coordinates, importance_bars, parallel_coordinates
 from triaccel_ray.service.shipment import FIGURES
@@ -26,17 +27,12 @@ def view_run(run: RunRecord) -> None:
     """Shows a run's epochs and result, and writes its pictures and page."""
     grid = run_grid(run)
     out.print(rich_table(grid, title=f"{run.name}: {run.spec.task}, {METHODS[run.spec.method]}, {run.status}"))
-    sections = [Section(title="Epochs", header=grid.header, rows=grid.rows)]
     if run.end is not None and run.end.results:
-        result = result_grid(run.end.results)
-        out.print(rich_table(result, title="result"))
-        sections.insert(0, Section(title="Result", header=result.header, rows=result.rows))
+        out.print(rich_table(result_grid(run.end.results), title="result"))
     notes = "\n".join(run_notes(run))
     if notes:
         out.print(f"\n{notes}")
-    pictures = run_figures(run.folder / EVENTS, run.folder / FIGURES)
-    sections.append(Section(title="What the loop did", text=notes, pictures=pictures))
-    _announce(write_page(run.folder / REPORT, f"{run.name}: {run.spec.task}", sections))
+    _announce(write_run_page(run, run_figures(run.folder / EVENTS, run.folder / FIGURES)))
 
 
 def view_search(record: SearchRecord) -> None:
