@@ -51,7 +51,7 @@ def full_loop(name: str, job: Job) -> Made:
     """Returns the full loop: statistics every step, a tick every 50, the five largest eigenvalues every 200."""
     log = EventLog(Path(tempfile.mkdtemp()) / "events.jsonl")
     config = _config(name, job)
-    loop = ControlLoop(job.model, sgd(job.model), F.cross_entropy, _source(job), config=config, log=log)
+    loop = ControlLoop(job.model, sgd(job.model), F.cross_entropy, _source(job), config=config, on_tick=log.append)
 
     def epoch() -> float:
         loop.train_epoch()

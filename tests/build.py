@@ -14,7 +14,7 @@ from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
-from triaccel_ray.events import Tick
+from triaccel_ray.events import EventLog, Tick
 from triaccel_ray.gradients import Gradients
 from triaccel_ray.graphs import Graph, GraphPool
 from triaccel_ray.layers import find_layers
@@ -209,10 +209,16 @@ QUIET = replace(
 
 
 def loop_of(
-    model: nn.Module, data: Any, config: ControlConfig = CONFIG, **options: Any
+    model: nn.Module, data: Any, config: ControlConfig = CONFIG, *, log: EventLog | None = None, **options: Any
 ) -> tuple[ControlLoop, list[Tick]]:
-    """A loop, and the ticks that it will have made."""
+    """A loop, and the ticks that it will have made, which go into `log` too."""
     ticks: list[Tick] = []
+
+    def keep(tick: Tick) -> None:
+        ticks.append(tick)
+        if log is not None:
+            log.append(tick)
+
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
-    options = {"loss": cross_entropy, **options}
-    return ControlLoop(model, optimizer, data=data, config=config, on_tick=ticks.append, **options), ticks
+    options = {"loss": cross_entropy, "on_tick": keep, **options}
+    return ControlLoop(model, optimizer, data=data, config=config, **options), ticks

@@ -58,7 +58,7 @@ def test_a_late_decision_holds_three_steps_later() -> None:
     plans = {}
     for late in (False, True):
         loop, _ = loop_of(mlp(), blobs(240), QUIET)
-        loop._decides_late = late
+        loop._pending.decides_late = late
         plans[late] = [loop.plan.batch_size]
         for _ in range(14):
             loop.step()
@@ -71,7 +71,7 @@ def test_a_late_decision_holds_three_steps_later() -> None:
 
 def test_a_decision_does_not_wait_for_the_next_epoch() -> None:
     loop, ticks = loop_of(mlp(), blobs(32), QUIET)
-    loop._decides_late = True
+    loop._pending.decides_late = True
     loop.train_epoch()
     assert loop.num_steps == 4
     assert [tick.observation.step for tick in ticks] == [4]

@@ -1,6 +1,7 @@
 """What a loop survives: too little memory, overflows, measurements and evaluations that do not fit."""
 
 from dataclasses import replace
+from typing import Self
 
 import psutil
 import pytest
@@ -10,10 +11,12 @@ from torch import Tensor, nn
 from tests.build import CONFIG, FP16, QUIET, Limited, blobs, cross_entropy, loop_of, mlp, same, values
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import BatchConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.decide import replay
 from triaccel_ray.events import Tick
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.memory import MIB
 from triaccel_ray.plan import FaultKind
+from triaccel_ray.sources import TensorSource
 
 
 def test_an_out_of_memory_error_shrinks_the_batch_until_memory_is_back() -> None:
@@ -183,3 +186,53 @@ def test_an_optimizer_without_memory_is_a_fault_and_no_step_is_lost() -> None:
     faults = [fault for tick in ticks for fault in tick.observation.faults]
     assert [(fault.phase, fault.detail) for fault in faults] == [("optimizer", "no room for the step")]
     assert ticks[0].applied.plan.batch_size < 16  # the batch is what memory can be had from
+
+
+def test_a_late_decision_hears_of_what_failed_since_the_measurement() -> None:
+    model = nn.Sequential(mlp(), Limited(1000))
+    loop, ticks = loop_of(model, blobs(240), QUIET)
+    loop._pending.decides_late = True
+    for _ in range(4):
+        loop.step()
+    model[1].limit = 4
+    for _ in range(3):
+        loop.step()
+    loop._pending.record()
+    (tick,) = ticks
+    assert (tick.observation.step, [fault.step for fault in tick.observation.faults]) == (4, [4])
+    assert loop.plan.batch_size == 4  # where what was measured alone would have made it grow
+    for _ in range(5):
+        loop.step()
+    loop._pending.record()
+    assert ticks[1].observation.faults == ()  # told once
+    again = replay(QUIET, [(each.observation, each.decision) for each in ticks])
+    assert again.diverged_at is None
+    loop.close()
+
+
+class Closing(TensorSource):
+    """Knows whether it has been closed."""
+
+    is_closed = False
+
+    def to(self, device: torch.device) -> Self:
+        return self
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_loop_that_fails_while_it_closes_lets_go_of_everything() -> None:
+    def full(tick: Tick) -> None:
+        raise OSError("no space left on device")
+
+    model, source = mlp(), Closing(*blobs(240))
+    loop, _ = loop_of(model, source, on_tick=full)
+    loop._pending.decides_late = True
+    for _ in range(4):
+        loop.step()
+    with pytest.raises(OSError, match="no space left"):
+        loop.close()
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert source.is_closed
+    loop_of(model, blobs(8))[0].close()  # free for another loop

@@ -132,7 +132,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(optimizer: str, stop: int, tm
 
     def make(seed: int) -> tuple[ControlLoop, Recorded]:
         loop, loss = control_loop(seed, optimizer)
-        loop._on_tick = lambda tick: plans.append(tick.applied.plan)
+        loop._pending._on_tick = lambda tick: plans.append(tick.applied.plan)
         return loop, loss
 
     whole = assert_resumes(make, stop, tmp_path / "checkpoint.pt")
@@ -147,7 +147,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(optimizer: str, stop: int, tm
 def test_a_run_resumes_between_a_reading_and_the_decision_on_it(stop: int, tmp_path: Path) -> None:
     def make(seed: int) -> tuple[ControlLoop, Recorded]:
         loop, loss = control_loop(seed, "sgd fused")
-        loop._decides_late = True
+        loop._pending.decides_late = True
         return loop, loss
 
     seeded(1)

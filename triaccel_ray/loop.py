@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from triaccel_ray.apply.precision import supported_precisions
 from triaccel_ray.config import ControlConfig, require_number
 from triaccel_ray.decide import ControlState, decide, initial_decision
 from triaccel_ray.epochs import EpochStats, Schedule
-from triaccel_ray.events import EventLog, Tick
+from triaccel_ray.events import Tick
 from triaccel_ray.graphs import GraphPool
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.layers import Loss, find_layers, require_trainable
@@ -29,16 +31,11 @@ from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.measure.sensors import Sensors
 from triaccel_ray.measure.timing import EpochClock
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
+from triaccel_ray.pending import PendingTick
 from triaccel_ray.plan import Fault, FaultKind, Plan
 from triaccel_ray.random_states import random_states, set_random_states
-from triaccel_ray.signals import Observation
 from triaccel_ray.sources import as_source
 from triaccel_ray.steps import StepParts, build_steps
-
-_DECIDE_AFTER = 3
-"""Steps after which a tick on a GPU decides: while the device makes them, the host has time to read and to think."""
-_RECORD_AFTER = 8
-"""Steps after a tick when it is put on record: the host has run ahead of the device, which need not wait for that."""
 
 
 class ControlLoop:
@@ -56,7 +53,6 @@ class ControlLoop:
         memory_budget: int | None = None,
         memory_headroom: int | None = None,
         seed: int = 0,
-        log: EventLog | None = None,
         on_tick: Callable[[Tick], None] | None = None,
     ) -> None:
         """Takes over the training of `model` on the device where its parameters are.
@@ -72,8 +68,7 @@ class ControlLoop:
             memory_budget: bytes this process may hold on the device; the whole device when None.
             memory_headroom: bytes on top of what the process holds before its first batch; a budget is a bound on it.
             seed: of the order of the samples, the augmentation and the curvature's samples.
-            log: where every tick is appended; nowhere when None.
-            on_tick: called with each tick, after it has been logged.
+            on_tick: called with each tick, in order, each once; `EventLog.append` keeps them.
 
         Raises:
             ValueError: the model has no layer, the loop cannot train it (`require_trainable`), or the budget leaves
@@ -83,7 +78,7 @@ class ControlLoop:
         self._layers = find_layers(model)
         require_trainable(model, optimizer, self._layers)
         self.device = next(model.parameters()).device
-        self.model, self._loss, self._log, self._on_tick = model, loss, log, on_tick
+        self.model, self._loss = model, loss
         self._schedule = schedule or (lambda epoch: 1.0)
         self.memory = memory_meter(self.device, memory_budget, memory_headroom)
         self._pool = GraphPool(self.device)
@@ -139,10 +134,7 @@ class ControlLoop:
         self.num_steps = 0
         """Optimizer steps done, skipped ones included."""
         self.num_ticks = 0
-        self._decides_late = self.device.type == "cuda"
-        self._undecided: Callable[[], Observation] | None = None
-        self._decide_at = 0
-        self._unrecorded: Tick | None = None
+        self._pending = PendingTick(on_tick, decides_late=self.device.type == "cuda")
         self._curvature_told = False
 
     @property
@@ -183,16 +175,16 @@ class ControlLoop:
             self._record_optimizer_faults()
         self.num_steps += 1
         self._epoch_steps += 1
-        if self.num_steps == self._decide_at or self.feed.at_epoch_start:
+        if self._pending.is_decision_due(self.num_steps) or self.feed.at_epoch_start:
             self._decide()
-        if self.num_steps % self.config.every_steps == _RECORD_AFTER:
-            self._record()
+        if self._pending.is_record_due(self.num_steps % self.config.every_steps):
+            self._pending.record()
         if self.config.curvature.enabled and self.num_steps % self.config.curvature.every_steps == 0:
             self._measure_curvature()
         if self.num_steps % self.config.every_steps == 0:
             self._decide()
             self._observe()
-            if not self._decides_late or self.feed.at_epoch_start:
+            if not self._pending.decides_late or self.feed.at_epoch_start:
                 self._decide()
 
     def tick(self) -> Tick:
@@ -218,15 +210,17 @@ class ControlLoop:
             loss_scale=self.loss_scale.factor(self._precision.needs_loss_scale),
             num_skipped=self.loss_scale.num_skipped,
         )
-        self._undecided, self._decide_at = reading.observation, self.num_steps + _DECIDE_AFTER
+        self._pending.observing(reading.observation, step=self.num_steps)
 
     def _decide(self) -> Tick | None:
-        """Decides on what was last observed, and applies that; None if it has been done."""
-        if self._undecided is None:
+        """Decides on what was last observed, and applies that; None if it has been done.
+
+        What was survived since counts too: a batch that did not fit meanwhile is no reason to grow it now.
+        """
+        observation = self._pending.take_observation()
+        if observation is None:
             return None
-        self._record()
-        observation = self._undecided()
-        self._undecided = None
+        observation = replace(observation, faults=(*observation.faults, *self.sensors.take_faults()))
         decision = decide(self.config, observation, self.state)
         applied = self._actuators.apply(decision.plan, step=self.num_steps)
         self.state = decision.state
@@ -236,20 +230,8 @@ class ControlLoop:
         self.sensors.record_faults(applied.faults)
         self.num_ticks += 1
         tick = Tick(observation=observation, decision=decision, applied=applied)
-        self._unrecorded = tick
-        if not self._decides_late:
-            self._record()
+        self._pending.decided(tick)
         return tick
-
-    def _record(self) -> None:
-        """Puts the last tick on record, if it is not there yet."""
-        tick, self._unrecorded = self._unrecorded, None
-        if tick is None:
-            return
-        if self._log is not None:
-            self._log.append(tick)
-        if self._on_tick is not None:
-            self._on_tick(tick)
 
     def train_epoch(self) -> EpochStats:
         """Makes the steps that are left of the present epoch and returns what they amount to."""
@@ -258,7 +240,7 @@ class ControlLoop:
         while self.feed.epoch == epoch:
             self.step()
         seconds = self._clock.finish()
-        self._record()
+        self._pending.record()
         return EpochStats(
             epoch=self.feed.epoch,
             loss=_mean(self._epoch_loss),
@@ -292,19 +274,19 @@ class ControlLoop:
         return result
 
     def close(self) -> None:
-        """Gives the model its own forward functions back; it can be used on as any other."""
-        self._decide()
-        self._record()
-        self._precision.remove()
-        self._pool.release()
-        self.feed.close()
+        """Makes and records the decision that is due, and gives the model its own forward functions back.
+
+        All of it is tried, whatever becomes of the rest: after an error of the device, reading from it raises again.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.feed.close)
+            stack.callback(self._pool.release)
+            stack.callback(self._precision.remove)
+            stack.callback(self._pending.record)
+            self._decide()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything a resumed run needs to equal an uninterrupted one."""
-        self._record()
-        if self._undecided is not None:
-            observation = self._undecided()
-            self._undecided = lambda: observation
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.optimizer.state_dict(),
@@ -315,7 +297,7 @@ class ControlLoop:
             "costs_due": self._costs_due,
             "curvature_samples": self._curvature_samples.get_state(),
             "control": encode(self.state),
-            "undecided": None if self._undecided is None else encode(self._undecided()),
+            "undecided": self._pending.state(),
             "plan": encode(self.plan),
             "num_micro_batches": self._steps.step.num_micro_batches,
             "counters": [self.num_steps, self.num_ticks, self._epoch_steps],
@@ -340,10 +322,7 @@ class ControlLoop:
         self._costs_due = self._costs_due and state["costs_due"]
         self._curvature_samples.set_state(state["curvature_samples"])
         self.state = decode(ControlState, state["control"])
-        self._undecided = None
-        if state["undecided"] is not None:
-            observation = decode(Observation, state["undecided"])
-            self._undecided, self._decide_at = lambda: observation, observation.step + _DECIDE_AFTER
+        self._pending.restore(state["undecided"])
         self._actuators = Actuators(decode(Plan, state["plan"]), self._steps, self._pool)
         self._steps.step.set_num_micro_batches(state["num_micro_batches"])
         self.num_steps, self.num_ticks, self._epoch_steps = state["counters"]

@@ -113,4 +113,4 @@ class Observation:
     costs: tuple[LayerCost, ...] | None = None
     """In module order, without the layers that could not be measured; None when not measured since the last tick."""
     faults: tuple[Fault, ...] = ()
-    """What was survived since the last tick, oldest first."""
+    """What was survived since the last decision, oldest first; some of it after the rest was measured."""

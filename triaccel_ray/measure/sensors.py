@@ -65,6 +65,12 @@ class Sensors:
         """Takes in what was survived."""
         self._faults.extend(faults)
 
+    def take_faults(self) -> tuple[Fault, ...]:
+        """Returns what was survived since the last reading, and forgets it: the next reading will not have it."""
+        faults = tuple(self._faults)
+        self._faults.clear()
+        return faults
+
     def record_curvature(self, estimate: CurvatureEstimate) -> None:
         """Keeps a measurement, still on the device, for the next tick."""
         self._curvature = estimate
@@ -89,12 +95,11 @@ class Sensors:
             layers=(),
             memory=self.memory.read(),
             costs=self._costs,
-            faults=tuple(self._faults),
+            faults=self.take_faults(),
         )
         reading = Reading(torch.cat(packed), lambda values: self._completed(known, values, shape))
         self.losses.zero_()
         self._curvature = self._costs = None
-        self._faults.clear()
         return reading
 
     def _completed(self, known: Observation, values: Tensor, shape: SpectrumShape | None) -> Observation:
@@ -142,7 +147,7 @@ class Sensors:
         self.moments.load_state_dict(state["moments"])
         self.losses.copy_(state["losses"])
         self._faults = [decode(Fault, fault) for fault in state["faults"]]
-        costs = state.get("costs")
+        costs = state["costs"]
         self._costs = None if costs is None else tuple(decode(LayerCost, cost) for cost in costs)
         self._curvature = None
         if state["curvature"] is not None:

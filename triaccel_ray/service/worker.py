@@ -258,11 +258,13 @@ class Worker:
             DiskFullError: the log's last records found no room.
         """
         del self._splits, self._held_out
-        self._drop_loop()
-        log, self._log = self._log, None
-        if log is not None:
-            with needing_room(self.folder):
-                log.close()
+        try:
+            self._drop_loop()
+        finally:  # after an error of the device it raises again, and the log must end up whole all the same
+            log, self._log = self._log, None
+            if log is not None:
+                with needing_room(self.folder):
+                    log.close()
 
     def checkpoint(self) -> None:
         """Writes the checkpoint that `resume` goes on from, and keeps the one before.
@@ -389,9 +391,11 @@ class Worker:
             return  # a second one could not be built
         loop, memory = self.loop, self.loop.memory
         del self.loop
-        loop.close()
-        del loop
-        memory.release()
+        try:
+            loop.close()
+        finally:
+            del loop
+            memory.release()
 
     def _warm_up(self, model: nn.Module, loss: Loss) -> None:
         """Loads everything that loads lazily.
