@@ -168,7 +168,10 @@ class ControlLoop:
         factor = float(self._schedule(epoch))
         rule = f"must be a finite number >= 0, here after {epoch:.4g} epochs"
         require_number("schedule", factor, rule, low=0.0, high=1e300)
-        self.optimizer.set_rates(factor * plan.batch_lr_scale, plan.lr_scale, self._precision.copies_in_force)
+        copies = self._precision.copies_in_force
+        obstacle = self.optimizer.set_rates(factor * plan.batch_lr_scale, plan.lr_scale, copies)
+        if obstacle is not None:
+            self._record_slower("optimizer", obstacle)
         scale = self.loss_scale.factor(self._precision.needs_loss_scale)
         self.sensors.record_faults(self._steps.run(self.feed.take(plan.batch_size), scale, step=self.num_steps))
         if self.optimizer.survived:
@@ -349,6 +352,11 @@ class ControlLoop:
         self._pool.release()
         self.memory.release()
 
+    def _record_slower(self, phase: str, reason: str) -> None:
+        """Records that something runs beside the captured steps which could have been captured but for this reason."""
+        fault = Fault(kind=FaultKind.CAPTURE_FAILED, step=self.num_steps, phase=phase, detail=reason)
+        self.sensors.record_faults([fault])
+
     def _record_optimizer_faults(self) -> None:
         for detail in self.optimizer.survived:
             fault = Fault.out_of_memory(detail, step=self.num_steps, phase="optimizer", batch_size=self.plan.batch_size)
@@ -369,9 +377,7 @@ class ControlLoop:
                 self.sensors.record_curvature(self.curvature.measure(inputs, targets, self._device_generator()))
             if self.curvature.stays_eager and not self._curvature_told:
                 self._curvature_told = True
-                detail = self.curvature.not_captured_because
-                fault = Fault(kind=FaultKind.CAPTURE_FAILED, step=self.num_steps, phase="curvature", detail=detail)
-                self.sensors.record_faults([fault])
+                self._record_slower("curvature", self.curvature.not_captured_because)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -99,7 +99,8 @@ class FaultKind(StrEnum):
     FUSION_REFUSED = "fusion_refused"
     """Batch normalisation runs apart from what follows it, slower. Recorded for the user; no rule acts."""
     CAPTURE_FAILED = "capture_failed"
-    """A step could not be captured as a CUDA graph: it runs eagerly, slower. Recorded for the user; no rule acts."""
+    """A step, its optimizer's part or a measurement could not be captured as a CUDA graph: that runs eagerly, slower.
+    Recorded for the user; no rule acts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -407,6 +407,30 @@ def test_a_hook_registered_after_capture_fires_and_no_graph_reads_the_copy_that_
     assert distance(*models) < 10 * 2**-11
 
 
+def test_an_optimizer_that_is_hooked_or_changed_after_capture_steps_by_itself() -> None:
+    models = network(), network()
+    for model, capture in zip(models, (True, False), strict=True):
+        ticks: list[Any] = []
+        fired: list[int] = []
+        loop = loop_of(model, fixed(Precision.FP16, capture=capture), on_tick=ticks.append)
+        for _ in range(3):
+            loop.step()
+        optimizer = loop.optimizer.optimizer
+        optimizer.register_step_post_hook(lambda *_, fired=fired: fired.append(1))
+        optimizer.param_groups[0]["dampening"] = 0.5
+        for _ in range(4):
+            loop.step()
+        assert len(fired) == 4
+        assert not loop.optimizer.is_capturable
+        assert loop._steps.num_captured == int(capture)
+        loop.train_epoch()
+        faults = [fault for tick in ticks for fault in tick.observation.faults]
+        assert [(fault.kind, fault.phase, fault.step) for fault in faults] == [
+            (FaultKind.CAPTURE_FAILED, "optimizer", 3)
+        ]
+    assert distance(*models) < 10 * 2**-11
+
+
 def test_an_eager_step_has_the_memory_of_the_curvatures_graph_too() -> None:
     config = replace(
         fixed(Precision.FP16, capture=True), every_steps=1000, curvature=CurvatureConfig(every_steps=2, num_samples=16)

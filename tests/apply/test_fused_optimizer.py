@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.build import ConvNet, images, same, values
 from triaccel_ray.apply.fused_optimizer import FusedOptimizer, has_kernel, is_supported
+from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.gradients import Gradients
 from triaccel_ray.layers import find_layers
 
@@ -218,3 +219,50 @@ def test_on_a_gpu_it_is_stepped_by_the_kernels(kind: str) -> None:
     partly = network()
     partly.head.cuda()
     assert not is_supported(torch.optim.SGD(partly.parameters(), lr=0.1))
+
+
+CHANGES: dict[str, tuple[str, Any, str]] = {
+    "hook": ("momentum", lambda o: o.register_step_post_hook(lambda *_: None), "step hooks"),
+    "pre hook": ("adamw", lambda o: o.register_step_pre_hook(lambda *_: None), "step hooks"),
+    "maximize": ("momentum", lambda o: o.param_groups[1].update(maximize=True), "maximize = True"),
+    "dampening": ("momentum", lambda o: o.param_groups[0].update(dampening=0.5), "dampening = 0.5"),
+    "tensor": ("adamw", lambda o: o.param_groups[0].update(lr=torch.tensor(0.01)), "learning rate in a tensor"),
+    "unfused": ("adam", lambda o: o.param_groups[0].update(fused=None), "neither fused nor capturable"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_later_is_left_to_the_optimizer_from_then_on(change: str) -> None:
+    kind, make, reason = CHANGES[change]
+    pair = Pair(kind)
+    layerwise = LayerwiseOptimizer(pair.optimizer, find_layers(pair.model))
+    layerwise._fused = pair.fused  # as on a GPU
+    for seed in range(5):
+        if seed == 2:
+            make(pair.optimizer)
+            make(pair.plain)
+        pair.backward(seed)
+        obstacle = layerwise.set_rates(1.0, {}, {})
+        assert (obstacle is not None) == (seed == 2)
+        assert reason in (obstacle or reason)
+        assert layerwise.is_capturable == (seed < 2)
+        pair.gradients.collect({})
+        pair.gradients.publish()
+        layerwise.update(pair.gradients, loss_scale=None, found_nonfinite=FINE)
+        pair.plain.step()
+        pair.assert_close()
+
+
+def test_a_hook_that_comes_later_fires_at_every_step() -> None:
+    pair = Pair("momentum")
+    layerwise = LayerwiseOptimizer(pair.optimizer, find_layers(pair.model))
+    layerwise._fused = pair.fused  # as on a GPU
+    fired: list[int] = []
+    for seed in range(4):
+        if seed == 1:
+            pair.optimizer.register_step_post_hook(lambda *_: fired.append(1))
+        pair.backward(seed)
+        layerwise.set_rates(1.0, {}, {})
+        pair.gradients.collect({})
+        layerwise.update(pair.gradients, loss_scale=None, found_nonfinite=FINE)
+    assert len(fired) == 3

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.build import same, values
 from tests.service.own_task import own_spec, write_module
@@ -21,6 +22,7 @@ from trainables.task import Purpose
 from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from triaccel_ray.events import End, Epoch, Interruption, LogError, Record, Start, Tick, read_events
 from triaccel_ray.jsonable import decode, encode
+from triaccel_ray.loop import ControlLoop
 from triaccel_ray.service.failures import DiskFullError, NonFiniteLossError, PreemptedError, cause_of, needing_room
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.worker import (
@@ -530,3 +532,21 @@ def test_a_full_disk_is_told_from_other_errors(tmp_path: Path) -> None:
         file.write(b"no room")
     with pytest.raises(FileNotFoundError), needing_room(tmp_path):
         (tmp_path / "nowhere").read_bytes()
+
+
+def test_a_worker_whose_loop_fails_while_it_closes_has_its_log_closed(tmp_path: Path, crew: Crew) -> None:
+    worker = crew.start(DIGITS, tmp_path)
+    worker.fail(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+    log = worker._log
+    assert log is not None
+
+    def broken() -> Any:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    assert isinstance(worker.loop, ControlLoop)
+    worker.loop._pending.observing(broken, step=0)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        worker.close()
+    assert log._file.closed
+    assert not hasattr(worker, "loop")
+    assert last_of(tmp_path).status == "failed"

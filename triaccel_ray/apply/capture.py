@@ -259,11 +259,12 @@ class StepCache:
     def _find_ground(self) -> tuple[Any, ...]:
         """Returns what graphs stand on and others may change.
 
-        Parameters and buffers, their low-precision copies, modes, whether norms fuse.
+        Parameters and buffers, their low-precision copies, modes, whether norms fuse and the update is part of a graph.
         """
         model, fusion, copies = self.step.model, self.step.fusion, self.step.precision.copies
         return (
             None if copies is None else copies.generation,
+            self._update.is_capturable,
             *((p.data_ptr(), p.requires_grad, has_hooks(p)) for p in model.parameters()),
             *(buffer.data_ptr() for buffer in model.buffers()),
             *(module.training for module in model.modules()),

@@ -30,17 +30,23 @@ def has_kernel(optimizer: torch.optim.Optimizer) -> bool:
     Exactly SGD, Adam or AdamW on FP32 parameters, without dampening, amsgrad, maximize, differentiable, a learning rate
     in a tensor or step hooks. Adam and AdamW must be `fused` or `capturable`: the others count their steps on the host.
     """
-    if type(optimizer) not in _STATE or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return False
+    are_fp32 = all(p.dtype is torch.float32 for group in optimizer.param_groups for p in group["params"])
+    return type(optimizer) in _STATE and are_fp32 and _obstacle(optimizer) is None
+
+
+def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
+    """Returns what the kernels could not do as the optimizer now does it; None if there is nothing of the kind."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "the optimizer has step hooks"
     for group in optimizer.param_groups:
-        unusual = [group.get(name) for name in ("dampening", "amsgrad", "maximize", "differentiable")]
-        if any(unusual) or isinstance(group["lr"], Tensor):
-            return False
+        for name in ("dampening", "amsgrad", "maximize", "differentiable"):
+            if group.get(name):
+                return f"the optimizer has {name} = {group[name]}"
+        if isinstance(group["lr"], Tensor):
+            return "the optimizer has its learning rate in a tensor"
         if type(optimizer) is not torch.optim.SGD and not (group.get("fused") or group.get("capturable")):
-            return False
-        if any(p.dtype is not torch.float32 for p in group["params"]):
-            return False
-    return True
+            return "the optimizer is neither fused nor capturable"
+    return None
 
 
 class FusedOptimizer:
@@ -76,8 +82,10 @@ class FusedOptimizer:
         self._addresses: list[int] = []
         self._allocate()
 
-    def prepare(self, lr_factor: float, lr_scale: Mapping[str, float], copies: Mapping[int, Tensor]) -> None:
+    def prepare(self, lr_factor: float, lr_scale: Mapping[str, float], copies: Mapping[int, Tensor]) -> str | None:
         """Brings to the device what has changed: learning rates, and where state and copies lie.
+
+        Returns why the optimizer would by now do something else than the kernels, having brought nothing; else None.
 
         Raises:
             ValueError: the optimizer has been given parameters, or has lost some, since this was built.
@@ -87,11 +95,14 @@ class FusedOptimizer:
                 "the optimizer has other parameters than when the control loop was built: build another loop, and let "
                 "it take over this one's state_dict"
             )
+        obstacle = _obstacle(self._optimizer)
+        if obstacle is not None:
+            return obstacle
+        groups = self._optimizer.param_groups
+        rates = tuple(tuple(value for key, value in group.items() if key != "params") for group in groups)
         if lr_factor != self._last_factor:
             self._lr_factor.fill_(lr_factor)
             self._last_factor = lr_factor
-        groups = self._optimizer.param_groups
-        rates = tuple(tuple(value for key, value in group.items() if key != "params") for group in groups)
         if (lr_scale is not self._last_scale and lr_scale != self._last_scale) or rates != self._last_rates:
             self._set_hyperparameters(lr_scale)
             self._last_scale, self._last_rates = lr_scale, rates
@@ -99,6 +110,7 @@ class FusedOptimizer:
             self._copies.point_to([copies.get(id(p)) for p in self._watched])
             self._last_copies = copies
         self._find_state()
+        return None
 
     def launch(self, gradients: Gradients, *, loss_scale: Tensor, found_nonfinite: Tensor) -> None:
         """Updates parameters, state and copies; device work alone."""

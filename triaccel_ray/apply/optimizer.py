@@ -23,7 +23,8 @@ class LayerwiseOptimizer:
     nothing is split and fused implementations launch as often as before.
 
     SGD and AdamW on a GPU are stepped by a kernel instead, which takes a learning rate per layer as it comes: with
-    `is_capturable`, `update` is device work alone.
+    `is_capturable`, `update` is device work alone. Once the user's optimizer is given hooks or options that the kernel
+    does not know, it steps by itself again.
     """
 
     def __init__(
@@ -59,11 +60,16 @@ class LayerwiseOptimizer:
         """Whether `update` is device work alone, which a CUDA graph can hold."""
         return self._fused is not None
 
-    def set_rates(self, lr_factor: float, lr_scale: Mapping[str, float], copies: Mapping[int, Tensor]) -> None:
-        """Sets what `update` uses: lr = group lr x `lr_factor` x the layer's scale, and the copies it writes."""
+    def set_rates(self, lr_factor: float, lr_scale: Mapping[str, float], copies: Mapping[int, Tensor]) -> str | None:
+        """Sets what `update` uses: lr = group lr x `lr_factor` x the layer's scale, and the copies it writes.
+
+        Returns why the optimizer steps by itself from now on, where a kernel did so far; None where nothing changes.
+        """
         self._lr_factor, self._lr_scale = lr_factor, lr_scale
-        if self._fused is not None:
-            self._fused.prepare(lr_factor, lr_scale, copies)
+        obstacle = None if self._fused is None else self._fused.prepare(lr_factor, lr_scale, copies)
+        if obstacle is not None:
+            self._fused = None  # the state is the optimizer's own already
+        return obstacle
 
     def update(self, gradients: Gradients, *, loss_scale: Tensor | None, found_nonfinite: Tensor) -> None:
         """Updates the parameters, once, from `gradients` (of `watched`); otherwise as `step`."""

@@ -10,6 +10,7 @@ from triaccel_ray.service.spec import RunSpec
 
 _SLOWER = {
     (FaultKind.CAPTURE_FAILED, "capture"): "steps ran eagerly, without CUDA graphs",
+    (FaultKind.CAPTURE_FAILED, "optimizer"): "the optimizer stepped by itself, without its kernel",
     (FaultKind.CAPTURE_FAILED, "curvature"): "curvature was measured without CUDA graphs",
     (FaultKind.FUSION_REFUSED, "fuse"): "batch normalisation ran apart from what follows it",
 }
