@@ -145,6 +145,20 @@ class HugeModel(Blobs):
         raise torch.OutOfMemoryError("not even the model fits")
 
 
+class Mistaken(Blobs):
+    name = "mistaken"
+
+    def model(self):
+        return Failing(ValueError("the shapes do not fit"))
+
+
+class Unbuildable(Blobs):
+    name = "unbuildable"
+
+    def model(self):
+        return nn.Linear("eight", 4)
+
+
 class Broken(Blobs):
     name = "broken"
 

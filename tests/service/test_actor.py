@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from tests.service.own_task import own_spec, write_module
 from triaccel_ray.service.actor import RunActor, original_error
+from triaccel_ray.service.failures import SetupError, cause_of
 from triaccel_ray.service.record import read_run
 
 
@@ -45,6 +48,23 @@ def test_an_actor_must_be_set_up(module: str, tmp_path: Path) -> None:
     actor = RunActor(own_spec(f"{module}:Blobs"), str(tmp_path / "run"))
     with pytest.raises(RuntimeError, match="the run is not set up: call setup first"):
         actor.train_epoch()
+
+
+def test_bad_input_is_told_from_a_mistake_in_the_tasks_code(module: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(ValueError, match="memory budget = 1 MiB"):
+        RunActor(own_spec(f"{module}:Blobs", memory_budget_bytes=2**20), str(folder)).setup(resume=False)
+    with pytest.raises(SetupError, match="TypeError: ") as caught:
+        RunActor(own_spec(f"{module}:Unbuildable"), str(folder)).setup(resume=False)
+    assert cause_of(caught.value) == "bug"
+    assert not folder.exists()
+
+
+def test_the_traceback_of_a_run_travels_with_what_it_raised() -> None:
+    wrapped = RayTaskError("setup", "File mine.py, line 7, in model", ValueError("too few"))
+    cause = original_error(wrapped)
+    assert (type(cause), str(cause)) == (ValueError, "too few")
+    assert "File mine.py, line 7, in model" in "".join(traceback.format_exception(cause))
 
 
 def test_a_wrapped_error_is_unwrapped() -> None:

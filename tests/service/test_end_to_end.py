@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from triaccel_ray.events import End, Start, Tick, read_events
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.service import cli
 from triaccel_ray.service.comparison import read_comparison
+from triaccel_ray.service.failures import ERROR, SetupError
 from triaccel_ray.service.finding import FOUND
 from triaccel_ray.service.record import read_run
 from triaccel_ray.service.search import best_trial, read_search
@@ -169,6 +171,33 @@ def test_a_search_end_to_end(desk: Desk, capsys: pytest.CaptureFixture[str]) -> 
         assert run.params["recipe.lr"] == "0.1"
         assert {"val/accuracy", "score", "seconds_per_epoch", "memory/peak_gb"} <= run.keys
         assert {EVENTS, "spec.json", "figures/learning_curve.png"} <= desk.artifacts(run)
+
+
+def test_a_mistake_in_a_task_is_no_bad_input_and_its_traceback_is_kept(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = write_module(tmp_path, monkeypatch)
+    before = set(desk.storage.iterdir())
+    with pytest.raises(SetupError) as caught:
+        desk.type("run", f"{module}:Unbuildable", "--name", "unbuildable", "--device", "cpu")
+    assert "in model" in "".join(traceback.format_exception(caught.value))
+    assert set(desk.storage.iterdir()) == before
+
+    assert desk.type("search", f"{module}:Mistaken", "--trials", "1", "--name", "mistaken", "--device", "cpu") == 1
+    said = capsys.readouterr().err
+    folder = desk.storage / "mistaken" / "baselines"
+    (name,) = [path.name for path in folder.iterdir() if f"{path.name} failed (bug)" in said]
+    assert f"{name} failed (bug): ValueError: the shapes do not fit; its log" in said
+    assert f"{folder / name}, the traceback in error.txt" in said
+    assert "in forward" in (folder / name / ERROR).read_text()
+    last = [event.record for event in read_events(folder.parent / EVENTS)][-1]
+    assert isinstance(last, End)
+    assert (last.status, last.cause) == ("failed", "bug")
+    assert name in last.message
+    recorded = {run.name: run for run in runs(desk.tracker, "triaccel-searches")}
+    assert recorded["mistaken"].status == "FAILED"
+    assert ERROR in desk.artifacts(recorded[name])
 
 
 def test_a_comparison_end_to_end(

@@ -18,7 +18,7 @@ from ray import tune
 from search_spaces.thresholds import calibration
 from tests.service.own_task import own_spec, write_module
 from triaccel_ray.events import End
-from triaccel_ray.service.failures import DAMAGED
+from triaccel_ray.service.failures import DAMAGED, ERROR
 from triaccel_ray.service.objective import Objective
 from triaccel_ray.service.record import read_run, runs_below
 from triaccel_ray.service.suggestions import NAME
@@ -279,6 +279,7 @@ def test_a_bug_is_on_record_and_not_tried_again_before_the_search_is_resumed(
     with pytest.raises((KeyError, RuntimeError, ValueError)):
         trial.step()
     trial.cleanup()
+    assert "Traceback" in (tmp_path / "mine" / ERROR).read_text()
     before = (tmp_path / "mine" / EVENTS).read_bytes()
     again = local_trial(context, config)
     result = again.step()

@@ -23,7 +23,14 @@ from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, save_check
 from triaccel_ray.events import End, Epoch, Interruption, LogError, Record, Start, Tick, read_events
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.loop import ControlLoop
-from triaccel_ray.service.failures import DiskFullError, NonFiniteLossError, PreemptedError, cause_of, needing_room
+from triaccel_ray.service.failures import (
+    ERROR,
+    DiskFullError,
+    NonFiniteLossError,
+    PreemptedError,
+    cause_of,
+    needing_room,
+)
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.worker import (
     CHECKPOINT,
@@ -225,6 +232,11 @@ def test_a_failure_is_in_the_log_with_its_cause(
     with pytest.raises((error, RuntimeError)) as caught:
         worker.train_epoch()
     assert cause_of(caught.value) == last_of(tmp_path).cause == cause
+    trace = (tmp_path / ERROR).read_text()
+    assert "Traceback" in trace
+    assert "in forward" in trace
+    crew.build(worker.spec, tmp_path).resume()
+    assert not (tmp_path / ERROR).exists()
 
 
 def test_a_run_that_is_cut_short_says_so(crew: Crew, module: str, tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import ray
 from ray import tune
+from ray.exceptions import RayTaskError
 
 from triaccel_ray.events import Epoch
+from triaccel_ray.service.failures import telling_mistakes
 from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.worker import Status, Worker
@@ -26,12 +28,17 @@ class RunActor:
         self._worker: Worker | None = None
 
     def setup(self, *, resume: bool) -> int:
-        """Builds the run, or restores it from its checkpoint; returns the epochs done."""
+        """Builds the run, or restores it from its checkpoint; returns the epochs done.
+
+        Raises:
+            SetupError: there is a mistake in the task's own code.
+        """
         splits = None if self._shared is None else self._shared.get()
-        self._worker = worker = Worker(self._spec, self._folder, splits)
-        if resume:
-            return worker.resume()
-        worker.start()
+        with telling_mistakes():
+            self._worker = worker = Worker(self._spec, self._folder, splits)
+            if resume:
+                return worker.resume()
+            worker.start()
         return 0
 
     def train_epoch(self) -> Epoch:
@@ -73,6 +80,10 @@ def start_actor(spec: RunSpec, folder: Path, *, num_gpus: float, shared: SharedS
 
 
 def original_error(error: Exception) -> Exception:
-    """Returns the exception that an actor's method raised, without Ray's wrapping."""
+    """Returns the exception that an actor's method raised, without Ray's wrapping, its traceback there as a note."""
     cause = getattr(error, "cause", None)
-    return cause if isinstance(cause, Exception) else error
+    if not isinstance(cause, Exception):
+        return error
+    if isinstance(error, RayTaskError):
+        cause.add_note(f"raised in the run's own process:\n{error.traceback_str}")
+    return cause

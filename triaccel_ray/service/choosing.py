@@ -39,7 +39,9 @@ def choose(
     samples of learning rate and weight decay. Training and validation samples come from `shared`, where given.
 
     Raises:
-        ValueError: a trial failed for another reason than its setting, or no fixed setting could be trained.
+        RunFailedError: a trial failed for another reason than its setting; the message says how.
+        ValueError: no fixed setting could be trained.
+        Exception: what a trial that could not be set up, or found no room on the disk, has raised.
     """
     chosen = read_choices(folder)
     if chosen is not None:
@@ -141,7 +143,7 @@ def _ended(
     done = {name: run for name, run in before.items() if run is not None and run.has_outcome}
     missing = {name: spec for name, spec in specs.items() if name not in done}
     outcomes = run_all(missing, root, num_gpus=num_gpus, on_glance=on_glance, resume=True, shared=shared)
-    for name, outcome in outcomes.items():
+    for outcome in outcomes.values():
         if isinstance(outcome, Exception) and cause_of(outcome) not in RESULTS:
-            raise ValueError(f"the trial {name} failed: {outcome}") from outcome
+            raise outcome
     return {name: done.get(name) or read_run(root / name) for name in specs}

@@ -270,17 +270,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # After parsing: help and mistakes in options should not wait for Ray and MLflow to load.
     from triaccel_ray.service import commands
     from triaccel_ray.service.console import err
+    from triaccel_ray.service.failures import RunFailedError, is_disk_full
 
     try:
         sys.exit(commands.execute(command))
+    except RunFailedError as error:
+        if os.environ.get("TRIACCEL_TRACEBACK"):
+            raise
+        err.print("triaccel:", str(error), style="red", soft_wrap=True)
+        sys.exit(1)
     except USER_ERRORS as error:
         if os.environ.get("TRIACCEL_TRACEBACK"):
             raise
         err.print("triaccel:", str(error), style="red", soft_wrap=True)
         sys.exit(2)
     except OSError as error:
-        from triaccel_ray.service.failures import is_disk_full
-
         if not is_disk_full(error):
             raise
         text = f"triaccel: {error}: make room, then go on with `triaccel resume`; nothing that was complete is lost"

@@ -6,8 +6,8 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from functools import singledispatch
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from triaccel_ray.service.comparison import (
 from triaccel_ray.service.comparison_view import view_comparison
 from triaccel_ray.service.console import RunProgress, TrialProgress, err, out, rich_table
 from triaccel_ray.service.doctor import Verdict, examine
-from triaccel_ray.service.failures import cause_of, needing_room
+from triaccel_ray.service.failures import ERROR, RunFailedError, cause_of, needing_room
 from triaccel_ray.service.methods import METHODS
 from triaccel_ray.service.next_steps import point_to, resumable, say_how_it_ended
 from triaccel_ray.service.options import Where
@@ -228,12 +228,8 @@ def _train(spec: RunSpec, folder: Path, where: Where, experiment: str, *, resume
         with RunProgress(f"{spec.task}: {METHODS[spec.method]}", specs) as progress:
             outcomes = run_all(specs, folder.parent, num_gpus=_num_gpus(spec), on_glance=progress.update, resume=resume)
     outcome = outcomes[folder.name]
-    if isinstance(outcome, Exception):
-        if cause_of(outcome) in ("bug", "taken_over"):  # or input that only the actor could judge
-            raise outcome
-        err.print(f"{folder.name} failed ({cause_of(outcome)}): {outcome}", style="red", soft_wrap=True)
-        err.print(f"its log and last checkpoint are in {folder}", soft_wrap=True)
-        return 1
+    if isinstance(outcome, Exception):  # or input that only the actor could judge
+        raise outcome
     view_run(read_run(folder))
     point_to(folder, where)
     return 0
@@ -261,10 +257,12 @@ def _search(spec: SearchSpec, folder: Path, where: Where, experiment: str, *, re
         view_search(record)
         mistakes = [run for run in record.trials if run.end is not None and run.end.cause in ("bug", "preempted")]
         best = best_trial(record)
-        log.append(End(status="finished", results={} if best is None or best.end is None else best.end.results))
+        results = {} if best is None or best.end is None else best.end.results
+        log.append(_ending([run.name for run in mistakes], len(record.trials), results))
     for run in mistakes:
         message = run.end.message if run.end is not None else ""
-        err.print(f"{run.name} {run.status}: {message}", style="red", markup=False, soft_wrap=True)
+        trace = f"; the traceback is in {run.folder / ERROR}" if (run.folder / ERROR).exists() else ""
+        err.print(f"{run.name} {run.status}: {message}{trace}", style="red", markup=False, soft_wrap=True)
     if mistakes:
         err.print(f"`triaccel resume {folder.name}` tries these again", markup=False)
     point_to(folder, where)
@@ -291,18 +289,21 @@ def _compare(spec: ComparisonSpec, folder: Path, where: Where, experiment: str, 
             with RunProgress(f"{spec.base.task}: comparison", todo) as progress:
                 outcomes = run_all(todo, folder, num_gpus=num_gpus, on_glance=progress.update, resume=True)
         record = read_comparison(folder)
-        failed = {name: run.end.message for name, run in record.failed.items() if run.end is not None}
-        failed |= {name: str(outcome) for name, outcome in outcomes.items() if isinstance(outcome, Exception)}
+        failed = {
+            name: f"{name} failed: {run.end.message}" for name, run in record.failed.items() if run.end is not None
+        }
+        for name, outcome in outcomes.items():
+            if isinstance(outcome, Exception):
+                failed[name] = str(outcome) if isinstance(outcome, RunFailedError) else f"{name} failed: {outcome}"
         view_comparison(record)
-        end = End(status="finished", results=summary_metrics(record))
-        if failed:
-            message = f"{len(failed)} of {len(record.runs)} runs failed: {', '.join(failed)}"
-            end = replace(end, status="failed", cause="runs", message=message)
-        log.append(end)
-    for name, error in failed.items():
-        err.print(f"{name} failed: {error}", style="red", markup=False, soft_wrap=True)
+        log.append(_ending(list(failed), len(record.runs), summary_metrics(record)))
+    for name, text in failed.items():
+        err.print(text, style="red", markup=False, soft_wrap=True)
         if name in record.runs and record.runs[name].has_outcome:
             err.print(f"that is its outcome; `triaccel resume {folder.name}/{name}` tries it again", soft_wrap=True)
+        error = outcomes.get(name)
+        if isinstance(error, Exception) and os.environ.get("TRIACCEL_TRACEBACK"):
+            err.print("".join(traceback.format_exception(error)), markup=False, soft_wrap=True)
     point_to(folder, where)
     return 1 if failed else 0
 
@@ -312,6 +313,14 @@ def _choose(spec: ComparisonSpec, folder: Path, num_gpus: float) -> None:
     shared = _shared(trial_of(spec.base))
     with RunProgress(f"{spec.base.task}: trials on validation samples") as progress:
         choose(spec, folder, num_gpus=num_gpus, on_glance=progress.update, shared=shared)
+
+
+def _ending(failed: Sequence[str], num_runs: int, results: Mapping[str, float]) -> End:
+    """Returns the last record of a search or comparison of which the runs `failed` are to be tried again."""
+    if not failed:
+        return End(status="finished", results=results)
+    message = f"{len(failed)} of {num_runs} runs failed: {', '.join(failed)}"
+    return End(status="failed", cause="runs", message=message, results=results)
 
 
 def _storage(where: Where) -> Path:

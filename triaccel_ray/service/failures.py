@@ -8,6 +8,9 @@
 | `disk_full` | a checkpoint or the log could not be written | everything stops, with a message |
 | `taken_over` | another process goes on with the run, whose one writer it is | nothing is written; the process ends |
 | `bug` | anything else | shown to the user, never tried again by itself |
+| `runs` | of a search or comparison: some of its runs failed | `resume` tries those again that another try may mend |
+
+The traceback of a failure is in the run's folder, as ERROR.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import shutil
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +30,11 @@ MAX_LOSSES = 3
 
 RESULTS = ("out_of_memory", "non_finite")
 """Causes that say something about what was tried: trying the same again would end the same way."""
+
+ERROR = "error.txt"
+"""The traceback of the failure that has ended a run."""
+
+OWN_PACKAGES = ("triaccel_ray", "trainables", "kernels", "search_spaces")
 
 DAMAGED = "events.damaged.jsonl"
 """A log that could not be read to its end, set aside when its run went on."""
@@ -45,8 +54,29 @@ class DiskFullError(ValueError):
     """A file of the run could not be written for lack of room; what was complete before is still there."""
 
 
+class SetupError(RuntimeError):
+    """A run could not be set up for a mistake in code, most likely the task's own, not in what was asked for."""
+
+
+class RunFailedError(RuntimeError):
+    """A run has failed after it had begun; the message names it, the cause and where to look."""
+
+    def __init__(self, folder: Path, error: Exception) -> None:
+        """Of the run in `folder`, ended by `error`."""
+        self.cause = cause_of(error)
+        known = isinstance(error, NonFiniteLossError | PreemptedError)
+        text = str(error) if known else f"{type(error).__name__}: {error}"
+        trace = f", the traceback in {ERROR}" if (folder / ERROR).exists() else ""
+        super().__init__(
+            f"{folder.name} failed ({self.cause}): {text[:500]}; its log and last checkpoint are in {folder}{trace}"
+        )
+        self.__cause__ = error
+
+
 def cause_of(error: BaseException) -> str:
     """Returns the class of a failure, as the table above names it."""
+    if isinstance(error, RunFailedError):
+        return error.cause
     if is_out_of_memory(error):
         return "out_of_memory"
     if isinstance(error, NonFiniteLossError):
@@ -61,6 +91,29 @@ def cause_of(error: BaseException) -> str:
 def failed(error: Exception) -> End:
     """Returns the last record of a run that `error` has ended."""
     return End(status="failed", cause=cause_of(error), message=f"{type(error).__name__}: {error}"[:500])
+
+
+def write_traceback(folder: Path, error: BaseException) -> None:
+    """Leaves the traceback in the run's folder, where there is room for it."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ERROR).write_text("".join(traceback.format_exception(error)))
+
+
+@contextlib.contextmanager
+def telling_mistakes() -> Iterator[None]:
+    """Inside, a run is set up: what this product refuses there is bad input, what other code raises is a mistake in it.
+
+    Raises:
+        SetupError: in place of a ValueError or TypeError that was not raised by this product's code.
+    """
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] in OWN_PACKAGES:
+            raise
+        raise SetupError(f"{type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError
 from triaccel_ray.events import Epoch
 from triaccel_ray.out_of_memory import first_line
 from triaccel_ray.service.actor import original_error, start_actor
-from triaccel_ray.service.failures import MAX_LOSSES, PreemptedError
+from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, RunFailedError, cause_of
 from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.worker import Status
@@ -48,12 +48,14 @@ def run_all(
 ) -> dict[str, Mapping[str, float] | Exception]:
     """Returns the results of every run, or the exception that ended it, by name.
 
+    That is a RunFailedError for a run that had begun, DiskFullError apart, and what was raised for one that had not.
+
     Each run has the folder `root / name`, and its samples from `shared` where given. As many train at once as the
     cluster has room for. Ctrl-C ends the logs of those under way.
     """
     drives = {
         name: _Drive(
-            name,
+            root / name,
             partial(start_actor, spec, root / name, num_gpus=num_gpus, shared=shared),
             num_epochs=spec.recipe.epochs,
             resume=resume,
@@ -95,8 +97,8 @@ def _drive_all(drives: dict[str, _Drive], on_glance: OnGlance) -> dict[str, Mapp
 class _Drive:
     """One run's calls, one after the other."""
 
-    def __init__(self, name: str, start: Callable[[], Any], *, num_epochs: int, resume: bool) -> None:
-        self._name, self._start_actor, self._num_epochs = name, start, num_epochs
+    def __init__(self, folder: Path, start: Callable[[], Any], *, num_epochs: int, resume: bool) -> None:
+        self._folder, self._name, self._start_actor, self._num_epochs = folder, folder.name, start, num_epochs
         self._num_lost = 0
         self._begin(resume=resume)
 
@@ -114,7 +116,7 @@ class _Drive:
         except RayActorError as error:
             return self._lost(error)
         except Exception as error:  # whatever the run raised is its outcome
-            return Glance(name=self._name, error=original_error(error))
+            return Glance(name=self._name, error=self._outcome(original_error(error)))
         if self._finishing:
             return Glance(name=self._name, results=result)
         last = result if isinstance(result, Epoch) else None
@@ -128,10 +130,17 @@ class _Drive:
         self._num_lost += 1
         if self._num_lost > MAX_LOSSES:
             text = f"its process was lost {self._num_lost} times, the last time so: {first_line(error)}"
-            return Glance(name=self._name, error=PreemptedError(text))
+            return Glance(name=self._name, error=RunFailedError(self._folder, PreemptedError(text)))
         self.close()
         self._begin(resume=True)
         return Glance(name=self._name)
+
+    def _outcome(self, error: Exception) -> Exception:
+        refused = self._epochs_done is None and cause_of(error) == "bug"  # bad input, or a mistake in the set-up
+        if refused or isinstance(error, DiskFullError):
+            error.add_note(f"raised by the run {self._name}")
+            return error
+        return RunFailedError(self._folder, error)
 
     def glance(self) -> Glance | None:
         """Returns the status that was asked for at the last call, if it has come, and asks again."""

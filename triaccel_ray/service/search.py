@@ -113,7 +113,8 @@ def prepare(
     """Returns what the trials need to know, from the baselines FP32 and AMP and the probe; runs those not yet run.
 
     Raises:
-        ValueError: a baseline failed; the message says how.
+        RunFailedError: a baseline failed; the message says how.
+        Exception: what a baseline that could not be set up, or found no room on the disk, has raised.
     """
     path = folder / PREPARED
     if path.exists():
@@ -128,7 +129,7 @@ def prepare(
     outcomes = run_all(missing, folder / BASELINES, num_gpus=num_gpus, on_glance=on_glance, resume=True, shared=shared)
     for name, outcome in outcomes.items():
         if isinstance(outcome, Exception):
-            raise ValueError(f"the baseline {name} failed: {outcome}") from outcome
+            raise outcome
         done[name] = read_run(folder / BASELINES / name)
     prepared = _prepared(spec, done)
     write_atomically(path, json.dumps(encode(prepared), indent=2))

@@ -15,6 +15,7 @@ from filelock import FileLock
 
 from triaccel_ray.events import End, Event, Interruption, LogError, Start, parse_event
 from triaccel_ray.jsonable import decode, encode
+from triaccel_ray.service.failures import ERROR
 from triaccel_ray.service.figures import run_figures
 from triaccel_ray.service.log_tail import LogTail
 from triaccel_ray.service.metrics import metrics_of, params_of, step_of, tags_of
@@ -34,6 +35,7 @@ ARTIFACTS = (
     "choices.json",
     "comparison.md",
     "report.html",
+    ERROR,
     FIGURES,
 )
 """What is uploaded of a run's folder when the run ends."""

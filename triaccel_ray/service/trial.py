@@ -14,7 +14,7 @@ from ray import tune
 from search_spaces.thresholds import Calibration, thresholds
 from triaccel_ray.events import End, EventLog, LogError, Start, TakenOverError, read_events
 from triaccel_ray.jsonable import encode
-from triaccel_ray.service.failures import RESULTS, DiskFullError, cause_of, failed, needing_room
+from triaccel_ray.service.failures import RESULTS, DiskFullError, cause_of, failed, needing_room, write_traceback
 from triaccel_ray.service.objective import Figures, Objective
 from triaccel_ray.service.record import RunRecord, has_begun, read_if_begun
 from triaccel_ray.service.shared_data import SharedSplits
@@ -161,6 +161,7 @@ class ThresholdTrial(tune.Trainable):
         """Puts a failure on record, also one that came before there was a run."""
         assert self._folder is not None
         if self._worker is None or not self._worker.begun:
+            write_traceback(self._folder, error)
             end_run(self._folder, self._spec, failed(error))
         elif not self._worker.ended:
             self._worker.fail(error)

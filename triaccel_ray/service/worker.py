@@ -29,12 +29,14 @@ from triaccel_ray.measure.memory import hold_to_part
 from triaccel_ray.plan import Precision
 from triaccel_ray.score import BYTES_PER_GB, TIMED_EPOCHS, efficiency_score, mean_epoch_seconds
 from triaccel_ray.service.failures import (
+    ERROR,
     DiskFullError,
     NonFiniteLossError,
     broken_off,
     failed,
     needing_room,
     set_damage_aside,
+    write_traceback,
 )
 from triaccel_ray.service.objective import Figures
 from triaccel_ray.service.spec import RunSpec, environment
@@ -143,6 +145,7 @@ class Worker:
         Raises:
             ValueError: the checkpoint belongs to a run with other settings.
         """
+        (self.folder / ERROR).unlink(missing_ok=True)  # of a failure that an interruption is about to stand for
         damage = set_damage_aside(self.folder / EVENTS)
         if (self.folder / EVENTS).exists():
             with needing_room(self.folder):
@@ -248,7 +251,9 @@ class Worker:
         self._append(End(status="stopped"))
 
     def fail(self, error: Exception) -> None:
-        """Ends the log of a run that `error` has ended."""
+        """Ends the log of a run that `error` has ended, and leaves the traceback beside it."""
+        if self.begun and not self.ended:
+            write_traceback(self.folder, error)
         self._append(failed(error))
 
     def close(self) -> None:

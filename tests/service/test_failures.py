@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from triaccel_ray.events import End
+from triaccel_ray.service import commands
+from triaccel_ray.service.cli import main
+from triaccel_ray.service.commands import _ending
+from triaccel_ray.service.failures import (
+    ERROR,
+    DiskFullError,
+    NonFiniteLossError,
+    PreemptedError,
+    RunFailedError,
+    cause_of,
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (MemoryError(), "out_of_memory"),
+        (NonFiniteLossError("nan"), "non_finite"),
+        (PreemptedError("lost"), "preempted"),
+        (DiskFullError("full"), "disk_full"),
+        (ValueError("a mistake"), "bug"),
+    ],
+)
+def test_a_run_that_others_wait_for_fails_with_its_own_cause(tmp_path: Path, error: Exception, cause: str) -> None:
+    failure = RunFailedError(tmp_path / "amp", error)
+    assert cause_of(failure) == cause_of(error) == cause
+    assert str(failure).startswith(f"amp failed ({cause}): ")
+    assert ERROR not in str(failure)
+    assert failure.__cause__ is error
+
+
+def test_a_failed_run_is_not_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> int:
+        raise RunFailedError(tmp_path / "amp", ValueError("a mistake"))
+
+    monkeypatch.setattr(commands, "execute", fail)
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor"])
+    assert ended.value.code == 1
+    assert "amp failed (bug): ValueError: a mistake" in capsys.readouterr().err
+    monkeypatch.setenv("TRIACCEL_TRACEBACK", "1")
+    with pytest.raises(RunFailedError):
+        main(["doctor"])
+
+
+def test_a_search_and_a_comparison_with_failed_runs_have_failed() -> None:
+    results = {"score": 1.0}
+    assert _ending([], 3, results) == End(status="finished", results=results)
+    failed = _ending(["trial-001", "trial-002"], 3, results)
+    assert (failed.status, failed.cause, failed.results) == ("failed", "runs", results)
+    assert failed.message == "2 of 3 runs failed: trial-001, trial-002"
