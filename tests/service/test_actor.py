@@ -61,8 +61,8 @@ def test_bad_input_is_told_from_a_mistake_in_the_tasks_code(module: str, tmp_pat
 
 
 def test_the_traceback_of_a_run_travels_with_what_it_raised() -> None:
-    wrapped = RayTaskError("setup", "File mine.py, line 7, in model", ValueError("too few"))
-    cause = original_error(wrapped)
+    raised = RayTaskError("setup", "File mine.py, line 7, in model", ValueError("too few"))
+    cause = original_error(raised.as_instanceof_cause())
     assert (type(cause), str(cause)) == (ValueError, "too few")
     assert "File mine.py, line 7, in model" in "".join(traceback.format_exception(cause))
 

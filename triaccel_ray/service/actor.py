@@ -85,5 +85,5 @@ def original_error(error: Exception) -> Exception:
     if not isinstance(cause, Exception):
         return error
     if isinstance(error, RayTaskError):
-        cause.add_note(f"raised in the run's own process:\n{error.traceback_str}")
+        cause.add_note(f"raised in the run's own process:\n{error}")
     return cause
