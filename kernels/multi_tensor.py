@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -61,12 +61,10 @@ class TensorTable:
         device: torch.device,
         *,
         sizes: Sequence[int] | None = None,
-        dtypes: Collection[torch.dtype] = tuple(DTYPE_CODES),
     ) -> None:
-        """Begins with every tensor absent; `sizes` and `dtypes` are what `point_to` accepts (None: any size)."""
+        """Begins with every tensor absent; `sizes` are what `point_to` accepts (None: any)."""
         self.num_tensors, self.device = num_tensors, torch.device(device)
         self._sizes = None if sizes is None else list(sizes)
-        self._dtypes = frozenset(dtypes)
         # One buffer, one upload. The codes begin at a multiple of 16 bytes whatever the number of tensors: a kernel is
         # compiled anew for a pointer of another alignment.
         self._codes_at = num_tensors + num_tensors % 2
@@ -119,8 +117,8 @@ class TensorTable:
         self.dtypes = frozenset(tensor.dtype for tensor in tensors if tensor is not None)
 
     def _check(self, index: int, tensor: Tensor) -> None:
-        if tensor.dtype not in self._dtypes:
-            names = ", ".join(sorted(map(str, self._dtypes)))
+        if tensor.dtype not in DTYPE_CODES:
+            names = ", ".join(sorted(map(str, DTYPE_CODES)))
             raise ValueError(f"tensor {index} is {tensor.dtype}: this table takes {names}")
         if tensor.device != self._packed.device:
             raise ValueError(f"tensor {index} is on {tensor.device}: this table is on {self._packed.device}")

@@ -115,6 +115,18 @@ def test_the_kernel_steps_as_the_users_optimizer_would() -> None:
         assert (a - b).norm() / b.norm().clamp(min=1e-6) < 1e-2
 
 
+def test_a_model_that_is_not_in_channels_last_memory_is_told_so_once() -> None:
+    ticks: list[Any] = []
+    model = network().to(memory_format=torch.contiguous_format)
+    loop = loop_of(model, fixed(Precision.FP16, capture=True), on_tick=ticks.append)
+    for _ in range(2):
+        loop.train_epoch()
+    faults = [fault for tick in ticks for fault in tick.observation.faults]
+    assert [(fault.kind, fault.phase, fault.step) for fault in faults] == [(FaultKind.FUSION_REFUSED, "fuse", 0)]
+    assert "model.to(memory_format=torch.channels_last)" in faults[0].detail
+    assert loop._steps.num_captured == 1
+
+
 def test_a_changed_learning_rate_changes_the_replayed_step() -> None:
     model = network()
     rate = [1.0]

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from kernels.batch_norm_act import RunningStatistics
-from triaccel_ray.apply.fused_norm import RecomputedInput
+from triaccel_ray.apply.fused_norm import FusedNorm, RecomputedInput, format_refusal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -42,3 +43,29 @@ def test_an_input_that_cannot_be_recomputed_is_kept() -> None:
     y = torch.relu(x)
     out = RecomputedInput(conv)(y)
     assert out.grad_fn._saved_input.data_ptr() == y.data_ptr()
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_another_memory_format_is_refused_with_the_way_out(fits: bool) -> None:
+    x = torch.zeros(2, 3, 4, 5)
+    laid_out = x.to(memory_format=torch.channels_last)
+    assert format_refusal(laid_out, None) == format_refusal(laid_out, laid_out) == ""
+    assert format_refusal(x[:, :1].contiguous(), None) == ""  # the same in both formats
+    refusal = format_refusal(laid_out, x) if fits else format_refusal(x, laid_out)
+    assert "shape (2, 3, 4, 5) have strides (60, 20, 5, 1)" in refusal
+    assert "model.to(memory_format=torch.channels_last)" in refusal
+
+
+@pytest.mark.gpu
+def test_a_norm_says_why_the_kernel_was_not_used() -> None:
+    norm = FusedNorm(nn.BatchNorm2d(8).cuda(), None, torch.relu, "relu")
+    x = torch.randn(4, 8, 6, 6, device="cuda")
+    norm.eval()
+    norm(x)
+    assert norm.refused_because == ""  # in eval mode there is no kernel at all
+    norm.train()
+    norm(x.to(memory_format=torch.channels_last))
+    assert norm.refused_because == ""
+    expected = torch.relu(nn.BatchNorm2d(8).cuda()(x))
+    torch.testing.assert_close(norm(x), expected)
+    assert "channels_last" in norm.refused_because

@@ -8,9 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from tests.build import ONE, NoUpdate, RerunPool, blobs, cache_of, mlp, step_of
+from tests.apply.fusible import Block, layers_of
+from tests.build import CPU, ONE, NoUpdate, RerunPool, blobs, cache_of, mlp, nothing, step_of
 from triaccel_ray.apply.capture import StepCache
+from triaccel_ray.apply.feed import Feed
+from triaccel_ray.apply.fuse import Fusion, fuse
+from triaccel_ray.apply.precision import LayerPrecision
+from triaccel_ray.apply.step import Step
+from triaccel_ray.layers import find_layers
 from triaccel_ray.plan import FaultKind
+from triaccel_ray.sources import TensorSource
 
 ALL = torch.arange(16)
 NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -113,3 +120,29 @@ def test_what_a_watched_step_found_does_not_reach_the_next() -> None:
     assert not cache.enabled
     assert cache.run(ALL, ONE, step=1) == ()
     assert pool.num_tried == 0
+
+
+def test_norms_that_the_kernel_refused_are_told_once_and_steps_are_captured_all_the_same() -> None:
+    model = Block().train()
+    fusion = fuse(model, layers_of(model))
+    assert isinstance(fusion, Fusion)
+    data = TensorSource(torch.randn(16, 4, 6, 6), torch.zeros(16))
+    feed = Feed(data, seed=0, device=CPU)
+    precision = LayerPrecision(model, find_layers(model))
+    step = Step(
+        model,
+        lambda outputs, targets: outputs.square().mean(),
+        feed,
+        precision,
+        check_memory=nothing,
+        release_memory=nothing,
+        fusion=fusion,
+    )
+    cache = cache_of(step, pool=RerunPool())
+    fusion.norms[0].refused_because = "activations are not in channels_last memory"  # as the first step on a GPU does
+    (fault,) = cache.run(ALL, ONE, step=0)
+    assert (fault.kind, fault.phase, fault.step) == (FaultKind.FUSION_REFUSED, "fuse", 0)
+    assert fault.detail == "activations are not in channels_last memory"
+    assert cache.run(ALL, ONE, step=1) == ()
+    assert cache.num_captured == 1
+    assert cache.run(ALL[:8], ONE, step=2) == ()

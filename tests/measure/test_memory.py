@@ -117,6 +117,25 @@ def test_going_beyond_the_budget_raises_until_memory_is_given_back() -> None:
     assert memory.peak_bytes > memory.limit_bytes
 
 
+class Counting(ResidentMemory):
+    """Counts how often it looks."""
+
+    num_samples = 0
+
+    def sample(self) -> int:
+        self.num_samples += 1
+        return super().sample()
+
+
+def test_a_check_looks_once_and_tells_what_it_saw() -> None:
+    memory = Counting(resident() + 64 * MIB)
+    memory.limit_bytes = 1
+    before = memory.num_samples
+    with pytest.raises(BudgetExceededError, match="of a budget of 0 MiB"):
+        memory.check()
+    assert memory.num_samples == before + 1
+
+
 def test_without_a_budget_nothing_is_checked() -> None:
     memory = memory_meter(CPU, None)
     memory.limit_bytes = 1

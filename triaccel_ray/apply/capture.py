@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -114,6 +114,7 @@ class StepCache:
         self._too_large: set[_Key] = set()
         self._ground: tuple[Any, ...] = ()
         self._cost = AdaptingCost()
+        self._has_told_of_norms = False
         pool.on_release(self._drop_all)
 
     @property
@@ -162,7 +163,7 @@ class StepCache:
         gradients.publish()
         self._update.run(outcome.loss_sum, outcome.num_samples, gradients)
         gradients.drop()
-        return outcome
+        return replace(outcome, faults=(*outcome.faults, *self._refused_norms(step)))
 
     def _first(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> tuple[Fault, ...]:
         """Makes the first step of a kind, eagerly, and watches for what a captured one could not do."""
@@ -170,16 +171,24 @@ class StepCache:
         with self._timed():
             outcome = self._eager(indices, loss_scale, step, watch=True)
             self.step.zero_grad()
-        if outcome.faults:  # what passed in the end was another kind of step
-            return outcome.faults
+        if any(fault.kind is FaultKind.OUT_OF_MEMORY for fault in outcome.faults):
+            return outcome.faults  # what passed in the end was another kind of step
         self._warm.add(key)
         obstacles = [*outcome.obstacles]
         if self._find_ground() != ground:
             obstacles.append("the step puts other tensors in place of parameters or buffers, which a replay would not")
         if not obstacles:
-            return ()
+            return outcome.faults
         self.enabled = False
-        return (_capture_fault(key, step, "; ".join(obstacles)),)
+        return (*outcome.faults, _capture_fault(key, step, "; ".join(obstacles)))
+
+    def _refused_norms(self, step: int) -> tuple[Fault, ...]:
+        """Returns, once, that the kernel for norms could not be used on what the model gives it."""
+        reason = "" if self.step.fusion is None else self.step.fusion.refused_because
+        if not reason or self._has_told_of_norms:
+            return ()
+        self._has_told_of_norms = True
+        return (Fault(kind=FaultKind.FUSION_REFUSED, step=step, phase="fuse", detail=reason),)
 
     def _capture(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> Fault | None:
         """Captures the step on these samples without making it, and keeps it; returns what prevented that."""

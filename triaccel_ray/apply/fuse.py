@@ -61,6 +61,11 @@ class Fusion:
         """
         return self._trace.holds()
 
+    @property
+    def refused_because(self) -> str:
+        """Why norms were not computed by the kernel that is there for them; empty if they always were."""
+        return next((norm.refused_because for norm in self.norms if norm.refused_because), "")
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Chain:
@@ -162,10 +167,6 @@ class _Rewriting:
     def described(self, call: fx.Node) -> FusedNorm:
         """Returns the norm of this call, its surroundings filled in and its output forked where that is possible."""
         fused = self._norms[str(call.target)]
-        source = call.args[0]
-        assert isinstance(source, fx.Node)
-        layer = self._module(source)
-        fused.reads = layer if id(layer) in self._leaves else None
         following: dict[int, nn.Module] = {}
         fused.has_other_readers = self._collect(call, following)
         fused.following = tuple(following.values())

@@ -24,7 +24,7 @@ class FusedNorm(nn.Module):
 
     There is one in training mode on a GPU: for 4-dimensional FP32, FP16 and BF16 tensors in channels_last memory and a
     norm with weight, bias, moving averages and a momentum. Everywhere else, what the original modules compute is
-    computed by calling them.
+    computed by calling them; where memory format alone stands in the way, `refused_because` says so.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class FusedNorm(nn.Module):
         """Whether the sum with the residual has the dtype of x whatever the residual's, as `+=` gives it."""
         self.forked = False
         """Whether the output is returned twice, for two readers."""
-        self.reads: nn.Module | None = None
-        """The layer whose output is normalised."""
         self.following: tuple[nn.Module, ...] = ()
         """Layers that read the output, directly or through pooling, flattening and identities."""
         self.has_other_readers = False
         """Whether others than these, and residual sums of fused norms, read it."""
+        self.refused_because = ""
+        """Why the kernel was not used for tensors that it is for but for their memory format; empty if it never was."""
 
     def forward(self, x: Any, residual: Any = None) -> Any:
         """Returns the output, twice when forked; the residual is given exactly when there is a sum."""
@@ -87,7 +87,11 @@ class FusedNorm(nn.Module):
                 return None
             dtype = x.dtype if self.keeps_dtype else torch.promote_types(x.dtype, residual.dtype)
         dtype = self.output_dtype or dtype
-        return dtype if dtype in DTYPES and self.norm.weight.device == x.device else None
+        if dtype not in DTYPES or self.norm.weight.device != x.device:
+            return None
+        refusal = format_refusal(x, residual)
+        self.refused_because = self.refused_because or refusal
+        return None if refusal else dtype
 
     def _norm_fits(self) -> bool:
         norm = self.norm
@@ -141,6 +145,16 @@ def _tensor_fits(value: Any) -> bool:
         and value.is_cuda
         and value.dim() == 4
         and value.dtype in DTYPES
-        and value.is_contiguous(memory_format=torch.channels_last)
         and torch.cuda.get_device_capability(value.device) >= _MINIMAL_CAPABILITY
     )
+
+
+def format_refusal(x: Tensor, residual: Tensor | None) -> str:
+    """Returns why the kernel cannot read these tensors, and what to do about it; empty if it can."""
+    for tensor in (x, residual):
+        if tensor is not None and not tensor.is_contiguous(memory_format=torch.channels_last):
+            return (
+                f"activations of shape {tuple(tensor.shape)} have strides {tensor.stride()}: the kernel needs "
+                "channels_last; use model.to(memory_format=torch.channels_last) before the loop is built"
+            )
+    return ""

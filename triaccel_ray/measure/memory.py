@@ -158,8 +158,7 @@ class ResidentMemory(MemoryMeter):
 
     def check(self) -> None:
         """Raises BudgetExceededError when the resident set is beyond an explicit budget."""
-        if self.has_budget and self.sample() > self.limit_bytes:
-            used = self.sample()
+        if self.has_budget and (used := self.sample()) > self.limit_bytes:
             raise BudgetExceededError(f"the process holds {_mib(used)} of a budget of {_mib(self.limit_bytes)}")
 
     def begin_window(self) -> None:
