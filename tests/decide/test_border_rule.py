@@ -21,26 +21,13 @@ from tests.decide.build import (
     observation_of,
     plan_of,
 )
-from tests.decide.test_borders import DEAR, HALF, known_costs
-from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from tests.decide.layer_costs import CONFIG, DEAR, HALF, NAMES, VARIANCE, costs_of, known_costs
+from triaccel_ray.config import ControlConfig
 from triaccel_ray.decide import ControlState, Decision, LayerState, decide, initial_decision, replay
 from triaccel_ray.decide.precision import keep_precision, precision_for_variance
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.plan import Applied, Precision, ReasonCode
 from triaccel_ray.signals import LayerCost, LayerSignal, Observation
-
-LOW, HIGH = 1e-6, 1e-3
-VARIANCE = {FP16: 1e-8, BF16: 1e-5, FP32: 1e-1}
-CONFIG = ControlConfig(
-    precision=PrecisionConfig(initial=FP32, tau_low=LOW, tau_high=HIGH, dwell_ticks=0, patience_ticks=1),
-    curvature=CurvatureConfig(tau_curv=5.0, smoothing=0.0, alpha=0.0),
-    batch=BatchConfig(enabled=False),
-)
-NAMES = ("conv", "block", "head")
-
-
-def costs_of(cost: LayerCost) -> tuple[LayerCost, ...]:
-    return tuple(replace(cost, name=name) for name in NAMES)
 
 
 def signals(*wanted: Precision, eigenvalues: dict[str, float] | None = None) -> list[LayerSignal]:

@@ -9,24 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.decide.build import BF16, FP16, FP32
+from tests.decide.layer_costs import DEAR, HALF, WORSE, cost_of, known_costs, milliseconds
 from triaccel_ray.decide.borders import Grant, Prediction, Wish, grant, predict
 from triaccel_ray.plan import Precision
 from triaccel_ray.signals import LayerCost
 
 LEVELS = {"h": FP16, "b": BF16, "f": FP32}
 LETTERS = {level: letter for letter, level in LEVELS.items()}
-
-
-def cost_of(fp16: float, bf16: float, fp32: float, border: float, name: str = "") -> LayerCost:
-    return LayerCost(name=name, compute_ms={FP16: fp16, BF16: bf16, FP32: fp32}, border_ms=border)
-
-
-HALF = cost_of(0.5, 0.5, 1.0, 0.2)
-"""FP16 or BF16 saves 0.5 ms against FP32; two borders cost 0.4."""
-DEAR = cost_of(0.5, 0.5, 1.0, 0.3)
-"""The same, but two borders cost 0.6."""
-WORSE = cost_of(2.0, 2.0, 1.0, 0.3)
-"""A layer that is slower in 16 bits."""
 
 
 def wishes_of(in_force: str, wanted: str, *costs: LayerCost | None, supported=tuple(Precision)) -> list[Wish]:
@@ -114,9 +103,7 @@ def test_what_is_refused_says_what_it_would_bring():
 
 
 levels = st.sampled_from(Precision)
-milliseconds = st.floats(0.0, 2.0)
 costs = st.none() | st.builds(cost_of, milliseconds, milliseconds, milliseconds, st.floats(0.0, 0.5))
-known_costs = st.builds(cost_of, milliseconds, milliseconds, milliseconds, st.floats(0.0, 0.5))
 
 
 @st.composite

@@ -7,15 +7,13 @@ from dataclasses import replace
 import pytest
 
 from tests.decide.build import BF16, FP16, FP32, Machine, Run, apply_failed, observation_of, plan_of
-from tests.decide.test_border_rule import CONFIG, VARIANCE, costs_of
-from tests.decide.test_borders import DEAR
+from tests.decide.layer_costs import CONFIG, DEAR, NAMES, VARIANCE, costs_of
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.decide import ControlState, Decision, LayerState
 from triaccel_ray.decide.overflow import bar_overflowing
 from triaccel_ray.plan import Precision, ReasonCode
 from triaccel_ray.signals import LayerSignal
 
-NAMES = ("conv", "block", "head")
 START = replace(CONFIG, precision=replace(CONFIG.precision, initial=FP16, overflow_bar_ticks=4))
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.build import BF16, FP16, FP32, ConvNet, Limited, gradients, images, mlp, same, values
+from tests.measure.build import read, sensors_of
 from tests.measure.curvature_models import AttentionNet, RecurrentNet, TokenNet, sequences, tokens
-from tests.measure.test_sensors import read, sensors_of
 from triaccel_ray.apply.precision import LayerPrecision, supported_precisions
 from triaccel_ray.layers import find_layers
 from triaccel_ray.measure.costs import CostMeasurement, measure_costs

@@ -4,16 +4,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.build import FP32, collected, mlp, same
-from triaccel_ray.layers import find_layers
+from tests.build import FP32, same
+from tests.measure.build import PLAN, read, sensors_of
 from triaccel_ray.measure.curvature import CurvatureEstimate, SpectrumShape
-from triaccel_ray.measure.memory import ResidentMemory
-from triaccel_ray.measure.moments import GradientMoments
-from triaccel_ray.measure.sensors import Reading, Sensors
-from triaccel_ray.plan import Fault, FaultKind, Plan, Precision
+from triaccel_ray.measure.sensors import Reading
+from triaccel_ray.plan import Fault, FaultKind, Precision
 from triaccel_ray.signals import NoiseSignal, Observation
 
-PLAN = Plan(batch_size=8, precision={"0": FP32, "2": FP32, "4": FP32})
 FAULT = Fault(kind=FaultKind.OUT_OF_MEMORY, step=3, phase="forward_backward", batch_size=8, micro_batch_size=4)
 NAN = math.nan
 ESTIMATE = CurvatureEstimate(
@@ -23,29 +20,6 @@ ESTIMATE = CurvatureEstimate(
     trace_covariance=torch.tensor(7.0),
 )
 WITHOUT_NOISE = CurvatureEstimate(matrices=ESTIMATE.matrices, shape=ESTIMATE.shape)
-
-
-def sensors_of() -> Sensors:
-    model = mlp()
-    layers = find_layers(model)
-    named: list[tuple[str, tuple[Precision, ...]]] = [(layer.name, tuple(Precision)) for layer in layers]
-    named[1] = ("2", (FP32,))
-    moments = GradientMoments(layers, list(model.parameters()), beta=0.5)
-    sensors = Sensors(named, moments, ResidentMemory(None), torch.zeros(2, dtype=torch.float64))
-    model[0].weight.grad = torch.arange(model[0].weight.numel()).view_as(model[0].weight).float()
-    moments.update(collected(model), torch.tensor(2.0))
-    return sensors
-
-
-def read(sensors: Sensors, tick: int = 4) -> Observation:
-    return sensors.read(
-        plan=PLAN,
-        step=100,
-        tick=tick,
-        epoch=1.5,
-        loss_scale=torch.tensor(1024.0),
-        num_skipped=torch.tensor(3.0, dtype=torch.float64),
-    ).observation()
 
 
 def test_a_reading_holds_what_was_seen() -> None:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ray.tune.search.sample import Categorical, Float
 
 from search_spaces.thresholds import (
     ANCHOR,
@@ -19,27 +18,13 @@ from search_spaces.thresholds import (
     search_space,
     thresholds,
 )
+from tests.search_spaces.samples import samples
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 
 CONTROL = ControlConfig(every_steps=10, batch=BatchConfig(start=96, minimum=32, maximum=512, granularity=32))
 ALL = tuple(OPTIONAL)
 # What a float32 gradient can have, and a little more.
 VARIANCES = st.lists(st.floats(1e-40, 1e30), min_size=1, max_size=40).map(calibration)
-
-
-def draws(domain: Any) -> st.SearchStrategy[Any]:
-    """Values of one of Tune's domains, its bounds among them."""
-    if isinstance(domain, Categorical):
-        return st.sampled_from(domain.categories)
-    assert isinstance(domain, Float)
-    return st.floats(domain.lower, domain.upper)
-
-
-def samples(space: str) -> st.SearchStrategy[dict[str, Any]]:
-    """Samples of the space with any of the optional dimensions."""
-    required = {name: draws(domain) for name, domain in SPACES[space].items()}
-    optional = {name: draws(domain) for name, domain in OPTIONAL.items()}
-    return st.fixed_dictionaries(required, optional=optional)
 
 
 def assert_ordered(control: ControlConfig) -> None:

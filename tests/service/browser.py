@@ -1,9 +1,10 @@
-"""A headless Chromium: what a page looks like, and the text that it shows once its scripts have run."""
+"""What a page holds, and through a headless Chromium what it looks like and shows once its scripts have run."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,26 @@ QUIET = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
 )
+
+
+class Tags(HTMLParser):
+    """The page's tags and texts, in order."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if data.strip():
+            self.texts.append(data)
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.tags)
 
 
 def screenshot(

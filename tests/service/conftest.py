@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.service.crew import Crew
+from tests.service.own_task import write_module
 from tests.service.stores import Server
 from triaccel_ray.service.tracking import Tracker
 
@@ -43,3 +46,25 @@ def experiment(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "a search"
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module with the tests' own tasks, which lies in `tmp_path`."""
+    return write_module(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def crew() -> Iterator[Crew]:
+    made = Crew()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def only_new_objects_collected() -> Iterator[None]:
+    """A worker collects garbage: among all that a test session has imported, half a second each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from tests.build import CPU, blobs, mlp
+from tests.build import CPU, ConvNet, blobs, images, mlp, shift_and_noise
 from trainables.task import Purpose, Recipe, Splits, Task
 from triaccel_ray.sources import TensorSource
 from triaccel_ray.config import BatchConfig, ControlConfig
@@ -51,6 +51,19 @@ class Blobs(Task):
         held_out = Watched(*blobs(50, seed=1))
         held_out.purpose = purpose.value
         return Splits(train=TensorSource(*blobs(160)), held_out=held_out)
+
+
+class Pictures(Task):
+    # convolutions, normalisation, dropout, augmentation: what depends on state and chance
+    name = "pictures"
+    recipe = Recipe(epochs=3, lr=0.05, warmup_epochs=1.0)
+
+    def model(self):
+        return ConvNet(seed=torch.initial_seed())
+
+    def data(self, purpose):
+        train = TensorSource(*images(160), augment=shift_and_noise)
+        return Splits(train=train, held_out=TensorSource(*images(50, seed=1)))
 
 
 class Sealed(TensorSource):

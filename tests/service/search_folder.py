@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.service.build import CONTROL, SimulatedRun
-from tests.service.test_record import RUN_SPEC
+from tests.service.records import RUN_SPEC
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.jsonable import encode
 from triaccel_ray.service.objective import Objective

@@ -6,15 +6,10 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RayTaskError
 
-from tests.service.own_task import own_spec, write_module
+from tests.service.own_task import own_spec
 from triaccel_ray.service.actor import RunActor, original_error
 from triaccel_ray.service.failures import SetupError, cause_of
 from triaccel_ray.service.record import read_run
-
-
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    return write_module(tmp_path, monkeypatch)
 
 
 def test_an_actor_trains_one_run_and_answers_meanwhile(module: str, tmp_path: Path) -> None:

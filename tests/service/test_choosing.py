@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.test_record import RUN_SPEC
-from tests.service.test_tables import run_of
+from tests.service.records import FINAL_SPEC, ended, named, run_of
 from trainables.task import Purpose, Recipe
 from triaccel_ray.config import BatchConfig, ControlConfig
-from triaccel_ray.events import End
 from triaccel_ray.plan import Precision
 from triaccel_ray.service.choosing import best_sample, best_setting, fixed_trials, tuning_trials
 from triaccel_ray.service.comparison import ComparisonSpec
@@ -20,52 +18,38 @@ from triaccel_ray.service.record import RunRecord
 from triaccel_ray.service.tuning import WIDEST, RecipeSample, recipe_samples
 
 ALL = tuple(Precision)
-BASE = replace(
-    RUN_SPEC, purpose=Purpose.FINAL, control=ControlConfig(batch=BatchConfig(start=96, minimum=32, maximum=160))
-)
-SPEC = ComparisonSpec(base=BASE, methods=("fp32", "amp", "triaccel"), num_fixed=3, num_tuned=2)
+SPEC = ComparisonSpec(base=FINAL_SPEC, methods=("fp32", "amp", "triaccel"), num_fixed=3, num_tuned=2)
 BF16_64 = FixedSetting(precision=Precision.BF16, batch_size=64)
 FP32_96 = FixedSetting(precision=Precision.FP32, batch_size=96)
-
-
-def ended(name: str, *, accuracy: float = 90.0, loss: float = 1.0, seconds: float = 10.0) -> RunRecord:
-    """A finished trial of that outcome."""
-    run = run_of(name, accuracy=accuracy)
-    epochs = tuple(replace(epoch, seconds=seconds) for epoch in run.epochs)
-    return replace(run, epochs=epochs, end=End(status="finished", results={"accuracy": accuracy, "loss": loss}))
 
 
 def failed(name: str) -> RunRecord:
     return run_of(name, num_epochs=0, status="failed")
 
 
-def named(*runs: RunRecord) -> dict[str, RunRecord]:
-    return {run.name: run for run in runs}
-
-
 def test_fixed_settings_begin_with_the_tasks_own_and_do_not_repeat() -> None:
-    settings = sampled_settings(BASE, ALL, 7)
+    settings = sampled_settings(FINAL_SPEC, ALL, 7)
     assert settings[0] == FixedSetting(precision=Precision.BF16, batch_size=96)
     assert len(set(settings)) == 7
     assert {setting.batch_size for setting in settings} <= {32, 64, 96, 128, 160}
-    assert settings == sampled_settings(BASE, ALL, 7)
-    assert settings[:4] == sampled_settings(BASE, ALL, 4)
+    assert settings == sampled_settings(FINAL_SPEC, ALL, 7)
+    assert settings[:4] == sampled_settings(FINAL_SPEC, ALL, 4)
 
 
 def test_there_are_no_more_fixed_settings_than_the_grid_has() -> None:
-    assert len(sampled_settings(BASE, ALL, 100)) == 15
-    assert len(sampled_settings(BASE, (Precision.FP32,), 100)) == 5
+    assert len(sampled_settings(FINAL_SPEC, ALL, 100)) == 15
+    assert len(sampled_settings(FINAL_SPEC, (Precision.FP32,), 100)) == 5
 
 
 def test_a_precision_that_the_device_lacks_is_not_tried() -> None:
-    settings = sampled_settings(BASE, (Precision.FP16, Precision.FP32), 100)
+    settings = sampled_settings(FINAL_SPEC, (Precision.FP16, Precision.FP32), 100)
     assert {setting.precision for setting in settings} == {Precision.FP16, Precision.FP32}
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", 0.5), ("linear", 0.25), ("adascale", 0.5)])
 def test_a_fixed_setting_adapts_nothing_and_its_lr_follows_the_batch(rule: str, factor: float) -> None:
     batch = BatchConfig(start=128, minimum=32, maximum=128, lr_rule=rule)  # type: ignore[arg-type]  # one of them
-    spec = replace(BASE, control=ControlConfig(batch=batch))
+    spec = replace(FINAL_SPEC, control=ControlConfig(batch=batch))
     fixed = FixedSetting(precision=Precision.FP32, batch_size=32).onto(spec)
     control = fixed.method_control
     assert (fixed.method, control.batch.start, control.precision.initial) == ("fixed", 32, Precision.FP32)
@@ -87,7 +71,7 @@ def test_recipe_samples_surround_the_recipe_which_is_the_first() -> None:
 
 
 def test_trials_have_no_test_samples_at_hand_and_one_seed() -> None:
-    trials = fixed_trials(SPEC, sampled_settings(BASE, ALL, 3)) | tuning_trials(SPEC, BF16_64)
+    trials = fixed_trials(SPEC, sampled_settings(FINAL_SPEC, ALL, 3)) | tuning_trials(SPEC, BF16_64)
     assert SPEC.base.purpose is Purpose.FINAL
     assert {spec.purpose for spec in trials.values()} == {Purpose.SEARCH}
     assert {spec.seed for spec in trials.values()} == {0}
@@ -101,9 +85,9 @@ def test_every_method_is_tuned_by_the_same_samples() -> None:
     }
     recipes = [spec.recipe for name, spec in trials.items() if name.endswith("-recipe1")]
     assert recipes == [RecipeSample().onto(recipes[0])] * 4
-    assert recipes[0].lr != BASE.recipe.lr
+    assert recipes[0].lr != FINAL_SPEC.recipe.lr
     assert trials["fixed-recipe1"].control.batch.start == 64
-    assert trials["triaccel-recipe"].recipe == BASE.recipe
+    assert trials["triaccel-recipe"].recipe == FINAL_SPEC.recipe
 
 
 def test_what_was_tried_once_has_the_same_name_and_spec_again() -> None:

@@ -12,8 +12,7 @@ import pytest
 from matplotlib.text import Text
 from PIL import Image
 
-from tests.service.test_choosing import BASE, ended, named
-from tests.service.test_tables import run_of
+from tests.service.records import FINAL_SPEC, ended, named, run_of
 from trainables.task import Purpose
 from triaccel_ray.events import End, LogError
 from triaccel_ray.jsonable import decode, encode
@@ -58,7 +57,7 @@ CHOSEN = Choices(
 
 
 def comparison(methods: tuple[str, ...] = METHODS, **settings: Any) -> ComparisonSpec:
-    return ComparisonSpec(base=BASE, methods=methods, **settings)
+    return ComparisonSpec(base=FINAL_SPEC, methods=methods, **settings)
 
 
 def results(method: str, *accuracies: float, **others: tuple[float, ...]) -> MethodResults:
@@ -95,11 +94,11 @@ def test_every_method_has_every_seed_and_the_test_set() -> None:
 def test_what_was_chosen_reaches_the_final_runs() -> None:
     runs = final_runs(comparison(num_seeds=1, num_fixed=1, num_tuned=2), CHOSEN)
     assert runs["amp-seed0"].recipe == replace(
-        BASE.recipe, lr=2.0 * BASE.recipe.lr, weight_decay=0.5 * BASE.recipe.weight_decay
+        FINAL_SPEC.recipe, lr=2.0 * FINAL_SPEC.recipe.lr, weight_decay=0.5 * FINAL_SPEC.recipe.weight_decay
     )
     fixed = runs["fixed-seed0"].method_control
     assert (fixed.batch.start, fixed.precision.initial) == (64, Precision.FP32)
-    assert runs["fp32-seed0"] == replace(BASE, method="fp32")
+    assert runs["fp32-seed0"] == replace(FINAL_SPEC, method="fp32")
 
 
 @pytest.mark.parametrize(

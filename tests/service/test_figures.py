@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
+from tests.service.browser import num_colours
 from tests.service.build import CONTROL, RESNET, SMALL, SimulatedRun
 from triaccel_ray.events import End, Epoch, Event, Start, Tick, read_events
 from triaccel_ray.plan import Fault, FaultKind, Precision
@@ -50,10 +51,6 @@ def pixels(figure: Figure) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     buffer = io.BytesIO()
     figure.savefig(buffer)
     return np.asarray(Image.open(buffer).convert("RGB"))
-
-
-def num_colours(picture: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> int:
-    return len(np.unique(picture.astype(np.int64) @ [1 << 16, 1 << 8, 1]))
 
 
 def texts(figure: Figure) -> set[str]:

@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.service.build import CONTROL, SimulatedRun
+from tests.service.records import RUN_SPEC
 from triaccel_ray.events import LogError
 from triaccel_ray.jsonable import encode
 from triaccel_ray.service.objective import Figures
 from triaccel_ray.service.record import read_run, read_spec, runs_below
-from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.worker import EVENTS, SPEC
-
-RUN_SPEC = RunSpec(task="cifar10-resnet18", control=CONTROL)
 
 
 def simulated(folder: Path) -> SimulatedRun:

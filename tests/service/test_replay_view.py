@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.build import CONTROL, SimulatedRun
-from tests.service.test_record import RUN_SPEC
+from tests.service.records import RUN_SPEC
 from triaccel_ray.events import End, LogError, Start, Tick
 from triaccel_ray.plan import Precision
 from triaccel_ray.service import cli

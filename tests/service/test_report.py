@@ -1,32 +1,12 @@
 from __future__ import annotations
 
 import base64
-from html.parser import HTMLParser
 from pathlib import Path
 
+from tests.service.browser import Tags
 from triaccel_ray.service.report import REPORT, Section, write_page
 
 PICTURE = b"\x89PNG\r\n\x1a\n not looked at"
-
-
-class Tags(HTMLParser):
-    """The page's tags and texts, in order."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        if data.strip():
-            self.texts.append(data)
-
-    def count(self, tag: str) -> int:
-        return sum(name == tag for name, _ in self.tags)
 
 
 def page_of(tmp_path: Path, *sections: Section, title: str = "a run") -> str:

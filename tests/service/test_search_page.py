@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from matplotlib.text import Text
 
-from tests.service.browser import needs_chromium, num_colours, screenshot
+from tests.service.browser import Tags, needs_chromium, num_colours, screenshot
+from tests.service.records import run_of, search_of
 from tests.service.search_folder import controls, simulated_search
-from tests.service.test_report import Tags
-from tests.service.test_tables import run_of, search_of
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.service.dimensions import dimensions
 from triaccel_ray.service.importance import MIN_TRIALS, importance

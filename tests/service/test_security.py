@@ -17,11 +17,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.service.browser import Tags
 from tests.service.build import SimulatedRun
+from tests.service.records import RUN_SPEC
 from tests.service.search_folder import simulated_search
 from tests.service.stores import Server
-from tests.service.test_record import RUN_SPEC
-from tests.service.test_report import Tags
 from triaccel_ray.jsonable import encode
 from triaccel_ray.service.cli import main
 from triaccel_ray.service.cluster import is_loopback

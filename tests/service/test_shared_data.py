@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.build import CPU, blobs
-from tests.service.own_task import own_spec, write_module
+from tests.service.own_task import own_spec
 from trainables.digits import Digits
 from trainables.images import ImageSource, Preparation
 from trainables.task import Purpose, Splits
@@ -39,11 +39,6 @@ def store() -> Iterator[None]:
     )
     yield
     ray.shutdown()
-
-
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    return write_module(tmp_path, monkeypatch)
 
 
 def same(one: TensorSource, other: TensorSource) -> bool:

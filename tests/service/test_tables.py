@@ -1,46 +1,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-from tests.service.build import CONTROL, SimulatedRun
-from tests.service.test_record import RUN_SPEC
-from triaccel_ray.events import End, Start
+from tests.service.records import RUN_SPEC, run_of, search_of
 from triaccel_ray.service.objective import Objective
-from triaccel_ray.service.record import RunRecord
-from triaccel_ray.service.search import Prepared, SearchRecord, SearchSpec, best_trial, ranked
+from triaccel_ray.service.search import best_trial, ranked
 from triaccel_ray.service.tables import Grid, result_grid, run_grid, search_grid
-
-FINISHED = "finished"
-
-
-def run_of(
-    name: str, *, accuracy: float = 90.0, num_epochs: int = 2, status: str = FINISHED, method: str = "triaccel"
-) -> RunRecord:
-    """A run with that outcome, every epoch of the same accuracy, 10 s and 0.5 GB."""
-    made = SimulatedRun(Path(name))
-    made.make_tick()
-    epoch = replace(made.make_epoch(), held_out_accuracy=accuracy, seconds=10.0, peak_bytes=500_000_000)
-    end = End(status=status, cause="non_finite" * (status == "failed"))
-    return RunRecord(
-        folder=Path(name),
-        spec=replace(RUN_SPEC, method=method),
-        start=Start(control=CONTROL),
-        ticks=(),
-        epochs=tuple(replace(epoch, epoch=number + 1) for number in range(num_epochs)),
-        end=None if status == "unfinished" else end,
-    )
-
-
-def search_of(*trials: RunRecord, objective: Objective | None = None) -> SearchRecord:
-    methods = {"fp32": "fp32", "amp": "amp", "probe": "probe"}
-    return SearchRecord(
-        folder=Path("search"),
-        spec=SearchSpec(base=RUN_SPEC),
-        prepared=None if objective is None else Prepared(objective=objective, calibration=None, headroom_bytes=None),
-        baselines={name: run_of(name, method=method) for name, method in methods.items()},
-        trials=trials,
-    )
 
 
 def test_markdown() -> None:
@@ -75,7 +40,7 @@ def test_a_search_on_shared_gpus_says_so() -> None:
 
 def test_trials_without_figures_are_listed_too() -> None:
     grid = search_grid(search_of(run_of("diverged", num_epochs=0, status="failed"), run_of("fine")))
-    assert [row[:2] for row in map(list, grid.rows[-2:])] == [["fine", FINISHED], ["diverged", "failed (non_finite)"]]
+    assert [row[:2] for row in map(list, grid.rows[-2:])] == [["fine", "finished"], ["diverged", "failed (non_finite)"]]
     assert {len(row) for row in grid.rows} == {len(grid.header)}
 
 

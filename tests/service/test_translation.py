@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from search_spaces.thresholds import calibration, thresholds
-from tests.search_spaces.test_thresholds import samples
+from tests.search_spaces.samples import samples
 from trainables.digits import Digits
 from trainables.task import Purpose
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig

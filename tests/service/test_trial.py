@@ -16,7 +16,7 @@ import ray
 from ray import tune
 
 from search_spaces.thresholds import calibration
-from tests.service.own_task import own_spec, write_module
+from tests.service.own_task import own_spec
 from triaccel_ray.events import End
 from triaccel_ray.service.failures import DAMAGED, ERROR
 from triaccel_ray.service.objective import Objective
@@ -29,11 +29,6 @@ LARGE_BYTES = 100 * 2**20
 """Of the samples of `Large`."""
 MEETING_S = 200.0
 """Two processes that both load torch and Ray, on a machine with other work."""
-
-
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    return write_module(tmp_path, monkeypatch)
 
 
 @pytest.fixture
