@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.service.waiting import DEADLINE_S
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 
@@ -58,7 +60,7 @@ def _run(url: str, folder: Path, wait_s: int, *options: str) -> str:
     profile = folder / "chromium"
     waiting = [f"--virtual-time-budget={1000 * wait_s}"] if wait_s else []
     command = [CHROMIUM, *QUIET, f"--user-data-dir={profile}", *waiting, *options, url]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=DEADLINE_S)
     shutil.rmtree(profile, ignore_errors=True)
     return done.stdout
 

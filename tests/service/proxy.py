@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from tests.service.waiting import DEADLINE_S
+
 Answer = Literal["pass", "error", "lose"]
 """The server's own; 500, and the server hears nothing; or none at all to what the server has carried out."""
 
@@ -41,7 +43,7 @@ def proxy_to(server_uri: str) -> Iterator[Proxy]:
             if answer == "error":
                 self._send(500, b"the server has a bad day", {})
                 return
-            connection = http.client.HTTPConnection(urlsplit(server_uri).netloc, timeout=60)
+            connection = http.client.HTTPConnection(urlsplit(server_uri).netloc, timeout=DEADLINE_S)
             try:
                 connection.request(self.command, self.path, body, {**self.headers, "Connection": "close"})
                 response = connection.getresponse()

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import psutil
-
-START_TIMEOUT_S = 40.0
-STOP_TIMEOUT_S = 10.0
+from tests.service.waiting import GRACE_S, end, wait_until
 
 
 @contextlib.contextmanager
@@ -41,7 +36,7 @@ def ray_head() -> Iterator[str]:
             )
         try:
             url = f"http://127.0.0.1:{dashboard}"
-            _wait(head, url, log)
+            wait_until(lambda: _answers(head, url, log), say=log.read_text)
             yield url
         finally:
             end(head)
@@ -66,29 +61,12 @@ def _free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def _wait(head: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and head.poll() is None:
-        try:
-            urllib.request.urlopen(f"{url}/api/version", timeout=2).close()
-            return
-        except urllib.error.HTTPError as error:  # a token is needed, and the server is there
-            error.close()
-            return
-        except OSError:
-            time.sleep(0.2)
-    raise RuntimeError(f"no Jobs API at {url}:\n{log.read_text()}")
-
-
-def end(head: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        processes = psutil.Process(head.pid).children(recursive=True)
-        head.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            head.wait(STOP_TIMEOUT_S)
-        _, alive = psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-    head.kill()
-    head.wait()
+def _answers(head: subprocess.Popen[bytes], url: str, log: Path) -> bool:
+    assert head.poll() is None, log.read_text()
+    try:
+        urllib.request.urlopen(f"{url}/api/version", timeout=GRACE_S).close()
+    except urllib.error.HTTPError as error:  # a token is needed, and the server is there
+        error.close()
+    except OSError:
+        return False
+    return True

@@ -8,19 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.service.waiting import wait_until
 from triaccel_ray.events import Start, read_events
 from triaccel_ray.service.metrics import metrics_of, step_of
 from triaccel_ray.service.shipper import Parent, Shipper
 from triaccel_ray.service.tracking import Tracker, TrackingUnavailableError
-
-START_TIMEOUT_S = 200.0
-"""Seven seconds on an idle machine."""
 
 
 @dataclass
@@ -58,15 +55,17 @@ class Server:
             )
 
     def wait(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
-            try:
-                return Tracker(self.uri, self.folder).check()
-            except TrackingUnavailableError:
-                assert self._process is not None
-                assert self._process.poll() is None, (self.folder / "server.log").read_text()
-                assert time.monotonic() < deadline, (self.folder / "server.log").read_text()
-                time.sleep(0.1)
+        """Returns when the server answers, after seven seconds on an idle machine."""
+        wait_until(self._answers, say=(self.folder / "server.log").read_text)
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        try:
+            Tracker(self.uri, self.folder).check()
+        except TrackingUnavailableError:
+            assert self._process.poll() is None, (self.folder / "server.log").read_text()
+            return False
+        return True
 
     def stop(self) -> None:
         """Ends the server and its worker."""

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 from tests.service.build import SimulatedRun
 from tests.service.stores import Server, assert_equals_log, free_port, only_run, runs
+from tests.service.waiting import DEADLINE_S, wait_until
 from triaccel_ray.service.shipper import Parent, Shipper
 from triaccel_ray.service.tracking import Tracker
 
@@ -15,15 +15,12 @@ def test_the_thread_ships_while_the_run_goes_on(sqlite_tracker: Tracker, root: P
     shipper = Shipper(sqlite_tracker, root, experiment=experiment, interval_s=0.02)
     shipper.start()
     run.start()
-    deadline = time.monotonic() + 60.0
-    while not (run.folder / "mlflow.json").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until((run.folder / "mlflow.json").exists)
     run.train(2)
     run.end()
     shipper.stop()
     assert not any(thread.name == "mlflow-shipper" for thread in threading.enumerate())
-    assert shipper.flush(60.0)
+    assert shipper.flush(DEADLINE_S)
     found = only_run(sqlite_tracker, experiment)
     assert found.status == "FINISHED"
     assert assert_equals_log(sqlite_tracker, found, run.path) > 100
@@ -42,9 +39,7 @@ def test_an_outage_loses_nothing(server: Server, root: Path, experiment: str, tm
         first.train(1)
         first.end()
         second.complete(epochs=2)
-        began = time.monotonic()
         assert shipper.ship_once() == 0
-        assert time.monotonic() - began < 10.0
         assert shipper.last_error is not None
         assert "***@127.0.0.1" in shipper.last_error
         assert "secret" not in shipper.last_error
@@ -54,7 +49,7 @@ def test_an_outage_loses_nothing(server: Server, root: Path, experiment: str, tm
     finally:
         server.start()
         server.wait()
-    assert shipper.flush(60.0)
+    assert shipper.flush(DEADLINE_S)
     found = {run.name: run for run in runs(tracker, experiment)}
     assert len(runs(tracker, experiment)) == 3
     assert {name: run.status for name, run in found.items()} == {

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import socket
 import sqlite3
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,30 +14,6 @@ import pytest
 from tests.service.stores import Server, free_port, runs
 from triaccel_ray.service import tracking
 from triaccel_ray.service.tracking import RUN_KEY_TAG, Tracker, TrackingUnavailableError, without_credentials
-
-
-def prepare_store(uri: str, folder: str, barrier: object) -> None:
-    """What one of several processes does to a store that none of them has used before."""
-    barrier.wait()  # type: ignore[attr-defined]  # a proxy of multiprocessing's Barrier
-    tracker = Tracker(uri, Path(folder) / "artifacts")
-    tracker.prepare()
-    tracker.experiment_id("the same name")
-
-
-def test_several_processes_may_create_a_store_at_once(tmp_path: Path) -> None:
-    # The fork server imports MLflow once, for all of them.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mlflow", "mlflow.store.tracking.sqlalchemy_store", __name__])
-    uri = f"sqlite:///{tmp_path}/new/folder/mlflow.db"
-    barrier = context.Barrier(4)
-    processes = [context.Process(target=prepare_store, args=(uri, str(tmp_path), barrier)) for _ in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=100)
-    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
-    experiments = Tracker(uri, tmp_path / "artifacts").client.search_experiments()
-    assert sorted(found.name for found in experiments) == ["Default", "the same name"]
 
 
 def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,10 +142,8 @@ def deaf_port() -> Iterator[int]:
 
 def test_a_hung_server_is_not_waited_for(tmp_path: Path, deaf_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking, "PROBE_TIMEOUT_S", 0.3)
-    began = time.monotonic()
     with pytest.raises(TrackingUnavailableError, match="timed out"):
         Tracker(f"http://127.0.0.1:{deaf_port}", tmp_path).check()
-    assert time.monotonic() - began < 5.0
 
 
 @pytest.mark.parametrize(

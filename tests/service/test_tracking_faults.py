@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from tests.service.build import SimulatedRun
 from tests.service.proxy import Answer, proxy_to
 from tests.service.stores import Server, assert_equals_log, runs
+from tests.service.waiting import DEADLINE_S, wait_until
 from triaccel_ray.events import End, EventLog
 from triaccel_ray.service.shipper import Parent, Shipper
 from triaccel_ray.service.tracking import RUN_KEY_TAG, Tracker
@@ -79,36 +78,45 @@ def test_a_server_that_answers_500_is_waited_out(server: Server, root: Path, exp
         assert "500" in shipper.last_error
         assert not shipper.flush(0.0)
         proxy.rule = lambda method, number: "pass"
-        assert shipper.flush(60.0), shipper.last_error
+        assert shipper.flush(DEADLINE_S), shipper.last_error
     assert_all_there_once(Tracker(server.uri, tmp_path), experiment, trials)
 
 
 def test_a_server_that_hangs_holds_up_its_own_thread_alone(
     server: Server, root: Path, experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-    tracker = Tracker(server.uri, tmp_path)
-    shipper = Shipper(tracker, root, experiment=experiment, parent=PARENT, interval_s=0.02)
-    trial = SimulatedRun(root / "trial-1")
-    trial.start()
-    shipper.start()
-    wait_until(lambda: len(runs(tracker, experiment)) == 2)
-    with server.hanging():
-        began = time.monotonic()
-        trial.train(3)
-        assert time.monotonic() - began < 1.0  # the writer knows nothing of it
-        wait_until(lambda: shipper.last_error is not None)
-        trial.end()
-        # Known to hang, it is asked no more than whether it is well.
-        began = time.monotonic()
-        assert shipper.ship_once() == 0
-        assert time.monotonic() - began < 20.0
-    log = EventLog(root / "events.jsonl")
-    log.append(End(status="finished"))
-    log.close()
-    shipper.stop()
-    assert shipper.flush(60.0), shipper.last_error
-    assert_all_there_once(tracker, experiment, [trial])
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1000")
+    with proxy_to(server.uri) as proxy:
+        tracker = Tracker(proxy.uri, tmp_path)
+        tracker.prepare()
+        shipper = Shipper(tracker, root, experiment=experiment, parent=PARENT, interval_s=0.02)
+        trial = SimulatedRun(root / "trial-1")
+        trial.start()
+        shipper.ship_once()
+        num_asked = len(proxy.answers)
+        with server.hanging():
+            trial.train(1)
+            shipper.start()
+            wait_until(lambda: len(proxy.answers) > num_asked)
+            trial.train(2)
+            # The writer is done, and the shipper still waits for its first answer.
+            assert (len(proxy.answers), shipper.last_error) == (num_asked + 1, None)
+            monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+        wait_until(lambda: shipper.ship_once() == 0)
+        with server.hanging():
+            trial.train(1)
+            wait_until(lambda: shipper.last_error is not None)
+            trial.end()
+            num_asked = len(proxy.answers)
+            assert shipper.ship_once() == 0
+            # Known to hang, it is asked no more than whether it is well.
+            assert {path for _, path, _ in proxy.answers[num_asked:]} == {"/health"}
+        log = EventLog(root / "events.jsonl")
+        log.append(End(status="finished"))
+        log.close()
+        shipper.stop()
+        assert shipper.flush(DEADLINE_S), shipper.last_error
+    assert_all_there_once(Tracker(server.uri, tmp_path), experiment, [trial])
 
 
 def record_a_search(uri: str, folder: str, experiment: str, barrier: object) -> None:
@@ -119,7 +127,7 @@ def record_a_search(uri: str, folder: str, experiment: str, barrier: object) -> 
     tracker.prepare()
     shipper = Shipper(tracker, root, experiment=experiment, parent=PARENT)
     live_through(shipper, root)
-    assert shipper.flush(100.0), shipper.last_error
+    assert shipper.flush(DEADLINE_S), shipper.last_error
 
 
 def test_searches_that_begin_together_on_a_new_store_are_all_recorded(tmp_path: Path, experiment: str) -> None:
@@ -133,9 +141,10 @@ def test_searches_that_begin_together_on_a_new_store_are_all_recorded(tmp_path: 
     for process in processes:
         process.start()
     for process in processes:
-        process.join(timeout=200)
+        process.join(DEADLINE_S)
     assert [process.exitcode for process in processes] == [0] * 4
     tracker = Tracker(uri, tmp_path / "artifacts")
+    assert sorted(each.name for each in tracker.client.search_experiments()) == sorted(["Default", experiment])
     found = runs(tracker, experiment)
     assert len(found) == 4 * 3
     parents = {run.id for run in found if run.name == "search"}
@@ -145,10 +154,3 @@ def test_searches_that_begin_together_on_a_new_store_are_all_recorded(tmp_path: 
             assert parent in parents
             folder = run.tags[RUN_KEY_TAG].partition("@")[0]
             assert assert_equals_log(tracker, run, tmp_path / folder / "events.jsonl") > 100
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

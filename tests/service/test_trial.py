@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from ray import tune
 
 from search_spaces.thresholds import calibration
 from tests.service.own_task import own_spec
+from tests.service.waiting import wait_until
 from triaccel_ray.events import End
 from triaccel_ray.service.failures import DAMAGED, ERROR
 from triaccel_ray.service.objective import Objective
@@ -27,8 +27,6 @@ from triaccel_ray.service.worker import EVENTS, SPEC
 
 LARGE_BYTES = 100 * 2**20
 """Of the samples of `Large`."""
-MEETING_S = 200.0
-"""Two processes that both load torch and Ray, on a machine with other work."""
 
 
 @pytest.fixture
@@ -62,10 +60,7 @@ class MeetingTrial(ThresholdTrial):
         meeting = Path(self._context.folder).parent / "meeting"
         meeting.mkdir(exist_ok=True)
         (meeting / gpu).touch()
-        deadline = time.monotonic() + MEETING_S
-        while len(list(meeting.iterdir())) < 2:
-            assert time.monotonic() < deadline, "no other trial runs at the same time"
-            time.sleep(0.05)
+        wait_until(lambda: len(list(meeting.iterdir())) == 2, say=lambda: "no other trial runs at the same time")
         return {**super().step(), "gpu": gpu, "pid": os.getpid(), "frozen": gc.get_freeze_count()}
 
 

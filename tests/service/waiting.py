@@ -1,0 +1,45 @@
+"""Waiting for what happens elsewhere, in a thread, a process or a server, and ending what does not come to an end."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+
+import psutil
+
+DEADLINE_S = 250.0
+"""Of every wait, for what takes ten seconds at most on an idle machine."""
+HELD_S = 2 * DEADLINE_S
+"""Of a trial that waits until its test lets it go on: the test waits for something else meanwhile."""
+GRACE_S = 10.0
+"""For a process that was asked to end, before it is killed."""
+
+
+def wait_until(
+    condition: Callable[[], object], *, say: Callable[[], object] = lambda: "", timeout_s: float = DEADLINE_S
+) -> None:
+    """Returns once the condition holds; fails with what `say` returns where it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, say()
+        time.sleep(0.05)
+
+
+def end(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
+    """Ends a process and all below it, by their ids; does nothing where it has ended."""
+    if process.poll() is not None:
+        return
+    with contextlib.suppress(psutil.NoSuchProcess):
+        processes = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        _, alive = psutil.wait_procs(processes, timeout=GRACE_S)
+        for each in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+    process.kill()
+    process.wait()
