@@ -1,5 +1,6 @@
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +14,19 @@ torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's 
 # Machines that run the tests differ in speed and are shared; how long an example takes says nothing of the code.
 settings.register_profile("suite", deadline=None, max_examples=60)
 settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _unfrozen_at_the_end() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _only_new_objects_collected(_unfrozen_at_the_end: None) -> None:
+    """Whoever makes room collects garbage: among all that a session has imported, half a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,12 +58,3 @@ def crew() -> Iterator[Crew]:
     made = Crew()
     yield made
     made.close()
-
-
-@pytest.fixture(scope="module")
-def only_new_objects_collected() -> Iterator[None]:
-    """A worker collects garbage: among all that a test session has imported, half a second each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()

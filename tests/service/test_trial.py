@@ -118,7 +118,7 @@ def test_a_trial_is_a_run_with_the_sampled_thresholds(module: str, tmp_path: Pat
     trial = local_trial(context_of(f"{module}:Blobs", tmp_path), {"tau_low_quantile": 0.0, "tau_high_share": 1.0})
     results = [trial.step() for _ in range(3)]
     trial.cleanup()
-    assert gc.get_freeze_count() == frozen  # a process that is no actor has garbage of its own
+    assert gc.get_freeze_count() <= frozen  # a process that is no actor has garbage of its own
     assert [(result["epoch"], result["done"]) for result in results] == [(1, False), (2, False), (3, True)]
     (folder,) = runs_below(tmp_path)
     run = read_run(folder)

@@ -31,8 +31,6 @@ from triaccel_ray.service.worker import (
     write_atomically,
 )
 
-pytestmark = pytest.mark.usefixtures("only_new_objects_collected")
-
 
 def test_the_seed_decides(crew: Crew, module: str, tmp_path: Path) -> None:
     weights = []

@@ -33,7 +33,6 @@ PICTURES = ControlConfig(
     curvature=CurvatureConfig(every_steps=4, num_samples=8),
     batch=BatchConfig(start=8, minimum=8, maximum=32, granularity=8, step_up=8, step_down=8),
 )
-pytestmark = pytest.mark.usefixtures("only_new_objects_collected")
 
 
 @pytest.mark.parametrize("method", ["triaccel", "amp"])
