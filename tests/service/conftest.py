@@ -1,14 +1,32 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
 from tests.service.crew import Crew
 from tests.service.own_task import write_module
 from tests.service.stores import Server
 from triaccel_ray.service.tracking import Tracker
+
+
+@pytest.fixture(scope="session")
+def own_ray() -> Iterator[None]:
+    """A Ray of this process's own with two CPUs and two GPUs, which are logical; after it no cluster can be joined."""
+    paths = {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
+    ray.init(
+        address="local",  # not whatever cluster this machine may have
+        num_cpus=2,
+        num_gpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": paths},
+    )
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.service.waiting import wait_until
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.events import End, Epoch, EventLog, Start
 from triaccel_ray.service import console
@@ -66,9 +67,8 @@ def test_a_search_shows_its_trials_from_their_logs(terminal: StringIO, tmp_path:
         )
         log.append(End(status=status))
         log.close()
-    progress = TrialProgress("searching", 5, tmp_path)
-    with progress:
-        progress._stopping.wait(2.5)  # two looks
+    with TrialProgress("searching", 5, tmp_path):
+        wait_until(lambda: "2 of 5 trials done" in terminal.getvalue())
     shown = terminal.getvalue()
     for part in ("good", "lame", "finished", "stopped", "91.25", "60.83", "2 of 5 trials done"):
         assert part in shown

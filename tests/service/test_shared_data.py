@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,7 @@ MIB = 2**20
 FORTY_MIB = 40 * MIB
 
 
-@pytest.fixture(scope="module", autouse=True)
-def store() -> Iterator[None]:
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
-    )
-    yield
-    ray.shutdown()
+pytestmark = pytest.mark.usefixtures("own_ray")
 
 
 def same(one: TensorSource, other: TensorSource) -> bool:

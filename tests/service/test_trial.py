@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,13 @@ import psutil
 import pytest
 import ray
 from ray import tune
+from torch import nn
 
 from search_spaces.thresholds import calibration
+from tests.build import blobs, mlp
 from tests.service.own_task import own_spec
 from tests.service.waiting import wait_until
+from trainables.task import Purpose, Splits, Task
 from triaccel_ray.events import End
 from triaccel_ray.service.failures import DAMAGED, ERROR
 from triaccel_ray.service.objective import Objective
@@ -24,23 +26,10 @@ from triaccel_ray.service.record import read_run, runs_below
 from triaccel_ray.service.suggestions import NAME
 from triaccel_ray.service.trial import FAILED_OBJECTIVE, ThresholdTrial, TrialContext, end_run, reopen
 from triaccel_ray.service.worker import EVENTS, SPEC
+from triaccel_ray.sources import TensorSource
 
 LARGE_BYTES = 100 * 2**20
 """Of the samples of `Large`."""
-
-
-@pytest.fixture
-def two_gpus(module: str, tmp_path: Path) -> Iterator[None]:
-    paths = os.pathsep.join([str(tmp_path), os.getcwd()])
-    ray.init(
-        num_cpus=2,
-        num_gpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": paths}},
-    )
-    yield
-    ray.shutdown()
 
 
 def context_of(task: str, folder: Path, **settings: Any) -> TrialContext:
@@ -50,6 +39,18 @@ def context_of(task: str, folder: Path, **settings: Any) -> TrialContext:
         calibration=calibration([1e-6, 1e-4]),
         folder=str(folder),
     )
+
+
+class Importable(Task):
+    """A task that every process of the tests finds."""
+
+    name = "importable"
+
+    def model(self) -> nn.Module:
+        return mlp()
+
+    def data(self, purpose: Purpose) -> Splits:
+        return Splits(train=TensorSource(*blobs(160)), held_out=TensorSource(*blobs(50, seed=1)))
 
 
 class MeetingTrial(ThresholdTrial):
@@ -64,10 +65,8 @@ class MeetingTrial(ThresholdTrial):
         return {**super().step(), "gpu": gpu, "pid": os.getpid(), "frozen": gc.get_freeze_count()}
 
 
-def test_trials_run_side_by_side_each_on_its_own_gpu_and_reuse_their_actors(
-    module: str, tmp_path: Path, two_gpus: None
-) -> None:
-    context = context_of(f"{module}:Blobs", tmp_path / "trials")
+def test_trials_run_side_by_side_each_on_its_own_gpu_and_reuse_their_actors(tmp_path: Path, own_ray: None) -> None:
+    context = context_of(f"{__name__}:Importable", tmp_path / "trials")
     rhos = [0.5, 0.6, 0.7, 0.8]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Tune announces its own deprecations
@@ -251,15 +250,6 @@ def test_a_configuration_that_cannot_train_is_a_result(module: str, tmp_path: Pa
     again.cleanup()
 
 
-def test_a_mistake_in_a_task_is_an_error(module: str, tmp_path: Path) -> None:
-    trial = local_trial(context_of(f"{module}:Broken", tmp_path), {})
-    with pytest.raises((KeyError, RuntimeError)):
-        trial.step()
-    trial.cleanup()
-    (folder,) = runs_below(tmp_path)
-    assert read_run(folder).status == "failed (bug)"
-
-
 @pytest.mark.parametrize("task", ["Broken", "Missing"])
 def test_a_bug_is_on_record_and_not_tried_again_before_the_search_is_resumed(
     module: str, tmp_path: Path, task: str
@@ -270,6 +260,7 @@ def test_a_bug_is_on_record_and_not_tried_again_before_the_search_is_resumed(
         trial.step()
     trial.cleanup()
     assert "Traceback" in (tmp_path / "mine" / ERROR).read_text()
+    assert read_run(tmp_path / "mine").status == "failed (bug)"
     before = (tmp_path / "mine" / EVENTS).read_bytes()
     again = local_trial(context, config)
     result = again.step()
