@@ -196,6 +196,17 @@ def same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
+def plain(tree: Any) -> Any:
+    """The tree with lists in place of tensors and tuples; a named tuple becomes its type's name and fields."""
+    if isinstance(tree, Tensor):
+        return tree.tolist()
+    if hasattr(tree, "_asdict"):
+        return type(tree).__name__, plain(tree._asdict())
+    if isinstance(tree, dict):
+        return {key: plain(value) for key, value in tree.items()}
+    return [plain(value) for value in tree] if isinstance(tree, list | tuple) else tree
+
+
 PRECISION = PrecisionConfig(tau_low=6e-4, tau_high=2.5e-3, dwell_ticks=0, patience_ticks=1)
 CURVATURE = CurvatureConfig(every_steps=8, num_samples=8, tau_curv=0.45, alpha=0.1)
 BATCH = BatchConfig(

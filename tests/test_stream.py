@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from tests.build import plain
 from triaccel_ray.apply.feed import Feed
 from triaccel_ray.chunks import CHUNK_SIZES, Chunks, Part, Passage, undisturbed_generators
 from triaccel_ray.sources import DatasetSource
@@ -135,15 +136,6 @@ def test_what_a_data_set_returns_keeps_its_structure(place: Place, shape: Any, e
         assert torch.equal(targets.cpu(), indices)
         assert plain(inputs) == plain(expected(indices))
     close(feed)
-
-
-def plain(tree: Any) -> Any:
-    """Returns the tree with lists in place of tensors and tuples."""
-    if isinstance(tree, Tensor):
-        return tree.tolist()
-    if isinstance(tree, dict):
-        return {key: plain(value) for key, value in tree.items()}
-    return [plain(value) for value in tree] if isinstance(tree, list | tuple) else tree
 
 
 @pytest.mark.parametrize("place", DEVICES)
