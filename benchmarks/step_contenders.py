@@ -152,22 +152,22 @@ def graphed(name: str, job: Job) -> Made:
     scale on the device, so that all of it is captured. What is left for the host is to copy the indices of the next
     batch and to launch the graph.
     """
-    model = job.model.train()
+    model, images, targets = job.model.train(), job.images, job.targets
     optimizer = sgd(model, fused=True)
     scaler = torch.amp.GradScaler(DEVICE.type)
-    batches = Batches(job.images, job.targets, job.batch_size)
+    batches = Batches(images, targets, job.batch_size)
     constants = scale_and_shift()
     # Modes that capture graphs of their own would do so within the capture.
     mode = "max-autotune-no-cudagraphs" if name == "max-autotune-graph" else "default"
 
     @torch.compile(mode=mode)
     def prepared(indices: Tensor, offsets: Tensor, mirrored: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        inputs = crop_flip_normalise(job.images[indices], offsets, mirrored, scale, shift)
+        inputs = crop_flip_normalise(images[indices], offsets, mirrored, scale, shift)
         return inputs.contiguous(memory_format=torch.channels_last)
 
     @torch.compile(mode=mode)
-    def mean_loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(model(inputs), targets)
+    def mean_loss(inputs: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(model(inputs), labels)
 
     indices = torch.zeros(job.batch_size, dtype=torch.int64, device=DEVICE)
 
@@ -176,7 +176,7 @@ def graphed(name: str, job: Job) -> Made:
         inputs = prepared(indices, *batches.augmentation(), *constants)
         # Autocast's cache of cast weights would outlive the capture.
         with torch.autocast(DEVICE.type, dtype=torch.float16, cache_enabled=False):
-            loss = mean_loss(inputs, job.targets[indices])
+            loss = mean_loss(inputs, targets[indices])
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
