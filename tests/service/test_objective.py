@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.service.test_tables import run_of
 from triaccel_ray.service.objective import OBJECTIVES, Figures, Objective
 
 PERCENT = st.floats(0.0, 100.0)
@@ -24,6 +26,17 @@ EPOCH = st.integers(1, 9)
 
 def figures(**changes: float) -> Figures:
     return Figures(**{"accuracy": 90.0, "seconds": 4.0, "peak_gb": 0.5, "score": 45.0, **changes})
+
+
+def test_the_condition_is_the_amp_baselines_accuracy_after_each_epoch() -> None:
+    epochs = run_of("amp", num_epochs=2).epochs
+    objective = Objective.against(epochs, name="time", margin=2.0)
+    assert objective == Objective(
+        name="time", margin=2.0, reference=tuple(epoch.held_out_accuracy or math.nan for epoch in epochs)
+    )
+    unjudged = [epochs[0], replace(epochs[1], held_out_accuracy=None)]
+    with pytest.raises(ValueError, match="epoch of the AMP baseline = 2: was not judged on validation samples"):
+        Objective.against(unjudged)
 
 
 @given(objective=OBJECTIVE, epoch=EPOCH, one=FIGURES, other=FIGURES)

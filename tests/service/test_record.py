@@ -43,6 +43,16 @@ def test_figures_are_those_of_the_last_epoch(tmp_path: Path) -> None:
     assert figures.score == pytest.approx(91.5 / (seconds * last.peak_bytes / 1e9))
 
 
+def test_figures_can_be_had_as_they_were_after_any_epoch(tmp_path: Path) -> None:
+    run = read_run(simulated(tmp_path).complete(epochs=7))
+    early, before = run.figures_after(2), run.epochs[1]
+    assert early is not None
+    assert (early.accuracy, early.score) == (before.held_out_accuracy, pytest.approx(before.score, rel=0.5))
+    assert early.seconds == pytest.approx((run.epochs[0].seconds + before.seconds) / 2)
+    assert early.peak_gb == before.peak_bytes / 1e9
+    assert run.figures_after(0) is None
+
+
 def test_a_run_under_way_has_the_figures_of_its_last_epoch(tmp_path: Path) -> None:
     run = simulated(tmp_path)
     run.start()

@@ -108,7 +108,7 @@ def best_setting(settings: Sequence[FixedSetting], runs: Mapping[str, RunRecord]
 
 def judge(amp: RunRecord) -> Objective:
     """Returns what fixed settings are chosen by: the score, within one point of the AMP trial's validation accuracy."""
-    return Objective(reference=tuple(epoch.held_out_accuracy or 0.0 for epoch in amp.epochs))
+    return Objective.against(amp.epochs)
 
 
 def best_sample(spec: ComparisonSpec, method: str, fixed: FixedSetting | None, runs: Mapping[str, RunRecord]) -> Tuned:

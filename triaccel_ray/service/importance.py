@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import optuna
 
 from triaccel_ray.service.dimensions import Dimension, dimensions
-from triaccel_ray.service.objective import Objective
 from triaccel_ray.service.search import SearchRecord
 
 MIN_TRIALS: Final = 8
@@ -62,14 +61,12 @@ def importance(record: SearchRecord) -> Importance:
     if len(trials) < MIN_TRIALS:
         return Importance(shares={}, epoch=0, num_trials=len(trials))
     epoch = reached[wanted - 1]
-    objective = record.prepared.objective if record.prepared else Objective(name=record.spec.objective)
     samples, values = [], []
     for run in trials:
-        epochs = tuple(each for each in run.epochs if each.epoch <= epoch)
-        figures = replace(run, epochs=epochs, end=None).figures
+        figures = run.figures_after(epoch)
         if run.epochs[-1].epoch >= epoch and figures is not None:
             samples.append({scale.name: scale.position(run.spec.control) for scale in scales})
-            values.append(objective.value(epoch, figures))
+            values.append(record.objective.value(epoch, figures))
     return Importance(shares=_shares(samples, values, scales), epoch=epoch, num_trials=len(samples))
 
 

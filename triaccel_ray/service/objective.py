@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 from triaccel_ray.config import require, require_number
+from triaccel_ray.events import Epoch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,19 @@ class Objective:
     def __post_init__(self) -> None:
         require(self.name in OBJECTIVES, "objective", self.name, f"must be one of {', '.join(OBJECTIVES)}")
         require_number("margin", self.margin, "must lie in [0, 100] percentage points", low=0.0, high=100.0)
+
+    @classmethod
+    def against(cls, amp: Sequence[Epoch], *, name: str = "score", margin: float = 1.0) -> Self:
+        """Returns the objective whose condition are the epochs of the AMP baseline.
+
+        Raises:
+            ValueError: one of them was not judged on validation samples.
+        """
+        accuracies = [epoch.held_out_accuracy for epoch in amp]
+        for epoch, accuracy in zip(amp, accuracies, strict=True):
+            rule = "was not judged on validation samples, so nothing can be measured by it; run the baseline again"
+            require(accuracy is not None, "epoch of the AMP baseline", epoch.epoch, rule)
+        return cls(name=name, margin=margin, reference=tuple(each for each in accuracies if each is not None))
 
     def shortfall(self, epoch: int, accuracy: float) -> float:
         """Returns the percentage points missing to the baseline at the same epoch less the margin; 0 when feasible."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from triaccel_ray.events import End, Epoch, Interruption, LogError, Start, Tick, read_events
 from triaccel_ray.jsonable import decode
-from triaccel_ray.score import BYTES_PER_GB, mean_epoch_seconds
+from triaccel_ray.score import BYTES_PER_GB, efficiency_score, mean_epoch_seconds
 from triaccel_ray.service.failures import RESULTS
 from triaccel_ray.service.objective import Figures
 from triaccel_ray.service.spec import RunSpec
@@ -49,17 +49,25 @@ class RunRecord:
 
     @property
     def figures(self) -> Figures | None:
-        """The figures after the last epoch; None before the first, or where accuracy is unknown or zero."""
-        accuracy = self.end.results.get("accuracy") if self.end else None
-        if not self.epochs:
-            return None
-        last = self.epochs[-1]
-        accuracy = last.held_out_accuracy if accuracy is None else accuracy
-        if accuracy is None:
-            return None
-        seconds = mean_epoch_seconds([epoch.seconds for epoch in self.epochs])
-        peak_gb = last.peak_bytes / BYTES_PER_GB
-        return Figures(accuracy=accuracy, seconds=seconds, peak_gb=peak_gb, score=accuracy / (seconds * peak_gb))
+        """The figures of the whole run, with the accuracy that it ended with; None before it was first judged."""
+        return _figures(self.epochs, self.end.results.get("accuracy") if self.end else None)
+
+    def figures_after(self, epoch: int) -> Figures | None:
+        """Returns the figures as they were after `epoch` epochs; None where the run was not judged then."""
+        return _figures([each for each in self.epochs if each.epoch <= epoch])
+
+
+def _figures(epochs: Sequence[Epoch], accuracy: float | None = None) -> Figures | None:
+    """Returns the figures after these epochs, with the last one's accuracy unless another is known."""
+    if not epochs:
+        return None
+    accuracy = epochs[-1].held_out_accuracy if accuracy is None else accuracy
+    if accuracy is None:
+        return None
+    seconds = mean_epoch_seconds([epoch.seconds for epoch in epochs])
+    peak_gb = epochs[-1].peak_bytes / BYTES_PER_GB
+    score = efficiency_score(accuracy, seconds, peak_gb)
+    return Figures(accuracy=accuracy, seconds=seconds, peak_gb=peak_gb, score=score)
 
 
 def has_begun(folder: Path) -> bool:

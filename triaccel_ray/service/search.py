@@ -95,6 +95,11 @@ class SearchRecord:
     damaged: Mapping[str, str] = field(default_factory=dict)
     """Name of a trial whose log or spec cannot be read -> what is wrong with it."""
 
+    @property
+    def objective(self) -> Objective:
+        """What trials are judged by; without the condition on accuracy before the AMP baseline has finished."""
+        return Objective(name=self.spec.objective) if self.prepared is None else self.prepared.objective
+
 
 def begin_search(spec: SearchSpec, folder: Path) -> None:
     """Makes the search's folder and writes what was asked for.
@@ -215,10 +220,8 @@ def ranked(record: SearchRecord) -> list[tuple[float, RunRecord]]:
 
     Finished trials come before stopped ones: a figure after three epochs is none to choose by.
     """
-    objective = record.prepared.objective if record.prepared else Objective(name=record.spec.objective)
-    valued = [
-        (objective.value(run.epochs[-1].epoch, figures), run) for run in record.trials if (figures := run.figures)
-    ]
+    judge = record.objective
+    valued = [(judge.value(run.epochs[-1].epoch, figures), run) for run in record.trials if (figures := run.figures)]
     return sorted(valued, key=lambda pair: (pair[1].status != "finished", -pair[0], pair[1].name))
 
 
@@ -229,8 +232,7 @@ def best_trial(record: SearchRecord) -> RunRecord | None:
 
 def _prepared(spec: SearchSpec, runs: Mapping[str, RunRecord]) -> Prepared:
     amp = runs["amp"]
-    reference = tuple(epoch.held_out_accuracy or 0.0 for epoch in amp.epochs)
-    objective = Objective(name=spec.objective, margin=spec.margin, reference=reference)
+    objective = Objective.against(amp.epochs, name=spec.objective, margin=spec.margin)
     results = amp.end.results if amp.end else {}
     idle_bytes = int(results["idle_gb"] * 1e9)
     headroom = spec.base.memory_headroom_bytes

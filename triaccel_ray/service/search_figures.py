@@ -15,7 +15,7 @@ from matplotlib.patheffects import withStroke
 
 from triaccel_ray.service.dimensions import dimensions
 from triaccel_ray.service.figure_style import BLUE, DEPTH, GREY, INK, RED, legend, new_figure, panel
-from triaccel_ray.service.objective import Figures, Objective
+from triaccel_ray.service.objective import Figures
 from triaccel_ray.service.record import RunRecord
 from triaccel_ray.service.search import SearchRecord, ranked
 
@@ -88,7 +88,7 @@ def parallel_coordinates(scales: Sequence[Scale], lines: Sequence[Line], *, abou
 def coordinates(record: SearchRecord, best: RunRecord | None) -> tuple[list[Scale], list[Line]]:
     """Returns axes and lines for all trials with figures, those left out that have no place on a scale."""
     scales = dimensions(record.spec.optional)
-    objective = record.prepared.objective if record.prepared else Objective(name=record.spec.objective)
+    objective = record.objective
     trials = [
         (value, run, run.figures)
         for value, run in ranked(record)

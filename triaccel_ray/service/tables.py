@@ -33,7 +33,7 @@ class Grid:
 
 def search_grid(record: SearchRecord) -> Grid:
     """Returns baselines and trials with thresholds and figures, best first."""
-    objective = record.prepared.objective if record.prepared else Objective(name=record.spec.objective)
+    objective = record.objective
     scales = dimensions(record.spec.optional)
     baselines = [(name.upper(), run) for name, run in record.baselines.items() if name != "probe"]
     trials = [(run.name, run) for _, run in ranked(record)]

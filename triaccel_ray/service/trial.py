@@ -119,7 +119,7 @@ class ThresholdTrial(tune.Trainable):
             run = None
         if run is None or run.spec != self._spec:
             return []
-        told = [self._result(epoch.epoch, _figures_after(run, index)) for index, epoch in enumerate(run.epochs, 1)]
+        told = [self._result(epoch.epoch, _figures_after(run, epoch.epoch)) for epoch in run.epochs]
         if run.end is not None and run.end.status == "failed":
             cause = "" if run.end.cause in RESULTS else run.end.cause
             return [*told, {**_FAILED, "epoch": len(told), "unfinished": cause, "message": run.end.message}]
@@ -209,8 +209,8 @@ def end_run(folder: Path, spec: RunSpec | None, end: End) -> None:
         log.append(end)
 
 
-def _figures_after(run: RunRecord, num_epochs: int) -> Figures:
-    figures = replace(run, epochs=run.epochs[:num_epochs], end=None).figures
+def _figures_after(run: RunRecord, epoch: int) -> Figures:
+    figures = run.figures_after(epoch)
     if figures is None:
-        raise LogError(f"event log {run.folder / EVENTS}: epoch {num_epochs} of a trial has not been judged")
+        raise LogError(f"event log {run.folder / EVENTS}: epoch {epoch} of a trial has not been judged")
     return figures

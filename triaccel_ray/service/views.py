@@ -104,13 +104,13 @@ def _timelines(record: SearchRecord) -> list[Section]:
 
 def save_pareto_front(record: SearchRecord) -> Path | None:
     """Writes the picture of all configurations that ran to their end and returns its path; None without any."""
-    objective = record.prepared.objective if record.prepared else None
+    objective = record.objective
     outcomes = []
     for run in (*record.baselines.values(), *record.trials):
         figures = run.figures
         if figures is None or run.spec.method == "probe" or run.status != "finished":
             continue
-        feasible = objective is None or objective.shortfall(run.epochs[-1].epoch, figures.accuracy) == 0.0
+        feasible = objective.shortfall(run.epochs[-1].epoch, figures.accuracy) == 0.0
         outcomes.append(
             Outcome(
                 label=run.name,
@@ -124,7 +124,7 @@ def save_pareto_front(record: SearchRecord) -> Path | None:
         )
     if not outcomes:
         return None
-    floor = objective.reference[-1] - objective.margin if objective and objective.reference else None
+    floor = objective.reference[-1] - objective.margin if objective.reference else None
     about = "; ".join(filter(None, (record.folder.name, sharing_note(record.spec.base))))
     front = pareto_front(outcomes, accuracy_floor=floor, about=about)
     return save(front, record.folder / FIGURES / "pareto.png")
