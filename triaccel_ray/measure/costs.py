@@ -108,7 +108,7 @@ def _record(model: nn.Module, layers: Sequence[Layer], inputs: Any) -> dict[str,
     calls: dict[str, list[_Call]] = {layer.name: [] for layer in layers}
     owner = {module: layer.name for layer in layers for module in layer.modules}
     inside = {part for module in owner for part in module.modules()}
-    of_model = {tensor.untyped_storage().data_ptr() for tensor in tensors_in([inputs])}
+    input_storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_in([inputs])}
     latest: str | None = None
 
     def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ def _record(model: nn.Module, layers: Sequence[Layer], inputs: Any) -> dict[str,
         latest = owner.get(module, latest)
         if latest is None:
             return
-        fresh = all(tensor.untyped_storage().data_ptr() not in of_model for tensor in tensors_in([args, kwargs]))
+        fresh = all(tensor.untyped_storage().data_ptr() not in input_storages for tensor in tensors_in([args, kwargs]))
         call = _Call(
             module=module,
             is_layer=module in owner,

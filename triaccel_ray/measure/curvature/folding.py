@@ -1,4 +1,4 @@
-"""Batch normalisation with fixed statistics, in a form that keeps nothing of its input for the backward pass."""
+"""Batch normalisation with fixed statistics, as the affine map that it is: cheap to differentiate, once or twice."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ class FoldedNorms(TorchFunctionMode):
     """Has `F.batch_norm` in evaluation mode computed as x scale + shift, one multiply-add.
 
     The same function up to rounding. Its gradient with respect to x needs the scale alone, where PyTorch's own keeps x:
-    in a network of convolutions, norms and ReLU that halves what a backward pass has to keep. Gradients with respect to
-    the norm's own weight and bias are not formed.
+    in a network of convolutions, norms and ReLU that halves what a backward pass has to keep. Its second derivative is
+    nothing, where PyTorch's is written for training mode. Gradients with respect to the norm's own weight and bias,
+    which belong to no layer, are not formed.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

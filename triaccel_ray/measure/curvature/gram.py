@@ -67,29 +67,25 @@ def layer_grams(objective: Objective, layers: Sequence[Layer], head: Head, known
         is_trial=known is None,
     )
     shape, chunk_bytes = (objective.num_samples, len(cotangents)), objective.chunk_bytes
-    ways = dict(structure.ways)
-    passes = _Passes(structure=structure, backward=backward, shape=shape, chunk_bytes=chunk_bytes, grams={}, ways=ways)
+    passes = _Passes(structure, backward, shape, chunk_bytes)
     with tensor_cores() if objective.allow_tf32 else contextlib.nullcontext():
         passes.of_layers(calls)
-    left = [layer for layer in layers if ways[layer] is Way.SAMPLES]
+    left = [layer for layer in layers if passes.ways[layer] is Way.SAMPLES]
     if left:
         passes.grams.update(zip(left, sample_grams(objective, left, head, shape), strict=True))
-    found = known or replace(structure, ways=ways, batched_columns=backward.is_batched)
+    found = known or replace(structure, ways=passes.ways, batched_columns=backward.is_batched)
     return Grams(matrices=[passes.grams[layer] for layer in layers], structure=found)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class _Passes:
-    """What the passes of one measurement gave so far."""
+    """The passes of one measurement, and what they have given so far."""
 
-    structure: Structure
-    backward: Backward
-    shape: tuple[int, int]
-    """(b, q)."""
-    chunk_bytes: int
-    grams: dict[Layer, Tensor]
-    ways: dict[Layer, Way]
-    """How each layer is measured; those that failed are replaced."""
+    def __init__(self, structure: Structure, backward: Backward, shape: tuple[int, int], chunk_bytes: int) -> None:
+        """Begins with nothing; `shape` is (b, q)."""
+        self.structure, self.backward, self.shape, self.chunk_bytes = structure, backward, shape, chunk_bytes
+        self.grams: dict[Layer, Tensor] = {}
+        self.ways: dict[Layer, Way] = dict(structure.ways)
+        """How each layer is measured; ways that failed are replaced."""
 
     def of_layers(self, calls: list[Call]) -> None:
         """Adds the matrices of all layers but those to be had sample by sample; empties `calls`."""

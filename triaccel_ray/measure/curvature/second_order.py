@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from triaccel_ray.measure.curvature.folding import FoldedNorms
+
 
 class Wanted:
     """Which weights the derivative being taken is with respect to."""
@@ -39,48 +41,29 @@ def twice_differentiable(model: nn.Module, wanted: Wanted) -> Iterator[None]:
     - PyTorch's second derivative of a convolution computes its weight's part whether asked for or not, as a
       convolution with a kernel as large as the image: 40% of the time of a Hessian-vector product of ResNet-18.
     - That of batch normalisation is written for training mode, as dozens of operations on whole activations, where
-      eval mode is an affine map, x * scale + shift. Scale and shift belong to no layer and are not differentiated.
+      eval mode is an affine map (`FoldedNorms`).
     """
-    replaced: list[tuple[nn.Module, str]] = []
+    replaced: list[nn.Module] = []
     try:
         for module in model.modules():
-            name = _replaced_name(module)
-            if name is not None:
-                replaced.append((module, name))
-                module.__dict__[name] = _convolution(module, wanted) if name == "_conv_forward" else _affine(module)
-        yield
+            if _is_stock_convolution(module):
+                replaced.append(module)
+                module.__dict__["_conv_forward"] = _convolution(module, wanted)
+        with FoldedNorms():
+            yield
     finally:
-        for module, name in replaced:
-            del module.__dict__[name]
+        for module in replaced:
+            del module.__dict__["_conv_forward"]
 
 
-def _replaced_name(module: nn.Module) -> str | None:
+def _is_stock_convolution(module: nn.Module) -> bool:
+    if not isinstance(module, nn.Conv2d):
+        return False
     kind: Any = type(module)
-    if isinstance(module, nn.Conv2d):
-        # Below `forward`, which others may have wrapped.
-        is_stock = kind.forward is nn.Conv2d.forward and kind._conv_forward is nn.Conv2d._conv_forward
-        is_plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
-        return "_conv_forward" if is_stock and is_plain and "_conv_forward" not in module.__dict__ else None
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        is_stock = kind.forward is nn.modules.batchnorm._BatchNorm.forward and "forward" not in module.__dict__
-        return "forward" if is_stock and not module.training and module.running_mean is not None else None
-    return None
-
-
-def _affine(module: Any) -> Callable[[Tensor], Tensor]:
-    scale = torch.rsqrt(module.running_var + module.eps)
-    if module.weight is not None:
-        scale = scale * module.weight.detach()
-    shift = -module.running_mean * scale
-    if module.bias is not None:
-        shift = shift + module.bias.detach()
-
-    def forward(x: Tensor) -> Tensor:
-        shape = (1, -1, *[1] * (x.dim() - 2))
-        result: Tensor = x * scale.view(shape) + shift.view(shape)
-        return result
-
-    return forward
+    # Replaced below `forward`, which others may have wrapped.
+    is_stock = kind.forward is nn.Conv2d.forward and kind._conv_forward is nn.Conv2d._conv_forward
+    is_plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    return is_stock and is_plain and "_conv_forward" not in module.__dict__
 
 
 @dataclass(frozen=True, eq=False)
