@@ -15,9 +15,6 @@ import torch
 from triaccel_ray.signals import MemorySignal
 
 MIB = 2**20
-SHARING_RESERVE_BYTES = 512 * MIB
-"""Left free by each process that shares a device: CUDA modules are loaded between two enforcements of a cap, and a
-driver that hides processes hides their contexts too."""
 
 
 class BudgetExceededError(MemoryError):
@@ -37,7 +34,7 @@ class MemoryMeter(ABC):
         self._headroom_bytes = headroom_bytes
         if budget_bytes is not None and not 0 < budget_bytes <= total:
             raise ValueError(
-                f"memory budget = {_mib(budget_bytes)}: must be positive and at most the {_mib(total)} of {self.name}"
+                f"memory budget = {mib(budget_bytes)}: must be positive and at most the {mib(total)} of {self.name}"
             )
         self.has_budget = budget_bytes is not None
         self.limit_bytes = budget_bytes or total
@@ -99,7 +96,7 @@ class MemoryMeter(ABC):
             self._enforce()
         if used >= self.limit_bytes:
             raise ValueError(
-                f"memory budget = {_mib(self.limit_bytes)}: the process already holds {_mib(used)} on {self.name} with "
+                f"memory budget = {mib(self.limit_bytes)}: the process already holds {mib(used)} on {self.name} with "
                 "runtime, model, optimizer and data, before the first batch; give a larger budget or a smaller model"
             )
 
@@ -159,7 +156,7 @@ class ResidentMemory(MemoryMeter):
     def check(self) -> None:
         """Raises BudgetExceededError when the resident set is beyond an explicit budget."""
         if self.has_budget and (used := self.sample()) > self.limit_bytes:
-            raise BudgetExceededError(f"the process holds {_mib(used)} of a budget of {_mib(self.limit_bytes)}")
+            raise BudgetExceededError(f"the process holds {mib(used)} of a budget of {mib(self.limit_bytes)}")
 
     def begin_window(self) -> None:
         """Gives freed memory back and forgets the peak, the kernel's included."""
@@ -259,7 +256,7 @@ class CudaMemory(MemoryMeter):
         outside = max(self.sample() - torch.cuda.memory_reserved(self._device), 0)
         if self.limit_bytes <= outside:
             raise ValueError(
-                f"memory budget = {_mib(self.limit_bytes)}: the CUDA context alone takes {_mib(outside)} on {self.name}"
+                f"memory budget = {mib(self.limit_bytes)}: the CUDA context alone takes {mib(outside)} on {self.name}"
             )
         total = torch.cuda.get_device_properties(self._device).total_memory
         torch.cuda.set_per_process_memory_fraction(min((self.limit_bytes - outside) / total, 1.0), self._device)
@@ -272,43 +269,6 @@ def memory_meter(
     if device.type == "cuda":
         return CudaMemory(device, budget_bytes, headroom_bytes)
     return ResidentMemory(budget_bytes, headroom_bytes)
-
-
-def part_of_device(total_bytes: int, num_sharing: int, budget_bytes: int | None = None) -> int:
-    """Returns what one of `num_sharing` processes may hold of a device of `total_bytes`: its part, less a reserve.
-
-    A smaller budget that is given stays as it is.
-
-    Raises:
-        ValueError: the budget is larger than the part, or the part less the reserve is nothing.
-    """
-    part = total_bytes // num_sharing - SHARING_RESERVE_BYTES
-    if part <= 0:
-        raise ValueError(
-            f"trials-per-gpu = {num_sharing}: of {_mib(total_bytes)} nothing is left to each but the "
-            f"{_mib(SHARING_RESERVE_BYTES)} that it must leave free; let fewer share the device"
-        )
-    if budget_bytes is not None and budget_bytes > part:
-        raise ValueError(
-            f"memory budget = {_mib(budget_bytes)}: must be at most {_mib(part)}, the part of each of {num_sharing} "
-            f"processes that share {_mib(total_bytes)}; leave it out, or let fewer share the device"
-        )
-    return part if budget_bytes is None else budget_bytes
-
-
-def hold_to_part(device: torch.device, num_sharing: int, budget_bytes: int | None = None) -> int | None:
-    """Returns the budget of a process that shares `device` with others, and has the device enforce it from now on.
-
-    One that has the device to itself, or a CPU, keeps the budget that it was given.
-
-    Raises:
-        ValueError: see `part_of_device`; or the CUDA context alone takes more.
-    """
-    if num_sharing == 1 or device.type != "cuda":
-        return budget_bytes
-    part = part_of_device(torch.cuda.get_device_properties(device).total_memory, num_sharing, budget_bytes)
-    memory_meter(device, part)
-    return part
 
 
 def _load_libc() -> ctypes.CDLL | None:
@@ -346,5 +306,6 @@ def _reset_high_water() -> None:
         return
 
 
-def _mib(num_bytes: int) -> str:
+def mib(num_bytes: int) -> str:
+    """Returns an amount for messages, in the unit in which budgets can be told apart."""
     return f"{num_bytes / MIB:.0f} MiB"

@@ -25,7 +25,6 @@ from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Re
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.layers import Loss, forward
 from triaccel_ray.loop import ControlLoop
-from triaccel_ray.measure.memory import hold_to_part
 from triaccel_ray.plan import Precision
 from triaccel_ray.score import BYTES_PER_GB, TIMED_EPOCHS, efficiency_score, mean_epoch_seconds
 from triaccel_ray.service.failures import (
@@ -38,6 +37,7 @@ from triaccel_ray.service.failures import (
     set_damage_aside,
     write_traceback,
 )
+from triaccel_ray.service.gpu_share import hold_to_part
 from triaccel_ray.service.objective import Figures
 from triaccel_ray.service.spec import RunSpec, environment
 
