@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from tests.build import CPU, CountingSource, plain
+from tests.build import CPU, CountingSource
+from triaccel_ray.apply.feed import Feed
 from triaccel_ray.sources import DatasetSource, DataSource, TensorSource, as_source
 
 INPUTS, TARGETS = torch.arange(10.0).view(5, 2), torch.arange(5)
@@ -108,10 +109,10 @@ def test_sources_say_whether_a_graph_may_hold_them() -> None:
     assert not as_source([(1.0, 2)]).is_resident
 
 
-def test_a_source_derived_from_the_protocol_counts_as_the_hosts() -> None:
+def test_a_source_of_ones_own_reads_nothing_ahead_and_counts_as_the_hosts() -> None:
     class Own(DataSource):
         def __len__(self) -> int:
-            return 1
+            return 5
 
         def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
             return INPUTS[indices], TARGETS[indices]
@@ -121,6 +122,18 @@ def test_a_source_derived_from_the_protocol_counts_as_the_hosts() -> None:
 
     source = as_source(Own())
     assert not source.is_resident
+    feed = Feed(source, seed=0, device=CPU)
+    assert torch.equal(torch.cat([feed.take(3), feed.take(3)]).sort().values, torch.arange(5))
+    feed.close()
+
+
+def test_what_looks_like_a_source_is_told_what_to_derive_from() -> None:
+    class Alike:
+        def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+            return INPUTS[indices], TARGETS[indices]
+
+    with pytest.raises(TypeError, match=r"Alike has a method batch, but is no DataSource: derive it from triaccel"):
+        as_source(Alike())
 
 
 def test_an_empty_data_set_is_refused() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,37 +17,44 @@ Augment = Callable[[Tensor, torch.Generator], Tensor]
 """Maps inputs [batch, ...] to augmented inputs on the same device, drawing from the generator alone."""
 
 
-class DataSource(Protocol):
+class DataSource(ABC):
     """A finite set of samples, addressed by index, so that any batch size can be drawn at any step."""
 
+    @abstractmethod
     def __len__(self) -> int:
         """Returns the number of samples."""
-        ...
 
+    @abstractmethod
     def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Any, Tensor]:
         """Returns inputs and targets of the samples at `indices` (int64 [batch]).
 
         `generator` drives augmentation and lives on the source's device; None asks for the plain samples.
         """
-        ...
 
-    def to(self, device: torch.device) -> Self:
+    @abstractmethod
+    def to(self, device: torch.device) -> DataSource:
         """Returns the same samples, delivered on `device`."""
-        ...
 
     @property
     def is_resident(self) -> bool:
         """Whether `batch` works on the device alone, given indices that are there: no copy, no waiting, no host.
 
-        A CUDA graph may then hold it. A source without this property counts as False, and gets its indices on the CPU.
+        A CUDA graph may then hold it. A source of which this is False gets its indices on the CPU.
         """
         return False
 
-    # A source may also have a method `announce(order, *, seed, follows)`, as `DatasetSource` does: it is then told
-    # which samples will be asked for.
+    def announce(self, order: Tensor, *, seed: int, follows: bool) -> None:  # noqa: B027  # most read nothing ahead
+        """Hears which samples will be asked for next, in batches of any size: int64 [n], at most once each.
+
+        `follows` says whether they come after those announced before, or in their place. `seed` fixes, together with
+        a sample's index, what random transforms make of it.
+        """
+
+    def close(self) -> None:  # noqa: B027  # most have nothing running
+        """Ends what runs to read ahead."""
 
 
-class TensorSource:
+class TensorSource(DataSource):
     """Samples held whole in two tensors, on the device that trains."""
 
     def __init__(
@@ -101,7 +109,7 @@ class TensorSource:
         )
 
 
-class DatasetSource:
+class DatasetSource(DataSource):
     """An ordinary map-style PyTorch data set, read sample by sample and collated as `DataLoader` would.
 
     Training reads ahead of itself, in worker processes, and a GPU gets each batch by a copy that overlaps with the
@@ -109,8 +117,6 @@ class DatasetSource:
     NumPy gives the same whatever the batch sizes, the number of workers and the moment at which a run was resumed;
     one that keeps a generator of its own does not.
     """
-
-    is_resident = False
 
     def __init__(
         self, dataset: Dataset[Any], device: torch.device | None = None, *, num_workers: int | None = None
@@ -144,11 +150,7 @@ class DatasetSource:
         return len(self._dataset)  # type: ignore[arg-type]  # torch's Dataset leaves __len__ to its subclasses
 
     def announce(self, order: Tensor, *, seed: int, follows: bool) -> None:
-        """Makes known which samples will be asked for next, in batches of any size: int64 [n], at most once each.
-
-        `follows` says whether they come after those announced before, or in their place. `seed` fixes, together with
-        a sample's index, what random transforms make of it.
-        """
+        """Begins to read ahead the samples that will be asked for next."""
         self._stream.announce(order, seed=seed, follows=follows)
 
     def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Any, Tensor]:
@@ -181,8 +183,13 @@ def as_source(data: Any) -> DataSource:
     Raises:
         TypeError: none of these.
     """
-    if hasattr(data, "batch") and hasattr(data, "__len__"):
-        return data  # type: ignore[no-any-return]  # the protocol is structural
+    if isinstance(data, DataSource):
+        return data
+    if hasattr(data, "batch"):
+        raise TypeError(
+            f"{type(data).__name__} has a method batch, but is no DataSource: derive it from "
+            "triaccel_ray.sources.DataSource"
+        )
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
         return TensorSource(*data)
     return DatasetSource(data)

@@ -15,6 +15,7 @@ from tests.waiting import no_waiting
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.plan import FaultKind, Precision
+from triaccel_ray.sources import DataSource
 from triaccel_ray.structure import map_tensors
 
 pytestmark = [
@@ -347,7 +348,7 @@ def test_host_data_is_copied_into_the_captured_step() -> None:
     assert distance(*models) < 1e-3
 
 
-class Varying:
+class Varying(DataSource):
     """A source on the host whose images are now 16, now 20 pixels wide."""
 
     def __init__(self) -> None:

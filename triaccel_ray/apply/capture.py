@@ -106,7 +106,6 @@ class StepCache:
         self.enabled = config.capture and pool.can_capture
         """Whether steps may be captured."""
         self._source = step.feed.source
-        self._is_resident = bool(getattr(self._source, "is_resident", False))
         self._eager_gradients = gradients_of()
         self._stream = torch.cuda.Stream(step.feed.generator.device) if pool.handle is not None else None
         self._entries: OrderedDict[_Key, _Captured] = OrderedDict()
@@ -137,7 +136,7 @@ class StepCache:
         """
         key = _Key(len(indices), self.step.num_micro_batches, self.step.precision.key)
         with self.on_stream(), self._autotuning():
-            in_parts_from_host = key.num_micro_batches > 1 and not self._is_resident
+            in_parts_from_host = key.num_micro_batches > 1 and not self._source.is_resident
             if not self.enabled or key in self._too_large or in_parts_from_host:
                 return self._eager(indices, loss_scale, step).faults
             if self._entries and self._find_ground() != self._ground:
@@ -216,7 +215,7 @@ class StepCache:
 
     def _record(self, key: _Key, indices: Tensor, loss_scale: Tensor) -> _Captured:
         gradients = self._gradients_of()
-        batch = None if self._is_resident else _clones(self._source.batch(indices, self.step.feed.generator))
+        batch = None if self._source.is_resident else _clones(self._source.batch(indices, self.step.feed.generator))
         static = indices.clone()
         loss_sums: list[Tensor] = []
 

@@ -60,14 +60,11 @@ def evaluate(
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     faults: list[Fault] = []
     cursor = 0
-    source: DataSource = as_source(data).to(device)
-    is_resident = bool(getattr(source, "is_resident", False))
-    announce = getattr(source, "announce", None)
-    if announce is not None:
-        announce(torch.arange(len(source)), seed=0, follows=False)
+    source = as_source(data).to(device)
+    source.announce(torch.arange(len(source)), seed=0, follows=False)
     try:
         while cursor < len(source):
-            at = device if is_resident else torch.device("cpu")
+            at = device if source.is_resident else torch.device("cpu")
             indices = torch.arange(cursor, min(cursor + batch_size, len(source)), device=at)
             try:
                 totals += _judge(model, loss, source, metric, indices)
@@ -83,7 +80,7 @@ def evaluate(
     finally:
         for module, mode in training.items():
             module.training = mode
-        if source is not data and hasattr(source, "close"):
+        if source is not data:
             source.close()  # ends the processes that have read ahead
     num_correct, loss_sum = totals.tolist()
     return Evaluation(

@@ -13,7 +13,7 @@ from triaccel_ray.sources import DataSource
 class Feed:
     """Walks through a random permutation of the samples, a new one each epoch, in batches of any size.
 
-    A source that can read ahead is told each permutation as soon as it is known.
+    The source is told each permutation as soon as it is known, so that it may read ahead.
     """
 
     def __init__(self, source: DataSource, *, seed: int, device: torch.device) -> None:
@@ -23,7 +23,6 @@ class Feed:
         """
         self.source = source
         self._device = device
-        self._is_resident = bool(getattr(source, "is_resident", False))
         self._seed = seed
         self.epoch = 0
         self._cursor = 0
@@ -61,14 +60,13 @@ class Feed:
 
     def placed(self, indices: Tensor) -> Tensor:
         """Returns indices from the CPU where the source wants them, without having the host wait for the device."""
-        if not self._is_resident or self._device.type != "cuda":
+        if not self.source.is_resident or self._device.type != "cuda":
             return indices
         return indices.pin_memory().to(self._device, non_blocking=True)
 
     def close(self) -> None:
         """Ends what the source may have running to read ahead."""
-        if hasattr(self.source, "close"):
-            self.source.close()
+        self.source.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position and the augmentation's random state."""
@@ -99,9 +97,7 @@ class Feed:
         # A generator of its own an epoch, so that a position is enough to resume from.
         seed = (self._seed * 1_000_003 + self.epoch) % 2**63
         order = torch.randperm(len(self.source), generator=torch.Generator().manual_seed(seed))
-        announce = getattr(self.source, "announce", None)
-        if announce is not None:
-            announce(order[self._cursor :], seed=seed, follows=follows)
-        if self._is_resident and self._device.type == "cuda":
+        self.source.announce(order[self._cursor :], seed=seed, follows=follows)
+        if self.source.is_resident and self._device.type == "cuda":
             return order.pin_memory().to(self._device, non_blocking=True)
         return order
