@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from torch import Tensor
 
 Schedule = Callable[[float], float]
 """Maps epochs trained, fractional, to a factor on the optimizer's learning rates."""
@@ -21,3 +24,9 @@ class EpochStats:
     num_samples: int
     seconds: float
     """Wall-clock, the device synchronised at both ends."""
+
+
+def mean_loss(loss: Tensor) -> float:
+    """Returns sum over number, from the two on the device (fp64 [2]); NaN when every step of the epoch was skipped."""
+    loss_sum, num_samples = loss.tolist()
+    return float(loss_sum / num_samples) if num_samples else math.nan

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from triaccel_ray.apply.actuators import Actuators
 from triaccel_ray.apply.evaluate import Evaluation, Metric, count_top1, evaluate
@@ -19,7 +18,7 @@ from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.apply.precision import supported_precisions
 from triaccel_ray.config import ControlConfig, require_number
 from triaccel_ray.decide import ControlState, decide, initial_decision
-from triaccel_ray.epochs import EpochStats, Schedule
+from triaccel_ray.epochs import EpochStats, Schedule, mean_loss
 from triaccel_ray.events import Tick
 from triaccel_ray.graphs import GraphPool
 from triaccel_ray.jsonable import decode, encode
@@ -246,7 +245,7 @@ class ControlLoop:
         self._pending.record()
         return EpochStats(
             epoch=self.feed.epoch,
-            loss=_mean(self._epoch_loss),
+            loss=mean_loss(self._epoch_loss),
             num_steps=self._epoch_steps,
             num_samples=len(self.feed.source),
             seconds=seconds,
@@ -256,9 +255,9 @@ class ControlLoop:
         """Returns accuracy and mean loss on `data`, computed in FP32 and eval mode, each sample seen once.
 
         In batches of the size that trains, so that judging never takes more memory than training; on a GPU, where the
-        captured steps keep theirs meanwhile, in quarters of it.
+        captured graphs keep theirs meanwhile, in quarters of it.
         """
-        is_captured = self._steps.num_captured > 0
+        is_captured = self._pool.holds_graphs
         # On the stream of the steps, whose memory is then used again.
         with self._steps.on_stream(), self._precision.suspended():
             result = evaluate(
@@ -272,7 +271,7 @@ class ControlLoop:
                 release_memory=self._make_room,
             )
         if is_captured:
-            torch.cuda.empty_cache()  # else the pool that eager work leaves would stand beside the captured steps'
+            torch.cuda.empty_cache()  # else the pool that eager work leaves would stand beside the graphs'
         self.sensors.record_faults(result.faults)
         return result
 
@@ -394,9 +393,3 @@ class ControlLoop:
         """Returns a generator on the device, seeded from the saved one so that a resumed run draws the same."""
         seed = torch.randint(2**31, (), generator=self._curvature_samples).item()
         return torch.Generator(device=self.device).manual_seed(int(seed))
-
-
-def _mean(loss: Tensor) -> float:
-    """Returns sum over number, from the two on the device; NaN when every step of the epoch was skipped."""
-    loss_sum, num_samples = loss.tolist()
-    return float(loss_sum / num_samples) if num_samples else math.nan
