@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from tests.build import CPU, CountingSource
+from tests.build import CPU, CountingSource, plain
 from triaccel_ray.apply.feed import Feed
 from triaccel_ray.sources import DatasetSource, DataSource, TensorSource, as_source
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
+import shutil
+import sqlite3
 import threading
 import time
 from dataclasses import replace
@@ -331,3 +334,19 @@ def test_pictures_that_fail_do_not_keep_a_run_open(
         ship(sqlite_tracker, root, experiment)
     assert "no pictures" in caplog.text
     assert only_run(sqlite_tracker, experiment).status == "FINISHED"
+
+
+def test_what_a_database_says_of_its_failure_is_one_line(
+    sqlite_tracker: Tracker, root: Path, experiment: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mlflow.db"
+    shutil.copy(sqlite_tracker.uri.removeprefix("sqlite:///"), file)
+    with contextlib.closing(sqlite3.connect(file)) as connection:
+        connection.execute("DROP TABLE latest_metrics")
+    SimulatedRun(root, has_pictures=False).complete(epochs=1)
+    shipper = Shipper(Tracker(f"sqlite:///{file}", tmp_path), root, experiment=experiment)
+    shipper.ship_once()
+    assert shipper.last_error is not None
+    assert "no such table: latest_metrics" in shipper.last_error
+    assert "\n" not in shipper.last_error
+    assert "Traceback" not in capfd.readouterr().err

@@ -130,7 +130,8 @@ class Shipper:
         return self._shipments[folder]
 
     def _describe(self, folder: Path, failure: Exception) -> str:
-        text = f"{folder.name}: {type(failure).__name__}: {failure}"
+        first_line = str(failure).strip().partition("\n")[0]  # SQLAlchemy adds the statement, with all values
+        text = f"{folder.name}: {type(failure).__name__}: {first_line}"
         return self._tracker.mask(text)[:LONGEST_MESSAGE]
 
     def _report(self, error: str | None) -> None:

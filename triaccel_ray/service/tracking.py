@@ -52,6 +52,11 @@ def without_credentials(uri: str) -> str:
     return f"{scheme}://***@{rest.rpartition('@')[2]}"
 
 
+def without_passwords(text: str) -> str:
+    """Returns `text` without the users and passwords of the URIs in it."""
+    return _URI.sub(lambda found: without_credentials(found[0]), text)
+
+
 class TrackingUnavailableError(ValueError):
     """The tracking store named by the user cannot be used; the message says which, why, and what to do."""
 
@@ -78,7 +83,7 @@ class Tracker:
 
     def mask(self, text: str) -> str:
         """Returns `text` without user and password of the store's URI, or of any other in it."""
-        return _URI.sub(lambda found: without_credentials(found[0]), text.replace(self.uri, self.display_uri))
+        return without_passwords(text.replace(self.uri, self.display_uri))
 
     def check(self) -> None:
         """Returns if the store can be used: a server answers within three seconds, or the file can be written.
@@ -112,8 +117,9 @@ class Tracker:
             TrackingUnavailableError: the SQLite file cannot be opened, or was made by another version of MLflow.
         """
         _set_environment()
-        # "Creating initial MLflow database tables..." is of no interest to who trains.
-        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+        # It announces new tables, and logs every error with its traceback before it raises it: whoever catches it has a
+        # line of its own for the user.
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         from mlflow import MlflowClient
 
         if self._path is None:
