@@ -11,6 +11,7 @@ from ray.exceptions import RayTaskError
 
 from triaccel_ray.events import Epoch
 from triaccel_ray.service.failures import telling_mistakes
+from triaccel_ray.service.orphan import end_with_parent
 from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.worker import Status, Worker
@@ -26,6 +27,7 @@ class RunActor:
         """Remembers what to do; `setup` does it, so that its errors reach the caller as they are."""
         self._spec, self._folder, self._shared = spec, Path(folder), shared
         self._worker: Worker | None = None
+        end_with_parent()
 
     def setup(self, *, resume: bool) -> int:
         """Builds the run, or restores it from its checkpoint; returns the epochs done.

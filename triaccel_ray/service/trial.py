@@ -16,6 +16,7 @@ from triaccel_ray.events import End, EventLog, LogError, Start, TakenOverError, 
 from triaccel_ray.jsonable import encode
 from triaccel_ray.service.failures import RESULTS, DiskFullError, cause_of, failed, needing_room, write_traceback
 from triaccel_ray.service.objective import Figures, Objective
+from triaccel_ray.service.orphan import end_with_parent
 from triaccel_ray.service.record import RunRecord, has_begun, read_if_begun
 from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
@@ -65,6 +66,7 @@ class ThresholdTrial(tune.Trainable):
         if context is None:
             raise TypeError("context = None: pass one by tune.with_parameters(ThresholdTrial, context=...)")
         self._context = context
+        end_with_parent()
         keep_libraries()
         self._take(config)
 
