@@ -9,7 +9,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,25 +21,32 @@ def ray_head() -> Iterator[str]:
     """Yields the address of the Jobs API; every process of the cluster is gone afterwards, and no other."""
     # Ray's sockets lie below its folder, and their paths may be 107 characters long: tmp_path would be too long.
     with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        port, dashboard, agent, client = _free_ports(4)
+        port, dashboard, agent, client = free_ports(4)
         options = {"port": port, "dashboard-port": dashboard, "dashboard-agent-listen-port": agent}
         options |= {"ray-client-server-port": client, "temp-dir": folder, "num-cpus": 2, "num-gpus": 0}
         words = [f"--{name}={value}" for name, value in options.items()]
         log = Path(folder) / "head.log"
-        with log.open("w") as file:
-            head = subprocess.Popen(
-                [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *words],
-                env=_environment(),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        try:
+        with ray_node("--head", *words, env=_environment(), log=log) as head:
             url = f"http://127.0.0.1:{dashboard}"
             wait_until(lambda: _answers(head, url, log), say=log.read_text)
             yield url
-        finally:
-            end(head)
+
+
+@contextlib.contextmanager
+def ray_node(*words: str, env: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Begins `ray start` with these words; the machine leaves at the end, as `ray stop` has it leave."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *words],
+            env=env,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        end(process)
 
 
 def _environment() -> dict[str, str]:
@@ -53,7 +60,7 @@ def _environment() -> dict[str, str]:
     return {**{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}, **paths}
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

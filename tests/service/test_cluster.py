@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -12,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.cluster_utils import Cluster
 
 from tests.service.own_task import own_spec
-from tests.service.waiting import end, wait_until
+from tests.service.ray_head import ray_node
+from tests.service.waiting import DEADLINE_S, end, wait_until
 from triaccel_ray.events import Epoch, Event, read_events
 from triaccel_ray.service.cluster import ClusterUnavailableError, cluster, gpu_fraction, require_gpu_to_share
 from triaccel_ray.service.objective import Objective
@@ -92,6 +94,13 @@ class Project:
 
 
 @pytest.fixture
+def without_gpu() -> Iterator[Cluster]:
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
 def machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cluster]:
     """A head with two CPUs and one GPU, which is logical."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.getcwd()]))
@@ -99,18 +108,6 @@ def machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cluste
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 1, "include_dashboard": False})
     yield made
     made.shutdown()
-
-
-@contextlib.contextmanager
-def machine(address: str) -> Iterator[None]:
-    """A machine that joins the cluster, and leaves it at the end as `ray stop` has it leave."""
-    words = [f"--address={address}", "--num-cpus=1", "--num-gpus=1"]
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *words]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    try:
-        yield
-    finally:
-        end(process)
 
 
 @pytest.mark.parametrize("num_sharing", range(1, MAX_TRIALS_PER_GPU + 1))
@@ -121,9 +118,10 @@ def test_as_many_trials_as_asked_for_fit_on_a_gpu(num_sharing: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to share")
 def test_without_a_gpu_there_is_nothing_to_share() -> None:
-    require_gpu_to_share(None, 1)
+    require_gpu_to_share(None, own_spec("digits", device="auto"))
+    require_gpu_to_share("10.0.0.1:6379", own_spec("digits", device="cuda", trials_per_gpu=2))  # one may join
     with pytest.raises(ValueError, match="trials-per-gpu = 2: this machine has no GPU to share; leave it out"):
-        require_gpu_to_share(None, 2)
+        require_gpu_to_share(None, own_spec("digits", device="auto", trials_per_gpu=2))
 
 
 def test_a_ray_that_cannot_start_here_is_not_blamed_on_an_address(
@@ -154,7 +152,7 @@ def test_machines_that_join_take_trials_and_those_that_leave_lose_none(tmp_path:
     uncut: Any = {"space": "thresholds-absolute", "objective": "pareto"}  # no probe, and nothing is stopped early
     spec = SearchSpec(base=own_spec("held_task:Held", device="auto", trials_per_gpu=2), num_trials=3, **uncut)
     begin_search(spec, project.search)
-    require_gpu_to_share(machines.address, spec.base.trials_per_gpu)
+    require_gpu_to_share(machines.address, spec.base)
     before: dict[str, Event] = {}
     failures: list[BaseException] = []
 
@@ -162,7 +160,8 @@ def test_machines_that_join_take_trials_and_those_that_leave_lose_none(tmp_path:
         try:
             project.wait_for_trials(2)  # they share the head's GPU, and no third one fits
             (head,) = set(project.nodes("trials-on"))
-            with machine(machines.address):
+            words = (f"--address={machines.address}", "--num-cpus=1", "--num-gpus=1")
+            with ray_node(*words, env=os.environ, log=tmp_path / "joining.log"):
                 project.wait_for_trials(3)  # while the others still wait for the end of their second epoch
                 assert len(project.nodes("trials-on")) == 3
                 assert project.nodes("trials-on")[2] != head
@@ -186,3 +185,32 @@ def test_machines_that_join_take_trials_and_those_that_leave_lose_none(tmp_path:
     assert head == second == back != other  # the third trial went on at the head
     assert project.first_epochs() == before  # from its checkpoint: what had been done was not done again
     assert len(project.nodes("read-on")) == 1  # and nobody but the driver has read the samples
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU that joins is to be none, so that the run ends at once")
+def test_a_run_that_needs_a_gpu_waits_for_a_machine_with_one(tmp_path: Path, without_gpu: Cluster) -> None:
+    storage, said = tmp_path / "runs", tmp_path / "said"
+    words = ("run", "digits", "--device", "cuda", "--address", without_gpu.address, "--storage-path", str(storage))
+    with said.open("wb") as file:
+        command = subprocess.Popen(
+            [sys.executable, "-m", "triaccel_ray.service", *words], stdout=file, stderr=subprocess.STDOUT
+        )
+    try:
+        wait_until(lambda: "the cluster has no GPU yet" in said.read_text() or command.poll() is not None)
+        with cluster(without_gpu.address):
+            wait_until(lambda: {"GPU": 1.0, "CPU": 1.0} in _waited_for() or command.poll() is not None)
+        assert command.poll() is None, said.read_text()
+        without_gpu.add_node(num_cpus=1, num_gpus=1)
+        assert command.wait(DEADLINE_S) == 2
+    finally:
+        end(command)
+    assert "no CUDA device is visible" in said.read_text()  # asked of the machine that joined, whose GPU is logical
+
+
+def _waited_for() -> list[dict[str, float]]:
+    """What is asked of the cluster and not there: what an autoscaler goes by."""
+    state = get_cluster_status(ray.get_runtime_context().gcs_address)
+    return [
+        bundle.bundle for demand in state.resource_demands.ray_task_actor_demand for bundle in demand.bundles_by_count
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -19,6 +20,11 @@ from triaccel_ray.service import cli
 from triaccel_ray.service.jobs import LARGEST_FILE_BYTES, Job, Submission, jobs_grid, submission
 from triaccel_ray.service.record import read_run
 
+SECRETS = {
+    "MLFLOW_TRACKING_PASSWORD": "word-of-the-environment-6711",
+    "RAY_AUTH_TOKEN": "7" * 40 + "c1u573r",
+    "AWS_SECRET_ACCESS_KEY": "key-of-the-store-6713",
+}
 STEP_TIMEOUT_S = 90.0
 """For one step on a busy machine; each takes seconds."""
 
@@ -78,6 +84,14 @@ def test_names_are_readable_and_a_stopped_job_can_be_resumed(tmp_path: Path) -> 
         *("--tracking-uri", "http://host:5000", "--experiment", "mine"),
     ]
     assert submitted(tmp_path, "resume mine").id.startswith("resume-mine-20")
+
+
+@pytest.mark.parametrize("typed", ["run digits", "search digits --trials 3", "compare digits", "resume mine"])
+def test_no_secret_of_the_environment_travels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str) -> None:
+    for name, secret in SECRETS.items():
+        monkeypatch.setenv(name, secret)
+    sent = repr(submitted(tmp_path, f"{typed} --tracking-uri http://host:5000"))
+    assert not any(secret in sent for secret in SECRETS.values())
 
 
 @pytest.mark.parametrize(
@@ -211,6 +225,9 @@ def test_work_is_handed_over_looked_after_and_stopped(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # --address comes first
+    secrets = {name: secret for name, secret in SECRETS.items() if name != "RAY_AUTH_TOKEN"}  # this cluster has none
+    for name, secret in secrets.items():
+        monkeypatch.setenv(name, secret)
     project = tmp_path / "project"
     project.mkdir()
     module = write_module(project, monkeypatch)
@@ -239,6 +256,11 @@ def test_work_is_handed_over_looked_after_and_stopped(
     assert status == 0
     rows = [line.split() for line in out.splitlines()[1:]]
     assert [(row[0], row[1], row[3]) for row in rows] == [("long", "run", "RUNNING"), ("short", "run", "SUCCEEDED")]
+
+    with urllib.request.urlopen(f"{cluster}/api/jobs/") as answer:
+        known = answer.read().decode()
+    assert "run digits" in known
+    assert not any(secret in known for secret in secrets.values())
 
     status, out, said = typed(capsys, "stop", "long", *at)
     assert (status, out.splitlines()[0], said) == (0, "long: STOPPED", "")

@@ -6,16 +6,22 @@ import contextlib
 import ipaddress
 import logging
 import os
+import shlex
 import socket
 from collections.abc import Iterator
 from tempfile import gettempdir
 
+import psutil
 import ray
 import torch
 from ray._private import ray_constants
+from ray._raylet import setproctitle  # type: ignore[attr-defined]  # compiled, without annotations
 
 from triaccel_ray.config import require
 from triaccel_ray.out_of_memory import first_line
+from triaccel_ray.service.head_watch import watching
+from triaccel_ray.service.spec import RunSpec
+from triaccel_ray.service.tracking import without_passwords
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -25,13 +31,17 @@ class ClusterUnavailableError(ValueError):
 
 
 @contextlib.contextmanager
-def cluster(address: str | None, *, num_cpus: int | None = None) -> Iterator[None]:
+def cluster(address: str | None, *, num_cpus: int | None = None, last_words: str = "") -> Iterator[None]:
     """Connects to the Ray cluster at `address`; starts one on this machine when None, and stops it at the end.
+
+    `last_words` are said where the head is lost and nothing else can be done any more.
 
     Raises:
         ClusterUnavailableError: nothing answers at the address, or no Ray can start here.
+        HeadLostError: nothing has answered there for half a minute.
     """
     require_reachable(address)
+    _hide_passwords()
     # Ray's workers start elsewhere: a user's own task has to be importable from where the command was given.
     paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"PYTHONPATH": os.pathsep.join(paths), "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0"}
@@ -52,10 +62,22 @@ def cluster(address: str | None, *, num_cpus: int | None = None) -> Iterator[Non
             f"Ray cannot start on this machine ({first_line(error)}): see that memory and room in {gettempdir()} are "
             "left and that RAY_TMPDIR, if set, is a folder of yours, or name a running cluster with --address"
         ) from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with watching(ray.get_runtime_context().gcs_address, last_words):
+        try:
+            yield
+        finally:
+            ray.shutdown()  # watched too: without a head it may wait
+
+
+def _hide_passwords() -> None:
+    """Takes users and passwords of URIs out of this process's title, which is its command line.
+
+    Ray copies it into the job's record, for everybody who may list the cluster's jobs, and `ps` shows it.
+    """
+    words = psutil.Process().cmdline()
+    shown = [without_passwords(word) for word in words]
+    if shown != words:
+        setproctitle(shlex.join(shown))
 
 
 @contextlib.contextmanager
@@ -91,13 +113,15 @@ def gpu_fraction(num_sharing: int) -> float:
     return (10_000 // num_sharing) / 10_000
 
 
-def require_gpu_to_share(address: str | None, num_sharing: int) -> None:
+def require_gpu_to_share(address: str | None, spec: RunSpec) -> None:
     """Returns if one trial a GPU is asked for, or there is a GPU: a mistake must not use up a search's name.
+
+    On a cluster, `--device cuda` waits for a GPU, and need not find one.
 
     Raises:
         ValueError: several trials are to share a GPU, and neither this machine nor the cluster at `address` has one.
     """
-    if num_sharing == 1:
+    if spec.trials_per_gpu == 1 or (address is not None and spec.device == "cuda"):
         return
     if address is None:
         found, where = torch.cuda.is_available(), "this machine"
@@ -105,7 +129,7 @@ def require_gpu_to_share(address: str | None, num_sharing: int) -> None:
         with cluster(address):
             found, where = gpus_available(), "the cluster"
     rule = f"{where} has no GPU to share; leave it out: on CPUs as many trials run at once as there are CPUs"
-    require(found, "trials-per-gpu", num_sharing, rule)
+    require(found, "trials-per-gpu", spec.trials_per_gpu, rule)
 
 
 def is_loopback(host: str) -> bool:

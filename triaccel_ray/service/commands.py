@@ -38,7 +38,13 @@ from triaccel_ray.service.console import RunProgress, TrialProgress, err, out, r
 from triaccel_ray.service.doctor import Verdict, examine
 from triaccel_ray.service.failures import ERROR, RunFailedError, cause_of, needing_room
 from triaccel_ray.service.methods import METHODS
-from triaccel_ray.service.next_steps import point_to, resumable, say_how_it_ended
+from triaccel_ray.service.next_steps import (
+    ONCE_IT_IS_BACK,
+    point_to,
+    resumable,
+    resume_words,
+    say_how_it_ended,
+)
 from triaccel_ray.service.options import Where
 from triaccel_ray.service.record import has_begun, read_if_begun, read_run, read_spec
 from triaccel_ray.service.replay import reasons_grid, verdict
@@ -219,14 +225,15 @@ def _train(spec: RunSpec, folder: Path, where: Where, experiment: str, *, resume
             with recording(tracker, folder, experiment=experiment):
                 out.print(f"{folder.name} is {before.status}; what was not yet recorded is being recorded")
             return int(before.status != "finished")
+    words = resume_words(folder, where, experiment, cli.Run.experiment)
     with (
-        resumable(folder, where, experiment, cli.Run.experiment),
-        cluster(where.address),
+        resumable(words),
+        cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}"),
         recording(tracker, folder, experiment=experiment),
     ):
-        specs = {folder.name: spec}
+        specs, num_gpus = {folder.name: spec}, _num_gpus(spec, where.address)
         with RunProgress(f"{spec.task}: {METHODS[spec.method]}", specs) as progress:
-            outcomes = run_all(specs, folder.parent, num_gpus=_num_gpus(spec), on_glance=progress.update, resume=resume)
+            outcomes = run_all(specs, folder.parent, num_gpus=num_gpus, on_glance=progress.update, resume=resume)
     outcome = outcomes[folder.name]
     if isinstance(outcome, Exception):  # or input that only the actor could judge
         raise outcome
@@ -240,15 +247,15 @@ def _search(spec: SearchSpec, folder: Path, where: Where, experiment: str, *, re
     if not resume:
         require_new(folder)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name
-    require_gpu_to_share(where.address, spec.base.trials_per_gpu)
+    require_gpu_to_share(where.address, spec.base)
     tracker = open_tracker(where.storage_path, where.tracking_uri)
     if not resume:
         begin_search(spec, folder)
     info = {"task": spec.base.task, "kind": "search", "space": spec.space, "objective": spec.objective}
-    may_be_resumed = resumable(folder, where, experiment, cli.Search.experiment)
-    with may_be_resumed, _parent(tracker, folder, experiment, spec.base.control, info) as log:
-        with cluster(where.address):
-            num_gpus, shared = _num_gpus(spec.base), _shared(spec.base)
+    words = resume_words(folder, where, experiment, cli.Search.experiment)
+    with resumable(words), _parent(tracker, folder, experiment, spec.base.control, info) as log:
+        with cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}"):
+            num_gpus, shared = _num_gpus(spec.base, where.address), _shared(spec.base)
             with RunProgress(f"{spec.base.task}: baselines and probe") as progress:
                 prepared = prepare(spec, folder, num_gpus=num_gpus, on_glance=progress.update, shared=shared)
             with TrialProgress(f"{spec.base.task}: {spec.num_trials} trials", spec.num_trials, folder / TRIALS):
@@ -274,15 +281,15 @@ def _compare(spec: ComparisonSpec, folder: Path, where: Where, experiment: str, 
     if not resume:
         require_new(folder)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name
-    require_gpu_to_share(where.address, spec.base.trials_per_gpu)
+    require_gpu_to_share(where.address, spec.base)
     tracker = open_tracker(where.storage_path, where.tracking_uri)
     if not resume:
         begin_comparison(spec, folder)
     info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
-    may_be_resumed = resumable(folder, where, experiment, cli.Compare.experiment)
-    with may_be_resumed, _parent(tracker, folder, experiment, spec.base.control, info) as log:
-        with cluster(where.address):
-            num_gpus = _num_gpus(spec.base)
+    words = resume_words(folder, where, experiment, cli.Compare.experiment)
+    with resumable(words), _parent(tracker, folder, experiment, spec.base.control, info) as log:
+        with cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}"):
+            num_gpus = _num_gpus(spec.base, where.address)
             if read_comparison(folder).choices is None:
                 _choose(spec, folder, num_gpus)
             todo = read_comparison(folder).unfinished()
@@ -342,9 +349,23 @@ def _find(name: str, where: Where) -> Path:
     return folder
 
 
-def _num_gpus(spec: RunSpec) -> float:
-    """Returns the GPUs a run owns: one, or its part of one, where the cluster has any and the run may use it."""
-    return gpu_fraction(spec.trials_per_gpu) if spec.device != "cpu" and gpus_available() else 0.0
+def _num_gpus(spec: RunSpec, address: str | None) -> float:
+    """Returns what each run asks Ray for: a GPU or its part of one, or none.
+
+    `--device cuda` asks for one also where no machine of the cluster has any: Ray lets the runs wait for a machine that
+    joins, and tells an autoscaler of them. `auto` uses what is there now, to the end.
+    """
+    if spec.device == "cpu":
+        return 0.0
+    if not gpus_available():
+        if address is None or spec.device == "auto":
+            if address is not None:
+                text = "the cluster has no GPU now: everything trains on CPUs; with --device cuda it waits for a GPU"
+                err.print(text, style="yellow", markup=False, soft_wrap=True)
+            return 0.0
+        text = "the cluster has no GPU yet: what is to be trained waits for a machine with one to join"
+        err.print(text, style="yellow", markup=False, soft_wrap=True)
+    return gpu_fraction(spec.trials_per_gpu)
 
 
 def _shared(spec: RunSpec) -> SharedSplits | None:

@@ -9,25 +9,34 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from triaccel_ray.service.console import err, out
+from triaccel_ray.service.head_watch import HeadLostError
 from triaccel_ray.service.options import Where
 from triaccel_ray.service.record import RunRecord
 from triaccel_ray.service.session import tracking_uri_of
 from triaccel_ray.service.tracking import Tracker, without_credentials
 
+ONCE_IT_IS_BACK = "; once it is there again:"
+
+
+def resume_words(folder: Path, where: Where, experiment: str, usual: str) -> str:
+    """Returns the command that goes on; `usual` is the experiment that need not be named."""
+    name = folder.name if folder.parent == where.storage_path.expanduser().absolute() else str(folder)
+    address = () if where.address is None else ("--address", where.address)
+    own = () if experiment == usual else ("--experiment", experiment)
+    return shlex.join(["triaccel", "resume", name, *_storage_words(where), *_tracking_words(where), *address, *own])
+
 
 @contextlib.contextmanager
-def resumable(folder: Path, where: Where, experiment: str, usual: str) -> Iterator[None]:
-    """Turns Ctrl-C into exit status 130, and the command that goes on."""
+def resumable(words: str) -> Iterator[None]:
+    """Turns Ctrl-C into exit status 130, a lost head into 1, and says which command goes on."""
     try:
         yield
-    except KeyboardInterrupt:
-        name = folder.name if folder.parent == where.storage_path.expanduser().absolute() else str(folder)
-        address = () if where.address is None else ("--address", where.address)
-        own = () if experiment == usual else ("--experiment", experiment)
-        words = ["triaccel", "resume", name, *_storage_words(where), *_tracking_words(where), *address, *own]
-        err.print("stopped; to go on from the last checkpoints:", style="yellow")
-        err.print(shlex.join(words), soft_wrap=True)
-        sys.exit(130)
+    except (KeyboardInterrupt, HeadLostError) as error:
+        stopped = isinstance(error, KeyboardInterrupt)
+        reason = "stopped; to go on from the last checkpoints:" if stopped else f"{error}{ONCE_IT_IS_BACK}"
+        err.print(reason, style="yellow", markup=False, soft_wrap=True)
+        err.print(words, markup=False, soft_wrap=True)
+        sys.exit(130 if stopped else 1)
 
 
 def say_how_it_ended(run: RunRecord) -> None:

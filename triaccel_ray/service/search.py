@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import optuna
 from ray import tune
 from ray.exceptions import RayActorError
+from ray.tune.execution import class_cache
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 
 from search_spaces.thresholds import ANCHOR, Calibration, calibration, search_space
@@ -43,6 +44,7 @@ TRIALS = "trials"
 JOURNAL = "trials.jsonl"
 PROBE_EPOCHS = 10
 """The probe trains for half of the run's epochs, for this many at most: variances fall over time."""
+_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN")
 MIN_HEADROOM_BYTES = 32 * 2**20
 """Below this the noise of a resident set would decide about batch sizes."""
 
@@ -179,6 +181,8 @@ def tune_trials(
     with warnings.catch_warnings(), TemporaryDirectory(prefix="triaccel-tune-", ignore_cleanup_errors=True) as own:
         warnings.simplefilter("ignore")  # Tune and Optuna announce their own deprecations to whoever uses them
         optuna.logging.set_verbosity(optuna.logging.WARNING)
+        # Tune would send these to its actors by a runtime environment, which Ray writes to the logs of every machine.
+        class_cache.ENV_VARS_TO_PROPAGATE.difference_update(_KEYS)
         with _interruptible():
             results = _tuner(spec, trainable, folder, Path(own), claim).fit()
     for result in (results[index] for index in range(len(results))):

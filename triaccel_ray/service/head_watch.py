@@ -1,0 +1,94 @@
+"""Noticing that a cluster's head is lost: Ray waits for it for a minute, and then ends the process on the spot."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+from triaccel_ray.service.console import err
+from triaccel_ray.service.failures import PreemptedError
+
+INTERVAL_S = 2.0
+LOST_AFTER_S = 30.0
+"""A head that is silent for so long is given up: half of what Ray allows, the rest is for records and messages."""
+GRACE_S = 8.0
+"""Afterwards a process that cannot be interrupted, for it is in a call of Ray's that waits for the head, is ended."""
+_SIGNAL = signal.SIGUSR2
+"""Ray Tune has handlers of its own for SIGINT and SIGUSR1, which wait for trials."""
+
+
+class HeadLostError(PreemptedError):
+    """Nothing answers any more where the cluster's head was."""
+
+
+@contextlib.contextmanager
+def watching(address: str, last_words: str) -> Iterator[None]:
+    """Has what happens inside end once nothing has answered at the head's `address` for half a minute.
+
+    Only in the main thread, which alone can be interrupted; where even that is in vain, the process ends with exit
+    status 1 after saying what happened and `last_words`.
+
+    Raises:
+        HeadLostError: it was so.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    over, lost = threading.Event(), threading.Event()
+    before = signal.signal(_SIGNAL, _interrupt)
+    arguments = (address, last_words, over, lost)
+    thread = threading.Thread(target=_watch, args=arguments, name="head-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    except BaseException as error:  # what the interruption became on its way through Ray
+        if not lost.is_set():
+            raise
+        raise HeadLostError(_message(address)) from error
+    finally:
+        over.set()
+        thread.join()
+        signal.signal(_SIGNAL, before)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt  # the one exception that gets out of Ray's waiting
+
+
+def _message(address: str) -> str:
+    return (
+        f"the head of the cluster at {address} has not answered for {LOST_AFTER_S:.0f} s: it is lost, or cannot be "
+        "reached from here; what runs have recorded and saved is kept"
+    )
+
+
+def _watch(address: str, last_words: str, over: threading.Event, lost: threading.Event) -> None:
+    silent_since: float | None = None
+    while not over.wait(INTERVAL_S):
+        if _answers(address):
+            silent_since = None
+            continue
+        now = time.monotonic()
+        silent_since = now if silent_since is None else silent_since
+        if now - silent_since >= LOST_AFTER_S:
+            lost.set()
+            os.kill(os.getpid(), _SIGNAL)
+            if not over.wait(GRACE_S):
+                err.print(f"{_message(address)}{last_words}", style="yellow", markup=False, soft_wrap=True)
+                os._exit(1)
+            return
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=INTERVAL_S).close()
+        return True
+    except OSError:
+        return False
