@@ -44,8 +44,9 @@ class OtherGraphs:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_third_measurement_is_captured_and_the_fourth_a_replay(method: Any) -> None:
-    model, inputs, targets = make("smooth")
+@pytest.mark.parametrize("name", ["convolutions", "smooth", "tied_tokens", "attention", "foreign", "lent"])
+def test_the_third_measurement_is_captured_and_the_fourth_a_replay(name: str, method: Any) -> None:
+    model, inputs, targets = make(name)
     pool = RerunPool()
     meter, eager = meter_of(model, pool, method), meter_of(model, pool, method, capture=False)
     seen, generators = [], (draws(), draws())
