@@ -82,11 +82,11 @@ class Desk:
 
     def held(self, command: subprocess.Popen[str], count: int) -> list[int]:
         """Returns the numbers of the processes that wait, once there are `count`."""
-        wait_for(lambda: len(self._alive()) == count or command.poll() is not None)
+        wait_for(lambda: len(self.alive()) == count or command.poll() is not None)
         assert command.poll() is None, command.communicate()[0]
-        return self._alive()
+        return self.alive()
 
-    def _alive(self) -> list[int]:
+    def alive(self) -> list[int]:
         return [pid for pid in map(int, os.listdir(self.folder / "held")) if alive(pid)]
 
 
@@ -186,11 +186,49 @@ def test_a_search_goes_on_by_itself_when_an_actor_and_a_node_are_lost(
     (node,) = two_nodes.worker_nodes
     raylet = node.all_processes["raylet"][0].process.pid
     assert len([pid for pid in trials if psutil.Process(pid).ppid() == raylet]) == 1
-    kill(raylet, *trials)  # with a machine go all of its processes
+    # Its trial is not killed: it has to end by itself, while the task's own code waits.
+    kill(raylet, *(pid for pid in trials if psutil.Process(pid).ppid() != raylet))
     wait_for(lambda: not any(map(alive, trials)))
     desk.release()
     said = done(command)
     assert "trial-001 was interrupted (preempted): the process or its node was lost; goes on after epoch" in said
+    assert outcome(folder) == outcome(whole)
+    assert interruptions(folder, "trial-000", "trial-001") == [["preempted"]] * 2
+    assert recorded(tmp_path) == sorted(["hunt", *NAMES])
+
+
+def test_a_command_whose_head_is_lost_ends_and_says_how_to_go_on(
+    desk: Desk, whole: Path, two_nodes: Cluster, tmp_path: Path
+) -> None:
+    folder = begun(whole, tmp_path)
+    desk.hold()
+    command = desk.type(tmp_path, "resume", "hunt", "--address", two_nodes.address)
+    desk.held(command, 2)
+    begun_at = time.monotonic()
+    kill(two_nodes.head_node.all_processes["gcs_server"][0].process.pid)
+    said = done(command, status=1)
+    assert time.monotonic() - begun_at < 90.0  # 40 s
+    assert f"the head of the cluster at {two_nodes.address} has not answered for 30 s" in said
+    words = f"triaccel resume hunt --storage-path {tmp_path} --address {two_nodes.address}"
+    assert said.splitlines()[-1] == words
+    desk.release()
+    done(desk.type(tmp_path, "resume", "hunt"))
+    assert outcome(folder) == outcome(whole)
+
+
+def test_the_last_of_two_commands_goes_on_with_a_search(desk: Desk, whole: Path, tmp_path: Path) -> None:
+    folder = begun(whole, tmp_path)
+    desk.hold()
+    first = desk.type(tmp_path, "resume", "hunt")
+    trials = desk.held(first, 2)
+    second = desk.type(tmp_path, "resume", "hunt")
+    wait_for(lambda: len(desk.alive()) == 4 or second.poll() is not None)
+    desk.release()
+    said = done(first, status=2)
+    assert "another process has taken this run over" in " ".join(said.split())
+    assert "Traceback" not in said
+    done(second)
+    assert not any(map(alive, trials))
     assert outcome(folder) == outcome(whole)
     assert interruptions(folder, "trial-000", "trial-001") == [["preempted"]] * 2
     assert recorded(tmp_path) == sorted(["hunt", *NAMES])
@@ -248,6 +286,8 @@ def test_a_full_disk_stops_a_search_and_loses_nothing(desk: Desk, whole: Path, s
     desk.release()
     said = done(command, status=2)
     assert "is full: make room, then go on with `triaccel resume`" in " ".join(said.split())
+    assert "Traceback" not in said
+    assert "[SQL: " not in said
 
     (small_disk / "filler").unlink()
     done(desk.type(small_disk, "resume", "hunt"))

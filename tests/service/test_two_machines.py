@@ -26,7 +26,7 @@ from triaccel_ray.service.search import read_search
 from triaccel_ray.service.tracking import Tracker
 
 pytestmark = pytest.mark.timeout(900)
-DEADLINE_S = 300.0
+DEADLINE_S = 500.0
 """For what takes half a minute on an idle machine."""
 SECRETS = {
     "MLFLOW_TRACKING_PASSWORD": "word-of-the-environment-5711",
