@@ -113,7 +113,7 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, generators: Sequence[torc
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             yield
     except Exception:
-        torch.cuda.set_stream(outside)
+        torch.cuda.set_stream(outside)  # PyTorch 2.11 leaves the capturing one current
         _mend_after_broken_capture(outside.device, pool, generators)
         raise
     finally:
@@ -125,10 +125,10 @@ def _mend_after_broken_capture(device: torch.device, pool: Any, generators: Sequ
     """Undoes what PyTorch leaves behind of a capture that CUDA itself has broken off.
 
     `CUDAGraph.capture_end` then raises before it has told the allocator, which would go on putting memory aside for the
-    capture and give none of it back: so in every version from 2.11 to 2.15. In those where a generator has one state
-    for all captures (2.11), it has not told the generators either, which would refuse to draw; where each capture has
-    its own (2.15), a fresh state changes nothing. A PyTorch without these private calls is left as it is: what fails
-    then is the next capture or draw, aloud.
+    capture and give none of it back: so in 2.11 and in what has followed; a version that does tell it raises here, and
+    nothing is done. Where a generator has one state for all captures (2.11), it has not told the generators either,
+    which would refuse to draw; where each capture has a state of its own (2.15), a fresh one changes nothing. A PyTorch
+    without these private calls keeps that memory aside.
     """
     end, give_back = (getattr(torch._C, name, None) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"))
     if end is not None and give_back is not None:
