@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from tests.measure import dense_curvature as dense
 from tests.measure.curvature_models import CASES, FALLBACK, METHODS, NUM_CLASSES, make
 from tests.waiting import no_waiting
 from triaccel_ray.config import CurvatureConfig
-from triaccel_ray.graphs import Graph, GraphPool
 from triaccel_ray.layers import find_layers
 from triaccel_ray.measure.curvature import CurvatureMeter, PowerIteration, top_eigenvalues
 from triaccel_ray.measure.curvature.block_power import BlockPower
@@ -367,42 +365,3 @@ def test_a_gpu_reduces_large_matrices_as_a_cpu_solves_them(method: Any) -> None:
     expected = directly(model, inputs, targets, method)
     found = directly(model.cuda(), inputs.cuda(), targets.cuda(), method)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=0.0)
-
-
-class Cramped(GraphPool):
-    """Runs out of memory at the end of its second capture."""
-
-    num_tried = 0
-
-    def _record(self, work: Callable[[], None], generators: Sequence[torch.Generator]) -> Graph:
-        self.num_tried += 1
-        is_too_much = self.num_tried == 2
-
-        def cramped() -> None:
-            work()
-            if is_too_much:
-                raise torch.OutOfMemoryError("no room for curvature")
-
-        return super()._record(cramped, generators)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("method", METHODS)
-def test_a_capture_without_memory_is_measured_eagerly_and_made_later(method: Any) -> None:
-    model, inputs, targets = make("convolutions")
-    model, inputs, targets = model.cuda(), inputs.cuda(), targets.cuda()
-    device = torch.device("cuda")
-    pool = Cramped(device)
-    values = torch.zeros(1, device=device)
-    others = [pool.capture(lambda: values.add_(1.0))]
-    pool.on_release(others.clear)
-    meter = meter_of(model, method, device=device, pool=pool)
-    eager = meter_of(model, method, device=device, capture=False)
-    generators = draws("cuda"), draws("cuda")
-    for index in range(5):
-        found = meter.measure(inputs, targets, generators[0]).eigenvalues
-        expected = eager.measure(inputs, targets, generators[1]).eigenvalues
-        assert meter.is_captured == (index > 2), meter.not_captured_because
-        assert bool(others) == (index < 2)
-        torch.testing.assert_close(found, expected)
-    assert float(values) == 0.0

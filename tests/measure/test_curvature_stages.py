@@ -1,6 +1,6 @@
 """From eager measurements to replayed ones and back: when the curvature meter captures, and what it does if it cannot.
 
-On the CPU, with a pool that runs what a GPU would capture.
+Mostly on the CPU, with a pool that runs what a GPU would capture.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from tests.build import CPU, RerunPool
 from tests.measure.curvature_models import METHODS, NUM_CLASSES, make
 from triaccel_ray.config import CurvatureConfig
-from triaccel_ray.graphs import GraphPool
+from triaccel_ray.graphs import Graph, GraphPool
 from triaccel_ray.layers import find_layers
 from triaccel_ray.measure.curvature import CurvatureMeter
 from triaccel_ray.measure.curvature.gram_method import GramMethod
@@ -26,13 +27,15 @@ from triaccel_ray.measure.curvature.gram_method import GramMethod
 NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def meter_of(model: nn.Module, pool: GraphPool, method: Any = "fisher", **options: Any) -> CurvatureMeter:
+def meter_of(
+    model: nn.Module, pool: GraphPool, method: Any = "fisher", device: torch.device = CPU, **options: Any
+) -> CurvatureMeter:
     config = CurvatureConfig(method=method, top_k=2)
-    return CurvatureMeter(model, F.cross_entropy, find_layers(model), config, device=CPU, pool=pool, **options)
+    return CurvatureMeter(model, F.cross_entropy, find_layers(model), config, device=device, pool=pool, **options)
 
 
-def draws() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
+def draws(device: torch.device = CPU) -> torch.Generator:
+    return torch.Generator(device).manual_seed(0)
 
 
 class OtherGraphs:
@@ -209,3 +212,42 @@ def test_an_eager_measurement_without_memory_leaves_nothing_behind() -> None:
     assert meter._method._slopes is None
     del meter._method.advance
     assert meter.measure(inputs, targets, draws()).eigenvalues.isfinite().all()
+
+
+class Cramped(GraphPool):
+    """Runs out of memory at the end of its second capture."""
+
+    num_tried = 0
+
+    def _record(self, work: Callable[[], None], generators: Sequence[torch.Generator]) -> Graph:
+        self.num_tried += 1
+        is_too_much = self.num_tried == 2
+
+        def cramped() -> None:
+            work()
+            if is_too_much:
+                raise torch.OutOfMemoryError("no room for curvature")
+
+        return super()._record(cramped, generators)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_a_capture_without_memory_is_measured_eagerly_and_made_later(method: Any) -> None:
+    model, inputs, targets = make("convolutions")
+    model, inputs, targets = model.cuda(), inputs.cuda(), targets.cuda()
+    device = torch.device("cuda")
+    pool = Cramped(device)
+    values = torch.zeros(1, device=device)
+    others = [pool.capture(lambda: values.add_(1.0))]
+    pool.on_release(others.clear)
+    meter = meter_of(model, pool, method, device=device)
+    eager = meter_of(model, GraphPool(device), method, device=device, capture=False)
+    generators = draws(device), draws(device)
+    for index in range(5):
+        found = meter.measure(inputs, targets, generators[0]).eigenvalues
+        expected = eager.measure(inputs, targets, generators[1]).eigenvalues
+        assert meter.is_captured == (index > 2), meter.not_captured_because
+        assert bool(others) == (index < 2)
+        torch.testing.assert_close(found, expected)
+    assert float(values) == 0.0

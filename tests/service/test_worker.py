@@ -5,10 +5,8 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from tests.build import same, values
 from tests.service.crew import Crew, last_of, records, train
@@ -16,7 +14,6 @@ from tests.service.own_task import own_spec
 from trainables.task import Purpose
 from triaccel_ray.events import End, Epoch, Start, Tick
 from triaccel_ray.jsonable import decode
-from triaccel_ray.loop import ControlLoop
 from triaccel_ray.service.failures import (
     ERROR,
     DiskFullError,
@@ -204,21 +201,3 @@ def test_a_full_disk_is_told_from_other_errors(tmp_path: Path) -> None:
         file.write(b"no room")
     with pytest.raises(FileNotFoundError), needing_room(tmp_path):
         (tmp_path / "nowhere").read_bytes()
-
-
-def test_a_worker_whose_loop_fails_while_it_closes_has_its_log_closed(crew: Crew, module: str, tmp_path: Path) -> None:
-    worker = crew.start(own_spec(f"{module}:Blobs"), tmp_path)
-    worker.fail(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
-    log = worker._log
-    assert log is not None
-
-    def broken() -> Any:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-    assert isinstance(worker.loop, ControlLoop)
-    worker.loop._pending.observing(broken, step=0)
-    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
-        worker.close()
-    assert log._file.closed
-    assert not hasattr(worker, "loop")
-    assert last_of(tmp_path).status == "failed"
