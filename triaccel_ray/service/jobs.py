@@ -32,8 +32,8 @@ NEVER_TRAVELS = (
 LARGEST_FILE_BYTES = 20 * 2**20
 """A larger file is taken for data or weights and stays behind."""
 
-STOP_WAIT_S = 30
-"""How long a job that is stopped may take to end by itself: its last records are shipped meanwhile."""
+STOP_WAIT_S = 120
+"""How long a job that is stopped may take to end by itself: its last records are shipped and its pictures drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)

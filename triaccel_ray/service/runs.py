@@ -20,7 +20,8 @@ from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.worker import Status
 
 STATUS_INTERVAL_S = 0.5
-STOP_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 60.0
+"""How long runs that are broken off may take to end their logs, mostly a moment; another Ctrl-C cuts it short."""
 
 
 @dataclass(frozen=True, kw_only=True)
