@@ -6,11 +6,20 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray.cluster_utils import Cluster
 
 from tests.service.crew import Crew
 from tests.service.own_task import write_module
 from tests.service.stores import Server
 from triaccel_ray.service.tracking import Tracker
+
+
+@pytest.fixture(scope="session")
+def cluster_address() -> Iterator[str]:
+    """A Ray cluster of two CPUs, which the commands of several modules join."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 0, "include_dashboard": False})
+    yield cluster.address
+    cluster.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -14,33 +14,53 @@ import subprocess
 import sys
 import termios
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.request import urlopen
 
 import psutil
 import pytest
 
+from tests.service.own_task import MODULE
 from tests.service.stores import free_port, runs
+from tests.service.waiting import DEADLINE_S, end, wait_until
 from triaccel_ray.service.search import read_search
 from triaccel_ray.service.tracking import Tracker
 from triaccel_ray.service.worker import EVENTS
 
-DEADLINE_S = 240.0
-"""Of every wait; an idle machine needs a tenth."""
+SLOW = """
+import time
+
+
+class Slow(Blobs):
+    # a second an epoch: nothing ends before it is interrupted
+    name = "slow"
+
+    def loss(self, outputs, targets, recipe):
+        time.sleep(0.2)
+        return super().loss(outputs, targets, recipe)
+"""
 
 
 class Terminal:
     """A command of 100 columns by 30 lines in a session of its own."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, folder: Path, *words: str) -> None:
+        """Begins the command in `folder`, whose modules it finds."""
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
         command = [sys.executable, "-m", "triaccel_ray.service", *words]
         # A shell has what it starts in the background ignore Ctrl-C, and processes below inherit that.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.getcwd()])},
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+        )
         signal.signal(signal.SIGINT, before)
         os.close(slave)
         self._written = bytearray()
@@ -60,26 +80,42 @@ class Terminal:
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._written.decode(errors="replace"))
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert self.process.poll() is None, self.shown
-            assert time.monotonic() < deadline, self.shown
-            time.sleep(0.1)
+        wait_until(lambda: condition() or self.process.poll() is not None, say=lambda: self.shown)
+        assert self.process.poll() is None, self.shown
 
     def press_ctrl_c(self) -> int:
         """Sends SIGINT to the group, waits for the end of every process of it, and returns the exit status."""
         processes = psutil.Process(self.process.pid).children(recursive=True)
         os.killpg(self.process.pid, signal.SIGINT)
         status = self.process.wait(DEADLINE_S)
-        _, alive = psutil.wait_procs(processes, timeout=30.0)
+        _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
         assert alive == []
-        self._reader.join(10.0)
-        os.close(self._master)
+        self._reader.join(DEADLINE_S)
         return status
+
+    def close(self) -> None:
+        """Ends whatever still runs in it."""
+        end(self.process)
+        os.close(self._master)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    """Opens terminals, and closes them."""
+    opened: list[Terminal] = []
+
+    def start(folder: Path, *words: str) -> Terminal:
+        opened.append(Terminal(folder, *words))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()
 
 
 @pytest.mark.timeout(900)
-def test_ctrl_c_ends_everything_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_ends_everything_and_says_how_to_go_on(tmp_path: Path, terminal: Callable[..., Terminal]) -> None:
+    (tmp_path / "slow_task.py").write_text(MODULE + SLOW)
     where = ("--storage-path", str(tmp_path / "storage"))
     folder = tmp_path / "storage" / "hunt"
     tracker = Tracker(f"sqlite:///{tmp_path / 'storage' / 'mlflow.db'}", tmp_path / "storage" / "artifacts")
@@ -87,8 +123,8 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(tmp_path: Path) -> None:
     def begun(pattern: str) -> bool:
         return any(b'"kind":"epoch"' in path.read_bytes() for path in folder.glob(f"{pattern}/{EVENTS}"))
 
-    words = ("search", "digits", "--name", "hunt", "--trials", "3", "--epochs", "8", "--device", "cpu", *where)
-    first = Terminal(*words)
+    words = ("search", "slow_task:Slow", "--name", "hunt", "--trials", "3", "--epochs", "5", "--device", "cpu")
+    first = terminal(tmp_path, *words, *where)
     first.wait_until(lambda: begun("baselines/*"))
     assert first.press_ctrl_c() == 130
     assert "baselines and probe" in first.shown
@@ -98,7 +134,7 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert statuses["hunt"] == "KILLED"
     assert set(statuses.values()) <= {"KILLED", "FINISHED"}
 
-    second = Terminal(*shlex.split(way_on)[1:])
+    second = terminal(tmp_path, *shlex.split(way_on)[1:])
     second.wait_until(lambda: begun("trials/*") and "of 3 trials done" in second.shown)
     assert second.press_ctrl_c() == 130
     assert way_on in second.shown

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,18 +14,18 @@ import pytest
 
 from tests.service.own_task import write_module
 from tests.service.ray_head import ray_head
+from tests.service.waiting import wait_until
 from triaccel_ray.events import read_events
 from triaccel_ray.service import cli
 from triaccel_ray.service.jobs import LARGEST_FILE_BYTES, Job, Submission, jobs_grid, submission
 from triaccel_ray.service.record import read_run
 
+pytestmark = pytest.mark.timeout(900)  # the last test's time is also that of the cluster's start
 SECRETS = {
     "MLFLOW_TRACKING_PASSWORD": "word-of-the-environment-6711",
     "RAY_AUTH_TOKEN": "7" * 40 + "c1u573r",
     "AWS_SECRET_ACCESS_KEY": "key-of-the-store-6713",
 }
-STEP_TIMEOUT_S = 90.0
-"""For one step on a busy machine; each takes seconds."""
 
 
 def submitted(folder: Path, words: str, name: str | None = None) -> Submission:
@@ -248,10 +247,10 @@ def test_work_is_handed_over_looked_after_and_stopped(
     # The task's module is in the working directory alone, and so has travelled if the job trains.
     typed(capsys, "submit", *at, "--name", "long", "--", "run", f"{module}:Blobs", "--epochs", "1000000")
     log = project / "triaccel-runs" / "long" / "events.jsonl"
-    deadline = time.monotonic() + STEP_TIMEOUT_S
-    while not (log.exists() and len(log.read_bytes().splitlines()) > 2):
-        assert time.monotonic() < deadline, typed(capsys, "logs", "long", *at)
-        time.sleep(0.2)
+    wait_until(
+        lambda: log.exists() and len(log.read_bytes().splitlines()) > 2,
+        say=lambda: typed(capsys, "logs", "long", *at),
+    )
     status, out, _ = typed(capsys, "jobs", *at)
     assert status == 0
     rows = [line.split() for line in out.splitlines()[1:]]
