@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -128,18 +129,9 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Tracker:
-    """A store in existence, for the commands that reach for one before they find what is wrong."""
-    folder = tmp_path_factory.mktemp("store")
-    tracker = Tracker(f"sqlite:///{folder / 'mlflow.db'}", folder / "artifacts")
-    tracker.prepare()
-    return tracker
-
-
-@pytest.fixture
-def storage(tmp_path: Path) -> Path:
-    """A storage folder with a good run and several damaged ones."""
-    folder = tmp_path / "storage"
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A storage folder with a good run and several damaged ones, for all cases: none touches it."""
+    folder = tmp_path_factory.mktemp("project") / "storage"
     for name in ("run1", "badlog", "badspec", "badsearch", "badtrials", "badcomparison", "empty"):
         (folder / name).mkdir(parents=True)
     for name in ("run1", "badlog", "badspec"):
@@ -154,15 +146,18 @@ def storage(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    return write_module(tmp_path, monkeypatch)
+@pytest.fixture(scope="module")
+def module(storage: Path) -> Iterator[str]:
+    """A module beside the storage folder, where the commands are typed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(storage.parent)
+        yield write_module(storage.parent, patch)
 
 
 def snapshot(folder: Path) -> dict[Path, tuple[int, bytes]]:
     """Everything below the folder: a file written again with the same content would show too."""
-    return {path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in folder.rglob("*")}
+    paths = [path for path in folder.rglob("*") if "__pycache__" not in path.parts]  # of the module, when imported
+    return {path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in paths}
 
 
 @pytest.mark.parametrize(("command", "needles"), MESSAGES, ids=[command for command, _ in MESSAGES])
@@ -171,15 +166,15 @@ def test_bad_input_is_named_and_nothing_is_touched(
     needles: tuple[str, ...],
     storage: Path,
     module: str,
-    store: Tracker,
+    sqlite_tracker: Tracker,  # in existence, for the commands that reach for one before they find what is wrong
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     places = {"storage": storage, "module": module}
     words = ["" if word == "''" else word.format(**places) for word in command.split()]
     if words[0] != "sing":
         words += ["--storage-path", str(storage)]
-        words += [] if "--tracking-uri" in words else ["--tracking-uri", store.uri]
-    before = snapshot(storage)
+        words += [] if "--tracking-uri" in words else ["--tracking-uri", sqlite_tracker.uri]
+    before = snapshot(storage.parent)
     with pytest.raises(SystemExit) as ended:
         main(words)
     said = capsys.readouterr()
@@ -188,7 +183,7 @@ def test_bad_input_is_named_and_nothing_is_touched(
     for needle in needles:
         assert needle.format(**places) in " ".join(said.err.split()) or needle.format(**places) in said.err
     assert "Traceback" not in said.err
-    assert snapshot(storage) == before
+    assert snapshot(storage.parent) == before
 
 
 def test_the_traceback_can_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,13 +19,13 @@ from ray.cluster_utils import Cluster
 
 from tests.service.own_task import MODULE
 from tests.service.stores import runs
-from tests.service.waiting import DEADLINE_S, end, wait_until
+from tests.service.waiting import COMMAND_S, DEADLINE_S, end, wait_until
 from triaccel_ray.events import Epoch, Tick, read_events
 from triaccel_ray.service.record import read_run
 from triaccel_ray.service.tracking import Tracker
 from triaccel_ray.service.worker import EVENTS
 
-pytestmark = pytest.mark.timeout(900)  # several commands each, a minute a command where two CPUs have other work
+pytestmark = pytest.mark.timeout(1800)  # several commands each, a minute a command where two CPUs have other work
 NAMES = ("fp32", "amp", "probe", "trial-000", "trial-001")
 
 HELD = """
@@ -95,10 +95,12 @@ class Desk:
         self.release()
         for command in self.commands:
             end(command)
+            assert command.stdout is not None
+            command.stdout.close()
 
 
 def done(command: subprocess.Popen[str], *, status: int = 0) -> str:
-    said, _ = command.communicate(timeout=DEADLINE_S)
+    said, _ = command.communicate(timeout=COMMAND_S)
     assert command.returncode == status, said
     return said
 
@@ -122,11 +124,13 @@ def desk(project: Path) -> Iterator[Desk]:
 def whole(project: Path, cluster_address: str) -> Iterator[Path]:
     """The folder of a search that nothing has disturbed."""
     desk = Desk(project)
-    own = ("--trials", "2", "--epochs", "5", "--objective", "pareto", "--margin", "100", "--memory-budget", "8GiB")
     where = ("--device", "cpu", "--address", cluster_address)
-    done(desk.type(project, "search", "held_task:Held", "--name", "whole", *where, *own))
-    yield project / "whole"
-    desk.clear()
+    own = ("--trials", "2", "--epochs", "5", "--objective", "pareto", "--margin", "100", "--memory-budget", "8GiB")
+    try:
+        done(desk.type(project, "search", "held_task:Held", "--name", "whole", *where, *own))
+        yield project / "whole"
+    finally:
+        desk.clear()
 
 
 def begun(whole: Path, storage: Path) -> Path:

@@ -31,6 +31,7 @@ from triaccel_ray.service.search import SEARCH
 from triaccel_ray.service.translation import command_of
 from triaccel_ray.service.worker import SPEC
 
+pytestmark = pytest.mark.timeout(900)  # one test's time is also that of a whole run and of the server's start
 SECRETS = {
     "MLFLOW_TRACKING_PASSWORD": "word-of-the-environment-4711",
     "RAY_AUTH_TOKEN": "7" * 40 + "c1u573r",
@@ -39,12 +40,18 @@ SECRETS = {
 IN_THE_URI = "word-of-the-uri-4714"
 
 
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = SimulatedRun(tmp_path_factory.mktemp("finished") / "run").complete(epochs=1)
+    (folder / SPEC).write_text(json.dumps(encode(RUN_SPEC)))
+    return folder
+
+
 @pytest.fixture
-def storage(tmp_path: Path) -> Path:
+def storage(finished_run: Path, tmp_path: Path) -> Path:
     """A storage folder with one run, and a run outside it."""
     for folder in (tmp_path / "storage" / "run1", tmp_path / "outside"):
-        SimulatedRun(folder).complete(epochs=1)
-        (folder / SPEC).write_text(json.dumps(encode(RUN_SPEC)))
+        shutil.copytree(finished_run, folder)
     return tmp_path / "storage"
 
 

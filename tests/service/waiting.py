@@ -12,6 +12,8 @@ import psutil
 
 DEADLINE_S = 250.0
 """Of every wait, for what takes ten seconds at most on an idle machine."""
+COMMAND_S = 600.0
+"""Of a whole command, for what takes half a minute on an idle machine."""
 HELD_S = 2 * DEADLINE_S
 """Of a trial that waits until its test lets it go on: the test waits for something else meanwhile."""
 GRACE_S = 10.0

@@ -5,7 +5,6 @@ import http.server
 import io
 import tarfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,10 +108,8 @@ def test_processes_that_start_together_download_once(tmp_path: Path, served: tup
 
 @pytest.mark.parametrize("cifar", [CIFAR10, CIFAR100])
 def test_a_failed_download_names_every_file_the_source_and_the_option(cifar: CifarSet, tmp_path: Path) -> None:
-    started = time.monotonic()
     with pytest.raises(FileNotFoundError) as error:
         obtain(dataclasses.replace(cifar, url=NOBODY), tmp_path, with_test=True)
-    assert time.monotonic() - started < 5
     message = str(error.value)
     for layout in (cifar.python, cifar.binary):
         assert f"{tmp_path / layout.folder}: {', '.join((*layout.train, layout.test))} (none found)" in message
