@@ -19,8 +19,8 @@ class ComputeCopies:
     The copies are written by whoever updates the parameters, in the same pass; what anybody else writes into a
     parameter (a checkpoint, the user) is noticed by its version counter. Writing through `.data` in place leaves that
     counter as it is and goes unnoticed: use `torch.no_grad`. A parameter with hooks has no copy, where they would not
-    fire. A copy once made is kept until `drop_unused`, which is for when
-    no graph is left: captured graphs hold its address. Where that cannot be, `generation` tells.
+    fire. A copy once made is kept until `drop_unused`, which is for when no graph is left: captured graphs hold its
+    address. Where it cannot be kept, `generation` rises.
     """
 
     def __init__(self, layers: Sequence[Layer], parameters: Sequence[nn.Parameter]) -> None:
