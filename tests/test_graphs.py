@@ -42,6 +42,14 @@ def test_no_graph_survives_a_capture_that_fails() -> None:
     assert pool.holds_graphs
 
 
+def test_a_graph_that_lingers_does_not_call_for_a_release_again_and_again() -> None:
+    pool = RerunPool()
+    lingering = pool.capture(lambda: None)
+    pool.release()
+    assert not pool.holds_graphs
+    lingering.replay()
+
+
 def test_without_a_gpu_nothing_can_be_captured_and_a_release_does_nothing() -> None:
     pool = GraphPool(CPU)
     assert not pool.can_capture

@@ -40,7 +40,7 @@ class GraphPool:
 
     @property
     def holds_graphs(self) -> bool:
-        """Whether any captured graph is left, and with it memory that eager work cannot have."""
+        """Whether any graph captured since the last release is left, and with it memory that eager work cannot have."""
         return len(self._graphs) > 0
 
     def on_release(self, drop_graphs: Callable[[], None]) -> None:
@@ -92,6 +92,7 @@ class GraphPool:
         self.synchronize()
         for drop_graphs in self._callbacks:
             drop_graphs()
+        self._graphs.clear()  # one that lingers (in a traceback, say) goes with that: a further release could not help
 
     def _new_handle(self) -> Any:
         return torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
