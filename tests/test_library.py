@@ -28,6 +28,7 @@ from torch.utils.data import TensorDataset
 from triaccel_ray import BatchConfig, ControlConfig, ControlLoop
 
 torch.set_num_threads(1)
+torch.manual_seed(0)
 inputs = torch.randn(200, 5, generator=torch.Generator().manual_seed(0))
 data = TensorDataset(inputs, (inputs[:, 0] > 0).long())
 
@@ -45,7 +46,7 @@ loop.close()
 def python(code: str) -> list[str]:
     """What a fresh interpreter prints."""
     root = Path(triaccel_ray.__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 

@@ -146,7 +146,6 @@ def test_the_file_for_ray_up_is_one_that_ray_takes() -> None:
     assert config["min_workers"] == config["max_workers"] == len(config["provider"]["worker_ips"])
 
 
-@pytest.mark.timeout(900)
 def test_machines_that_join_take_trials_and_those_that_leave_lose_none(tmp_path: Path, machines: Cluster) -> None:
     project = Project(tmp_path)
     uncut: Any = {"space": "thresholds-absolute", "objective": "pareto"}  # no probe, and nothing is stopped early

@@ -25,7 +25,6 @@ from triaccel_ray.service.record import read_run
 from triaccel_ray.service.tracking import Tracker
 from triaccel_ray.service.worker import EVENTS
 
-pytestmark = pytest.mark.timeout(1800)  # several commands each, a minute a command where two CPUs have other work
 NAMES = ("fp32", "amp", "probe", "trial-000", "trial-001")
 
 HELD = """

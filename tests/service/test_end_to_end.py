@@ -32,7 +32,6 @@ from triaccel_ray.service.tracking import Tracker
 from triaccel_ray.service.translation import command_of, spec_from
 from triaccel_ray.service.worker import CHECKPOINT, EVENTS, SPEC, Worker
 
-pytestmark = pytest.mark.timeout(900)  # the first test's time is also that of the cluster's start and of a whole run
 NO_FP16 = ("--tau-low", "0")
 """A CPU emulates FP16 at a tenth of the speed."""
 PICTURES = {"precision.png", "batch_and_memory.png", "curvature_and_lr.png", "learning_curve.png"}

@@ -113,7 +113,6 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
         each.close()
 
 
-@pytest.mark.timeout(900)
 def test_ctrl_c_ends_everything_and_says_how_to_go_on(tmp_path: Path, terminal: Callable[..., Terminal]) -> None:
     (tmp_path / "slow_task.py").write_text(MODULE + SLOW)
     where = ("--storage-path", str(tmp_path / "storage"))

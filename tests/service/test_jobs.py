@@ -20,7 +20,6 @@ from triaccel_ray.service import cli
 from triaccel_ray.service.jobs import LARGEST_FILE_BYTES, Job, Submission, jobs_grid, submission
 from triaccel_ray.service.record import read_run
 
-pytestmark = pytest.mark.timeout(900)  # the last test's time is also that of the cluster's start
 SECRETS = {
     "MLFLOW_TRACKING_PASSWORD": "word-of-the-environment-6711",
     "RAY_AUTH_TOKEN": "7" * 40 + "c1u573r",

@@ -31,7 +31,6 @@ from triaccel_ray.service.search import SEARCH
 from triaccel_ray.service.translation import command_of
 from triaccel_ray.service.worker import SPEC
 
-pytestmark = pytest.mark.timeout(900)  # one test's time is also that of a whole run and of the server's start
 SECRETS = {
     "MLFLOW_TRACKING_PASSWORD": "word-of-the-environment-4711",
     "RAY_AUTH_TOKEN": "7" * 40 + "c1u573r",
