@@ -268,9 +268,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Tune's own tables, even when told to be silent
     # After parsing: help and mistakes in options should not wait for Ray and MLflow to load.
-    from triaccel_ray.service import commands
-    from triaccel_ray.service.console import err
-    from triaccel_ray.service.failures import RunFailedError, is_disk_full
+    try:
+        from triaccel_ray.service import commands
+        from triaccel_ray.service.console import err
+        from triaccel_ray.service.failures import RunFailedError, is_disk_full
+    except KeyboardInterrupt:  # before anything has begun
+        sys.exit(130)
 
     try:
         sys.exit(commands.execute(command))

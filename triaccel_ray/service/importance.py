@@ -11,6 +11,7 @@ import optuna
 
 from triaccel_ray.service.dimensions import Dimension, dimensions
 from triaccel_ray.service.search import SearchRecord
+from triaccel_ray.service.suggestions import quiet_optuna
 
 MIN_TRIALS: Final = 8
 """Fewer trials say nothing about four thresholds."""
@@ -75,9 +76,7 @@ def _shares(samples: list[dict[str, float]], values: list[float], scales: tuple[
     ranks = {value: rank for rank, value in enumerate(sorted(set(values)))}
     if len(ranks) < 2:
         return {}
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
+    with quiet_optuna():
         study = optuna.create_study()
         columns = {scale.name: [sample[scale.name] for sample in samples] for scale in scales}
         ranges: dict[str, optuna.distributions.BaseDistribution] = {
@@ -88,6 +87,4 @@ def _shares(samples: list[dict[str, float]], values: list[float], scales: tuple[
         found = optuna.importance.get_param_importances(
             study, evaluator=optuna.importance.FanovaImportanceEvaluator(seed=0)
         )
-    finally:
-        optuna.logging.set_verbosity(before)
     return {str(name): float(share) for name, share in found.items()}

@@ -31,7 +31,7 @@ from triaccel_ray.service.record import RunRecord, read_if_begun, read_run
 from triaccel_ray.service.runs import OnGlance, run_all
 from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
-from triaccel_ray.service.suggestions import NAME, Directions, JournaledSearch
+from triaccel_ray.service.suggestions import NAME, Directions, JournaledSearch, quiet_optuna
 from triaccel_ray.service.trial import ThresholdTrial, TrialContext, end_run, reopen
 from triaccel_ray.service.worker import require_new, write_atomically
 
@@ -45,6 +45,8 @@ JOURNAL = "trials.jsonl"
 PROBE_EPOCHS = 10
 """The probe trains for half of the run's epochs, for this many at most: variances fall over time."""
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN")
+_ANNOUNCEMENTS = (DeprecationWarning, FutureWarning, optuna.exceptions.ExperimentalWarning)
+"""What Tune and Optuna say of their own plans to whoever uses them."""
 MIN_HEADROOM_BYTES = 32 * 2**20
 """Below this the noise of a resident set would decide about batch sizes."""
 
@@ -178,9 +180,10 @@ def tune_trials(
     if resume:
         for trial in (folder / TRIALS).glob("*"):
             reopen(trial)
-    with warnings.catch_warnings(), TemporaryDirectory(prefix="triaccel-tune-", ignore_cleanup_errors=True) as own:
-        warnings.simplefilter("ignore")  # Tune and Optuna announce their own deprecations to whoever uses them
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
+    temporary = TemporaryDirectory(prefix="triaccel-tune-", ignore_cleanup_errors=True)
+    with warnings.catch_warnings(), quiet_optuna(), temporary as own:
+        for category in _ANNOUNCEMENTS:
+            warnings.simplefilter("ignore", category)
         # Tune would send these to its actors by a runtime environment, which Ray writes to the logs of every machine.
         class_cache.ENV_VARS_TO_PROPAGATE.difference_update(_KEYS)
         with _interruptible():
