@@ -36,6 +36,7 @@ from trainables.task import Purpose
 from triaccel_ray.events import read_events
 from triaccel_ray.service.cluster import cluster
 from triaccel_ray.service.objective import Objective
+from triaccel_ray.service.place import Place
 from triaccel_ray.service.record import runs_below
 from triaccel_ray.service.search import TRIALS, Prepared, SearchSpec, begin_search, tune_trials
 from triaccel_ray.service.spec import run_spec
@@ -110,7 +111,7 @@ def ours(folder: Path, num_trials: int) -> list[tuple[float, float]]:
     spec = SearchSpec(base=base, space=SPACE, num_trials=num_trials, objective="accuracy")
     begin_search(spec, folder)
     prepared = Prepared(objective=Objective(name="accuracy"), calibration=None, headroom_bytes=HEADROOM_BYTES)
-    tune_trials(spec, prepared, folder, num_gpus=0)
+    tune_trials(spec, prepared, Place.of(folder), num_gpus=0)
     logs = [[event.time_ms / 1e3 for event in read_events(run / EVENTS)] for run in runs_below(folder / TRIALS)]
     return [(times[0], times[-1]) for times in logs]
 

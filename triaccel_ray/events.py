@@ -88,8 +88,8 @@ class End:
     status: str
     """`finished`, `stopped` (by the scheduler or the user) or `failed`."""
     cause: str = ""
-    """For a failed run: `out_of_memory`, `non_finite`, `preempted`, `bug`, and `disk_full` or `runs` (some of them
-    failed) for a search or comparison; else empty."""
+    """For a failed run: `out_of_memory`, `non_finite`, `preempted`, `store`, `bug`, and `disk_full` or `runs` (some of
+    them failed) for a search or comparison; else empty."""
     message: str = ""
     results: Mapping[str, float] = field(default_factory=dict)
     """Final metrics."""

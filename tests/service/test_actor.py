@@ -9,11 +9,12 @@ from ray.exceptions import RayTaskError
 from tests.service.own_task import own_spec
 from triaccel_ray.service.actor import RunActor, original_error
 from triaccel_ray.service.failures import SetupError, cause_of
+from triaccel_ray.service.place import Place
 from triaccel_ray.service.record import read_run
 
 
 def test_an_actor_trains_one_run_and_answers_meanwhile(module: str, tmp_path: Path) -> None:
-    actor = RunActor(own_spec(f"{module}:Blobs"), str(tmp_path / "run"))
+    actor = RunActor(own_spec(f"{module}:Blobs"), Place(str(tmp_path / "run")))
     assert actor.status() is None
     assert actor.setup(resume=False) == 0
     assert [actor.train_epoch().epoch for _ in range(3)] == [1, 2, 3]
@@ -28,7 +29,7 @@ def test_an_actor_trains_one_run_and_answers_meanwhile(module: str, tmp_path: Pa
 
 
 def test_an_actor_goes_on_from_the_checkpoint_if_there_is_one(module: str, tmp_path: Path) -> None:
-    spec, folder = own_spec(f"{module}:Blobs"), str(tmp_path / "run")
+    spec, folder = own_spec(f"{module}:Blobs"), Place(str(tmp_path / "run"))
     first = RunActor(spec, folder)
     assert first.setup(resume=True) == 0
     first.train_epoch()
@@ -40,7 +41,7 @@ def test_an_actor_goes_on_from_the_checkpoint_if_there_is_one(module: str, tmp_p
 
 
 def test_an_actor_must_be_set_up(module: str, tmp_path: Path) -> None:
-    actor = RunActor(own_spec(f"{module}:Blobs"), str(tmp_path / "run"))
+    actor = RunActor(own_spec(f"{module}:Blobs"), Place(str(tmp_path / "run")))
     with pytest.raises(RuntimeError, match="the run is not set up: call setup first"):
         actor.train_epoch()
 
@@ -48,9 +49,9 @@ def test_an_actor_must_be_set_up(module: str, tmp_path: Path) -> None:
 def test_bad_input_is_told_from_a_mistake_in_the_tasks_code(module: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with pytest.raises(ValueError, match="memory budget = 1 MiB"):
-        RunActor(own_spec(f"{module}:Blobs", memory_budget_bytes=2**20), str(folder)).setup(resume=False)
+        RunActor(own_spec(f"{module}:Blobs", memory_budget_bytes=2**20), Place(str(folder))).setup(resume=False)
     with pytest.raises(SetupError, match="TypeError: ") as caught:
-        RunActor(own_spec(f"{module}:Unbuildable"), str(folder)).setup(resume=False)
+        RunActor(own_spec(f"{module}:Unbuildable"), Place(str(folder))).setup(resume=False)
     assert cause_of(caught.value) == "bug"
     assert not folder.exists()
 

@@ -24,6 +24,7 @@ from tests.service.waiting import DEADLINE_S, end, wait_until
 from triaccel_ray.events import Epoch, Event, read_events
 from triaccel_ray.service.cluster import ClusterUnavailableError, cluster, gpu_fraction, require_gpu_to_share
 from triaccel_ray.service.objective import Objective
+from triaccel_ray.service.place import Place
 from triaccel_ray.service.search import Prepared, SearchSpec, begin_search, read_search, tune_trials
 from triaccel_ray.service.shared_data import share_splits
 from triaccel_ray.service.spec import MAX_TRIALS_PER_GPU
@@ -174,7 +175,7 @@ def test_machines_that_join_take_trials_and_those_that_leave_lose_none(tmp_path:
     with cluster(machines.address):
         shared = share_splits(spec.base)
         thread.start()
-        tune_trials(spec, prepared, project.search, num_gpus=gpu_fraction(2), shared=shared)
+        tune_trials(spec, prepared, Place.of(project.search), num_gpus=gpu_fraction(2), shared=shared)
         thread.join()
     assert not failures
     trials = read_search(project.search).trials

@@ -19,6 +19,7 @@ from trainables.digits import Digits
 from trainables.images import ImageSource, Preparation
 from trainables.task import Purpose, Splits
 from triaccel_ray.service.actor import RunActor
+from triaccel_ray.service.place import Place
 from triaccel_ray.service.record import read_run
 from triaccel_ray.service.shared_data import NotSharedError, SharedSplits, share_splits
 from triaccel_ray.service.worker import Worker
@@ -140,7 +141,10 @@ def test_files_that_are_not_here_and_test_samples_are_not_shared(tmp_path: Path)
 
 def test_a_run_is_the_same_whether_it_reads_its_samples_or_shares_them(module: str, tmp_path: Path) -> None:
     spec = own_spec(f"{module}:Blobs", seed=3)
-    actors = [RunActor(spec, str(tmp_path / "read")), RunActor(spec, str(tmp_path / "shared"), share_splits(spec))]
+    actors = [
+        RunActor(spec, Place(str(tmp_path / "read"))),
+        RunActor(spec, Place(str(tmp_path / "shared")), share_splits(spec)),
+    ]
     for actor in actors:
         actor.setup(resume=False)
         for _ in range(3):

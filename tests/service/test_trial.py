@@ -22,6 +22,7 @@ from trainables.task import Purpose, Splits, Task
 from triaccel_ray.events import End
 from triaccel_ray.service.failures import DAMAGED, ERROR
 from triaccel_ray.service.objective import Objective
+from triaccel_ray.service.place import Place
 from triaccel_ray.service.record import read_run, runs_below
 from triaccel_ray.service.suggestions import NAME
 from triaccel_ray.service.trial import FAILED_OBJECTIVE, ThresholdTrial, TrialContext, end_run, reopen
@@ -37,7 +38,7 @@ def context_of(task: str, folder: Path, **settings: Any) -> TrialContext:
         spec=own_spec(task, **settings),
         objective=Objective(name="accuracy"),
         calibration=calibration([1e-6, 1e-4]),
-        folder=str(folder),
+        place=Place(str(folder)),
     )
 
 
@@ -58,7 +59,7 @@ class MeetingTrial(ThresholdTrial):
 
     def step(self) -> dict[str, Any]:
         gpu = "-".join(map(str, ray.get_gpu_ids()))
-        meeting = Path(self._context.folder).parent / "meeting"
+        meeting = self._context.place.folder.parent / "meeting"
         meeting.mkdir(exist_ok=True)
         (meeting / gpu).touch()
         wait_until(lambda: len(list(meeting.iterdir())) == 2, say=lambda: "no other trial runs at the same time")
@@ -182,8 +183,9 @@ def test_a_trial_that_has_ended_is_told_and_not_touched(module: str, tmp_path: P
             path = tmp_path / name / EVENTS
             path.write_bytes(path.read_bytes().rpartition(b'{"sequence"')[0])
         second = local_trial(context, {"trial": name, "ended": name != "finished"})
+        told = [second.step()]
         before = (tmp_path / name / EVENTS).read_bytes()
-        told = [second.step() for _ in range(num_epochs)]
+        told += [second.step() for _ in range(num_epochs - 1)]
         second.cleanup()
         assert [result["accuracy"] for result in told] == [result["accuracy"] for result in results]
         assert told[-1]["done"]

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
 from typing import Any
 
 import ray
 from ray import tune
 from ray.exceptions import RayTaskError
 
-from triaccel_ray.events import Epoch
-from triaccel_ray.service.failures import telling_mistakes
+from triaccel_ray.events import Epoch, TakenOverError
+from triaccel_ray.service.failures import StoreError, telling_mistakes
+from triaccel_ray.service.mirroring import RunCopy
 from triaccel_ray.service.orphan import end_with_parent
+from triaccel_ray.service.place import Place
 from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.worker import Status, Worker
 
 SAME_LIBRARIES = (tune,)
 """Loaded for its size alone: on a CPU a baseline's resident set has to hold what a trial's does."""
+STOP_PATIENCE_S = 3.0
+"""How long a run that is broken off tries to bring its last records to a store; its driver waits longer."""
 
 
 class RunActor:
     """Builds, trains and ends one run; `status` answers while an epoch is under way."""
 
-    def __init__(self, spec: RunSpec, folder: str, shared: SharedSplits | None = None) -> None:
+    def __init__(self, spec: RunSpec, place: Place, shared: SharedSplits | None = None) -> None:
         """Remembers what to do; `setup` does it, so that its errors reach the caller as they are."""
-        self._spec, self._folder, self._shared = spec, Path(folder), shared
+        self._spec, self._place, self._shared = spec, place, shared
+        self._copy = RunCopy(place)
         self._worker: Worker | None = None
         end_with_parent()
 
@@ -34,10 +39,12 @@ class RunActor:
 
         Raises:
             SetupError: there is a mistake in the task's own code.
+            StoreError: the store cannot be reached.
         """
+        self._copy.open()
         splits = None if self._shared is None else self._shared.get()
-        with telling_mistakes():
-            self._worker = worker = Worker(self._spec, self._folder, splits)
+        with self._copy.kept_if_failed(), telling_mistakes():
+            self._worker = worker = Worker(self._spec, self._place.folder, splits)
             if resume:
                 return worker.resume()
             worker.start()
@@ -46,21 +53,31 @@ class RunActor:
     def train_epoch(self) -> Epoch:
         """Trains one epoch and writes a checkpoint."""
         worker = self._get()
-        record = worker.train_epoch()
-        worker.checkpoint()
+        with self._copy.kept_if_failed():
+            record = worker.train_epoch()
+            worker.checkpoint()
+        self._copy.push_soon()
         return record
 
     def finish(self) -> dict[str, float]:
         """Ends the run and returns its results."""
         worker = self._get()
-        results = worker.finish()
-        worker.close()
+        with self._copy.kept_if_failed():
+            results = worker.finish()
+            worker.close()
+        self._copy.close()
         return results
 
     def stop(self) -> None:
         """Ends the log of a run that is broken off, whatever it is at; to be followed by the actor's end."""
         if self._worker is not None and not self._worker.ended:
-            self._worker.stop()
+            try:
+                self._worker.stop()
+            except TakenOverError:
+                self._copy.abandon()
+                raise
+            with contextlib.suppress(StoreError):  # it is on this machine, and `resume` brings it there
+                self._copy.close(STOP_PATIENCE_S)
 
     def status(self) -> Status | None:
         """Returns a glance at the run; None before it is built or after it has ended."""
@@ -72,13 +89,13 @@ class RunActor:
         return self._worker
 
 
-def start_actor(spec: RunSpec, folder: Path, *, num_gpus: float, shared: SharedSplits | None = None) -> Any:
+def start_actor(spec: RunSpec, place: Place, *, num_gpus: float, shared: SharedSplits | None = None) -> Any:
     """Returns a handle to a new actor for the run, with `num_gpus` GPUs and one CPU of its own.
 
     Two threads: one trains, the other answers `status` and `stop`.
     """
     actor: Any = ray.remote(RunActor)
-    return actor.options(num_cpus=1, num_gpus=num_gpus, max_concurrency=2).remote(spec, str(folder), shared)
+    return actor.options(num_cpus=1, num_gpus=num_gpus, max_concurrency=2).remote(spec, place, shared)
 
 
 def original_error(error: Exception) -> Exception:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from trainables.task import Purpose
 from triaccel_ray.config import require
@@ -22,6 +21,7 @@ from triaccel_ray.service.comparison import (
 from triaccel_ray.service.failures import RESULTS, cause_of
 from triaccel_ray.service.fixed import FIXED, FixedSetting, precisions_where_it_runs, sampled_settings
 from triaccel_ray.service.objective import Objective
+from triaccel_ray.service.place import Place
 from triaccel_ray.service.record import RunRecord, read_if_begun, read_run
 from triaccel_ray.service.runs import OnGlance, run_all
 from triaccel_ray.service.shared_data import SharedSplits
@@ -31,7 +31,7 @@ from triaccel_ray.service.worker import write_atomically
 
 
 def choose(
-    spec: ComparisonSpec, folder: Path, *, num_gpus: float, on_glance: OnGlance, shared: SharedSplits | None = None
+    spec: ComparisonSpec, place: Place, *, num_gpus: float, on_glance: OnGlance, shared: SharedSplits | None = None
 ) -> Choices:
     """Returns what the final runs are to use, and writes it down; trials that have ended are not run again.
 
@@ -43,10 +43,11 @@ def choose(
         ValueError: no fixed setting could be trained.
         Exception: what a trial that could not be set up, or found no room on the disk, has raised.
     """
+    folder = place.folder
     chosen = read_choices(folder)
     if chosen is not None:
         return chosen
-    root, fixed, tuned = folder / TRIALS, None, {}
+    root, fixed, tuned = place / TRIALS, None, {}
     if spec.num_fixed:
         settings = sampled_settings(spec.base, precisions_where_it_runs(spec.base, num_gpus=num_gpus), spec.num_fixed)
         runs = _ended(fixed_trials(spec, settings), root, num_gpus=num_gpus, on_glance=on_glance, shared=shared)
@@ -136,13 +137,14 @@ def _trial_name(method: str, index: int, fixed: FixedSetting | None) -> str:
 
 
 def _ended(
-    specs: Mapping[str, RunSpec], root: Path, *, num_gpus: float, on_glance: OnGlance, shared: SharedSplits | None
+    specs: Mapping[str, RunSpec], place: Place, *, num_gpus: float, on_glance: OnGlance, shared: SharedSplits | None
 ) -> dict[str, RunRecord]:
     """Returns the records of all these trials, after running those that have not ended."""
+    root = place.folder
     before = {name: read_if_begun(root / name) for name in specs}
     done = {name: run for name, run in before.items() if run is not None and run.has_outcome}
     missing = {name: spec for name, spec in specs.items() if name not in done}
-    outcomes = run_all(missing, root, num_gpus=num_gpus, on_glance=on_glance, resume=True, shared=shared)
+    outcomes = run_all(missing, place, num_gpus=num_gpus, on_glance=on_glance, resume=True, shared=shared)
     for outcome in outcomes.values():
         if isinstance(outcome, Exception) and cause_of(outcome) not in RESULTS:
             raise outcome

@@ -36,16 +36,14 @@ from triaccel_ray.service.comparison import (
 from triaccel_ray.service.comparison_view import view_comparison
 from triaccel_ray.service.console import RunProgress, TrialProgress, err, out, rich_table
 from triaccel_ray.service.doctor import Verdict, examine
-from triaccel_ray.service.failures import ERROR, RunFailedError, cause_of, needing_room
+from triaccel_ray.service.failures import ERROR, RunFailedError, StoreError, cause_of, needing_room
+from triaccel_ray.service.locating import find, storage_of
 from triaccel_ray.service.methods import METHODS
-from triaccel_ray.service.next_steps import (
-    ONCE_IT_IS_BACK,
-    point_to,
-    resumable,
-    resume_words,
-    say_how_it_ended,
-)
+from triaccel_ray.service.mirror import push_commands, require_unused
+from triaccel_ray.service.mirroring import mirrored
+from triaccel_ray.service.next_steps import ONCE_IT_IS_BACK, point_to, resumable, resume_words, say_how_it_ended
 from triaccel_ray.service.options import Where
+from triaccel_ray.service.place import Place
 from triaccel_ray.service.record import has_begun, read_if_begun, read_run, read_spec
 from triaccel_ray.service.replay import reasons_grid, verdict
 from triaccel_ray.service.runs import run_all
@@ -60,9 +58,6 @@ from triaccel_ray.service.search import (
     tune_trials,
 )
 from triaccel_ray.service.session import (
-    checked_name,
-    is_inside,
-    links_out_of,
     new_name,
     open_tracker,
     recording,
@@ -74,8 +69,10 @@ from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.tracking import Tracker
 from triaccel_ray.service.translation import comparison_spec, search_spec, spec_from
 from triaccel_ray.service.views import view_run, view_search
-from triaccel_ray.service.worker import EVENTS, require_new
+from triaccel_ray.service.worker import EVENTS
 
+MISTAKES = ("bug", "preempted", "store")
+"""Causes of failures that have nothing to do with what was tried."""
 _VERDICT_STYLE: Mapping[Verdict, str] = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}
 
 
@@ -96,51 +93,57 @@ def _(command: cli.Run) -> int:
         seed=command.seed,
         purpose=purpose,
     )
-    folder = _storage(command.where) / new_name(command.name, command.task, command.method)
-    return _train(spec, folder, command.where, command.experiment, resume=False)
+    place = storage_of(command.where) / new_name(command.name, command.task, command.method)
+    return _train(spec, place, command.where, command.experiment, resume=False)
 
 
 @execute.register
 def _(command: cli.Search) -> int:
     spec = search_spec(command)
-    folder = _storage(command.where) / new_name(command.name, command.task, command.space)
-    return _search(spec, folder, command.where, command.experiment, resume=False)
+    place = storage_of(command.where) / new_name(command.name, command.task, command.space)
+    return _search(spec, place, command.where, command.experiment, resume=False)
 
 
 @execute.register
 def _(command: cli.Compare) -> int:
     spec = comparison_spec(command)
-    folder = _storage(command.where) / new_name(command.name, command.task, "comparison")
-    return _compare(spec, folder, command.where, command.experiment, resume=False)
+    place = storage_of(command.where) / new_name(command.name, command.task, "comparison")
+    return _compare(spec, place, command.where, command.experiment, resume=False)
 
 
 @execute.register
 def _(command: cli.Resume) -> int:
-    folder = _find(command.name, command.where)
+    place = find(command.name, command.where, writable=True)
+    folder, where = place.folder, command.where
     if (folder / SEARCH).exists():
         experiment = command.experiment or cli.Search.experiment
-        return _search(read_search(folder).spec, folder, command.where, experiment, resume=True)
+        return _search(read_search(folder).spec, place, where, experiment, resume=True)
     if (folder / COMPARISON).exists():
-        spec = read_comparison(folder).spec
-        return _compare(spec, folder, command.where, command.experiment or cli.Compare.experiment, resume=True)
-    return _train(read_spec(folder), folder, command.where, command.experiment or cli.Run.experiment, resume=True)
+        experiment = command.experiment or cli.Compare.experiment
+        return _compare(read_comparison(folder).spec, place, where, experiment, resume=True)
+    return _train(read_spec(folder), place, where, command.experiment or cli.Run.experiment, resume=True)
 
 
 @execute.register
 def _(command: cli.Report) -> int:
-    folder = _find(command.name, command.where)
+    place = find(command.name, command.where)
+    folder = place.folder
     if (folder / SEARCH).exists():
         view_search(read_search(folder))
     elif (folder / COMPARISON).exists():
         view_comparison(read_comparison(folder))
     else:
         view_run(read_run(folder))
+    try:
+        push_commands(place)
+    except StoreError as error:  # reading was allowed, and all that was asked for
+        err.print(f"the page stays on this machine: {error}", style="yellow", soft_wrap=True)
     return 0
 
 
 @execute.register
 def _(command: cli.Replay) -> int:
-    folder = _find(command.name, command.where)
+    folder = find(command.name, command.where).folder
     if (folder / SEARCH).exists() or (folder / COMPARISON).exists():
         logs = sorted(folder.glob(f"*/**/{EVENTS}"))
         names = ", ".join(str(path.parent.relative_to(folder.parent)) for path in logs[:3])
@@ -212,57 +215,62 @@ def _(command: cli.Stop) -> int:
     return job_commands.stop(command.job, address=command.address)
 
 
-def _train(spec: RunSpec, folder: Path, where: Where, experiment: str, *, resume: bool) -> int:
+def _train(spec: RunSpec, place: Place, where: Where, experiment: str, *, resume: bool) -> int:
     require_experiment(experiment)
+    folder = place.folder
     if not resume:
-        require_new(folder)
+        require_unused(place)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name
     tracker = open_tracker(where.storage_path, where.tracking_uri)
     before = read_if_begun(folder) if resume else None
     if before is not None and before.has_outcome:
         say_how_it_ended(before)
         if before.status != "failed (out_of_memory)":
-            with recording(tracker, folder, experiment=experiment):
+            with mirrored(place, has_own_log=False), recording(tracker, folder, experiment=experiment):
                 out.print(f"{folder.name} is {before.status}; what was not yet recorded is being recorded")
             return int(before.status != "finished")
-    words = resume_words(folder, where, experiment, cli.Run.experiment)
+    words = resume_words(place, where, experiment, cli.Run.experiment)
     with (
         resumable(words),
+        mirrored(place, has_own_log=False),
         cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}"),
         recording(tracker, folder, experiment=experiment),
     ):
         specs, num_gpus = {folder.name: spec}, _num_gpus(spec, where.address)
         with RunProgress(f"{spec.task}: {METHODS[spec.method]}", specs) as progress:
-            outcomes = run_all(specs, folder.parent, num_gpus=num_gpus, on_glance=progress.update, resume=resume)
+            outcomes = run_all(specs, place.parent, num_gpus=num_gpus, on_glance=progress.update, resume=resume)
     outcome = outcomes[folder.name]
     if isinstance(outcome, Exception):  # or input that only the actor could judge
         raise outcome
     view_run(read_run(folder))
-    point_to(folder, where)
+    push_commands(place)
+    point_to(place, where)
     return 0
 
 
-def _search(spec: SearchSpec, folder: Path, where: Where, experiment: str, *, resume: bool) -> int:
+def _search(spec: SearchSpec, place: Place, where: Where, experiment: str, *, resume: bool) -> int:
     require_experiment(experiment)
+    folder = place.folder
     if not resume:
-        require_new(folder)
+        require_unused(place)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name
     require_gpu_to_share(where.address, spec.base)
     tracker = open_tracker(where.storage_path, where.tracking_uri)
     if not resume:
         begin_search(spec, folder)
     info = {"task": spec.base.task, "kind": "search", "space": spec.space, "objective": spec.objective}
-    words = resume_words(folder, where, experiment, cli.Search.experiment)
-    with resumable(words), _parent(tracker, folder, experiment, spec.base.control, info) as log:
+    words = resume_words(place, where, experiment, cli.Search.experiment)
+    mirror = mirrored(place, has_own_log=True)
+    with resumable(words), mirror, _parent(tracker, folder, experiment, spec.base.control, info) as log:
         with cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}"):
             num_gpus, shared = _num_gpus(spec.base, where.address), _shared(spec.base)
             with RunProgress(f"{spec.base.task}: baselines and probe") as progress:
-                prepared = prepare(spec, folder, num_gpus=num_gpus, on_glance=progress.update, shared=shared)
+                prepared = prepare(spec, place, num_gpus=num_gpus, on_glance=progress.update, shared=shared)
             with TrialProgress(f"{spec.base.task}: {spec.num_trials} trials", spec.num_trials, folder / TRIALS):
-                tune_trials(spec, prepared, folder, num_gpus=num_gpus, resume=resume, shared=shared, claim=log.claim)
+                tune_trials(spec, prepared, place, num_gpus=num_gpus, resume=resume, shared=shared, claim=log.claim)
         record = read_search(folder)
         view_search(record)
-        mistakes = [run for run in record.trials if run.end is not None and run.end.cause in ("bug", "preempted")]
+        mistakes = [run for run in record.trials if run.end is not None and run.end.cause in MISTAKES]
         best = best_trial(record)
         results = {} if best is None or best.end is None else best.end.results
         log.append(_ending([run.name for run in mistakes], len(record.trials), results))
@@ -272,29 +280,31 @@ def _search(spec: SearchSpec, folder: Path, where: Where, experiment: str, *, re
         err.print(f"{run.name} {run.status}: {message}{trace}", style="red", markup=False, soft_wrap=True)
     if mistakes:
         err.print(f"`triaccel resume {folder.name}` tries these again", markup=False)
-    point_to(folder, where)
+    point_to(place, where)
     return 0 if best is not None and not mistakes else 1
 
 
-def _compare(spec: ComparisonSpec, folder: Path, where: Where, experiment: str, *, resume: bool) -> int:
+def _compare(spec: ComparisonSpec, place: Place, where: Where, experiment: str, *, resume: bool) -> int:
     require_experiment(experiment)
+    folder = place.folder
     if not resume:
-        require_new(folder)
+        require_unused(place)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name
     require_gpu_to_share(where.address, spec.base)
     tracker = open_tracker(where.storage_path, where.tracking_uri)
     if not resume:
         begin_comparison(spec, folder)
     info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
-    words = resume_words(folder, where, experiment, cli.Compare.experiment)
-    with resumable(words), _parent(tracker, folder, experiment, spec.base.control, info) as log:
+    words = resume_words(place, where, experiment, cli.Compare.experiment)
+    mirror = mirrored(place, has_own_log=True)
+    with resumable(words), mirror, _parent(tracker, folder, experiment, spec.base.control, info) as log:
         with cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}"):
             num_gpus = _num_gpus(spec.base, where.address)
             if read_comparison(folder).choices is None:
-                _choose(spec, folder, num_gpus)
+                _choose(spec, place, num_gpus)
             todo = read_comparison(folder).unfinished()
             with RunProgress(f"{spec.base.task}: comparison", todo) as progress:
-                outcomes = run_all(todo, folder, num_gpus=num_gpus, on_glance=progress.update, resume=True)
+                outcomes = run_all(todo, place, num_gpus=num_gpus, on_glance=progress.update, resume=True)
         record = read_comparison(folder)
         failed = {
             name: f"{name} failed: {run.end.message}" for name, run in record.failed.items() if run.end is not None
@@ -311,15 +321,15 @@ def _compare(spec: ComparisonSpec, folder: Path, where: Where, experiment: str, 
         error = outcomes.get(name)
         if isinstance(error, Exception) and os.environ.get("TRIACCEL_TRACEBACK"):
             err.print("".join(traceback.format_exception(error)), markup=False, soft_wrap=True)
-    point_to(folder, where)
+    point_to(place, where)
     return 1 if failed else 0
 
 
-def _choose(spec: ComparisonSpec, folder: Path, num_gpus: float) -> None:
+def _choose(spec: ComparisonSpec, place: Place, num_gpus: float) -> None:
     """Has the trials on validation samples run; the object store has these samples meanwhile, and no longer."""
     shared = _shared(trial_of(spec.base))
     with RunProgress(f"{spec.base.task}: trials on validation samples") as progress:
-        choose(spec, folder, num_gpus=num_gpus, on_glance=progress.update, shared=shared)
+        choose(spec, place, num_gpus=num_gpus, on_glance=progress.update, shared=shared)
 
 
 def _ending(failed: Sequence[str], num_runs: int, results: Mapping[str, float]) -> End:
@@ -328,25 +338,6 @@ def _ending(failed: Sequence[str], num_runs: int, results: Mapping[str, float]) 
         return End(status="finished", results=results)
     message = f"{len(failed)} of {num_runs} runs failed: {', '.join(failed)}"
     return End(status="failed", cause="runs", message=message, results=results)
-
-
-def _storage(where: Where) -> Path:
-    return where.storage_path.expanduser().absolute()
-
-
-def _find(name: str, where: Where) -> Path:
-    """Returns the folder that `name` means: a path, else one in the storage folder, out of which no link leads."""
-    storage = _storage(where)
-    is_path = os.sep in name and os.path.isdir(name)
-    folder = Path(name).absolute() if is_path else storage / (name if os.sep in name else checked_name(name))
-    if not os.path.isdir(folder):
-        raise LogError(f"name = {name!r}: there is no folder {folder}; names are the folders in {storage}")
-    if not is_path:
-        rule = f"leads out of the storage folder {storage}; if you trust what is there, name it by its path"
-        require(is_inside(folder, storage), "name", name, rule)
-    for link in links_out_of(folder):
-        raise LogError(f"{link} is a link that leads out of {folder}, to {os.path.realpath(link)}: remove it")
-    return folder
 
 
 def _num_gpus(spec: RunSpec, address: str | None) -> float:

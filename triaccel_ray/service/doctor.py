@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 from pathlib import Path
 
 from triaccel_ray.out_of_memory import first_line
+from triaccel_ray.service.place import Place
 
 PACKAGES = ("torch", "torchvision", "triton", "ray", "mlflow", "optuna", "nvidia-ml-py", "scikit-learn", "rich")
 TOP_LEVEL = ("triaccel_ray", "trainables", "kernels", "search_spaces")
@@ -38,7 +39,7 @@ class Finding:
     text: str
 
 
-def examine(storage: Path, tracking_uri: str | None, address: str | None) -> Iterator[Finding]:
+def examine(storage: Place, tracking_uri: str | None, address: str | None) -> Iterator[Finding]:
     """Yields one finding a check; none of them raises."""
     checks: list[Callable[[], Finding]] = [
         _python,
@@ -49,7 +50,8 @@ def examine(storage: Path, tracking_uri: str | None, address: str | None) -> Ite
         _triton,
         lambda: _ray(address),
         lambda: _tracking(storage, tracking_uri),
-        lambda: _disk(storage),
+        lambda: _disk(storage.folder),
+        *([] if storage.uri is None else [partial(_store, storage.uri)]),
     ]
     for check in checks:
         try:
@@ -147,11 +149,22 @@ def _ray(address: str | None) -> Finding:
         return Finding(subject="ray starts", verdict=Verdict.PROBLEM, text=str(error))
 
 
-def _tracking(storage: Path, tracking_uri: str | None) -> Finding:
+def _tracking(storage: Place, tracking_uri: str | None) -> Finding:
     from triaccel_ray.service.session import open_tracker
 
     tracker = open_tracker(storage, tracking_uri)
     return Finding(subject="mlflow store", verdict=Verdict.OK, text=tracker.display_uri)
+
+
+def _store(uri: str) -> Finding:
+    from triaccel_ray.service.failures import StoreError
+    from triaccel_ray.service.store import Store
+
+    try:
+        Store(uri).check(writable=True)
+    except StoreError as error:
+        return Finding(subject="storage", verdict=Verdict.PROBLEM, text=str(error))
+    return Finding(subject="storage", verdict=Verdict.OK, text=f"{uri} can be listed, read and written")
 
 
 def _disk(storage: Path) -> Finding:

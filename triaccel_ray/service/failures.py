@@ -7,6 +7,7 @@
 | `preempted` | the process or its node was lost | tried again from the checkpoint, MAX_LOSSES times |
 | `disk_full` | a checkpoint or the log could not be written | everything stops, with a message |
 | `taken_over` | another process goes on with the run, whose one writer it is | nothing is written; the process ends |
+| `store` | the store of a storage URI was out of reach where a run begins or ends | trials: tried again, likewise |
 | `bug` | anything else | shown to the user, never tried again by itself |
 | `runs` | of a search or comparison: some of its runs failed | `resume` tries those again that another try may mend |
 
@@ -54,6 +55,10 @@ class DiskFullError(ValueError):
     """A file of the run could not be written for lack of room; what was complete before is still there."""
 
 
+class StoreError(ValueError):
+    """A store cannot be used, or not now; the message names it, the reason and the way out."""
+
+
 class SetupError(RuntimeError):
     """A run could not be set up for a mistake in code, most likely the task's own, not in what was asked for."""
 
@@ -85,6 +90,8 @@ def cause_of(error: BaseException) -> str:
         return "disk_full"
     if isinstance(error, TakenOverError):
         return "taken_over"
+    if isinstance(error, StoreError):
+        return "store"
     return "preempted" if isinstance(error, PreemptedError) else "bug"
 
 

@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 from triaccel_ray.config import require
 from triaccel_ray.service import cli
 from triaccel_ray.service.options import Where
-from triaccel_ray.service.session import checked_name, new_name, require_experiment
+from triaccel_ray.service.place import Place
+from triaccel_ray.service.session import checked_name, new_name, require_experiment, tracking_uri_of
 from triaccel_ray.service.tables import Grid
 from triaccel_ray.service.tracking import TrackingUnavailableError, without_credentials
 from triaccel_ray.service.translation import comparison_spec, search_spec, spec_from
@@ -80,8 +81,8 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
     require(command.where.address in (None, "auto"), "address", command.where.address, rule)
     rule = "is no folder of a project, and would travel whole; change into the project's folder"
     require(folder not in (Path.home(), Path(folder.anchor)), "working directory", str(folder), rule)
-    storage = folder / command.where.storage_path.expanduser()
-    tracking = _tracking_words(command.where, folder)
+    storage = _storage(command.where.storage_path, folder)
+    tracking = _tracking_words(command.where, folder, storage)
     notes = list(_place_notes(command.where, storage))
     kept = _without(words, "storage-path", "tracking-uri", "address")
     if isinstance(command, cli.Resume):
@@ -100,9 +101,10 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
             data_dir = folder / data_dir.expanduser()
             kept += ["--data-dir", str(data_dir)]
             notes.append(f"data: {data_dir}, which the cluster's machines must have too")
-    places = ["--storage-path", str(storage), *tracking]
+    places = ["--storage-path", storage.storage, *tracking]
     experiment = [] if command.experiment in (None, type(command).experiment) else ["--experiment", command.experiment]
-    excludes, large = _left_behind(folder, [storage, *([] if data_dir is None else [data_dir])])
+    own = [] if storage.uri is not None else [storage.folder]
+    excludes, large = _left_behind(folder, [*own, *([] if data_dir is None else [data_dir])])
     notes += [f"stays here, larger than {format_bytes(LARGEST_FILE_BYTES)}: {', '.join(large)}"] if large else []
     return Submission(
         id=job,
@@ -161,9 +163,15 @@ def _require_sound(command: cli.Run | cli.Search | cli.Compare) -> None:
         spec_from(command.task, command.training, command.thresholds, method=command.method, seed=command.seed)
 
 
-def _tracking_words(where: Where, folder: Path) -> list[str]:
+def _storage(given: Place, folder: Path) -> Place:
+    """Returns the place that `given` means in `folder`, as the cluster's machines are told of it."""
+    return given if given.uri is not None else Place(str(folder / Path(given.storage).expanduser()))
+
+
+def _tracking_words(where: Where, folder: Path, storage: Place) -> list[str]:
     uri = where.tracking_uri
     if uri is None:
+        tracking_uri_of(storage, None)
         return []
     shown = without_credentials(uri)
     if shown != uri:
@@ -178,8 +186,9 @@ def _tracking_words(where: Where, folder: Path) -> list[str]:
     return ["--tracking-uri", f"sqlite:///{folder / path}" if uri.startswith("sqlite:///") else uri]
 
 
-def _place_notes(where: Where, storage: Path) -> Iterator[str]:
-    yield f"storage: {storage}, which all machines of the cluster must share"
+def _place_notes(where: Where, storage: Place) -> Iterator[str]:
+    must = "share" if storage.uri is None else "reach, with credentials of their own"
+    yield f"storage: {storage}, which all machines of the cluster must {must}"
     uri = where.tracking_uri
     if uri is not None and uri.startswith("http") and urlsplit(uri).hostname in ("localhost", "127.0.0.1", "::1"):
         yield f"tracking: {uri} means the machine on which the job runs, the cluster's head node"

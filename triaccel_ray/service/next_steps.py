@@ -6,11 +6,11 @@ import contextlib
 import shlex
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from triaccel_ray.service.console import err, out
 from triaccel_ray.service.head_watch import HeadLostError
 from triaccel_ray.service.options import Where
+from triaccel_ray.service.place import Place
 from triaccel_ray.service.record import RunRecord
 from triaccel_ray.service.session import tracking_uri_of
 from triaccel_ray.service.tracking import Tracker, without_credentials
@@ -18,9 +18,10 @@ from triaccel_ray.service.tracking import Tracker, without_credentials
 ONCE_IT_IS_BACK = "; once it is there again:"
 
 
-def resume_words(folder: Path, where: Where, experiment: str, usual: str) -> str:
+def resume_words(place: Place, where: Where, experiment: str, usual: str) -> str:
     """Returns the command that goes on; `usual` is the experiment that need not be named."""
-    name = folder.name if folder.parent == where.storage_path.expanduser().absolute() else str(folder)
+    is_named = place.uri is not None or place.folder.parent == where.storage_path.folder
+    name = place.name if is_named else str(place.folder)
     address = () if where.address is None else ("--address", where.address)
     own = () if experiment == usual else ("--experiment", experiment)
     return shlex.join(["triaccel", "resume", name, *_storage_words(where), *_tracking_words(where), *address, *own])
@@ -53,21 +54,22 @@ def say_how_it_ended(run: RunRecord) -> None:
     err.print(follows, soft_wrap=True)
 
 
-def point_to(folder: Path, where: Where) -> None:
+def point_to(place: Place, where: Where) -> None:
     """Says where everything is and how to look at it."""
     shown = without_credentials(tracking_uri_of(where.storage_path, where.tracking_uri))
     storage = _storage_words(where)
     look = shlex.join(["triaccel", "ui", *storage, *_tracking_words(where)])
-    again = shlex.join(["triaccel", "report", folder.name, *storage])
-    out.print(f"files: {folder}\nrecorded in: {shown}", soft_wrap=True)
+    again = shlex.join(["triaccel", "report", place.base_name, *storage])
+    copy = "" if place.uri is None else f" (working copy: {place.folder})"
+    out.print(f"files: {place}{copy}\nrecorded in: {shown}", soft_wrap=True)
     out.print(f"look: {look}    again: {again}", soft_wrap=True)
 
 
 def _storage_words(where: Where) -> tuple[str, ...]:
-    return () if where.storage_path == Where().storage_path else ("--storage-path", str(where.storage_path))
+    return () if where.storage_path == Where().storage_path else ("--storage-path", where.storage_path.storage)
 
 
 def _tracking_words(where: Where) -> tuple[str, ...]:
     """Returns the option, without user and password: what is printed ends up in logs."""
     uri = where.tracking_uri
-    return () if uri is None else ("--tracking-uri", Tracker(uri, where.storage_path).display_uri)
+    return () if uri is None else ("--tracking-uri", Tracker(uri, where.storage_path.folder).display_uri)

@@ -6,38 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
-from urllib.parse import unquote, urlsplit
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from triaccel_ray.config import ControlConfig, CurvatureMethod, ExecutionConfig, LrRule, require
+from triaccel_ray.config import ControlConfig, CurvatureMethod, ExecutionConfig, LrRule
 from triaccel_ray.plan import Precision
+from triaccel_ray.service.place import Place
 
-DEFAULT_STORAGE = Path("triaccel-runs")
-
-
-def storage_folder(text: str) -> Path:
-    """Returns the folder that a path or a file:// URI names.
-
-    Raises:
-        ValueError: it names another machine or an object store: event logs are appended to and cut, checkpoints
-            replaced, and neither can be done there.
-    """
-    parts = urlsplit(text)
-    if "://" not in text:
-        return Path(text)
-    rule = "must be a folder or file:///FOLDER; mount it on every machine under one path, and name that"
-    require(parts.scheme == "file" and parts.netloc in ("", "localhost"), "storage path", text, rule)
-    return Path(unquote(parts.path))
-
-
-_FOLDER: PrimitiveConstructorSpec[Path] = PrimitiveConstructorSpec(
+DEFAULT_STORAGE = Place("triaccel-runs")
+_PLACE: PrimitiveConstructorSpec[Place] = PrimitiveConstructorSpec(
     nargs=1,
-    metavar="FOLDER",
-    instance_from_str=lambda words: storage_folder(words[0]),
-    is_instance=lambda value: isinstance(value, Path),
-    str_from_instance=lambda path: [str(path)],
+    metavar="FOLDER|URI",
+    instance_from_str=lambda words: Place(words[0]),
+    is_instance=lambda value: isinstance(value, Place),
+    str_from_instance=lambda place: [place.storage],
 )
 _T = TypeVar("_T")
 Flat = Annotated[_T, tyro.conf.OmitArgPrefixes]
@@ -53,11 +36,13 @@ JobName = Annotated[str, tyro.conf.arg(metavar="JOB")]
 class Where:
     """Where work is done and recorded."""
 
-    storage_path: Annotated[Path, _FOLDER] = DEFAULT_STORAGE
-    """Folder of runs, searches and checkpoints; shared by all machines of a cluster."""
-    tracking_uri: str | None = None
-    """MLflow store: http://HOST:PORT of a server, or sqlite:///FILE. Default: mlflow.db in the storage folder."""
-    address: str | None = None
+    storage_path: Annotated[Place, _PLACE] = DEFAULT_STORAGE
+    """Folder of runs, searches and checkpoints, shared by all machines of a cluster; or the URI of a store, such as
+    s3://BUCKET/FOLDER, gs://, abfs://, hdfs://HOST:PORT/FOLDER or file:///FOLDER, of which each has a working copy."""
+    tracking_uri: Given[str] = None
+    """MLflow store: http://HOST:PORT of a server, or sqlite:///FILE. Default: mlflow.db in the storage folder;
+    has to be given where that is a URI."""
+    address: Given[str] = None
     """Ray cluster: HOST:PORT or `auto`. Default: Ray is started on this machine."""
 
 

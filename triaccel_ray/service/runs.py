@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -14,7 +14,16 @@ from ray.exceptions import RayActorError
 from triaccel_ray.events import Epoch
 from triaccel_ray.out_of_memory import first_line
 from triaccel_ray.service.actor import original_error, start_actor
-from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, RunFailedError, cause_of
+from triaccel_ray.service.failures import (
+    MAX_LOSSES,
+    DiskFullError,
+    PreemptedError,
+    RunFailedError,
+    StoreError,
+    cause_of,
+)
+from triaccel_ray.service.mirroring import catch_up
+from triaccel_ray.service.place import Place
 from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.worker import Status
@@ -40,7 +49,7 @@ OnGlance = Callable[[Glance], None]
 
 def run_all(
     specs: Mapping[str, RunSpec],
-    root: Path,
+    root: Place,
     *,
     num_gpus: float,
     on_glance: OnGlance,
@@ -49,9 +58,10 @@ def run_all(
 ) -> dict[str, Mapping[str, float] | Exception]:
     """Returns the results of every run, or the exception that ended it, by name.
 
-    That is a RunFailedError for a run that had begun, DiskFullError apart, and what was raised for one that had not.
+    That is a RunFailedError for a run that had begun, what was raised for one that had not, and DiskFullError and
+    StoreError as they are.
 
-    Each run has the folder `root / name`, and its samples from `shared` where given. As many train at once as the
+    Each run has the place `root / name`, and its samples from `shared` where given. As many train at once as the
     cluster has room for. Ctrl-C ends the logs of those under way.
     """
     drives = {
@@ -64,18 +74,22 @@ def run_all(
         for name, spec in specs.items()
     }
     try:
-        return _drive_all(drives, on_glance)
+        return _drive_all(drives, root, on_glance)
     except KeyboardInterrupt:
         stopping = [reference for drive in drives.values() if (reference := drive.stop()) is not None]
         if stopping:
             ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT_S)
+            with contextlib.suppress(StoreError):
+                catch_up(root, patience_s=0.0)
         raise
     finally:
         for drive in drives.values():
             drive.close()
 
 
-def _drive_all(drives: dict[str, _Drive], on_glance: OnGlance) -> dict[str, Mapping[str, float] | Exception]:
+def _drive_all(
+    drives: dict[str, _Drive], root: Place, on_glance: OnGlance
+) -> dict[str, Mapping[str, float] | Exception]:
     """Returns all outcomes; `drives` keeps those under way."""
     outcomes: dict[str, Mapping[str, float] | Exception] = {}
     while drives:
@@ -88,6 +102,11 @@ def _drive_all(drives: dict[str, _Drive], on_glance: OnGlance) -> dict[str, Mapp
             if glance.results is not None or glance.error is not None:
                 outcomes[name] = glance.error or glance.results or {}
                 drives.pop(name).close()
+            if glance.results is not None:
+                try:
+                    catch_up(root / name)
+                except StoreError as error:
+                    outcomes[name] = error
         for drive in drives.values():
             status = drive.glance()
             if status is not None:
@@ -98,8 +117,8 @@ def _drive_all(drives: dict[str, _Drive], on_glance: OnGlance) -> dict[str, Mapp
 class _Drive:
     """One run's calls, one after the other."""
 
-    def __init__(self, folder: Path, start: Callable[[], Any], *, num_epochs: int, resume: bool) -> None:
-        self._folder, self._name, self._start_actor, self._num_epochs = folder, folder.name, start, num_epochs
+    def __init__(self, place: Place, start: Callable[[], Any], *, num_epochs: int, resume: bool) -> None:
+        self._place, self._name, self._start_actor, self._num_epochs = place, place.base_name, start, num_epochs
         self._num_lost = 0
         self._begin(resume=resume)
 
@@ -131,17 +150,21 @@ class _Drive:
         self._num_lost += 1
         if self._num_lost > MAX_LOSSES:
             text = f"its process was lost {self._num_lost} times, the last time so: {first_line(error)}"
-            return Glance(name=self._name, error=RunFailedError(self._folder, PreemptedError(text)))
+            return Glance(name=self._name, error=self._outcome(PreemptedError(text)))
         self.close()
         self._begin(resume=True)
         return Glance(name=self._name)
 
     def _outcome(self, error: Exception) -> Exception:
         refused = self._epochs_done is None and cause_of(error) == "bug"  # bad input, or a mistake in the set-up
-        if refused or isinstance(error, DiskFullError):
+        if refused or isinstance(error, DiskFullError | StoreError):
             error.add_note(f"raised by the run {self._name}")
             return error
-        return RunFailedError(self._folder, error)
+        try:
+            catch_up(self._place)  # first: the message says what is in the folder
+        except StoreError as unreachable:
+            return unreachable
+        return RunFailedError(self._place.folder, error)
 
     def glance(self) -> Glance | None:
         """Returns the status that was asked for at the last call, if it has come, and asks again."""

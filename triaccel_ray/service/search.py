@@ -25,8 +25,10 @@ from search_spaces.thresholds import ANCHOR, Calibration, calibration, search_sp
 from triaccel_ray.config import require, require_integer
 from triaccel_ray.events import Claim, LogError, TakenOverError
 from triaccel_ray.jsonable import decode, encode
-from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, failed
+from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, StoreError, failed
+from triaccel_ray.service.mirroring import bring_notes, catch_up, edited
 from triaccel_ray.service.objective import OBJECTIVES, Objective
+from triaccel_ray.service.place import Place
 from triaccel_ray.service.record import RunRecord, read_if_begun, read_run
 from triaccel_ray.service.runs import OnGlance, run_all
 from triaccel_ray.service.shared_data import SharedSplits
@@ -117,7 +119,7 @@ def begin_search(spec: SearchSpec, folder: Path) -> None:
 
 
 def prepare(
-    spec: SearchSpec, folder: Path, *, num_gpus: float, on_glance: OnGlance, shared: SharedSplits | None = None
+    spec: SearchSpec, place: Place, *, num_gpus: float, on_glance: OnGlance, shared: SharedSplits | None = None
 ) -> Prepared:
     """Returns what the trials need to know, from the baselines FP32 and AMP and the probe; runs those not yet run.
 
@@ -125,6 +127,7 @@ def prepare(
         RunFailedError: a baseline failed; the message says how.
         Exception: what a baseline that could not be set up, or found no room on the disk, has raised.
     """
+    folder = place.folder
     path = folder / PREPARED
     if path.exists():
         return read_value(Prepared, path)
@@ -135,7 +138,7 @@ def prepare(
         specs["probe"] = replace(base, method="probe", recipe=replace(base.recipe, epochs=epochs))
     done = {name: run for name in specs if (run := _finished(folder / BASELINES / name)) is not None}
     missing = {name: each for name, each in specs.items() if name not in done}
-    outcomes = run_all(missing, folder / BASELINES, num_gpus=num_gpus, on_glance=on_glance, resume=True, shared=shared)
+    outcomes = run_all(missing, place / BASELINES, num_gpus=num_gpus, on_glance=on_glance, resume=True, shared=shared)
     for name, outcome in outcomes.items():
         if isinstance(outcome, Exception):
             raise outcome
@@ -148,7 +151,7 @@ def prepare(
 def tune_trials(
     spec: SearchSpec,
     prepared: Prepared,
-    folder: Path,
+    place: Place,
     *,
     num_gpus: float,
     resume: bool = False,
@@ -164,37 +167,48 @@ def tune_trials(
     have done; it goes to a temporary folder, and nothing is read from it. Trials are read back by `read_search`.
 
     Raises:
+        StoreError: the trials' logs could not be taken from the store.
         DiskFullError: a trial found no room for its files; the others were stopped.
         TakenOverError: another process goes on with the search, or with one of its trials; likewise.
         KeyboardInterrupt: the user broke the trials off; they have ended their logs.
     """
-    folder = folder.absolute()
+    trials = place / TRIALS
     context = TrialContext(
         spec=replace(spec.base, method="triaccel", memory_headroom_bytes=prepared.headroom_bytes),
         objective=prepared.objective,
         calibration=prepared.calibration,
-        folder=str(folder / TRIALS),
+        place=trials,
         shared=shared,
     )
     trainable = tune.with_resources(tune.with_parameters(ThresholdTrial, context=context), {"cpu": 1, "gpu": num_gpus})
     if resume:
-        for trial in (folder / TRIALS).glob("*"):
-            reopen(trial)
+        for trial in trials.folder.glob("*"):
+            with edited(trials / trial.name):
+                reopen(trial)
     temporary = TemporaryDirectory(prefix="triaccel-tune-", ignore_cleanup_errors=True)
     with warnings.catch_warnings(), quiet_optuna(), temporary as own:
         for category in _ANNOUNCEMENTS:
             warnings.simplefilter("ignore", category)
         # Tune would send these to its actors by a runtime environment, which Ray writes to the logs of every machine.
         class_cache.ENV_VARS_TO_PROPAGATE.difference_update(_KEYS)
-        with _interruptible():
-            results = _tuner(spec, trainable, folder, Path(own), claim).fit()
-    for result in (results[index] for index in range(len(results))):
+        try:
+            with _interruptible():
+                results = _tuner(spec, trainable, place, Path(own), claim).fit()
+        except KeyboardInterrupt:
+            with contextlib.suppress(StoreError):
+                catch_up(trials, patience_s=0.0)
+            raise
+    ended = [results[index] for index in range(len(results))]
+    for result in ended:
         if result.metrics and result.metrics.get("unfinished") in _ENDS_ALL:
             raise _ENDS_ALL[result.metrics["unfinished"]](result.metrics["message"])
+    catch_up(trials)
+    for result in ended:
         if result.error is not None and result.config:
             lost = isinstance(result.error, RayActorError)
             error = PreemptedError(f"its process was lost {MAX_LOSSES + 1} times") if lost else result.error
-            end_run(folder / TRIALS / result.config[NAME], context.spec, failed(error))
+            with edited(trials / result.config[NAME]):
+                end_run(trials.folder / result.config[NAME], context.spec, failed(error))
 
 
 def read_search(folder: Path) -> SearchRecord:
@@ -272,7 +286,7 @@ class _EndOfAll(tune.Stopper):
         return self._found
 
 
-def _tuner(spec: SearchSpec, trainable: Any, folder: Path, own: Path, claim: Claim | None) -> tune.Tuner:
+def _tuner(spec: SearchSpec, trainable: Any, place: Place, own: Path, claim: Claim | None) -> tune.Tuner:
     space = search_space(spec.space, spec.optional)
     pareto = spec.objective == "pareto"
     several: Directions = {"accuracy": "maximize", "seconds_per_epoch": "minimize", "peak_gb": "minimize"}
@@ -289,18 +303,19 @@ def _tuner(spec: SearchSpec, trainable: Any, folder: Path, own: Path, claim: Cla
         tune_config=tune.TuneConfig(
             search_alg=JournaledSearch(
                 space,
-                folder / JOURNAL,
+                place.folder / JOURNAL,
                 claim=claim,
                 sampler=partial(_sampler, spec),
                 directions=several if pareto else {"objective": "maximize"},
                 first={name: ANCHOR[name] for name in space},
+                noted=partial(bring_notes, place),
             ),
             scheduler=scheduler,
             num_samples=spec.num_trials,
             reuse_actors=True,
         ),
         run_config=tune.RunConfig(
-            name=folder.name,
+            name=place.base_name,
             storage_path=str(own),
             verbose=0,
             stop=_EndOfAll(),

@@ -11,24 +11,37 @@ from pathlib import Path
 
 from triaccel_ray.config import require
 from triaccel_ray.service.console import err
+from triaccel_ray.service.place import Place, is_plain_name
 from triaccel_ray.service.shipper import Parent, Shipper
-from triaccel_ray.service.tracking import Tracker
+from triaccel_ray.service.tracking import Tracker, TrackingUnavailableError
 
 FLUSH_TIMEOUT_S = 60.0
 
 
-def tracking_uri_of(storage: Path, given: str | None) -> str:
-    """Returns the tracking store's URI: the one given, else a SQLite file in the storage folder."""
-    return given or f"sqlite:///{storage.expanduser().absolute() / 'mlflow.db'}"
+def tracking_uri_of(storage: Place, given: str | None) -> str:
+    """Returns the tracking store's URI: the one given, else a SQLite file in the storage folder.
+
+    Raises:
+        TrackingUnavailableError: none is given, and the storage is no folder.
+    """
+    if given is None and storage.uri is not None:
+        raise TrackingUnavailableError(
+            f"tracking uri = None: with storage path {str(storage)!r} there is no folder for the SQLite file that is "
+            "the default; give --tracking-uri http://HOST:PORT of an MLflow server, or sqlite:////FOLDER/mlflow.db of "
+            "this machine"
+        )
+    return given or f"sqlite:///{storage.folder / 'mlflow.db'}"
 
 
-def open_tracker(storage: Path, tracking_uri: str | None) -> Tracker:
+def open_tracker(storage: Place, tracking_uri: str | None) -> Tracker:
     """Returns the tracker, its store reachable and in existence.
 
     Raises:
         TrackingUnavailableError: it is not.
     """
-    tracker = Tracker(tracking_uri_of(storage, tracking_uri), storage.expanduser().absolute() / "artifacts")
+    uri = tracking_uri_of(storage, tracking_uri)
+    home = storage.folder if storage.uri is None else Path(uri.removeprefix("sqlite:///")).absolute().parent
+    tracker = Tracker(uri, home / "artifacts")
     tracker.prepare()
     return tracker
 
@@ -52,7 +65,7 @@ def checked_name(name: str) -> str:
         ValueError: it does not, or holds characters that file systems and MLflow disagree on.
     """
     rule = "must begin with a letter or digit and hold letters, digits, '.', '_' and '-' alone, 100 at most"
-    require(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) is not None, "name", name, rule)
+    require(is_plain_name(name), "name", name, rule)
     return name
 
 

@@ -51,6 +51,7 @@ class JournaledSearch(Searcher):
         directions: Directions,
         first: Mapping[str, Any],
         claim: Claim | None = None,
+        noted: Callable[[], object] = lambda: None,
     ) -> None:
         """Reads the journal, if there is one.
 
@@ -61,6 +62,7 @@ class JournaledSearch(Searcher):
             directions: metric -> `minimize` or `maximize`.
             first: the sample to begin with.
             claim: on the search's log; nothing is suggested or noted once another process has taken it over.
+            noted: called when a sample is in the journal.
 
         Raises:
             LogError: the journal is damaged.
@@ -68,7 +70,8 @@ class JournaledSearch(Searcher):
         super().__init__()
         self._directions = directions
         self._space = OptunaSearch.convert_search_space(dict(space))
-        self._journal, self._sampler, self._first, self._claim = journal, sampler, first, claim
+        self._journal, self._sampler, self._first = journal, sampler, first
+        self._claim, self._noted = claim, noted
         self._before = read_suggestions(journal)
         self._study = optuna.create_study(directions=list(directions.values()))
         self._trials: dict[str, tuple[str, optuna.trial.Trial]] = {}
@@ -88,6 +91,7 @@ class JournaledSearch(Searcher):
         trial = self._study.ask(fixed_distributions=self._space)
         if number >= len(known):
             self._note({NAME: name, "sample": trial.params})
+            self._noted()
         self._trials[trial_id] = name, trial
         return {**trial.params, NAME: name, ENDED: name in self._before.ended}
 

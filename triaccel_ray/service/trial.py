@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,15 +15,27 @@ from ray import tune
 from search_spaces.thresholds import Calibration, thresholds
 from triaccel_ray.events import End, EventLog, LogError, Start, TakenOverError, read_events
 from triaccel_ray.jsonable import encode
-from triaccel_ray.service.failures import RESULTS, DiskFullError, cause_of, failed, needing_room, write_traceback
+from triaccel_ray.service.failures import (
+    RESULTS,
+    DiskFullError,
+    StoreError,
+    cause_of,
+    failed,
+    needing_room,
+    write_traceback,
+)
+from triaccel_ray.service.mirroring import RunCopy
 from triaccel_ray.service.objective import Figures, Objective
 from triaccel_ray.service.orphan import end_with_parent
+from triaccel_ray.service.place import Place
 from triaccel_ray.service.record import RunRecord, has_begun, read_if_begun
 from triaccel_ray.service.shared_data import SharedSplits
 from triaccel_ray.service.spec import RunSpec
 from triaccel_ray.service.suggestions import ENDED, NAME
 from triaccel_ray.service.warm import keep_libraries
 from triaccel_ray.service.worker import EVENTS, SPEC, Worker, write_atomically
+
+_logger = logging.getLogger(__name__)
 
 FAILED_OBJECTIVE = -1000.0
 """Objective of a configuration that diverged or never fitted: below every shortfall in percentage points."""
@@ -44,7 +57,7 @@ class TrialContext:
     """Everything but the thresholds."""
     objective: Objective
     calibration: Calibration | None
-    folder: str
+    place: Place
     """Holds one folder a trial."""
     shared: SharedSplits | None = None
     """The samples; None where each trial reads them itself."""
@@ -58,7 +71,8 @@ class ThresholdTrial(tune.Trainable):
     """
 
     _worker: Worker | None = None
-    _folder: Path | None = None
+    _place: Place | None = None
+    _copy: RunCopy | None = None
     _told: deque[dict[str, Any]]
 
     def setup(self, config: dict[str, Any], context: TrialContext | None = None) -> None:
@@ -83,18 +97,22 @@ class ThresholdTrial(tune.Trainable):
         its process is not used again; the trial that Tune then begins in its place finds it on record, and trains
         nothing.
         """
-        if self._folder is None:
+        if self._place is None:
             raise RuntimeError("the trial has been cleaned up")
-        if self._told:
-            return self._told.popleft()
         try:
-            return self._train()
+            if self._copy is None:
+                self._open(self._place)
+            return self._told.popleft() if self._told else self._train(self._place.folder)
+        except StoreError:  # tried again by Tune, wherever there is room: nothing is wrong with the run
+            raise
         except Exception as error:
             cause = cause_of(error)
+            if isinstance(error, TakenOverError) and self._copy is not None:
+                self._copy.abandon()
             if isinstance(error, DiskFullError | TakenOverError):
                 self._broken = True
                 return {**_FAILED, "epoch": 0, "unfinished": cause, "message": str(error)}
-            self._note(error)
+            self._note(error, self._place.folder)
             if cause in RESULTS:
                 loop = getattr(self._worker, "loop", None)  # neither need be there: not even building them may fit
                 return {**_FAILED, "epoch": 0 if loop is None else loop.feed.epoch, "unfinished": ""}
@@ -108,15 +126,20 @@ class ThresholdTrial(tune.Trainable):
         context = self._context
         control = thresholds(config, context.spec.control, context.calibration)
         self._spec = replace(context.spec, control=control)
-        self._folder = Path(context.folder) / config.get(NAME, self.trial_id)
+        self._place = context.place / config.get(NAME, self.trial_id)
+        self._ended = config.get(ENDED, False)
         self._broken = False
-        self._told = deque(self._on_record(ended=config.get(ENDED, False)))
 
-    def _on_record(self, *, ended: bool) -> list[dict[str, Any]]:
-        """Returns the results that the folder's log holds; the last says so where the trial has `ended`."""
-        assert self._folder is not None
+    def _open(self, place: Place) -> None:
+        copy = RunCopy(place)
+        copy.open()
+        self._copy = copy
+        self._told = deque(self._on_record(place.folder))
+
+    def _on_record(self, folder: Path) -> list[dict[str, Any]]:
+        """Returns the results that the folder's log holds; the last says so where the trial has ended."""
         try:
-            run = read_if_begun(self._folder)
+            run = read_if_begun(folder)
         except LogError:  # damaged: the run goes on from before the damage, and its log says so
             run = None
         if run is None or run.spec != self._spec:
@@ -125,19 +148,19 @@ class ThresholdTrial(tune.Trainable):
         if run.end is not None and run.end.status == "failed":
             cause = "" if run.end.cause in RESULTS else run.end.cause
             return [*told, {**_FAILED, "epoch": len(told), "unfinished": cause, "message": run.end.message}]
-        if (ended or (run.end is not None and run.end.status == "finished")) and told:
+        if (self._ended or (run.end is not None and run.end.status == "finished")) and told:
             told[-1]["done"] = True
             if run.end is None:  # stopped by the scheduler, and lost before it could say so
-                end_run(self._folder, None, End(status="stopped"))
+                end_run(folder, None, End(status="stopped"))
         return told
 
-    def _train(self) -> dict[str, Any]:
-        assert self._folder is not None
+    def _train(self, folder: Path) -> dict[str, Any]:
+        assert self._copy is not None
         worker = self._worker
         if worker is None:
             shared = self._context.shared
             splits = None if shared is None else shared.get()
-            worker = self._worker = Worker(self._spec, self._folder, splits)
+            worker = self._worker = Worker(self._spec, folder, splits)
             worker.resume()
         if not worker.finished:
             worker.train_epoch()
@@ -146,6 +169,8 @@ class ThresholdTrial(tune.Trainable):
         figures, epoch = worker.figures, worker.loop.feed.epoch
         if worker.finished:
             worker.finish()
+            self._copy.close()
+        self._copy.push_soon()
         return {**self._result(epoch, figures), "done": worker.finished}
 
     def _result(self, epoch: int, figures: Figures) -> dict[str, Any]:
@@ -159,25 +184,45 @@ class ThresholdTrial(tune.Trainable):
             "done": False,
         }
 
-    def _note(self, error: Exception) -> None:
+    def _note(self, error: Exception, folder: Path) -> None:
         """Puts a failure on record, also one that came before there was a run."""
-        assert self._folder is not None
         if self._worker is None or not self._worker.begun:
-            write_traceback(self._folder, error)
-            end_run(self._folder, self._spec, failed(error))
+            write_traceback(folder, error)
+            end_run(folder, self._spec, failed(error))
         elif not self._worker.ended:
             self._worker.fail(error)
+        if self._copy is not None:
+            _bring(self._copy)
 
     def _leave(self) -> None:
-        worker, self._worker, self._folder = self._worker, None, None
-        if worker is None:
-            return
+        worker, copy = self._worker, self._copy
+        self._worker, self._copy, self._place = None, None, None
         # What ends the search has been said, and the log can do without.
-        with contextlib.suppress(DiskFullError, TakenOverError):
-            if not worker.ended and not self._broken:
-                worker.stop()
         with contextlib.suppress(DiskFullError):
-            worker.close()
+            if worker is not None and not worker.ended and not self._broken:
+                _stop(worker, copy)
+        with contextlib.suppress(DiskFullError):
+            if worker is not None:
+                worker.close()
+        if copy is not None:
+            _bring(copy)
+
+
+def _stop(worker: Worker, copy: RunCopy | None) -> None:
+    """Ends the log of a run that is broken off, unless another process goes on with it."""
+    try:
+        worker.stop()
+    except TakenOverError:
+        if copy is not None:
+            copy.abandon()
+
+
+def _bring(copy: RunCopy) -> None:
+    """Brings everything to the store; a failure is logged alone, for there is more to say or another run to begin."""
+    try:
+        copy.close()
+    except StoreError as failure:
+        _logger.warning("%s", failure)
 
 
 def reopen(folder: Path) -> None:

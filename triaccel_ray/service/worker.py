@@ -469,10 +469,15 @@ def require_new(folder: Path) -> None:
         ValueError: something is; it is left as it is.
     """
     if folder.exists():
-        raise ValueError(
-            f"name = {folder.name!r}: {folder} exists already and is left as it is; choose another --name, or go on "
-            f"with `triaccel resume {folder.name}`"
-        )
+        raise name_in_use(folder.name, str(folder))
+
+
+def name_in_use(name: str, where: str) -> ValueError:
+    """Returns what to raise where `name` is asked for, and something is there."""
+    return ValueError(
+        f"name = {name!r}: {where} exists already and is left as it is; choose another --name, or go on with "
+        f"`triaccel resume {name}`"
+    )
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -1,0 +1,57 @@
+"""What a name or a storage path on the command line means."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from triaccel_ray.config import require
+from triaccel_ray.events import LogError
+from triaccel_ray.service.mirror import pull_all
+from triaccel_ray.service.options import Where
+from triaccel_ray.service.place import Place
+from triaccel_ray.service.session import checked_name, is_inside, links_out_of, tracking_uri_of
+from triaccel_ray.service.store import Store
+
+
+def storage_of(where: Where, *, writable: bool = True) -> Place:
+    """Returns the storage: an absolute path, for workers are elsewhere; or a store, and it has been reached.
+
+    Raises:
+        ValueError: the store cannot be used, or no tracking store is named beside it.
+    """
+    place = where.storage_path
+    if place.uri is None:
+        return Place(str(place.folder))
+    if writable:
+        tracking_uri_of(place, where.tracking_uri)  # what is written is recorded
+    Store(place.uri).check(writable=writable)
+    return place
+
+
+def find(name: str, where: Where, *, writable: bool = False) -> Place:
+    """Returns the place that `name` means: a path, else one in the storage folder, out of which no link leads.
+
+    What a store has of it, checkpoints apart, has been taken.
+
+    Raises:
+        ValueError: there is none, the name is none, or a link leads out of it.
+    """
+    if os.sep in name and os.path.isdir(name):
+        place = Place.of(Path(name).absolute())
+    else:
+        storage = storage_of(where, writable=writable)
+        if os.sep not in name:
+            checked_name(name)
+        elif storage.uri is not None:
+            for part in name.split("/"):
+                checked_name(part)
+        place = storage / name
+        pull_all(place)
+        if not os.path.isdir(place.folder):
+            raise LogError(f"name = {name!r}: there is no folder {place}; names are the folders in {storage}")
+        rule = f"leads out of the storage folder {storage}; if you trust what is there, name it by its path"
+        require(is_inside(place.folder, storage.folder), "name", name, rule)
+    for link in links_out_of(place.folder):
+        raise LogError(f"{link} is a link that leads out of {place.folder}, to {os.path.realpath(link)}: remove it")
+    return place

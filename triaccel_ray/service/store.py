@@ -1,0 +1,198 @@
+"""Files in an object store or another remote file system, whole ones alone, through pyarrow's file systems."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from triaccel_ray.service.failures import StoreError, is_disk_full
+
+BLOCK_BYTES = 4 * 2**20
+OBJECT_STORES = ("s3", "gcs", "abfs")
+"""pyarrow's names of those that have no folders, and replace a file as a whole when its writing ends."""
+
+_PROBE = ".triaccel-write-test"
+_KNOWN = (
+    "must be a folder, or a URI that pyarrow's file systems know, such as s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, "
+    "hdfs://HOST:PORT/FOLDER or file:///FOLDER"
+)
+_WAY_OUT = (
+    "see that bucket or folder exist, that this machine reaches them, and that its credentials (AWS_ACCESS_KEY_ID, "
+    "~/.aws/credentials or your provider's) allow listing, reading and writing; or name a folder"
+)
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What tells one content of a file from another."""
+
+    size: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class Store:
+    """The folder that a URI names. pyarrow keeps connections, so this may be made anew at every use."""
+
+    uri: str
+
+    def check(self, *, writable: bool) -> None:
+        """Returns if the store can be used; with `writable`, a small file was written, and the folder made.
+
+        Raises:
+            StoreError: it cannot.
+        """
+        with self._reaching():
+            filesystem, root = _open(self.uri)
+            if writable and not self._is_object_store and not self._exists(root):
+                filesystem.create_dir(root, recursive=False)  # not more: a mount may be missing
+            self._require_root()
+        if writable:
+            with open(os.devnull, "rb") as nothing:
+                self.write(_PROBE, nothing, 0)
+            with contextlib.suppress(Exception):  # nothing else is ever deleted, so that need not be allowed
+                filesystem.delete_file(f"{root}/{_PROBE}")
+
+    def files(self, below: str, *, recursive: bool) -> dict[str, Stamp]:
+        """Returns the files in the folder `below`, which need not exist, by their paths within it.
+
+        Raises:
+            StoreError: they cannot be listed.
+        """
+        from pyarrow import fs
+
+        with self._reaching():
+            filesystem, root = _open(self.uri)
+            self._require_root()
+            folder = f"{root}/{below}".rstrip("/")
+            infos = filesystem.get_file_info(fs.FileSelector(folder, recursive=recursive, allow_not_found=True))
+            files = [info for info in infos if info.type is fs.FileType.File]
+            return {info.path[len(folder) :].lstrip("/"): _stamp(info) for info in files}
+
+    def read(self, name: str, target: Path) -> None:
+        """Copies a file to `target`, which holds either what it held or all of it.
+
+        Raises:
+            StoreError: it cannot be read.
+            OSError: there is no room on this machine's disk.
+        """
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        try:
+            with self._reaching():
+                filesystem, root = _open(self.uri)
+                with (
+                    filesystem.open_input_stream(f"{root}/{name}", compression=None) as source,
+                    partial.open("wb") as file,
+                ):
+                    shutil.copyfileobj(source, file, BLOCK_BYTES)
+                partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def write(self, name: str, source: BinaryIO, num_bytes: int) -> Stamp:
+        """Replaces the file `name` by the next `num_bytes` of `source`, and returns its new stamp.
+
+        Whoever reads sees the old file or the new one: object stores replace a file as a whole; elsewhere it is written
+        under another name and moved. Only HDFS has no file for a moment then, between deleting and renaming.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        with self._reaching(is_disk_theirs=True):
+            filesystem, root = _open(self.uri)
+            path = written = f"{root}/{name}"
+            if not self._is_object_store:
+                self._require_root()
+                folder, _, file_name = path.rpartition("/")
+                filesystem.create_dir(folder, recursive=True)
+                written = f"{folder}/.{file_name}.partial"
+            with filesystem.open_output_stream(written, compression=None) as stream:
+                _copy(source, stream, num_bytes)
+            if written != path:
+                filesystem.move(written, path)
+            return _stamp(filesystem.get_file_info(path))
+
+    @property
+    def _is_object_store(self) -> bool:
+        return _open(self.uri)[0].type_name in OBJECT_STORES
+
+    def _exists(self, path: str) -> bool:
+        from pyarrow import fs
+
+        return bool(_open(self.uri)[0].get_file_info(path).type is not fs.FileType.NotFound)
+
+    def _require_root(self) -> None:
+        """Raises where the folder is gone: what is not there must not be taken for empty, nor made in a mount's place.
+
+        An object store is asked for the bucket once, when it is opened.
+        """
+        root = _open(self.uri)[1]
+        if not self._is_object_store and not self._exists(root):
+            raise FileNotFoundError(f"there is no {root}")
+
+    @contextlib.contextmanager
+    def _reaching(self, *, is_disk_theirs: bool = False) -> Iterator[None]:
+        with _explained(self.uri, _WAY_OUT, is_disk_theirs=is_disk_theirs):
+            yield
+
+
+@functools.cache
+def _open(uri: str) -> tuple[Any, str]:
+    """Returns the file system, and the path in it without a slash at its end.
+
+    Raises:
+        StoreError: there is no such file system, or bucket.
+    """
+    from pyarrow import fs
+
+    with _explained(uri, _KNOWN):
+        filesystem, path = fs.FileSystem.from_uri(_in_one_request(uri))
+        path = path.rstrip("/")
+        if not path:
+            raise ValueError("names no folder")
+    if filesystem.type_name in OBJECT_STORES:
+        with _explained(uri, _WAY_OUT):
+            bucket = path.partition("/")[0]
+            if filesystem.get_file_info(bucket).type is fs.FileType.NotFound:
+                raise FileNotFoundError(f"there is no bucket {bucket!r}")
+    return filesystem, path
+
+
+@contextlib.contextmanager
+def _explained(uri: str, way_out: str, *, is_disk_theirs: bool = True) -> Iterator[None]:
+    """Turns whatever is raised into a StoreError with `way_out`, this machine's full disk apart."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as error:  # each file system, and each that fsspec lends, raises its own
+        if is_disk_full(error) and not is_disk_theirs:
+            raise
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise StoreError(f"storage path = {uri!r}: {first_line[:300]}; {way_out}") from error
+
+
+def _in_one_request(uri: str) -> str:
+    """Returns the URI that has small files written to S3 by one request, not by the three of a multipart upload."""
+    if not uri.startswith("s3://") or "allow_delayed_open=" in uri:
+        return uri
+    return f"{uri}{'&' if '?' in uri else '?'}allow_delayed_open=true"
+
+
+def _copy(source: BinaryIO, stream: Any, num_bytes: int) -> None:
+    while num_bytes:
+        block = source.read(min(BLOCK_BYTES, num_bytes))
+        if not block:
+            raise OSError(f"the file was cut while it was copied: {num_bytes} bytes are missing")
+        stream.write(block)
+        num_bytes -= len(block)
+
+
+def _stamp(info: Any) -> Stamp:
+    return Stamp(info.size, info.mtime_ns or 0)
