@@ -34,13 +34,13 @@ from benchmarks.trivial import Trivial
 from search_spaces.thresholds import search_space
 from trainables.task import Purpose
 from triaccel_ray.events import read_events
-from triaccel_ray.service.cluster import cluster
-from triaccel_ray.service.objective import Objective
-from triaccel_ray.service.place import Place
-from triaccel_ray.service.record import runs_below
-from triaccel_ray.service.search import TRIALS, Prepared, SearchSpec, begin_search, tune_trials
-from triaccel_ray.service.spec import run_spec
-from triaccel_ray.service.worker import EVENTS
+from triaccel_ray.service.clusters.cluster import cluster
+from triaccel_ray.service.runs.objective import Objective
+from triaccel_ray.service.runs.record import runs_below
+from triaccel_ray.service.runs.spec import run_spec
+from triaccel_ray.service.searches.search import TRIALS, Prepared, SearchSpec, begin_search, tune_trials
+from triaccel_ray.service.storage.layout import EVENTS
+from triaccel_ray.service.storage.place import Place
 
 TASK = "benchmarks.trivial:Trivial"
 SPACE = "thresholds-absolute"

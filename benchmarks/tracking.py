@@ -26,8 +26,8 @@ from pathlib import Path
 from benchmarks.trivial import Layers3, Layers60
 from tests.service.proxy import Proxy, proxy_to
 from tests.service.stores import Server, assert_equals_log, only_run
-from triaccel_ray.service.shipper import Shipper
-from triaccel_ray.service.tracking import Tracker
+from triaccel_ray.service.tracking.shipper import Shipper
+from triaccel_ray.service.tracking.tracking import Tracker
 
 MOST = 0.01
 """Share of the training time that records may take."""
@@ -53,8 +53,8 @@ def train(task: str, folder: Path) -> None:
     import torch
 
     from triaccel_ray.events import EventLog, Record
-    from triaccel_ray.service.spec import run_spec
-    from triaccel_ray.service.worker import Worker
+    from triaccel_ray.service.runs.spec import run_spec
+    from triaccel_ray.service.runs.worker import Worker
 
     torch.set_num_threads(1)
     spent = 0.0

@@ -11,7 +11,7 @@ from ray.cluster_utils import Cluster
 from tests.service.crew import Crew
 from tests.service.own_task import write_module
 from tests.service.stores import Server
-from triaccel_ray.service.tracking import Tracker
+from triaccel_ray.service.tracking.tracking import Tracker
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

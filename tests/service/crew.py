@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from triaccel_ray.events import End, Epoch, Record, Tick, read_events
-from triaccel_ray.service.spec import RunSpec
-from triaccel_ray.service.worker import EVENTS, Worker
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.worker import Worker
+from triaccel_ray.service.storage.layout import EVENTS
 
 
 class Crew:

@@ -9,7 +9,7 @@ import pytest
 
 from trainables.task import Recipe
 from triaccel_ray.config import BatchConfig, ControlConfig
-from triaccel_ray.service.spec import RunSpec
+from triaccel_ray.service.runs.spec import RunSpec
 
 MODULE = """
 import weakref

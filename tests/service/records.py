@@ -9,10 +9,10 @@ from tests.service.build import CONTROL, SimulatedRun
 from trainables.task import Purpose
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.events import End, Start
-from triaccel_ray.service.objective import Objective
-from triaccel_ray.service.record import RunRecord
-from triaccel_ray.service.search import Prepared, SearchRecord, SearchSpec
-from triaccel_ray.service.spec import RunSpec
+from triaccel_ray.service.runs.objective import Objective
+from triaccel_ray.service.runs.record import RunRecord
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.searches.search import Prepared, SearchRecord, SearchSpec
 
 RUN_SPEC = RunSpec(task="cifar10-resnet18", control=CONTROL)
 FINAL_SPEC = replace(

@@ -11,10 +11,10 @@ from tests.service.build import CONTROL, SimulatedRun
 from tests.service.records import RUN_SPEC
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.jsonable import encode
-from triaccel_ray.service.objective import Objective
-from triaccel_ray.service.search import BASELINES, PREPARED, SEARCH, TRIALS, Prepared, SearchSpec
-from triaccel_ray.service.spec import RunSpec
-from triaccel_ray.service.worker import SPEC
+from triaccel_ray.service.runs.objective import Objective
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.searches.search import BASELINES, PREPARED, SEARCH, TRIALS, Prepared, SearchSpec
+from triaccel_ray.service.storage.layout import SPEC
 
 
 def controls(num_trials: int, seed: int = 0) -> list[ControlConfig]:

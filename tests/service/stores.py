@@ -15,9 +15,9 @@ from typing import Any
 
 from tests.service.waiting import wait_until
 from triaccel_ray.events import Start, read_events
-from triaccel_ray.service.metrics import metrics_of, step_of
-from triaccel_ray.service.shipper import Parent, Shipper
-from triaccel_ray.service.tracking import Tracker, TrackingUnavailableError
+from triaccel_ray.service.tracking.metrics import metrics_of, step_of
+from triaccel_ray.service.tracking.shipper import Parent, Shipper
+from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
 
 
 @dataclass

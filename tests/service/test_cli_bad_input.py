@@ -14,8 +14,8 @@ from tests.service.records import RUN_SPEC
 from triaccel_ray.jsonable import encode
 from triaccel_ray.service import commands
 from triaccel_ray.service.cli import main
-from triaccel_ray.service.tracking import Tracker
-from triaccel_ray.service.worker import SPEC
+from triaccel_ray.service.storage.layout import SPEC
+from triaccel_ray.service.tracking.tracking import Tracker
 
 MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     # tasks

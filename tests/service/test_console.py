@@ -13,9 +13,10 @@ from triaccel_ray.config import ControlConfig
 from triaccel_ray.events import End, Epoch, EventLog, Start
 from triaccel_ray.service import console
 from triaccel_ray.service.console import RunProgress, TrialProgress, rich_table
-from triaccel_ray.service.runs import Glance
-from triaccel_ray.service.tables import Grid
-from triaccel_ray.service.worker import EVENTS, Status
+from triaccel_ray.service.reports.tables import Grid
+from triaccel_ray.service.runs.runs import Glance
+from triaccel_ray.service.runs.worker import Status
+from triaccel_ray.service.storage.layout import EVENTS
 
 STATUS = Status(
     epoch=1.5,

@@ -23,14 +23,15 @@ from trainables.task import Purpose
 from triaccel_ray.events import End, Start, Tick, read_events
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.service import cli
-from triaccel_ray.service.comparison import read_comparison
-from triaccel_ray.service.failures import ERROR, SetupError
-from triaccel_ray.service.finding import FOUND
-from triaccel_ray.service.record import read_run
-from triaccel_ray.service.search import best_trial, read_search
-from triaccel_ray.service.tracking import Tracker
+from triaccel_ray.service.comparisons.comparison import read_comparison
+from triaccel_ray.service.failures import SetupError
+from triaccel_ray.service.runs.record import read_run
+from triaccel_ray.service.runs.worker import Worker
+from triaccel_ray.service.searches.finding import FOUND
+from triaccel_ray.service.searches.search import best_trial, read_search
+from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, SPEC
+from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.service.translation import command_of, spec_from
-from triaccel_ray.service.worker import CHECKPOINT, EVENTS, SPEC, Worker
 
 NO_FP16 = ("--tau-low", "0")
 """A CPU emulates FP16 at a tenth of the speed."""

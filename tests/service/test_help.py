@@ -5,7 +5,7 @@ import re
 import pytest
 
 from triaccel_ray.service import cli
-from triaccel_ray.service.methods import METHODS
+from triaccel_ray.service.runs.methods import METHODS
 
 COMMANDS = ("run", "search", "compare", "report", "replay", "resume", "ui", "doctor", "submit", "jobs", "logs", "stop")
 SEARCHED = {"--tau-low", "--tau-high", "--rho-low", "--rho-high"}

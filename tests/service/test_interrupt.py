@@ -24,9 +24,9 @@ import pytest
 from tests.service.own_task import MODULE
 from tests.service.stores import free_port, runs
 from tests.service.waiting import DEADLINE_S, end, wait_until
-from triaccel_ray.service.search import read_search
-from triaccel_ray.service.tracking import Tracker
-from triaccel_ray.service.worker import EVENTS
+from triaccel_ray.service.searches.search import read_search
+from triaccel_ray.service.storage.layout import EVENTS
+from triaccel_ray.service.tracking.tracking import Tracker
 
 SLOW = """
 import time

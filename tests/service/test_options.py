@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from triaccel_ray.service import cli
-from triaccel_ray.service.place import Place
+from triaccel_ray.service.storage.place import Place
 
 
 def stored_at(text: str) -> Place:

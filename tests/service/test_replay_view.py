@@ -10,8 +10,8 @@ from tests.service.records import RUN_SPEC
 from triaccel_ray.events import End, LogError, Start, Tick
 from triaccel_ray.plan import Precision
 from triaccel_ray.service import cli
-from triaccel_ray.service.record import RunRecord
 from triaccel_ray.service.replay import reasons_grid, verdict
+from triaccel_ray.service.runs.record import RunRecord
 
 NUM_TICKS = 40
 

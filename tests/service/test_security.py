@@ -24,12 +24,12 @@ from tests.service.search_folder import simulated_search
 from tests.service.stores import Server
 from triaccel_ray.jsonable import encode
 from triaccel_ray.service.cli import main
-from triaccel_ray.service.cluster import is_loopback
+from triaccel_ray.service.clusters.cluster import is_loopback
 from triaccel_ray.service.console import SafeConsole
-from triaccel_ray.service.report import REPORT
-from triaccel_ray.service.search import SEARCH
+from triaccel_ray.service.reports.report import REPORT
+from triaccel_ray.service.searches.search import SEARCH
+from triaccel_ray.service.storage.layout import SPEC
 from triaccel_ray.service.translation import command_of
-from triaccel_ray.service.worker import SPEC
 
 SECRETS = {
     "MLFLOW_TRACKING_PASSWORD": "word-of-the-environment-4711",

@@ -19,8 +19,8 @@ from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, Pre
 from triaccel_ray.plan import Precision
 from triaccel_ray.service import cli
 from triaccel_ray.service.options import Thresholds, Training
-from triaccel_ray.service.search import SearchSpec
-from triaccel_ray.service.spec import RunSpec
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.searches.search import SearchSpec
 from triaccel_ray.service.translation import command_of, search_command_of, search_spec, spec_from
 
 BASE = RunSpec(task="digits", recipe=Digits.recipe, control=Digits.control)

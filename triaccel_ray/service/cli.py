@@ -11,7 +11,6 @@ from typing import Annotated, Literal, TypeAlias, get_args
 
 import tyro
 
-from triaccel_ray.service.methods import METHODS
 from triaccel_ray.service.options import (
     Flat,
     Given,
@@ -24,6 +23,7 @@ from triaccel_ray.service.options import (
     Training,
     Where,
 )
+from triaccel_ray.service.runs.methods import METHODS
 
 USER_ERRORS = (
     ValueError,

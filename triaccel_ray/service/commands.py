@@ -16,9 +16,8 @@ from trainables.registry import TASKS, load_task
 from trainables.task import Purpose
 from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.events import End, EventLog, LogError, Start, TakenOverError
-from triaccel_ray.service import cli, job_commands
-from triaccel_ray.service.choosing import choose, trial_of
-from triaccel_ray.service.cluster import (
+from triaccel_ray.service import cli
+from triaccel_ray.service.clusters.cluster import (
     cluster,
     gpu_fraction,
     gpus_available,
@@ -26,28 +25,30 @@ from triaccel_ray.service.cluster import (
     require_gpu_to_share,
     require_reachable,
 )
-from triaccel_ray.service.comparison import (
+from triaccel_ray.service.comparisons.choosing import choose, trial_of
+from triaccel_ray.service.comparisons.comparison import (
     COMPARISON,
     ComparisonSpec,
     begin_comparison,
     read_comparison,
     summary_metrics,
 )
-from triaccel_ray.service.comparison_view import view_comparison
 from triaccel_ray.service.console import RunProgress, TrialProgress, err, out, rich_table
 from triaccel_ray.service.doctor import Verdict, examine
-from triaccel_ray.service.failures import ERROR, RunFailedError, StoreError, cause_of, needing_room
+from triaccel_ray.service.failures import RunFailedError, StoreError, cause_of, needing_room
+from triaccel_ray.service.jobs import job_commands
 from triaccel_ray.service.locating import find, storage_of
-from triaccel_ray.service.methods import METHODS
-from triaccel_ray.service.mirror import push_commands, require_unused
-from triaccel_ray.service.mirroring import mirrored
 from triaccel_ray.service.next_steps import ONCE_IT_IS_BACK, point_to, resumable, resume_words, say_how_it_ended
 from triaccel_ray.service.options import Where
-from triaccel_ray.service.place import Place
-from triaccel_ray.service.record import has_begun, read_if_begun, read_run, read_spec
 from triaccel_ray.service.replay import reasons_grid, verdict
-from triaccel_ray.service.runs import run_all
-from triaccel_ray.service.search import (
+from triaccel_ray.service.reports.comparison_view import view_comparison
+from triaccel_ray.service.reports.views import view_run, view_search
+from triaccel_ray.service.runs.methods import METHODS
+from triaccel_ray.service.runs.record import has_begun, read_if_begun, read_run, read_spec
+from triaccel_ray.service.runs.runs import run_all
+from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.searches.search import (
     SEARCH,
     TRIALS,
     SearchSpec,
@@ -63,13 +64,13 @@ from triaccel_ray.service.session import (
     recording,
     require_experiment,
 )
-from triaccel_ray.service.shared_data import NotSharedError, SharedSplits, share_splits
-from triaccel_ray.service.shipper import Parent
-from triaccel_ray.service.spec import RunSpec
-from triaccel_ray.service.tracking import Tracker
+from triaccel_ray.service.storage.layout import ERROR, EVENTS
+from triaccel_ray.service.storage.mirror import push_commands, require_unused
+from triaccel_ray.service.storage.mirroring import mirrored
+from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.tracking.shipper import Parent
+from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.service.translation import comparison_spec, search_spec, spec_from
-from triaccel_ray.service.views import view_run, view_search
-from triaccel_ray.service.worker import EVENTS
 
 MISTAKES = ("bug", "preempted", "store")
 """Causes of failures that have nothing to do with what was tried."""

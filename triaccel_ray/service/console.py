@@ -18,10 +18,10 @@ from rich.text import Text
 
 from triaccel_ray.events import End, Epoch, LogError, parse_event
 from triaccel_ray.score import BYTES_PER_GB
-from triaccel_ray.service.log_tail import LogTail
-from triaccel_ray.service.runs import Glance
-from triaccel_ray.service.shipment import EVENTS
-from triaccel_ray.service.tables import Grid
+from triaccel_ray.service.reports.tables import Grid
+from triaccel_ray.service.runs.runs import Glance
+from triaccel_ray.service.storage.layout import EVENTS
+from triaccel_ray.service.tracking.log_tail import LogTail
 from triaccel_ray.service.units import format_bytes
 
 _COMMANDS = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]")

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 from pathlib import Path
 
 from triaccel_ray.out_of_memory import first_line
-from triaccel_ray.service.place import Place
+from triaccel_ray.service.storage.place import Place
 
 PACKAGES = ("torch", "torchvision", "triton", "ray", "mlflow", "optuna", "nvidia-ml-py", "scikit-learn", "rich")
 TOP_LEVEL = ("triaccel_ray", "trainables", "kernels", "search_spaces")
@@ -140,7 +140,7 @@ def _triton() -> Finding:
 
 
 def _ray(address: str | None) -> Finding:
-    from triaccel_ray.service.cluster import ClusterUnavailableError, cluster, describe
+    from triaccel_ray.service.clusters.cluster import ClusterUnavailableError, cluster, describe
 
     try:
         with cluster(address):
@@ -158,7 +158,7 @@ def _tracking(storage: Place, tracking_uri: str | None) -> Finding:
 
 def _store(uri: str) -> Finding:
     from triaccel_ray.service.failures import StoreError
-    from triaccel_ray.service.store import Store
+    from triaccel_ray.service.storage.store import Store
 
     try:
         Store(uri).check(writable=True)

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from triaccel_ray.events import End, EventLog, Interruption, LogError, Start, TakenOverError, read_events
 from triaccel_ray.out_of_memory import is_out_of_memory
+from triaccel_ray.service.storage.layout import DAMAGED, ERROR
 
 MAX_LOSSES = 3
 """Processes that a run may lose before it counts as failed."""
@@ -32,13 +33,8 @@ MAX_LOSSES = 3
 RESULTS = ("out_of_memory", "non_finite")
 """Causes that say something about what was tried: trying the same again would end the same way."""
 
-ERROR = "error.txt"
-"""The traceback of the failure that has ended a run."""
 
 OWN_PACKAGES = ("triaccel_ray", "trainables", "kernels", "search_spaces")
-
-DAMAGED = "events.damaged.jsonl"
-"""A log that could not be read to its end, set aside when its run went on."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 

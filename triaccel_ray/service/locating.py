@@ -7,11 +7,11 @@ from pathlib import Path
 
 from triaccel_ray.config import require
 from triaccel_ray.events import LogError
-from triaccel_ray.service.mirror import pull_all
 from triaccel_ray.service.options import Where
-from triaccel_ray.service.place import Place
 from triaccel_ray.service.session import checked_name, is_inside, links_out_of, tracking_uri_of
-from triaccel_ray.service.store import Store
+from triaccel_ray.service.storage.mirror import pull_all
+from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.store import Store
 
 
 def storage_of(where: Where, *, writable: bool = True) -> Place:

@@ -7,13 +7,13 @@ import shlex
 import sys
 from collections.abc import Iterator
 
+from triaccel_ray.service.clusters.head_watch import HeadLostError
 from triaccel_ray.service.console import err, out
-from triaccel_ray.service.head_watch import HeadLostError
 from triaccel_ray.service.options import Where
-from triaccel_ray.service.place import Place
-from triaccel_ray.service.record import RunRecord
+from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.session import tracking_uri_of
-from triaccel_ray.service.tracking import Tracker, without_credentials
+from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.tracking.tracking import Tracker, without_credentials
 
 ONCE_IT_IS_BACK = "; once it is there again:"
 

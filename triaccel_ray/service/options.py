@@ -12,7 +12,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from triaccel_ray.config import ControlConfig, CurvatureMethod, ExecutionConfig, LrRule
 from triaccel_ray.plan import Precision
-from triaccel_ray.service.place import Place
+from triaccel_ray.service.storage.place import Place
 
 DEFAULT_STORAGE = Place("triaccel-runs")
 _PLACE: PrimitiveConstructorSpec[Place] = PrimitiveConstructorSpec(

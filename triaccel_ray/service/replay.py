@@ -8,8 +8,8 @@ from triaccel_ray.config import ControlConfig, require_integer
 from triaccel_ray.decide import replay
 from triaccel_ray.events import LogError
 from triaccel_ray.plan import Plan
-from triaccel_ray.service.record import RunRecord
-from triaccel_ray.service.tables import Grid
+from triaccel_ray.service.reports.tables import Grid
+from triaccel_ray.service.runs.record import RunRecord
 
 
 def reasons_grid(run: RunRecord, *, most: int) -> Grid:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from triaccel_ray.config import require
 from triaccel_ray.service.console import err
-from triaccel_ray.service.place import Place, is_plain_name
-from triaccel_ray.service.shipper import Parent, Shipper
-from triaccel_ray.service.tracking import Tracker, TrackingUnavailableError
+from triaccel_ray.service.storage.place import Place, is_plain_name
+from triaccel_ray.service.tracking.shipper import Parent, Shipper
+from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
 
 FLUSH_TIMEOUT_S = 60.0
 

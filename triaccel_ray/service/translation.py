@@ -9,11 +9,11 @@ from trainables.registry import TASKS, load_task
 from trainables.task import Purpose, Recipe
 from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.service import cli
-from triaccel_ray.service.comparison import ComparisonSpec
-from triaccel_ray.service.dimensions import dimensions
+from triaccel_ray.service.comparisons.comparison import ComparisonSpec
 from triaccel_ray.service.options import Thresholds, Training
-from triaccel_ray.service.search import SearchSpec
-from triaccel_ray.service.spec import RunSpec, run_spec
+from triaccel_ray.service.runs.spec import RunSpec, run_spec
+from triaccel_ray.service.searches.dimensions import dimensions
+from triaccel_ray.service.searches.search import SearchSpec
 from triaccel_ray.service.units import parse_bytes
 
 

@@ -1,0 +1,277 @@
+"""Work handed to a cluster: what the words become, and the commands on a real cluster with Ray's own Jobs API."""
+
+from __future__ import annotations
+
+import shlex
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.service.own_task import write_module
+from tests.service.ray_head import ray_head
+from tests.service.waiting import wait_until
+from triaccel_ray.events import read_events
+from triaccel_ray.service import cli
+from triaccel_ray.service.jobs.jobs import LARGEST_FILE_BYTES, Job, Submission, jobs_grid, submission
+from triaccel_ray.service.runs.record import read_run
+
+SECRETS = {
+    "MLFLOW_TRACKING_PASSWORD": "word-of-the-environment-6711",
+    "RAY_AUTH_TOKEN": "7" * 40 + "c1u573r",
+    "AWS_SECRET_ACCESS_KEY": "key-of-the-store-6713",
+}
+
+
+def submitted(folder: Path, words: str, name: str | None = None) -> Submission:
+    return submission(shlex.split(words), name=name, folder=folder)
+
+
+def entry(job: Submission) -> list[str]:
+    words = shlex.split(job.entrypoint)
+    assert words[:3] == ["python", "-m", "triaccel_ray.service"]
+    return words[3:]
+
+
+@pytest.mark.parametrize(
+    ("typed", "becomes"),
+    [
+        ("run digits --epochs 1", "run digits --epochs 1 --name j --storage-path {here}/triaccel-runs"),
+        ("run digits --name mine", "run digits --name mine --storage-path {here}/triaccel-runs"),
+        ("search digits --storage_path=x --trials 3", "search digits --trials 3 --name j --storage-path {here}/x"),
+        (
+            "compare digits --experiment 'two words' --storage-path /shared",
+            "compare digits --experiment 'two words' --name j --storage-path /shared",
+        ),
+        (
+            "run digits --tracking-uri sqlite:///db --data-dir files",
+            "run digits --name j --data-dir {here}/files --storage-path {here}/triaccel-runs "
+            "--tracking-uri sqlite:///{here}/db",
+        ),
+        (
+            "run digits --tracking-uri http://host:5000 --address auto",
+            "run digits --name j --storage-path {here}/triaccel-runs --tracking-uri http://host:5000",
+        ),
+        (
+            "run digits --tracking-uri sqlite:////home/ann@corp/db",
+            "run digits --name j --storage-path {here}/triaccel-runs --tracking-uri sqlite:////home/ann@corp/db",
+        ),
+        ("resume mine", "resume mine --storage-path {here}/triaccel-runs"),
+        ("resume ./runs/mine", "resume {here}/runs/mine --storage-path {here}/triaccel-runs"),
+        ("resume search/trials/1", "resume search/trials/1 --storage-path {here}/triaccel-runs"),
+    ],
+)
+def test_a_job_does_what_was_typed_with_nothing_in_its_own_folder(tmp_path: Path, typed: str, becomes: str) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    words = entry(submitted(tmp_path, typed, name="j"))
+    assert words == [*shlex.split(becomes.format(here=tmp_path)), "--address", "auto"]
+    assert cli.parse(words)
+
+
+def test_names_are_readable_and_a_stopped_job_can_be_resumed(tmp_path: Path) -> None:
+    job = submitted(tmp_path, "search digits --tracking-uri http://host:5000 --experiment mine")
+    assert job.id.startswith("search-digits-20")
+    assert job.what == "search digits"
+    assert entry(job)[entry(job).index("--name") + 1] == job.id
+    assert shlex.split(job.resume) == [
+        *("resume", job.id, "--storage-path", str(tmp_path / "triaccel-runs")),
+        *("--tracking-uri", "http://host:5000", "--experiment", "mine"),
+    ]
+    assert submitted(tmp_path, "resume mine").id.startswith("resume-mine-20")
+
+
+@pytest.mark.parametrize("typed", ["run digits", "search digits --trials 3", "compare digits", "resume mine"])
+def test_no_secret_of_the_environment_travels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str) -> None:
+    for name, secret in SECRETS.items():
+        monkeypatch.setenv(name, secret)
+    sent = repr(submitted(tmp_path, f"{typed} --tracking-uri http://host:5000"))
+    assert not any(secret in sent for secret in SECRETS.values())
+
+
+@pytest.mark.parametrize(
+    ("typed", "needles"),
+    [
+        ("", ("command = ''", "run, search, compare, resume", "triaccel submit -- search")),
+        ("report mine", ("command = 'report'",)),
+        ("run digits --address 10.0.0.1:6379", ("address = '10.0.0.1:6379'", "before the --")),
+        ("run digits --name a/b", ("name = 'a/b'", "must begin with a letter or digit")),
+        ("run digits --epochs 0", ("epochs = 0: must be",)),
+        ("search digits --trials 0", ("trials = 0: must be",)),
+        ("search digits --tau-low 1", ("--tau-low = 1.0", "a search finds this one itself")),
+        ("compare digits --methods typo", ("method = 'typo': must be one of",)),
+        ("compare digits --experiment ''", ("experiment = ''", "must name an MLflow experiment")),
+        ("search digit", ("did you mean digits",)),
+        ("run digits --tracking-uri ftp://host", ("tracking uri = 'ftp://host'", "must begin with one of sqlite:///")),
+        (
+            "run digits --tracking-uri https://me:s3cret@host",
+            ("tracking uri = 'https://***@host'", "~/.mlflow/credentials", "MLFLOW_TRACKING_PASSWORD"),
+        ),
+    ],
+)
+def test_what_makes_no_sense_on_a_cluster_is_refused(tmp_path: Path, typed: str, needles: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r"=|did you mean") as refused:
+        submitted(tmp_path, typed)
+    assert all(needle in str(refused.value) for needle in needles)
+    assert "s3cret" not in str(refused.value)
+
+
+def test_a_name_and_a_folder_that_will_not_do_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="name = 'a b'"):
+        submitted(tmp_path, "run digits", name="a b")
+    with pytest.raises(ValueError, match=r"working directory = .*change into the project's folder"):
+        submitted(Path.home(), "run digits")
+
+
+def test_data_and_results_stay_behind(tmp_path: Path) -> None:
+    for name in ("my data", "results", ".venv"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "big").write_bytes(b"")
+    weights = tmp_path / "weights [1].pt"
+    for path in (weights, tmp_path / ".venv" / "lib.so"):
+        with path.open("wb") as file:
+            file.truncate(LARGEST_FILE_BYTES + 1)
+    job = submitted(tmp_path, "run digits --storage-path results --data-dir 'my data'")
+    assert {".git", ".venv", "triaccel-runs", "/results", "/my\\ data", "/weights\\ \\[1\\].pt"} <= set(job.excludes)
+    (said,) = [note for note in job.notes if "larger than" in note]
+    assert said.endswith(": weights [1].pt")
+    assert any(str(tmp_path / "results") in note and "must share" in note for note in job.notes)
+
+
+def test_jobs_are_listed_newest_first() -> None:
+    old = Job(id="a", status="SUCCEEDED", what="run x", resume=None, started_ms=0, ended_ms=61_500)
+    new = Job(id="b", status="RUNNING", what="w" * 80, resume=None, started_ms=10_000, ended_ms=None)
+    waiting = Job(id="c", status="PENDING", what="run y", resume=None, started_ms=None, ended_ms=None)
+    rows = jobs_grid([old, waiting, new], now_ms=3_670_000).rows
+    assert [row[0] for row in rows] == ["c", "b", "a"]
+    assert [row[-1] for row in rows] == ["0:00:00", "1:01:00", "0:01:01"]
+    assert len(rows[1][1]) == 60
+    assert [job.ended for job in (old, new, waiting)] == [True, False, False]
+
+
+@contextmanager
+def another_server(status: int, body: bytes) -> Iterator[str]:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/api/version" else 500)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def typed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of a command."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    said = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    assert "Traceback" not in said.err
+    return ended.value.code, said.out, said.err
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "http://127.0.0.1:1", "http://127.0.0.1:port", "nonsense"])
+def test_a_cluster_that_is_not_there_is_named(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["jobs"], ["logs", "j"], ["stop", "j"]):
+        status, out, said = typed(capsys, *words, "--address", address)
+        assert (status, out) == (2, "")
+        assert f"address = '{address}': no Ray cluster serves jobs there" in said
+        assert "ray start --head" in said
+
+
+@pytest.mark.parametrize(
+    ("answer", "needle"),
+    [
+        ((404, b""), "no Ray cluster serves jobs there (Version check returned 404"),
+        ((200, b"<html>"), "no Ray cluster serves jobs there"),
+        ((200, b"{}"), "no Ray cluster serves jobs there"),
+        ((401, b"no token"), r"the cluster does not let you in.*set RAY_AUTH_MODE=token"),
+        ((200, b'{"ray_version": "2.60.0"}'), "the cluster refuses"),
+    ],
+)
+def test_a_server_that_is_no_cluster_or_keeps_us_out(
+    answer: tuple[int, bytes], needle: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with another_server(*answer) as address:
+        status, _, said = typed(capsys, "jobs", "--address", address)
+    assert status == 2
+    assert f"address = '{address}': {needle}" in said
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    with ray_head() as address:
+        yield address
+
+
+@pytest.mark.filterwarnings("ignore:ssl=None is deprecated:DeprecationWarning")  # Ray's own client, following logs
+def test_work_is_handed_over_looked_after_and_stopped(
+    cluster: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # --address comes first
+    secrets = {name: secret for name, secret in SECRETS.items() if name != "RAY_AUTH_TOKEN"}  # this cluster has none
+    for name, secret in secrets.items():
+        monkeypatch.setenv(name, secret)
+    project = tmp_path / "project"
+    project.mkdir()
+    module = write_module(project, monkeypatch)
+    monkeypatch.chdir(project)
+    at = ("--address", cluster)
+    assert typed(capsys, "jobs", *at)[:2] == (0, "no jobs yet; `triaccel submit -- search digits` hands one over\n")
+
+    work = ("run", "digits", "--epochs", "1", "--tau-low", "0")  # a CPU emulates FP16 at a tenth of the speed
+    status, out, said = typed(capsys, "submit", *at, "--name", "short", "--", *work)
+    assert (status, out.splitlines()[0]) == (0, "submitted: short")
+    assert str(project / "triaccel-runs") in said
+    status, out, said = typed(capsys, "logs", "short", "--follow", *at)
+    assert (status, said) == (0, "short: SUCCEEDED\n"), out
+    assert "digits, the full control loop, finished" in out
+    assert read_run(project / "triaccel-runs" / "short").status == "finished"
+    assert "finished" in typed(capsys, "logs", "short", *at)[1]
+
+    # The task's module is in the working directory alone, and so has travelled if the job trains.
+    typed(capsys, "submit", *at, "--name", "long", "--", "run", f"{module}:Blobs", "--epochs", "1000000")
+    log = project / "triaccel-runs" / "long" / "events.jsonl"
+    wait_until(
+        lambda: log.exists() and len(log.read_bytes().splitlines()) > 2,
+        say=lambda: typed(capsys, "logs", "long", *at),
+    )
+    status, out, _ = typed(capsys, "jobs", *at)
+    assert status == 0
+    rows = [line.split() for line in out.splitlines()[1:]]
+    assert [(row[0], row[1], row[3]) for row in rows] == [("long", "run", "RUNNING"), ("short", "run", "SUCCEEDED")]
+
+    with urllib.request.urlopen(f"{cluster}/api/jobs/") as answer:
+        known = answer.read().decode()
+    assert "run digits" in known
+    assert not any(secret in known for secret in secrets.values())
+
+    status, out, said = typed(capsys, "stop", "long", *at)
+    assert (status, out.splitlines()[0], said) == (0, "long: STOPPED", "")
+    assert f"triaccel submit --address {cluster} -- resume long --storage-path {project / 'triaccel-runs'}" in out
+    assert "stopped; to go on from the last checkpoints:" in typed(capsys, "logs", "long", *at)[1]
+    assert len(list(read_events(log))) > 2
+
+    for words, needle in (
+        (("stop", "long"), "job = 'long': has ended already (STOPPED)"),
+        (("logs", "nobody"), "job = 'nobody': the cluster has no such job; `triaccel jobs` lists them"),
+        (("stop", "nobody"), "job = 'nobody': the cluster has no such job"),
+    ):
+        status, _, said = typed(capsys, *words, *at)
+        assert (status, needle in said) == (2, True)
+    status, _, said = typed(capsys, "submit", *at, "--name", "short", "--", *work)
+    assert (status, "name = 'short': the cluster has a job of that name" in said) == (2, True)

@@ -1,0 +1,176 @@
+"""The page of a search: what is on it, and what a browser makes of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.text import Text
+
+from tests.service.browser import Tags, needs_chromium, num_colours, screenshot
+from tests.service.records import run_of, search_of
+from tests.service.search_folder import controls, simulated_search
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.service.reports.importance import MIN_TRIALS, importance
+from triaccel_ray.service.reports.report import REPORT
+from triaccel_ray.service.reports.search_figures import coordinates, importance_bars, parallel_coordinates
+from triaccel_ray.service.reports.tables import search_grid
+from triaccel_ray.service.reports.views import view_search
+from triaccel_ray.service.runs.record import RunRecord
+from triaccel_ray.service.searches.dimensions import dimensions
+from triaccel_ray.service.searches.search import SearchRecord, read_search
+
+THRESHOLDS = ("tau_low", "tau_high", "rho_low", "rho_high")
+
+
+def trial(index: int, control: ControlConfig, accuracy: float = 90.0, num_epochs: int = 4) -> RunRecord:
+    status = "finished" if num_epochs == 4 else "stopped"
+    run = run_of(f"trial{index}", accuracy=accuracy, num_epochs=num_epochs, status=status)
+    return replace(run, spec=replace(run.spec, control=control))
+
+
+def search_by_rho(num_trials: int, num_epochs: Sequence[int] = (4,)) -> SearchRecord:
+    """Trials whose accuracy is rho_low's doing alone."""
+    trials = [
+        trial(index, control, 50.0 + 40.0 * control.batch.rho_low, num_epochs[index % len(num_epochs)])
+        for index, control in enumerate(controls(num_trials))
+    ]
+    return search_of(*trials)
+
+
+def test_what_decides_is_found_important() -> None:
+    found = importance(search_by_rho(24))
+    assert list(found.shares) == sorted(found.shares, key=lambda name: -found.shares[name])
+    assert next(iter(found.shares)) == "rho_low"
+    assert found.shares["rho_low"] > 0.6
+    assert sum(found.shares.values()) == pytest.approx(1.0)
+    assert (found.epoch, found.num_trials) == (4, 24)
+    assert "between 24 trials" in found.sentence
+    assert found == importance(search_by_rho(24))
+
+
+def test_trials_stopped_early_count_at_the_epoch_that_half_have_reached() -> None:
+    found = importance(search_by_rho(20, num_epochs=(1, 2, 3, 4)))
+    assert (found.epoch, found.num_trials) == (3, 10)
+    assert "after epoch 3" in found.sentence
+
+
+@pytest.mark.parametrize("num_trials", [0, 1, MIN_TRIALS - 1])
+def test_too_few_trials_are_said_to_be(num_trials: int) -> None:
+    found = importance(search_by_rho(num_trials))
+    assert not found.shares
+    assert f"Too few trials to tell: {num_trials}" in found.sentence
+
+
+def test_trials_without_a_difference_are_said_to_be() -> None:
+    found = importance(search_of(*(trial(index, control) for index, control in enumerate(controls(MIN_TRIALS)))))
+    assert not found.shares
+    assert "do not differ" in found.sentence
+
+
+def test_dimensions_asked_for_are_in_table_and_picture() -> None:
+    names = ("alpha", "tau_curv", "t_ctrl", "batch_steps")
+    record = search_by_rho(3)
+    record = replace(record, spec=replace(record.spec, optional=names))
+    searched = [*THRESHOLDS, "alpha", "tau_curv", "t_ctrl", "step_up", "step_down"]
+    assert [scale.name for scale in dimensions(names)] == searched
+    grid = search_grid(record)
+    assert list(grid.header[2 : 2 + len(searched)]) == searched
+    assert {len(row) for row in grid.rows} == {len(grid.header)}
+    scales, lines = coordinates(record, None)
+    assert [scale.name for scale in scales] == [*searched, "accuracy, %", "s/epoch", "peak GB", "score"]
+    assert len(lines) == 3
+
+
+def test_a_line_goes_through_each_trials_values() -> None:
+    record = search_by_rho(5)
+    best = record.trials[2]
+    scales, lines = coordinates(record, best)
+    assert sorted(line.rank for line in lines) == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert sum(line.best for line in lines) == 1
+    figure = parallel_coordinates(scales, lines, about="a search")
+    drawn = [line.get_ydata() for line in figure.axes[0].lines if len(line.get_xdata()) == len(scales)]
+    assert len(drawn) == 5
+    heights = np.array(drawn, dtype=float)
+    assert heights.min() == 0.0
+    assert heights.max() == 1.0
+    said = {found.get_text() for found in figure.findobj(Text)}
+    assert {*THRESHOLDS, "score", "best trial", "below the margin", "a search"} <= said
+    assert f"{max(run.spec.control.precision.tau_high for run in record.trials):.2e}" in said
+
+
+def test_thresholds_without_a_place_on_a_scale_are_left_out() -> None:
+    zero, inf = (
+        replace(control, precision=replace(control.precision, **{name: value}))
+        for control, name, value in zip(controls(2), ("tau_low", "tau_high"), (0.0, float("inf")), strict=True)
+    )
+    assert coordinates(search_of(trial(0, zero), trial(1, inf)), None)[1] == []
+
+
+def test_bars_name_thresholds_and_shares() -> None:
+    figure = importance_bars({"rho_low": 0.75, "tau_low": 0.25})
+    assert {"rho_low", "75%", "25%"} <= {found.get_text() for found in figure.findobj(Text)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A search with its page; one trial's pictures are real ones."""
+    folder = simulated_search(tmp_path_factory.mktemp("a") / "hunt", 13, has_pictures=True)
+    (folder / "trials" / "trial00" / "figures" / "drawn.png").unlink()
+    view_search(read_search(folder))
+    return folder
+
+
+def test_a_page_has_table_pictures_and_every_trials_timeline(folder: Path) -> None:
+    text = (folder / REPORT).read_text()
+    tags = Tags(text)
+    headings = (
+        *("Accuracy against time and memory", "Trials, best first", "Trials across thresholds"),
+        *("Importance of each threshold", "What the loop did in each trial", *THRESHOLDS),
+    )
+    for heading in headings:
+        assert heading in tags.texts
+    assert tags.count("details") == 13
+    pictures = [attributes["alt"] for tag, attributes in tags.tags if tag == "img"]
+    assert pictures[:3] == ["pareto", "parallel_coordinates", "importance"]
+    timeline = ["precision", "batch_and_memory", "curvature_and_lr", "learning_curve"]
+    assert any(pictures[place : place + 4] == timeline for place in range(len(pictures)))
+
+
+def test_a_page_needs_nothing_from_elsewhere(folder: Path) -> None:
+    text = (folder / REPORT).read_text()
+    assert not re.search(r"https?:|//[a-z]|url\(|@import", re.sub(r"base64,[^']*", "", text))
+    tags = Tags(text)
+    assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in tags.tags}
+    assert all(
+        (attributes["src"] or "").startswith("data:image/png;base64,") for tag, attributes in tags.tags if tag == "img"
+    )
+    (policy,) = [attributes["content"] for tag, attributes in tags.tags if "http-equiv" in attributes]
+    assert policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1200, 700])
+def test_a_browser_shows_the_pictures(folder: Path, tmp_path: Path, width: int) -> None:
+    seen = screenshot(f"file://{folder / REPORT}", tmp_path / "page.png", width=width, height=2400)
+    assert seen.shape == (2400, width, 3)
+    assert num_colours(seen) > 500
+    # the bars of the importance are the page's only wide areas of this blue
+    assert (np.abs(seen.astype(int) - (0x00, 0x72, 0xB2)).max(axis=2) <= 2).sum() > 5_000
+
+
+def test_a_damaged_trial_is_listed_and_the_others_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = simulated_search(tmp_path / "hunt", 4, has_pictures=True)
+    (folder / "trials" / "trial02" / "events.jsonl").write_text("no event\n")
+    record = read_search(folder)
+    assert [run.name for run in record.trials] == ["trial00", "trial01", "trial03"]
+    assert search_grid(record).rows[-1][:2] == ["trial02", "damaged"]
+    view_search(record)
+    for text in (capsys.readouterr().out, (folder / REPORT).read_text()):
+        assert "trial02 is left out: event log" in text

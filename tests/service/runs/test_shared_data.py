@@ -1,0 +1,170 @@
+"""A search's samples in the object store of a real Ray."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import torch
+from torch import Tensor
+
+from tests.build import CPU, blobs
+from tests.service.own_task import own_spec
+from trainables.digits import Digits
+from trainables.images import ImageSource, Preparation
+from trainables.task import Purpose, Splits
+from triaccel_ray.service.runs.actor import RunActor
+from triaccel_ray.service.runs.record import read_run
+from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
+from triaccel_ray.service.runs.worker import Worker
+from triaccel_ray.service.storage.place import Place
+from triaccel_ray.sources import DatasetSource, TensorSource
+
+MIB = 2**20
+FORTY_MIB = 40 * MIB
+
+
+pytestmark = pytest.mark.usefixtures("own_ray")
+
+
+def same(one: TensorSource, other: TensorSource) -> bool:
+    return torch.equal(one.inputs, other.inputs) and torch.equal(one.targets, other.targets)
+
+
+def elsewhere(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What the function returns in another process of the cluster."""
+    return ray.get(ray.remote(max_calls=1)(function).remote(*arguments))
+
+
+def test_a_task_s_samples_arrive_as_they_were_read() -> None:
+    shared = share_splits(own_spec("digits"))
+    read, arrived = Digits().data(Purpose.SEARCH), shared.get()
+    assert same(read.train, arrived.train)  # type: ignore[arg-type]
+    assert same(read.held_out, arrived.held_out)  # type: ignore[arg-type]
+    assert len(arrived.train) + len(arrived.held_out) == 1797 - 359  # none of the test samples
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.float64])
+def test_tensors_of_every_type_and_shape(dtype: torch.dtype) -> None:
+    inputs = torch.randint(0, 2, (6, 4, 3)).to(dtype).transpose(1, 2)
+    source = TensorSource(inputs, torch.arange(6))
+    arrived = SharedSplits(Splits(train=source, held_out=source)).get().train
+    assert isinstance(arrived, TensorSource)
+    assert same(arrived, source)
+    assert arrived.inputs.dtype is dtype
+
+
+def test_images_keep_their_preparation_and_functions_travel() -> None:
+    images = ImageSource(
+        torch.randint(0, 256, (8, 3, 4, 4), dtype=torch.uint8),
+        torch.arange(8),
+        Preparation(mean=(0.5,) * 3, std=(0.2,) * 3, augment=True),
+    )
+    doubled = TensorSource(*blobs(8), prepare=lambda inputs: 2 * inputs)
+    arrived = SharedSplits(Splits(train=images, held_out=doubled)).get()
+    indices = torch.tensor([3, 1])
+    for before, after in ((images, arrived.train), (doubled, arrived.held_out)):
+        assert torch.equal(before.batch(indices, None)[0], after.batch(indices, None)[0])
+    drawn = [each.batch(indices, torch.Generator().manual_seed(1))[0] for each in (images, arrived.train)]
+    assert torch.equal(*drawn)
+
+
+def test_samples_that_share_a_storage_with_others_travel_alone() -> None:
+    everything = torch.full((1000, 256), 7, dtype=torch.uint8)
+    everything[500:] = torch.tensor(list(b"test-sample-test"), dtype=torch.uint8).repeat(16)
+    source = TensorSource(everything[:500], torch.arange(500))
+    reference = SharedSplits(Splits(train=source, held_out=source))._reference
+    whole = pickle.dumps(ray.get(reference), protocol=5)
+    assert b"test-sample" not in whole
+    assert len(whole) < 300_000
+
+
+def resident_growth(shared: SharedSplits) -> tuple[int, int, bool]:
+    """Growth of the resident set when the samples arrive and when they are read, and whether it is shared memory."""
+    process = psutil.Process()
+    torch.zeros(1, dtype=torch.uint8).sum(dtype=torch.int64)  # what loads at the first such operation
+    before = process.memory_info()
+    splits = shared.get()
+    arrived = process.memory_info()
+    total = int(splits.train.inputs.sum(dtype=torch.int64))  # type: ignore[attr-defined]
+    after = process.memory_info()
+    assert total == 0
+    private = (arrived.rss - arrived.shared) - (before.rss - before.shared)
+    return arrived.rss - before.rss, after.rss - arrived.rss, private < FORTY_MIB // 2
+
+
+def test_trials_map_the_samples_and_touch_them_before_anything_is_measured() -> None:
+    inputs = torch.zeros(FORTY_MIB, dtype=torch.uint8).view(-1, 1024)
+    source = TensorSource(inputs, torch.zeros(len(inputs), dtype=torch.uint8))
+    shared = SharedSplits(Splits(train=source, held_out=source))
+    arriving, reading, is_shared = elsewhere(resident_growth, shared)
+    assert is_shared
+    # All of them or none would be forty; the process itself grows by some MiB, now more, now less.
+    assert arriving > 0.5 * FORTY_MIB
+    assert reading < 0.5 * FORTY_MIB
+
+
+def on_cuda_or_meta() -> Tensor:
+    return torch.zeros(4, 2, device="meta")
+
+
+class Unpicklable(TensorSource):
+    def __init__(self) -> None:
+        super().__init__(*blobs(4))
+        self.generator = (index for index in range(3))
+
+
+@pytest.mark.parametrize(
+    ("make", "needle"),
+    [
+        (lambda: DatasetSource(torch.utils.data.TensorDataset(*blobs(4))), "train is a DatasetSource"),
+        (lambda: TensorSource(on_cuda_or_meta(), torch.zeros(4)), "tensor on meta: only dense ones on the CPU"),
+        (Unpicklable, "something in it cannot travel"),
+    ],
+)
+def test_what_cannot_be_shared_says_why(make: Callable[[], Any], needle: str) -> None:
+    with pytest.raises(NotSharedError, match=needle):
+        SharedSplits(Splits(train=make(), held_out=TensorSource(*blobs(4))))
+
+
+def test_files_that_are_not_here_and_test_samples_are_not_shared(tmp_path: Path) -> None:
+    with pytest.raises(NotSharedError, match=r"not on this machine: .*nowhere"):
+        share_splits(own_spec("cifar10-resnet18", data_dir=str(tmp_path / "nowhere")))
+    with pytest.raises(ValueError, match=r"purpose = 'final': only a search's samples"):
+        share_splits(own_spec("digits", purpose=Purpose.FINAL))
+
+
+def test_a_run_is_the_same_whether_it_reads_its_samples_or_shares_them(module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs", seed=3)
+    actors = [
+        RunActor(spec, Place(str(tmp_path / "read"))),
+        RunActor(spec, Place(str(tmp_path / "shared")), share_splits(spec)),
+    ]
+    for actor in actors:
+        actor.setup(resume=False)
+        for _ in range(3):
+            actor.train_epoch()
+        actor.finish()
+    read, shared = (read_run(tmp_path / name) for name in ("read", "shared"))
+    assert [epoch.train_loss for epoch in read.epochs] == [epoch.train_loss for epoch in shared.epochs]
+
+
+class Drawing(Digits):
+    """Reading the samples draws from the global generator."""
+
+    def data(self, purpose: Purpose) -> Splits:
+        torch.rand(3)
+        return super().data(purpose)
+
+
+def test_the_model_does_not_depend_on_who_read_the_samples(tmp_path: Path) -> None:
+    spec = own_spec("tests.service.runs.test_shared_data:Drawing")
+    workers = [Worker(spec, tmp_path / "a"), Worker(spec, tmp_path / "b", Digits().data(Purpose.SEARCH))]
+    weights = [worker.loop.model.state_dict()["conv1.weight"] for worker in workers]
+    assert torch.equal(*weights)
+    assert weights[0].device == CPU

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainables.digits import Digits
+from trainables.task import Purpose, Recipe
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.jsonable import decode, encode
+from triaccel_ray.plan import Precision
+from triaccel_ray.service.runs.methods import METHODS
+from triaccel_ray.service.runs.spec import RunSpec, environment, run_spec
+
+CONTROL = ControlConfig(
+    every_steps=7,
+    precision=PrecisionConfig(tau_low=1e-8, tau_high=1e-4),
+    curvature=CurvatureConfig(every_steps=30, alpha=0.1, tau_curv=25.0),
+    batch=BatchConfig(start=64, minimum=32, maximum=256, lr_rule="adascale", bound_by_noise_scale=True),
+)
+
+
+def control_of(method: str, control: ControlConfig = CONTROL) -> ControlConfig:
+    return RunSpec(task="digits", method=method, control=control).method_control
+
+
+@pytest.mark.parametrize(
+    ("method", "precision", "curvature", "batch"),
+    [
+        ("fp32", Precision.FP32, False, False),
+        ("amp", Precision.BF16, False, False),
+        ("engine-amp", Precision.BF16, False, False),
+        ("fixed", Precision.BF16, False, False),
+        ("probe", Precision.BF16, False, False),
+        ("dynamic-batch", Precision.FP32, False, True),
+        ("dynamic-precision", None, False, False),
+        ("dynamic-both", None, False, True),
+        ("triaccel", None, True, True),
+    ],
+)
+def test_a_method_has_its_parts_alone(method: str, precision: Precision | None, curvature: bool, batch: bool) -> None:
+    control = control_of(method)
+    assert control.precision.enabled == (precision is None)
+    if precision is not None:
+        assert control.precision.initial is precision
+    assert control.curvature.enabled == curvature
+    assert control.batch.enabled == batch
+
+
+def test_every_method_has_a_control_and_a_description() -> None:
+    for method, description in METHODS.items():
+        assert control_of(method).every_steps == CONTROL.every_steps
+        assert description
+
+
+def test_the_full_loop_is_the_control_as_given() -> None:
+    assert control_of("triaccel") is CONTROL
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "triaccel"])
+def test_without_curvature_nothing_needs_its_per_sample_gradients(method: str) -> None:
+    batch = control_of(method).batch
+    assert not batch.bound_by_noise_scale
+    assert batch.lr_rule == ("sqrt" if batch.enabled else "none")
+
+
+def test_other_lr_rules_stay_with_an_elastic_batch() -> None:
+    linear = replace(CONTROL, batch=replace(CONTROL.batch, lr_rule="linear"))
+    assert control_of("dynamic-batch", linear).batch.lr_rule == "linear"
+    assert control_of("dynamic-precision", linear).batch.lr_rule == "none"
+
+
+def test_the_initial_precision_of_low_methods_is_the_users() -> None:
+    fp16 = replace(CONTROL, precision=replace(CONTROL.precision, initial=Precision.FP16))
+    assert control_of("engine-amp", fp16).precision.initial is Precision.FP16
+    assert control_of("fixed", fp16).precision.initial is Precision.FP16
+    assert control_of("fp32", fp16).precision.initial is Precision.FP32
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "sgd"}, "method = 'sgd': must be one of fp32, amp"),
+        ({"seed": -1}, "seed = -1: must"),
+        ({"seed": 2**31}, "seed = 2147483648: must"),
+        ({"seed": math.nan}, "seed = nan: must"),
+        ({"device": "tpu"}, "device = 'tpu': must be one of auto, cpu, cuda"),
+        ({"memory_budget_bytes": 0}, "memory budget (bytes) = 0: must"),
+        ({"memory_budget_bytes": -5}, "memory budget (bytes) = -5: must"),
+        ({"memory_budget_bytes": 10, "memory_headroom_bytes": 5}, "memory headroom = 5: give a budget or a headroom"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        RunSpec(task="digits", **settings)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_cuda_where_there_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="device = 'cuda': no CUDA device is visible"):
+        _ = RunSpec(task="digits", device="cuda").torch_device
+
+
+def test_the_cpu_can_be_had_everywhere() -> None:
+    assert RunSpec(task="digits", device="cpu").torch_device == torch.device("cpu")
+
+
+def test_what_is_not_said_comes_from_the_task() -> None:
+    spec = run_spec("digits", data_dir=None, recipe={"epochs": 3, "lr": None})
+    assert spec.recipe == replace(Digits.recipe, epochs=3)
+    assert spec.control == Digits.control
+    assert spec.data_dir is None
+
+
+def test_a_relative_data_folder_means_the_same_on_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_spec("digits", data_dir=Path("data"), recipe={}).data_dir == str(tmp_path / "data")
+
+
+@pytest.mark.parametrize(
+    ("task", "recipe", "message"),
+    [
+        ("digit", {}, "task = 'digit': no such task, did you mean digits"),
+        ("digits", {"epochs": 0}, "epochs = 0: must"),
+        ("digits", {"lr": math.nan}, "lr = nan: must"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(task: str, recipe: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run_spec(task, data_dir=None, recipe=recipe)
+
+
+def test_a_spec_survives_its_file() -> None:
+    spec = RunSpec(
+        task="digits",
+        method="dynamic-both",
+        purpose=Purpose.FINAL,
+        seed=4,
+        recipe=Recipe(epochs=2, label_smoothing=0.1),
+        control=replace(CONTROL, precision=PrecisionConfig(tau_low=0.1 + 0.2, tau_high=math.inf)),
+        memory_headroom_bytes=2**20,
+        data_dir="/data",
+        device="cpu",
+    )
+    assert decode(RunSpec, json.loads(json.dumps(encode(spec), allow_nan=False))) == spec
+
+
+def test_the_environment_names_hardware_and_versions() -> None:
+    found = environment(torch.device("cpu"))
+    assert torch.__version__.startswith(found["torch"])
+    assert found["device"] == "cpu"
+    assert all(found[name] for name in ("hardware", "python", "host", "triton", "triaccel-ray"))

@@ -1,0 +1,109 @@
+"""What `triaccel resume` does with runs that failed by what was tried: never the same again in silence."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.service.build import SimulatedRun
+from tests.service.own_task import write_module
+from tests.service.records import FINAL_SPEC
+from tests.service.reports.test_tables import run_of
+from tests.service.stores import runs
+from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
+from triaccel_ray.events import End
+from triaccel_ray.jsonable import encode
+from triaccel_ray.service import cli
+from triaccel_ray.service.comparisons.comparison import Comparison, ComparisonSpec
+from triaccel_ray.service.runs.record import read_run
+from triaccel_ray.service.storage.layout import EVENTS, SPEC
+from triaccel_ray.service.tracking.tracking import Tracker
+
+FITS_LATER = """
+from pathlib import Path
+
+import torch
+from {module} import Blobs, Failing
+
+
+class FitsLater(Blobs):
+    def model(self):
+        if Path(__file__).with_name("full").exists():
+            return Failing(torch.OutOfMemoryError("not even one sample fits"))
+        return super().model()
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "cause", "has_outcome"),
+    [
+        ("finished", "", True),
+        ("failed", "non_finite", True),
+        ("failed", "out_of_memory", True),
+        ("failed", "bug", False),
+        ("failed", "preempted", False),
+        ("failed", "disk_full", False),
+        ("stopped", "", False),
+        ("unfinished", "", False),
+    ],
+)
+def test_a_comparison_goes_on_with_what_has_no_outcome(status: str, cause: str, has_outcome: bool) -> None:
+    run = run_of("amp-seed0", status=status)
+    run = run if status == "unfinished" else replace(run, end=End(status=status, cause=cause))
+    spec = ComparisonSpec(base=FINAL_SPEC, methods=("amp",), num_seeds=2)
+    record = Comparison(folder=Path("versus"), spec=spec, choices=None, runs={"amp-seed0": run})
+    assert set(record.unfinished()) == {"amp-seed1", *(() if has_outcome else ("amp-seed0",))}
+    assert set(record.failed) == ({"amp-seed0"} if status == "failed" else set())
+
+
+def test_a_run_that_diverged_is_not_trained_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = SimulatedRun(tmp_path / "wild")
+    run.start()
+    run.train(1)
+    run.end("failed", "non_finite", "the training loss of epoch 2 is nan")
+    (run.folder / SPEC).write_text(json.dumps(encode(FINAL_SPEC)))
+    before = run.path.read_bytes()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["resume", "wild", "--storage-path", str(tmp_path)])
+    said = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 1
+    assert "wild failed (non_finite): the training loss of epoch 2 is nan" in said
+    assert "nothing is trained; begin a run with others, such as a smaller --lr" in said
+    assert run.path.read_bytes() == before
+    tracker = Tracker(f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "artifacts")
+    assert tracker.client.get_experiment_by_name("triaccel-runs") is not None  # what was to be recorded, was
+
+
+def test_memory_that_was_freed_is_used_when_the_run_is_named(
+    desk: Desk,  # noqa: F811  # the fixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "later.py").write_text(FITS_LATER.format(module=write_module(tmp_path, monkeypatch)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    full = tmp_path / "full"
+    full.touch()
+    words = ("--methods", "amp", "--seeds", "1", "--epochs", "1", "--device", "cpu", "--name", "tight")
+    assert desk.type("compare", "later:FitsLater", *words) == 1
+    log = desk.storage / "tight" / "amp-seed0" / EVENTS
+    before = log.read_bytes()
+    assert read_run(log.parent).status == "failed (out_of_memory)"
+
+    full.unlink()
+    assert desk.type("resume", "tight") == 1
+    assert "that is its outcome; `triaccel resume tight/amp-seed0` tries it again" in capsys.readouterr().err
+    assert log.read_bytes() == before
+
+    assert desk.type("resume", "tight/amp-seed0") == 0
+    assert "trying again from its last checkpoint, for there may be more memory now" in capsys.readouterr().err
+    run = read_run(log.parent)
+    assert (run.status, [each.cause for each in run.interruptions]) == ("finished", ["out_of_memory"])
+
+    assert desk.type("resume", "tight") == 0
+    recorded = [each.status for each in runs(desk.tracker, "triaccel-comparisons") if each.name == "amp-seed0"]
+    assert recorded == ["FINISHED"]
+    assert "amp-seed0 failed" not in capsys.readouterr().err

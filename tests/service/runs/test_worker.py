@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.build import same, values
+from tests.service.crew import Crew, last_of, records, train
+from tests.service.own_task import own_spec
+from trainables.task import Purpose
+from triaccel_ray.events import End, Epoch, Start, Tick
+from triaccel_ray.jsonable import decode
+from triaccel_ray.service.failures import DiskFullError, NonFiniteLossError, PreemptedError, cause_of, needing_room
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.storage.layout import ERROR, SPEC, write_atomically
+
+
+def test_the_seed_decides(crew: Crew, module: str, tmp_path: Path) -> None:
+    weights = []
+    for number, seed in enumerate((0, 0, 1)):
+        worker = train(crew.start(own_spec(f"{module}:Blobs", seed=seed), tmp_path / str(number)))
+        weights.append(values(worker.loop.model))
+    assert same(weights[0], weights[1])
+    assert not same(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("method", ["triaccel", "fp32"])
+def test_a_final_run_reads_the_held_out_samples_once_at_its_end(
+    crew: Crew, module: str, tmp_path: Path, method: str
+) -> None:
+    worker = crew.start(own_spec(f"{module}:Blobs", method=method, purpose=Purpose.FINAL), tmp_path / "run")
+    reads = sys.modules[module].READS
+    for _ in range(3):
+        record = worker.train_epoch()
+        assert record.held_out_accuracy is record.held_out_loss is record.score is None
+    assert worker.finished
+    assert reads == []
+    with pytest.raises(ValueError, match="no epoch of this run has been judged"):
+        _ = worker.figures
+    results = worker.finish()
+    assert sorted(reads) == [("final", index) for index in range(50)]
+    assert last_of(tmp_path / "run") == End(status="finished", results=results)
+    assert 0.0 <= results["accuracy"] <= 100.0
+
+
+def test_a_search_run_is_judged_after_every_epoch(crew: Crew, module: str, tmp_path: Path) -> None:
+    worker = crew.start(own_spec(f"{module}:Blobs"), tmp_path / "run")
+    for epoch in range(1, 4):
+        record = worker.train_epoch()
+        reads = sys.modules[module].READS
+        assert len(reads) == 50 * epoch
+        assert set(reads) == {("search", index) for index in range(50)}
+        figures = worker.figures
+        assert (figures.accuracy, figures.score) == (record.held_out_accuracy, record.score)
+    results = worker.finish()
+    assert len(reads) == 150  # the last epoch's judgement is the run's
+    assert (results["accuracy"], results["score"]) == pytest.approx((figures.accuracy, figures.score))
+
+
+def test_the_log_tells_the_whole_run(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs", method="dynamic-batch")
+    worker = train(crew.start(spec, tmp_path))
+    assert not worker.ended
+    worker.finish()
+    assert worker.ended
+    start, *between, end = records(tmp_path)
+    assert isinstance(start, Start)
+    assert start.control == spec.method_control
+    assert (start.info["task"], start.info["method"], start.info["seed"]) == (spec.task, "dynamic-batch", "0")
+    assert start.parameters["recipe.lr"] == 0.05
+    assert start.parameters["memory_limit_bytes"] == worker.loop.memory.limit_bytes
+    assert [record.epoch for record in between if isinstance(record, Epoch)] == [1, 2, 3]
+    assert sum(isinstance(record, Tick) for record in between) == worker.loop.num_steps // 2
+    assert isinstance(end, End)
+    assert end.status == "finished"
+    assert decode(RunSpec, json.loads((tmp_path / SPEC).read_text())) == spec
+
+
+@pytest.mark.parametrize("method", ["triaccel", "amp"])
+def test_a_loss_that_is_no_number_ends_the_run(crew: Crew, module: str, tmp_path: Path, method: str) -> None:
+    worker = crew.start(own_spec(f"{module}:Diverging", method=method), tmp_path)
+    with pytest.raises(NonFiniteLossError, match="the training loss of epoch 1 is nan"):
+        worker.train_epoch()
+    end = last_of(tmp_path)
+    assert (end.status, end.cause) == ("failed", "non_finite")
+    assert "nan" in end.message
+    assert worker.ended
+
+
+@pytest.mark.parametrize(
+    ("task", "error", "cause"), [("TooLarge", MemoryError, "out_of_memory"), ("Broken", KeyError, "bug")]
+)
+def test_a_failure_is_in_the_log_with_its_cause(
+    crew: Crew, module: str, tmp_path: Path, task: str, error: type[Exception], cause: str
+) -> None:
+    worker = crew.start(own_spec(f"{module}:{task}", method="fp32"), tmp_path)
+    with pytest.raises((error, RuntimeError)) as caught:
+        worker.train_epoch()
+    assert cause_of(caught.value) == last_of(tmp_path).cause == cause
+    trace = (tmp_path / ERROR).read_text()
+    assert "Traceback" in trace
+    assert "in forward" in trace
+    crew.build(worker.spec, tmp_path).resume()
+    assert not (tmp_path / ERROR).exists()
+
+
+def test_a_run_that_is_cut_short_says_so(crew: Crew, module: str, tmp_path: Path) -> None:
+    worker = crew.start(own_spec(f"{module}:Blobs"), tmp_path)
+    worker.train_epoch()
+    worker.stop()
+    assert last_of(tmp_path) == End(status="stopped")
+
+
+def test_a_folder_with_a_run_is_left_as_it_is(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    crew.start(spec, tmp_path).train_epoch()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(ValueError, match=r"folder .* holds a run already: resume it, or choose another name"):
+        crew.start(replace(spec, seed=1), tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    crew.start(spec, tmp_path).train_epoch()
+    worker = crew.build(spec, tmp_path)
+    worker.start(replace_existing=True)
+    (record,) = records(tmp_path)
+    assert isinstance(record, Start)
+
+
+def test_a_run_without_an_epoch_cannot_be_finished(crew: Crew, module: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="epochs = 0: a run is finished after at least one epoch"):
+        crew.start(own_spec(f"{module}:Blobs"), tmp_path).finish()
+
+
+def test_a_glance_at_a_run(crew: Crew, module: str, tmp_path: Path) -> None:
+    worker = crew.start(own_spec(f"{module}:Blobs"), tmp_path)
+    before = worker.status()
+    assert before is not None
+    assert (before.epoch, before.num_epochs, before.batch_size, before.accuracy) == (0.0, 3, 32, None)
+    worker.train_epoch()
+    after = worker.status()
+    assert after is not None
+    assert (after.epoch, after.accuracy) == (1.0, worker.figures.accuracy)
+    assert after.images_per_second > 0.0
+    assert sum(after.layers_per_precision.values()) == 3
+    assert 0 < after.used_bytes <= after.limit_bytes
+    worker.close()
+    assert worker.status() is None
+
+
+def test_the_budget_or_headroom_is_the_limit(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    budget = crew.build(replace(spec, memory_budget_bytes=2**33), tmp_path).loop.memory
+    assert budget.limit_bytes == 2**33
+    headroom = crew.build(replace(spec, memory_headroom_bytes=2**26), tmp_path).loop.memory
+    assert headroom.limit_bytes == pytest.approx(headroom.idle_bytes + 2**26, abs=2**25)
+
+
+def test_a_budget_below_the_idle_process_is_refused(crew: Crew, module: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="memory budget = 1 MiB: the process already holds"):
+        crew.build(own_spec(f"{module}:Blobs", memory_budget_bytes=2**20), tmp_path)
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "file", "old")
+    write_atomically(tmp_path / "file", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "new")]
+
+
+def test_causes() -> None:
+    assert cause_of(MemoryError()) == "out_of_memory"
+    assert cause_of(NonFiniteLossError(str(math.nan))) == "non_finite"
+    assert cause_of(PreemptedError()) == "preempted"
+    assert cause_of(DiskFullError()) == "disk_full"
+    assert cause_of(RuntimeError("a bug")) == "bug"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told_from_other_errors(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DiskFullError, match=r"the disk of .* is full: make room, then go on with `triaccel resume`"),
+        needing_room(tmp_path),
+        Path("/dev/full").open("wb", buffering=0) as file,
+    ):
+        file.write(b"no room")
+    with pytest.raises(FileNotFoundError), needing_room(tmp_path):
+        (tmp_path / "nowhere").read_bytes()

@@ -1,0 +1,281 @@
+"""Runs that go on after they were lost, and what must not be loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.build import same, values
+from tests.service.crew import Crew, decided, last_of, records, train
+from tests.service.own_task import own_spec
+from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.events import End, Interruption, LogError, Tick, read_events
+from triaccel_ray.jsonable import encode
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, PREVIOUS
+
+PICTURES = ControlConfig(
+    every_steps=2,
+    # no FP16, which a CPU emulates at a tenth of the speed
+    precision=PrecisionConfig(tau_low=0.0, tau_high=2e-2, dwell_ticks=0, patience_ticks=1),
+    curvature=CurvatureConfig(every_steps=4, num_samples=8),
+    batch=BatchConfig(start=8, minimum=8, maximum=32, granularity=8, step_up=8, step_down=8),
+)
+
+
+@pytest.mark.parametrize("method", ["triaccel", "amp"])
+def test_a_restored_run_equals_an_uninterrupted_one(crew: Crew, module: str, tmp_path: Path, method: str) -> None:
+    spec = own_spec(f"{module}:Pictures", method=method, control=PICTURES, seed=3)
+    whole = train(crew.start(spec, tmp_path / "whole"))
+    expected, weights = whole.finish(), values(whole.loop.model)
+
+    first = crew.start(spec, tmp_path / "parts")
+    first.train_epoch()
+    first.save(tmp_path / "parts" / CHECKPOINT)
+    first.train_epoch()  # lost: written after the checkpoint
+    first.close()
+    second = crew.build(spec, tmp_path / "parts")
+    second.restore(tmp_path / "parts" / CHECKPOINT)
+    results = train(second).finish()
+
+    assert same(values(second.loop.model), weights)
+    assert decided(tmp_path / "parts") == decided(tmp_path / "whole")
+    ticks = [record for record in records(tmp_path / "whole") if isinstance(record, Tick)]
+    plans = {(tick.decision.plan.batch_size, *tick.decision.plan.precision.values()) for tick in ticks}
+    assert len(plans) >= 4 if method == "triaccel" else not ticks  # there was something to decide
+    assert [results[name] for name in ("accuracy", "loss", "epochs")] == [
+        expected[name] for name in ("accuracy", "loss", "epochs")
+    ]
+    assert [event.sequence for event in read_events(tmp_path / "parts" / EVENTS)] == list(
+        range(len(records(tmp_path / "whole")))
+    )
+
+
+def saved(crew: Crew, spec: RunSpec, folder: Path) -> Path:
+    worker = crew.start(spec, folder)
+    worker.train_epoch()
+    worker.save(folder / CHECKPOINT)
+    worker.close()
+    return folder / CHECKPOINT
+
+
+def test_a_checkpoint_of_other_settings_is_refused(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    path = saved(crew, spec, tmp_path)
+    before = (tmp_path / EVENTS).read_bytes()
+    with pytest.raises(CheckpointError, match="belongs to a run with other settings"):
+        crew.build(replace(spec, seed=1), tmp_path).restore(path)
+    assert (tmp_path / EVENTS).read_bytes() == before
+
+
+def test_a_log_shorter_than_the_checkpoint_is_refused(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    path = saved(crew, spec, tmp_path)
+    lines = (tmp_path / EVENTS).read_bytes().splitlines(keepends=True)
+    (tmp_path / EVENTS).write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(CheckpointError, match=r"does not fit its run: event log .* it was cut") as caught:
+        crew.build(spec, tmp_path).restore(path)
+    assert isinstance(caught.value.__cause__, LogError)
+
+
+def test_a_missing_or_damaged_checkpoint_is_refused(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    path = saved(crew, spec, tmp_path)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        crew.build(spec, tmp_path).restore(tmp_path / "elsewhere.pt")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        crew.build(spec, tmp_path).restore(path)
+
+
+def lost(crew: Crew, spec: RunSpec, folder: Path, *, epochs: int) -> None:
+    """Trains that many epochs, a checkpoint after each, and no end."""
+    worker = crew.start(spec, folder)
+    for _ in range(epochs):
+        worker.train_epoch()
+        worker.checkpoint()
+    worker.close()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("torn", "epoch"),
+    [((), 2), ((CHECKPOINT,), 1), ((CHECKPOINT, PREVIOUS), 0)],
+    ids=["whole", "newest torn", "both torn"],
+)
+def test_a_torn_checkpoint_is_never_loaded(
+    crew: Crew, module: str, tmp_path: Path, torn: tuple[str, ...], epoch: int
+) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    train(crew.start(spec, tmp_path / "whole"))
+    folder = tmp_path / "torn"
+    lost(crew, spec, folder, epochs=2)
+    for name in torn:
+        cut(folder / name)
+    (folder / f".{CHECKPOINT}.123.partial").write_bytes(b"half a checkpoint")
+    worker = crew.build(spec, folder)
+    assert worker.resume() == epoch
+    (told,) = (record for record in records(folder) if isinstance(record, Interruption))
+    assert (told.cause, told.epoch) == ("preempted", epoch)
+    assert told.message.count("is damaged") == len(torn)
+    train(worker)
+    assert decided(folder) == decided(tmp_path / "whole")
+    assert not list(folder.glob("*.partial"))
+
+
+def test_a_missing_checkpoint_falls_back_too(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    lost(crew, spec, tmp_path, epochs=2)
+    (tmp_path / CHECKPOINT).unlink()
+    assert crew.build(spec, tmp_path).resume() == 1
+
+
+def test_every_interruption_stays_on_record(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    lost(crew, spec, tmp_path, epochs=1)
+    for _ in range(2):  # lost again before the next checkpoint
+        worker = crew.build(spec, tmp_path)
+        worker.resume()
+        worker.train_epoch()
+        worker.close()
+    worker = crew.build(spec, tmp_path)
+    worker.resume()
+    assert sum(isinstance(record, Interruption) for record in records(tmp_path)) == 3
+    train(worker)
+    ticks = [event.sequence for event in read_events(tmp_path / EVENTS) if not isinstance(event.record, Interruption)]
+    assert ticks == list(range(len(ticks)))
+
+
+OUTLIVING = """
+import json
+import os
+import sys
+from pathlib import Path
+
+from triaccel_ray.events import TakenOverError
+from triaccel_ray.jsonable import decode, encode
+from triaccel_ray.service.failures import cause_of
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.worker import Worker
+
+worker = Worker(decode(RunSpec, json.loads(sys.argv[1])), Path(sys.argv[2]))
+worker.start()
+worker.train_epoch()
+worker.checkpoint()
+print("trained", flush=True)
+step = sys.stdin.readline().strip()
+try:
+    getattr(worker, step)()
+except TakenOverError as error:
+    print(cause_of(error), worker.ended or step == "checkpoint", flush=True)
+worker.close()
+"""
+
+
+def test_settings_that_were_changed_are_refused_when_resumed(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    lost(crew, spec, tmp_path, epochs=1)
+    with pytest.raises(CheckpointError, match="belongs to a run with other settings"):
+        crew.build(replace(spec, seed=1), tmp_path).resume()
+
+
+def test_a_run_that_begins_again_does_not_hold_two_models(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Counted")
+    lost(crew, spec, tmp_path, epochs=1)
+    cut(tmp_path / CHECKPOINT)
+    assert crew.build(spec, tmp_path).resume() == 0
+    assert sys.modules[module].AT_ONCE == [1, 1, 1]  # the lost one, the resumed one, and again from the beginning
+
+
+def test_a_checkpoint_from_before_a_setting_was_added_is_this_runs(crew: Crew, module: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    lost(crew, spec, tmp_path, epochs=1)
+    state = load_checkpoint(tmp_path / CHECKPOINT)
+    fields = json.loads(state["spec"])
+    assert fields.pop("trials_per_gpu") == 1
+    save_checkpoint(tmp_path / CHECKPOINT, {**state, "spec": json.dumps(fields)})
+    worker = crew.build(spec, tmp_path)
+    assert worker.resume() == 1
+    worker.close()
+    save_checkpoint(tmp_path / CHECKPOINT, {**state, "spec": json.dumps({**fields, "of_a_later_version": 1})})
+    with pytest.raises(CheckpointError, match="belongs to a run with other settings"):
+        crew.build(spec, tmp_path).resume()
+
+
+@pytest.mark.parametrize("step", ["train_epoch", "checkpoint", "stop"])
+def test_a_process_that_outlives_its_run_writes_nothing_more(
+    crew: Crew, module: str, tmp_path: Path, step: str
+) -> None:
+    spec, folder = own_spec(f"{module}:Blobs"), tmp_path / "run"
+    train(crew.start(spec, tmp_path / "whole"))
+    outliving = subprocess.Popen(
+        [sys.executable, "-c", OUTLIVING, json.dumps(encode(spec)), str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])},
+    )
+    assert outliving.stdout is not None
+    assert outliving.stdout.readline() == "trained\n"
+    worker = crew.build(spec, folder)
+    assert worker.resume() == 1
+    worker.train_epoch()
+    worker.checkpoint()
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    said, _ = outliving.communicate(f"{step}\n")
+    assert (said, outliving.returncode) == ("taken_over True\n", 0)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    train(worker).finish()
+    assert decided(folder) == decided(tmp_path / "whole")
+    assert [record.cause for record in records(folder) if isinstance(record, Interruption)] == ["preempted"]
+
+
+def test_a_checkpoint_that_a_run_did_not_write_in_its_log_is_not_loaded(
+    crew: Crew, module: str, tmp_path: Path
+) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    lost(crew, spec, tmp_path / "run", epochs=1)
+    lost(crew, spec, tmp_path / "other", epochs=2)  # as one that is put in place while the run is taken over
+    (tmp_path / "run" / CHECKPOINT).rename(tmp_path / "run" / PREVIOUS)
+    shutil.copy(tmp_path / "other" / CHECKPOINT, tmp_path / "run")
+    lines = (tmp_path / "other" / EVENTS).read_bytes().splitlines(keepends=True)
+    with (tmp_path / "run" / EVENTS).open("ab") as file:
+        file.writelines(lines)
+    assert crew.build(spec, tmp_path / "run").resume() == 1
+    (told,) = (record for record in records(tmp_path / "run") if isinstance(record, Interruption))
+    assert "are not those that the checkpoint follows" in told.message
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_checkpoint_never_counts_the_end_of_a_run_that_is_cut_short(
+    crew: Crew, module: str, tmp_path: Path, recorded: bool
+) -> None:
+    spec = own_spec(f"{module}:Blobs")
+    lost(crew, spec, tmp_path, epochs=1)
+    worker = crew.build(spec, tmp_path)
+    worker.resume()
+    if recorded:
+        worker.train_epoch()
+    worker.stop()  # by another thread, before the epoch is recorded, or between the epoch and its checkpoint
+    if not recorded:
+        worker.train_epoch()
+    worker.checkpoint()
+    worker.close()
+    assert last_of(tmp_path) == End(status="stopped")
+    again = crew.build(spec, tmp_path)
+    assert again.resume() == 1
+    train(again)
+    assert not any(isinstance(record, End) for record in records(tmp_path))
+    train(crew.start(spec, tmp_path / "whole"))
+    assert decided(tmp_path) == decided(tmp_path / "whole")

@@ -1,0 +1,313 @@
+"""The adapter between Ray Tune and a run, on logical GPUs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray import tune
+from torch import nn
+
+from search_spaces.thresholds import calibration
+from tests.build import blobs, mlp
+from tests.service.own_task import own_spec
+from tests.service.waiting import wait_until
+from trainables.task import Purpose, Splits, Task
+from triaccel_ray.events import End
+from triaccel_ray.service.runs.objective import Objective
+from triaccel_ray.service.runs.record import read_run, runs_below
+from triaccel_ray.service.searches.suggestions import NAME
+from triaccel_ray.service.searches.trial import FAILED_OBJECTIVE, ThresholdTrial, TrialContext, end_run, reopen
+from triaccel_ray.service.storage.layout import DAMAGED, ERROR, EVENTS, SPEC
+from triaccel_ray.service.storage.place import Place
+from triaccel_ray.sources import TensorSource
+
+LARGE_BYTES = 100 * 2**20
+"""Of the samples of `Large`."""
+
+
+def context_of(task: str, folder: Path, **settings: Any) -> TrialContext:
+    return TrialContext(
+        spec=own_spec(task, **settings),
+        objective=Objective(name="accuracy"),
+        calibration=calibration([1e-6, 1e-4]),
+        place=Place(str(folder)),
+    )
+
+
+class Importable(Task):
+    """A task that every process of the tests finds."""
+
+    name = "importable"
+
+    def model(self) -> nn.Module:
+        return mlp()
+
+    def data(self, purpose: Purpose) -> Splits:
+        return Splits(train=TensorSource(*blobs(160)), held_out=TensorSource(*blobs(50, seed=1)))
+
+
+class MeetingTrial(ThresholdTrial):
+    """Reports its GPU and process, and does not begin before a trial on another GPU is there too."""
+
+    def step(self) -> dict[str, Any]:
+        gpu = "-".join(map(str, ray.get_gpu_ids()))
+        meeting = self._context.place.folder.parent / "meeting"
+        meeting.mkdir(exist_ok=True)
+        (meeting / gpu).touch()
+        wait_until(lambda: len(list(meeting.iterdir())) == 2, say=lambda: "no other trial runs at the same time")
+        return {**super().step(), "gpu": gpu, "pid": os.getpid(), "frozen": gc.get_freeze_count()}
+
+
+def test_trials_run_side_by_side_each_on_its_own_gpu_and_reuse_their_actors(tmp_path: Path, own_ray: None) -> None:
+    context = context_of(f"{__name__}:Importable", tmp_path / "trials")
+    rhos = [0.5, 0.6, 0.7, 0.8]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Tune announces its own deprecations
+        results = tune.Tuner(
+            tune.with_resources(tune.with_parameters(MeetingTrial, context=context), {"cpu": 1, "gpu": 1}),
+            param_space={"rho_high": tune.grid_search(rhos), "rho_ratio": 0.5},
+            tune_config=tune.TuneConfig(reuse_actors=True),
+            run_config=tune.RunConfig(
+                name="tune",
+                storage_path=str(tmp_path),
+                verbose=0,
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+            ),
+        ).fit()
+    assert not results.errors
+    ends = [result.metrics for result in results]
+    assert len(ends) == 4
+    assert {end["gpu"] for end in ends} == {"0", "1"}
+    assert len({end["pid"] for end in ends}) == 2  # four trials, two actors
+    assert len({(end["gpu"], end["pid"]) for end in ends}) == 2  # and each keeps its GPU
+    assert min(end["frozen"] for end in ends) > 100_000  # libraries, which no trial looks through for garbage
+    runs = [read_run(folder) for folder in runs_below(tmp_path / "trials")]
+    assert sorted(run.spec.control.batch.rho_high for run in runs) == rhos
+    for run in runs:
+        (end,) = [end for end in ends if end["trial_id"] == run.name]
+        assert run.spec.control.batch.rho_high == end["config"]["rho_high"]
+        assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", [1, 2, 3])
+        assert end["accuracy"] == run.epochs[-1].held_out_accuracy
+        # A reused process begins every run from the same seed.
+        assert run.epochs[0].train_loss == pytest.approx(runs[0].epochs[0].train_loss, rel=1e-6)
+
+
+class LocalTrial(ThresholdTrial):
+    """A trial in this process."""
+
+    context: TrialContext
+
+    def setup(self, config: dict[str, Any], context: TrialContext | None = None) -> None:
+        super().setup(config, self.context)
+
+
+def local_trial(context: TrialContext, config: dict[str, Any]) -> ThresholdTrial:
+    return type("Trial", (LocalTrial,), {"context": context})(config)
+
+
+def test_a_trial_is_a_run_with_the_sampled_thresholds(module: str, tmp_path: Path) -> None:
+    frozen = gc.get_freeze_count()
+    trial = local_trial(context_of(f"{module}:Blobs", tmp_path), {"tau_low_quantile": 0.0, "tau_high_share": 1.0})
+    results = [trial.step() for _ in range(3)]
+    trial.cleanup()
+    assert gc.get_freeze_count() <= frozen  # a process that is no actor has garbage of its own
+    assert [(result["epoch"], result["done"]) for result in results] == [(1, False), (2, False), (3, True)]
+    (folder,) = runs_below(tmp_path)
+    run = read_run(folder)
+    assert run.status == "finished"
+    assert run.spec.control.precision.tau_low == pytest.approx(1e-8)
+    assert results[-1]["objective"] == results[-1]["accuracy"] == run.epochs[-1].held_out_accuracy
+
+
+def test_a_process_that_is_used_again_gives_the_memory_of_each_run_back(module: str, tmp_path: Path) -> None:
+    process, held, left = psutil.Process(), [], []
+    trial = local_trial(context_of(f"{module}:Large", tmp_path), {"alpha": 0.1, NAME: "trial-000"})
+    for number in range(1, 6):
+        trial.step()
+        held.append(process.memory_info().rss)
+        trial.cleanup()
+        left.append(process.memory_info().rss)
+        trial.reset_config({"alpha": 0.1, NAME: f"trial-{number:03d}"})
+    trial.cleanup()
+    # A run holds its samples at least. The allocator keeps some tens of MiB back, now more, now less, but what stays of
+    # a run must not add up: of four runs together less than the half of one run's samples.
+    assert min(full - empty for full, empty in zip(held, left, strict=True)) > 0.5 * LARGE_BYTES
+    assert left[-1] - left[0] < 0.5 * LARGE_BYTES
+
+
+def test_a_trial_that_is_cut_short_says_so_in_its_log(module: str, tmp_path: Path) -> None:
+    trial = local_trial(context_of(f"{module}:Blobs", tmp_path), {"alpha": 0.1})
+    trial.step()
+    trial.cleanup()
+    (folder,) = runs_below(tmp_path)
+    assert read_run(folder).status == "stopped"
+    with pytest.raises(RuntimeError, match="the trial has been cleaned up"):
+        trial.step()
+
+
+def test_a_restored_trial_goes_on(module: str, tmp_path: Path) -> None:
+    context = context_of(f"{module}:Blobs", tmp_path / "trials")
+    config = {"alpha": 0.1, "trial": "mine"}
+    first = local_trial(context, config)
+    results = [first.step() for _ in range(2)]
+    first.cleanup()
+    second = local_trial(context, config)
+    told = [second.step() for _ in range(2)]
+    assert told == [pytest.approx(result) for result in results]  # from the log
+    assert second._worker is None
+    last = second.step()
+    second.cleanup()
+    whole = local_trial(context, {"alpha": 0.1, "trial": "whole"})
+    assert [whole.step()["accuracy"] for _ in range(3)] == [result["accuracy"] for result in (*told, last)]
+    whole.cleanup()
+    run = read_run(tmp_path / "trials" / "mine")
+    assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", [1, 2, 3])
+    assert [(each.cause, each.epoch) for each in run.interruptions] == [("stopped", 2)]
+
+
+def test_a_trial_that_has_ended_is_told_and_not_touched(module: str, tmp_path: Path) -> None:
+    context = context_of(f"{module}:Blobs", tmp_path)
+    for name, num_epochs in (("finished", 3), ("stopped", 2), ("lost", 2)):
+        first = local_trial(context, {"trial": name})
+        results = [first.step() for _ in range(num_epochs)]
+        first.cleanup()
+        if name == "lost":  # before its end was written
+            path = tmp_path / name / EVENTS
+            path.write_bytes(path.read_bytes().rpartition(b'{"sequence"')[0])
+        second = local_trial(context, {"trial": name, "ended": name != "finished"})
+        told = [second.step()]
+        before = (tmp_path / name / EVENTS).read_bytes()
+        told += [second.step() for _ in range(num_epochs - 1)]
+        second.cleanup()
+        assert [result["accuracy"] for result in told] == [result["accuracy"] for result in results]
+        assert told[-1]["done"]
+        assert (tmp_path / name / EVENTS).read_bytes() == before
+        assert read_run(tmp_path / name).status == ("finished" if name == "finished" else "stopped")
+
+
+def test_a_trial_whose_log_is_damaged_goes_on_from_before_the_damage(module: str, tmp_path: Path) -> None:
+    context, config = context_of(f"{module}:Blobs", tmp_path), {"trial": "mine"}
+    first = local_trial(context, config)
+    for _ in range(2):
+        first.step()
+    first.cleanup()
+    path = tmp_path / "mine" / EVENTS
+    whole = path.read_bytes()
+    for damaged, num_done, num_whole in (
+        (whole + b"\0\0\0\n", 2, whole.count(b"\n")),  # after a power cut
+        (b"\x00\xff\n" + whole.partition(b"\n")[2], 0, 0),
+        (whole.partition(b"\n")[2], 0, 0),
+    ):
+        path.write_bytes(damaged)
+        reopen(path.parent)
+        assert path.read_bytes() == damaged
+        again = local_trial(context, config)
+        assert again.step()["epoch"] == num_done + 1
+        again.cleanup()
+        run = read_run(path.parent)
+        assert [epoch.epoch for epoch in run.epochs] == list(range(1, num_done + 2))
+        assert [(each.cause, each.epoch) for each in run.interruptions] == [("damaged", num_done)]
+        assert (
+            f"its log is damaged after {num_whole} records; all of it is in {DAMAGED}" in run.interruptions[0].message
+        )
+        assert (path.parent / DAMAGED).read_bytes() == damaged
+
+
+def test_a_trial_whose_spec_is_damaged_writes_it_again(module: str, tmp_path: Path) -> None:
+    context, config = context_of(f"{module}:Blobs", tmp_path), {"trial": "mine"}
+    for _ in range(2):
+        trial = local_trial(context, config)
+        trial.step()
+        trial.cleanup()
+        (tmp_path / "mine" / SPEC).write_text("{")
+    reopen(tmp_path / "mine")
+    trial = local_trial(context, config)
+    assert trial.step()["epoch"] == 3
+    trial.cleanup()
+    assert read_run(tmp_path / "mine").spec == own_spec(f"{module}:Blobs")
+
+
+@pytest.mark.parametrize(
+    ("task", "cause"), [("Diverging", "non_finite"), ("TooLarge", "out_of_memory"), ("HugeModel", "out_of_memory")]
+)
+def test_a_configuration_that_cannot_train_is_a_result(module: str, tmp_path: Path, task: str, cause: str) -> None:
+    config = {"rho_high": 0.9, "rho_ratio": 0.5}
+    trial = local_trial(context_of(f"{module}:{task}", tmp_path), config)
+    result = trial.step()
+    trial.cleanup()
+    assert result["done"]
+    assert result["objective"] == FAILED_OBJECTIVE < -100.0  # the largest shortfall
+    (folder,) = runs_below(tmp_path)
+    assert read_run(folder).status == f"failed ({cause})"
+    again = local_trial(context_of(f"{module}:{task}", tmp_path), {"trial": folder.name, **config})
+    assert (again.step()["objective"], again._worker) == (FAILED_OBJECTIVE, None)  # from the log
+    again.cleanup()
+
+
+@pytest.mark.parametrize("task", ["Broken", "Missing"])
+def test_a_bug_is_on_record_and_not_tried_again_before_the_search_is_resumed(
+    module: str, tmp_path: Path, task: str
+) -> None:
+    context, config = context_of(f"{module}:{task}", tmp_path), {"trial": "mine"}
+    trial = local_trial(context, config)
+    with pytest.raises((KeyError, RuntimeError, ValueError)):
+        trial.step()
+    trial.cleanup()
+    assert "Traceback" in (tmp_path / "mine" / ERROR).read_text()
+    assert read_run(tmp_path / "mine").status == "failed (bug)"
+    before = (tmp_path / "mine" / EVENTS).read_bytes()
+    again = local_trial(context, config)
+    result = again.step()
+    assert (result["done"], result["unfinished"]) == (True, "bug")
+    assert result["message"]
+    assert again._worker is None
+    again.cleanup()
+    assert (tmp_path / "mine" / EVENTS).read_bytes() == before
+    reopen(tmp_path / "mine")
+    assert read_run(tmp_path / "mine").status == "stopped"
+    resumed = local_trial(context, config)
+    with pytest.raises((KeyError, RuntimeError, ValueError)):
+        resumed.step()
+    resumed.cleanup()
+
+
+def test_a_trial_with_which_another_process_goes_on_ends_and_writes_nothing(module: str, tmp_path: Path) -> None:
+    context = context_of(f"{module}:Blobs", tmp_path)
+    given_up = local_trial(context, {"trial": "mine"})
+    given_up.step()
+    successor = local_trial(context, {"trial": "mine"})
+    results = [successor.step() for _ in range(2)]
+    before = {path: path.read_bytes() for path in (tmp_path / "mine").iterdir()}
+    result = given_up.step()
+    assert (result["done"], result["unfinished"]) == (True, "taken_over")
+    assert "another process has taken this run over" in result["message"]
+    given_up.cleanup()
+    assert {path: path.read_bytes() for path in (tmp_path / "mine").iterdir()} == before
+    results.append(successor.step())
+    successor.cleanup()
+    assert [result["epoch"] for result in results] == [1, 2, 3]
+    run = read_run(tmp_path / "mine")
+    assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", [1, 2, 3])
+    assert [each.cause for each in run.interruptions] == ["preempted"]
+
+
+def test_a_trial_that_is_ended_from_outside_ends_without_a_record(module: str, tmp_path: Path) -> None:
+    context = context_of(f"{module}:Blobs", tmp_path)
+    given_up = local_trial(context, {"trial": "mine"})
+    given_up.step()
+    end_run(tmp_path / "mine", None, End(status="failed", cause="preempted"))
+    before = (tmp_path / "mine" / EVENTS).read_bytes()
+    given_up.cleanup()
+    assert (tmp_path / "mine" / EVENTS).read_bytes() == before
+
+
+def test_a_trial_without_its_context_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"context = None: pass one by tune.with_parameters"):
+        ThresholdTrial({})

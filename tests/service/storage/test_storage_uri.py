@@ -1,0 +1,274 @@
+"""The commands with the URI of a store as storage path, each in a process of its own; and a real S3 server."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from pyarrow import fs
+
+from tests.service.clusters.test_crashes import HELD, done
+from tests.service.own_task import MODULE, own_spec
+from tests.service.stores import runs
+from tests.service.waiting import DEADLINE_S, end, wait_until
+from triaccel_ray.service import cli
+from triaccel_ray.service.failures import StoreError
+from triaccel_ray.service.jobs.jobs import submission
+from triaccel_ray.service.runs.actor import RunActor
+from triaccel_ray.service.runs.record import read_run
+from triaccel_ray.service.searches.search import read_search
+from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, SPEC
+from triaccel_ray.service.storage.mirror import pull_all
+from triaccel_ray.service.storage.mirroring import RunCopy
+from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.store import Store
+from triaccel_ray.service.tracking.tracking import Tracker
+
+pytestmark = pytest.mark.timeout(1800)  # several commands each, a minute a command where two CPUs have other work
+CPU = ("--device", "cpu", "--memory-budget", "8GiB")
+
+
+@dataclass(frozen=True)
+class Desk:
+    """A folder with a task module, a store, and machines from which commands are typed."""
+
+    folder: Path
+    commands: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def store(self) -> Path:
+        return self.folder / "store"
+
+    @property
+    def where(self) -> tuple[str, ...]:
+        return ("--storage-path", self.store.as_uri(), "--tracking-uri", f"sqlite:///{self.folder / 'mlflow.db'}")
+
+    @property
+    def tracker(self) -> Tracker:
+        return Tracker(f"sqlite:///{self.folder / 'mlflow.db'}", self.folder / "artifacts")
+
+    def type(self, machine: str, *words: str) -> subprocess.Popen[str]:
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        paths = os.pathsep.join([str(self.folder), os.getcwd()])
+        command = subprocess.Popen(
+            [sys.executable, "-m", "triaccel_ray.service", *words],
+            cwd=self.folder,
+            env={**environment, "PYTHONPATH": paths, "XDG_CACHE_HOME": str(self.folder / machine)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.commands.append(command)
+        return command
+
+    def clear(self) -> None:
+        """Ends what a test has left."""
+        (self.folder / "hold").unlink(missing_ok=True)
+        for command in self.commands:
+            end(command)
+            assert command.stdout is not None
+            command.stdout.close()
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    (tmp_path / "held_task.py").write_text(MODULE + HELD)
+    (tmp_path / "store").mkdir()
+    (tmp_path / "held").mkdir()
+    made = Desk(tmp_path)
+    yield made
+    made.clear()
+
+
+def test_a_run_whose_machine_is_lost_goes_on_on_another_one(desk: Desk) -> None:
+    (desk.folder / "hold").touch()
+    words = ("run", "held_task:Held", "--name", "one", "--epochs", "3", "--tau-low", "0", *CPU)
+    command = desk.type("a", *words, *desk.where)
+    wait_until(lambda: (desk.store / "one" / CHECKPOINT).exists() or command.poll() is not None)
+    assert command.poll() is None, command.communicate(timeout=DEADLINE_S)[0]
+    command.kill()
+    command.wait()
+    for pid in map(int, os.listdir(desk.folder / "held")):
+        wait_until(lambda pid=pid: not os.path.exists(f"/proc/{pid}"))  # Ray ends them with their driver
+    (desk.folder / "hold").unlink()
+    shutil.rmtree(desk.folder / "a")
+    said = done(desk.type("b", "resume", "one", *desk.where))
+    assert "one: held_task:Held, the full control loop, finished" in said
+    run = read_run(desk.store / "one")
+    assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", [1, 2, 3])
+    assert [(each.cause, each.epoch) for each in run.interruptions] == [("preempted", 1)]
+    (recorded,) = runs(desk.tracker, "triaccel-runs")
+    assert recorded.status == "FINISHED"
+    said = done(desk.type("c", "replay", "one", *desk.where))
+    assert "every decision is the same" in said
+
+
+def test_a_search_reaches_the_store_and_is_reported_and_resumed_elsewhere(desk: Desk) -> None:
+    words = ("search", "held_task:Blobs", "--name", "hunt", "--trials", "2", "--epochs", "2", "--margin", "100", *CPU)
+    command = desk.type("a", *words, *desk.where)
+    wait_until(lambda: (desk.store / "hunt" / "prepared.json").exists() or command.poll() is not None)
+    desk.store.rename(desk.folder / "out-of-reach")
+    time.sleep(3.0)  # whatever is done meanwhile, nothing may be lost; how much it is does not matter
+    (desk.folder / "out-of-reach").rename(desk.store)
+    said = done(command)
+    assert f"files: {desk.store.as_uri()}/hunt (working copy: {desk.folder / 'a'}" in said
+    record = read_search(desk.store / "hunt")
+    assert [trial.status for trial in record.trials].count("finished") >= 1
+    assert len(record.trials) == 2
+    assert (desk.store / "hunt" / "trials.jsonl").read_text().count("sample") == 2
+    for trial in record.trials:  # nothing was lost while the store was out of reach
+        (log,) = (desk.folder / "a" / "triaccel-ray").glob(f"*/hunt/trials/{trial.name}/{EVENTS}")
+        assert log.read_bytes() == (trial.folder / EVENTS).read_bytes()
+    before = {path: path.read_bytes() for path in desk.store.rglob(EVENTS)}
+    page = desk.store / "hunt" / "report.html"
+    page.unlink()
+    said = done(desk.type("b", "report", "hunt", "--storage-path", desk.store.as_uri()))
+    assert "best thresholds" in said
+    assert page.exists()
+    done(desk.type("b", "resume", "hunt", *desk.where))
+    after = {path: path.read_bytes() for path in desk.store.rglob(EVENTS)}
+    own = desk.store / "hunt" / EVENTS
+    assert {path: text for path, text in after.items() if path != own} == {
+        path: text for path, text in before.items() if path != own
+    }
+    recorded = runs(desk.tracker, "triaccel-searches")
+    assert sorted(run.name for run in recorded) == ["amp", "fp32", "hunt", "probe", "trial-000", "trial-001"]
+    assert next(run.status for run in recorded if run.name == "hunt") == "FINISHED"
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words])
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert "Traceback" not in said.err
+    return " ".join(said.err.split())
+
+
+def test_a_store_needs_a_tracking_store_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    where = ("--storage-path", tmp_path.as_uri())
+    for words in (("run", "digits"), ("ui",), ("resume", "x"), ("submit", "--", "run", "digits")):
+        assert "give --tracking-uri http://HOST:PORT of an MLflow server" in refused(capsys, *words, *where)
+    assert "there is no folder file:///" in refused(capsys, "report", "nobody", *where)
+    assert "name = '..'" in refused(capsys, "report", "a/../../b", *where)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_store_that_cannot_be_used_is_refused_before_anything_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracking = ("--tracking-uri", f"sqlite:///{tmp_path}/mlflow.db")
+    for command in (("run", "digits"), ("search", "digits"), ("compare", "digits"), ("resume", "x"), ("report", "x")):
+        said = refused(capsys, *command, "--storage-path", "ftp://host/x", *tracking)
+        assert "storage path = 'ftp://host/x': Unrecognized filesystem type" in said
+    assert "s3" in refused(capsys, "run", "digits", "--storage-path", "s3:///x", *tracking)
+    assert not (tmp_path / "mlflow.db").exists()
+
+
+def test_a_job_gets_the_uri_as_it_is(tmp_path: Path) -> None:
+    tracking = "--tracking-uri http://host:5000"
+    words = shlex.split(f"search digits --storage-path s3://bucket/runs?region=x {tracking}")
+    job = submission(words, name="j", folder=tmp_path)
+    assert "--storage-path 's3://bucket/runs?region=x'" in job.entrypoint
+    assert "--storage-path 's3://bucket/runs?region=x'" in shlex.join(shlex.split(job.resume))
+    assert "storage: s3://bucket/runs, which all machines of the cluster must reach, with credentials" in job.notes[0]
+
+
+KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "s3cr3t", "AWS_EC2_METADATA_DISABLED": "true"}
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """URI of a bucket on an S3 server of our own."""
+    server = shutil.which("moto_server")
+    if server is None:
+        pytest.skip("needs an S3 server: `pip install 'moto[server]'`, in any environment, and moto_server on the PATH")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a"))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    log = (tmp_path / "s3.log").open("wb")
+    process = subprocess.Popen([server, "-H", "127.0.0.1", "-p", str(port)], env=environment, stdout=log, stderr=log)
+    try:
+        wait_until(lambda: answers(port))
+        endpoint = f"127.0.0.1:{port}"
+        fs.S3FileSystem(
+            endpoint_override=endpoint, scheme="http", region="us-east-1", allow_bucket_creation=True
+        ).create_dir("bucket")
+        yield f"s3://bucket/runs?endpoint_override={endpoint}&scheme=http&region=us-east-1"
+    finally:
+        process.terminate()
+        process.wait()
+        log.close()
+
+
+def answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def test_a_run_goes_on_from_a_bucket(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_task_in_a_bucket.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    place = Place(bucket, "one")
+
+    Store(bucket).check(writable=True)
+    spec = own_spec("own_task_in_a_bucket:Blobs")
+    first = RunActor(spec, place)
+    first.setup(resume=False)
+    first.train_epoch()
+    first.stop()
+    first._get().close()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    second = RunActor(spec, place)
+    assert second.setup(resume=True) == 1
+    for _ in range(2):
+        second.train_epoch()
+    second.finish()
+    assert sorted(Store(bucket).files("one", recursive=True)) == sorted([CHECKPOINT, EVENTS, SPEC])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "c"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["report", "one", "--storage-path", bucket])
+    assert ended.value.code == 0
+    assert "the full control loop, finished" in capsys.readouterr().out
+    assert "report.html" in Store(bucket).files("one", recursive=False)
+    pull_all(place)
+    assert [each.epoch for each in read_run(place.folder).interruptions] == [1]
+    with pytest.raises(StoreError, match="there is no bucket 'elsewhere'"):
+        Store(bucket.replace("bucket/", "elsewhere/", 1)).check(writable=True)
+
+
+def test_an_s3_server_that_nobody_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        uri = f"s3://bucket/x?endpoint_override=127.0.0.1:{probe.getsockname()[1]}&scheme=http&region=us-east-1"
+        with pytest.raises(StoreError, match="NETWORK_CONNECTION") as refusal:
+            Store(uri).check(writable=True)
+        with pytest.raises(StoreError, match="NETWORK_CONNECTION"):
+            RunCopy(Place(uri, "run"), patience_s=0.0).open()
+    assert "\n" not in str(refusal.value)
+    assert "s3cr3t" not in str(refusal.value)

@@ -1,0 +1,54 @@
+"""What the MLflow UI shows of a search, in a real browser."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from tests.service.browser import needs_chromium, num_colours, screenshot, shown
+from tests.service.search_folder import simulated_search
+from tests.service.stores import Recorded, Server, runs, ship
+from triaccel_ray.service.tracking.shipper import Parent
+from triaccel_ray.service.tracking.tracking import Tracker
+
+SCRIPTS_S = 30
+"""Of the page's own time, which runs as fast as its scripts and the server do."""
+
+
+@pytest.fixture
+def recorded(server: Server, tmp_path: Path, experiment: str) -> dict[str, Recorded]:
+    """The runs of a search as the server has them, by name."""
+    tracker = Tracker(server.uri, tmp_path / "artifacts")
+    folder = simulated_search(tmp_path / "hunt", 4, has_pictures=True)
+    ship(tracker, folder, experiment, Parent(name="hunt", tags={"kind": "search"}))
+    return {run.name: run for run in runs(tracker, experiment)}
+
+
+@needs_chromium
+def test_a_search_is_a_tree_with_children_to_compare(
+    server: Server, tmp_path: Path, experiment: str, recorded: dict[str, Recorded]
+) -> None:
+    parent, trials = recorded["hunt"], [run for name, run in recorded.items() if name.startswith("trial")]
+    assert len(trials) == 4
+    assert {run.tags["mlflow.parentRunId"] for run in trials} == {parent.id}
+    assert max(len(run.keys) for run in recorded.values()) < 60
+    number = Tracker(server.uri, tmp_path).experiment_id(experiment)
+
+    listed = shown(
+        f"{server.uri}/#/experiments/{number}/runs?workflowType=machine_learning", tmp_path, wait_s=SCRIPTS_S
+    )
+    assert ">hunt<" in listed
+    assert ">trial00<" not in listed  # folded away under their parent
+
+    chosen = f"runs={quote(json.dumps([run.id for run in trials]))}&experiments={quote(json.dumps([number]))}"
+    compare = f"{server.uri}/#/compare-runs?{chosen}"
+    text = shown(compare, tmp_path, wait_s=SCRIPTS_S)
+    assert "Comparing 4 Runs from 1 Experiment" in text
+    thresholds = ("precision.tau_low", "precision.tau_high", "batch.rho_low", "batch.rho_high")
+    for name in (*thresholds, "control/batch_size", *(run.name for run in trials)):
+        assert name in text
+    seen = screenshot(compare, tmp_path / "compare.png", width=1600, height=2000, wait_s=SCRIPTS_S)
+    assert num_colours(seen) > 500

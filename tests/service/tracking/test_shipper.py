@@ -1,0 +1,352 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import shutil
+import sqlite3
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from tests.service.build import SimulatedRun
+from tests.service.stores import Server, assert_arrived_once, history, only_run, runs, ship
+from triaccel_ray.events import End, Epoch, EventLog, Start, Tick, read_events
+from triaccel_ray.service.tracking import shipment
+from triaccel_ray.service.tracking.shipper import Parent, Shipper
+from triaccel_ray.service.tracking.tracking import RUN_KEY_TAG, Tracker
+
+TICKS_PER_EPOCH = 4
+
+
+@pytest.fixture(params=["sqlite", "server"])
+def tracker(request: pytest.FixtureRequest, tmp_path: Path) -> Tracker:
+    if request.param == "sqlite":
+        stored: Tracker = request.getfixturevalue("sqlite_tracker")
+        return stored
+    server: Server = request.getfixturevalue("server")
+    return Tracker(server.uri, tmp_path)
+
+
+def test_a_finished_run_arrives_whole(tracker: Tracker, root: Path, experiment: str, tmp_path: Path) -> None:
+    run = SimulatedRun(root / "trial-1", has_pictures=False)
+    folder = run.complete(epochs=2)
+    (folder / "spec.json").write_text('{"task": "digits"}')
+    events = list(read_events(run.path))
+
+    assert ship(tracker, root, experiment) == len(events)
+
+    found = only_run(tracker, experiment)
+    assert (found.name, found.status) == ("trial-1", "FINISHED")
+    assert (found.start_ms, found.end_ms) == (events[0].time_ms, events[-1].time_ms)
+    assert found.params["precision.tau_low"] == "3e-07"
+    assert (found.params["recipe.lr"], found.params["budget"]) == ("0.1", "None")
+    assert (found.tags["task"], found.tags["method"], found.tags["seed"]) == ("cifar10-resnet18", "triaccel", "0")
+    assert found.tags["outcome"] == "finished"
+    assert {"train/loss", "val/accuracy", "control/batch_size", "layers/fp32", "final/score"} <= found.keys
+    assert len(found.keys) < 60
+
+    ticks = [(event.time_ms, event.record) for event in events if isinstance(event.record, Tick)]
+    seen = [(tick.observation.step, time_ms, tick.observation.loss) for time_ms, tick in ticks]
+    assert history(tracker, found.id, "train/loss") == seen
+    epochs = [(event.time_ms, event.record) for event in events if isinstance(event.record, Epoch)]
+    judged = [(epoch.step, time_ms, epoch.held_out_accuracy) for time_ms, epoch in epochs]
+    assert history(tracker, found.id, "val/accuracy") == judged
+    assert history(tracker, found.id, "final/accuracy") == [(0, events[-1].time_ms, 91.5)]
+
+    client = tracker.client
+    listed = {item.path for item in client.list_artifacts(found.id)}
+    assert listed == {"events.jsonl", "spec.json", "report.html", "figures"}
+    pictures = {Path(item.path).name for item in client.list_artifacts(found.id, "figures")}
+    assert pictures == {path.name for path in (folder / "figures").iterdir()}
+    assert "precision.png" in pictures
+    (tmp_path / "download").mkdir()
+    copy = Path(client.download_artifacts(found.id, "events.jsonl", str(tmp_path / "download")))
+    assert copy.read_bytes() == run.path.read_bytes()
+
+
+def test_values_that_are_no_numbers_arrive(tracker: Tracker, root: Path, experiment: str) -> None:
+    run = SimulatedRun(root)
+    run.start()
+    tick = run.make_tick()
+    run.append(*(replace(tick, observation=replace(tick.observation, loss=loss)) for loss in (math.nan, math.inf)))
+    assert ship(tracker, root, experiment) == 3
+    first, second = history(tracker, only_run(tracker, experiment).id, "train/loss")
+    assert math.isnan(first[2])
+    assert second[2] > 1e308
+
+
+@pytest.mark.parametrize(
+    ("status", "cause", "expected", "outcome"),
+    [
+        ("failed", "out_of_memory", "FAILED", "failed: out_of_memory: not one sample fits"),
+        ("stopped", "", "KILLED", "stopped"),
+    ],
+)
+def test_how_a_run_ended_is_its_status(
+    sqlite_tracker: Tracker, root: Path, experiment: str, status: str, cause: str, expected: str, outcome: str
+) -> None:
+    run = SimulatedRun(root)
+    run.start()
+    run.end(status, cause, "not one sample fits" if cause else "")
+    ship(sqlite_tracker, root, experiment)
+    found = only_run(sqlite_tracker, experiment)
+    assert (found.name, found.status, found.tags["outcome"]) == ("a search", expected, outcome)
+
+
+def test_a_run_is_followed_as_it_goes(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
+    run = SimulatedRun(root / "trial")
+    shipper = Shipper(sqlite_tracker, root, experiment=experiment)
+    assert shipper.ship_once() == 0
+    run.start()
+    assert (shipper.ship_once(), shipper.ship_once()) == (1, 0)
+    assert only_run(sqlite_tracker, experiment).status == "RUNNING"
+    for _ in range(2):
+        run.train(1)
+        assert (shipper.ship_once(), shipper.ship_once()) == (TICKS_PER_EPOCH + 1, 0)
+    run.end()
+    assert (shipper.ship_once(), shipper.ship_once()) == (1, 0)
+    found = only_run(sqlite_tracker, experiment)
+    assert found.status == "FINISHED"
+    assert_arrived_once(sqlite_tracker, found, 2)
+
+
+def test_nothing_arrives_twice(tracker: Tracker, root: Path, experiment: str) -> None:
+    run = SimulatedRun(root / "trial")
+    folder = run.complete(epochs=2)
+    num_events = ship(tracker, root, experiment)
+    first = only_run(tracker, experiment)
+    assert ship(tracker, root, experiment) == 0
+
+    note = folder / "mlflow.json"
+    shipped = json.loads(note.read_text())
+    assert (shipped["run_id"], first.tags[RUN_KEY_TAG]) == (first.id, shipped["key"])
+    # A crash between the arrival of a batch and the note of it; between the run's creation and the note of its id;
+    # and the note lost.
+    note.write_text(json.dumps({**shipped, "cursor": 3}))
+    assert ship(tracker, root, experiment) == num_events - 5
+    note.write_text(json.dumps({"store": shipped["store"], "key": shipped["key"]}))
+    assert ship(tracker, root, experiment) == num_events
+    note.unlink()
+    assert ship(tracker, root, experiment) == num_events
+    assert json.loads(note.read_text()) == shipped
+    assert only_run(tracker, experiment) == first
+    assert_arrived_once(tracker, first, 2)
+
+
+@pytest.mark.parametrize("in_one_process", [True, False])
+@pytest.mark.parametrize("seen_between", [True, False])
+def test_a_resumed_run_continues_its_own(
+    sqlite_tracker: Tracker, root: Path, experiment: str, in_one_process: bool, seen_between: bool
+) -> None:
+    following = Shipper(sqlite_tracker, root, experiment=experiment)
+
+    def look() -> None:
+        if in_one_process:
+            following.ship_once()
+            assert following.last_error is None
+        else:
+            ship(sqlite_tracker, root, experiment)
+
+    run = SimulatedRun(root / "trial")
+    run.start()
+    run.train(2)
+    run.end("failed", "bug", "KeyError")
+    look()
+    first = only_run(sqlite_tracker, experiment)
+    assert first.status == "FAILED"
+
+    # The checkpoint holds the first epoch: the second is trained and logged again, and then a third.
+    lost = run.resume(keep=2 + TICKS_PER_EPOCH)
+    assert len(lost) == TICKS_PER_EPOCH + 1
+    if seen_between:
+        look()
+        assert only_run(sqlite_tracker, experiment).status == "RUNNING"
+    run.append(*lost)
+    run.train(1)
+    look()
+    assert only_run(sqlite_tracker, experiment).status == "RUNNING"
+    run.end()
+    look()
+    found = only_run(sqlite_tracker, experiment)
+    assert (found.id, found.status, found.tags["outcome"]) == (first.id, "FINISHED", "finished")
+    assert_arrived_once(sqlite_tracker, found, 3)
+
+
+def test_a_run_that_begins_again_keeps_its_params(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
+    run = SimulatedRun(root)
+    run.start()
+    run.train(1)
+    ship(sqlite_tracker, root, experiment)
+    first = only_run(sqlite_tracker, experiment)
+    lost = run.resume(keep=0)
+    assert isinstance(lost[0], Start)
+    time.sleep(0.002)  # the log's clock counts milliseconds
+    run.parameters = {"recipe.lr": 0.2, "recipe.epochs": 4, "added": True}
+    run.info = {**run.info, "host": "another"}
+    run.start()
+    run.append(*lost[1:])
+    ship(sqlite_tracker, root, experiment)
+    found = only_run(sqlite_tracker, experiment)
+    assert (found.id, found.params["recipe.lr"], found.params["added"]) == (first.id, "0.1", "True")
+    assert (found.tags["changed_params"], found.tags["host"]) == ("recipe.lr: 0.1 -> 0.2", "another")
+    assert_arrived_once(sqlite_tracker, found, 1)
+
+
+def test_trials_are_children_of_their_search(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
+    parent = Parent(name="thresholds", tags={"task": "digits"})
+    trials = [SimulatedRun(root / f"trial-{index}") for index in range(2)]
+    root.mkdir(exist_ok=True)
+    ship(sqlite_tracker, root, experiment, parent)
+    first = only_run(sqlite_tracker, experiment)
+    assert (first.name, first.status, first.tags["task"]) == ("thresholds", "RUNNING", "digits")
+    for trial in trials:
+        trial.complete(epochs=1)
+    log = EventLog(root / "events.jsonl")
+    log.append(End(status="finished", results={"best score": 12.5}))
+    log.close()
+    ship(sqlite_tracker, root, experiment, parent)
+    found = {run.name: run for run in runs(sqlite_tracker, experiment)}
+    assert set(found) == {"thresholds", "trial-0", "trial-1"}
+    assert (found["thresholds"].id, found["thresholds"].status) == (first.id, "FINISHED")
+    assert found["thresholds"].keys == {"final/best score"}
+    for name in ("trial-0", "trial-1"):
+        assert found[name].tags["mlflow.parentRunId"] == first.id
+    assert "mlflow.parentRunId" not in found["thresholds"].tags
+
+    # The search goes on.
+    EventLog(root / "events.jsonl", keep=0).close()
+    ship(sqlite_tracker, root, experiment, parent)
+    again = {run.name: run.status for run in runs(sqlite_tracker, experiment)}
+    assert again == {"thresholds": "RUNNING", "trial-0": "FINISHED", "trial-1": "FINISHED"}
+
+
+def test_more_params_and_metrics_than_a_call_takes_arrive(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
+    run = SimulatedRun(root, parameters={f"number.{index}": index for index in range(130)} | {"long": "x" * 9000})
+    run.complete(epochs=16)
+    ship(sqlite_tracker, root, experiment)
+    found = only_run(sqlite_tracker, experiment)
+    assert (found.params["number.129"], len(found.params["long"])) == ("129", 6000)
+    assert_arrived_once(sqlite_tracker, found, 16)
+    (root / "mlflow.json").unlink()
+    ship(sqlite_tracker, root, experiment)
+    assert only_run(sqlite_tracker, experiment) == found
+
+
+def test_copies_in_the_store_are_no_runs(sqlite_tracker: Tracker, experiment: str) -> None:
+    root = sqlite_tracker.artifact_root.parent / experiment
+    SimulatedRun(root / "trial").complete(epochs=1)
+    ship(sqlite_tracker, root, experiment)
+    assert any(sqlite_tracker.artifact_root.rglob("events.jsonl"))
+    # Whoever ships everything in the folder that holds the store as well meets the copies.
+    shipper = Shipper(sqlite_tracker, sqlite_tracker.artifact_root.parent, experiment=experiment)
+    assert (shipper.ship_once(), shipper.last_error) == (0, None)
+    assert len(runs(sqlite_tracker, experiment)) == 1
+
+
+def test_a_damaged_log_holds_up_no_other(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
+    damaged, headless = SimulatedRun(root / "damaged"), SimulatedRun(root / "headless")
+    damaged.start()
+    with damaged.path.open("ab") as file:
+        file.write(b'{"sequence": 1, "kind": "tick"\n')
+    headless.end()
+    SimulatedRun(root / "whole").complete(epochs=1)
+    shipper = Shipper(sqlite_tracker, root, experiment=experiment)
+    shipper.ship_once()
+    assert [run.name for run in runs(sqlite_tracker, experiment) if run.status == "FINISHED"] == ["whole"]
+    assert shipper.last_error is not None
+    assert "does not begin with a start record" in shipper.last_error
+    (root / "headless" / "events.jsonl").unlink()
+    assert not shipper.flush(0.0)
+    assert "damaged/events.jsonl, line 2: not an event" in shipper.last_error
+
+
+def test_a_run_deleted_in_mlflow_is_left_alone(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
+    run = SimulatedRun(root)
+    run.start()
+    ship(sqlite_tracker, root, experiment)
+    sqlite_tracker.client.delete_run(only_run(sqlite_tracker, experiment).id)
+    run.train(1)
+    shipper = Shipper(sqlite_tracker, root, experiment=experiment)
+    assert shipper.ship_once() == 0
+    assert shipper.last_error is not None
+    assert "was deleted in MLflow" in shipper.last_error
+    assert runs(sqlite_tracker, experiment) == []
+
+
+def test_a_damaged_note_is_named(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
+    SimulatedRun(root).complete(epochs=1)
+    (root / "mlflow.json").write_text("{")
+    shipper = Shipper(sqlite_tracker, root, experiment=experiment)
+    shipper.ship_once()
+    assert shipper.last_error is not None
+    assert "mlflow.json is damaged" in shipper.last_error
+
+
+def test_another_store_gets_everything(
+    sqlite_tracker: Tracker, server: Server, root: Path, experiment: str, tmp_path: Path
+) -> None:
+    SimulatedRun(root).complete(epochs=1)
+    num_events = ship(sqlite_tracker, root, experiment)
+    other = Tracker(server.uri, tmp_path)
+    assert ship(other, root, experiment) == num_events
+    assert_arrived_once(other, only_run(other, experiment), 1)
+
+
+def test_a_folder_that_another_driver_ships_waits(
+    sqlite_tracker: Tracker, root: Path, experiment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shipment, "LOCK_TIMEOUT_S", 0.05)
+    SimulatedRun(root / "trial").complete(epochs=1)
+    shipper = Shipper(sqlite_tracker, root, experiment=experiment)
+    with FileLock(root / "trial" / ".mlflow.json.lock"):
+        assert shipper.ship_once() == 0
+        assert shipper.last_error is not None
+    assert shipper.flush(0.0)
+    assert_arrived_once(sqlite_tracker, only_run(sqlite_tracker, experiment), 1)
+
+
+def test_two_drivers_at_once_make_one_run(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
+    SimulatedRun(root / "trial").complete(epochs=3)
+    shippers = [Shipper(sqlite_tracker, root, experiment=experiment, parent=Parent(name="both")) for _ in range(3)]
+    threads = [threading.Thread(target=shipper.ship_once) for shipper in shippers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [shipper.last_error for shipper in shippers] == [None, None, None]
+    found = {run.name: run for run in runs(sqlite_tracker, experiment)}
+    assert len(found) == len(runs(sqlite_tracker, experiment)) == 2
+    assert_arrived_once(sqlite_tracker, found["trial"], 3)
+
+
+def test_pictures_that_fail_do_not_keep_a_run_open(
+    sqlite_tracker: Tracker, root: Path, experiment: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    SimulatedRun(root, has_pictures=False).complete(epochs=1)
+    (root / "figures").write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING):
+        ship(sqlite_tracker, root, experiment)
+    assert "no pictures" in caplog.text
+    assert only_run(sqlite_tracker, experiment).status == "FINISHED"
+
+
+def test_what_a_database_says_of_its_failure_is_one_line(
+    sqlite_tracker: Tracker, root: Path, experiment: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mlflow.db"
+    shutil.copy(sqlite_tracker.uri.removeprefix("sqlite:///"), file)
+    with contextlib.closing(sqlite3.connect(file)) as connection:
+        connection.execute("DROP TABLE latest_metrics")
+    SimulatedRun(root, has_pictures=False).complete(epochs=1)
+    shipper = Shipper(Tracker(f"sqlite:///{file}", tmp_path), root, experiment=experiment)
+    shipper.ship_once()
+    assert shipper.last_error is not None
+    assert "no such table: latest_metrics" in shipper.last_error
+    assert "\n" not in shipper.last_error
+    assert "Traceback" not in capfd.readouterr().err

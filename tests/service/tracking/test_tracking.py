@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sqlite3
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.service.stores import Server, free_port, runs
+from triaccel_ray.service.tracking import tracking
+from triaccel_ray.service.tracking.tracking import RUN_KEY_TAG, Tracker, TrackingUnavailableError, without_credentials
+
+
+def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tracker = Tracker("sqlite:///here.db", Path("artifacts"))
+    assert tracker.uri == f"sqlite:///{tmp_path}/here.db"
+    assert tracker.artifact_root == tmp_path / "artifacts"
+
+
+def test_an_experiment_is_created_once_by_whoever_comes_first(sqlite_tracker: Tracker, experiment: str) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        assert len({*pool.map(sqlite_tracker.experiment_id, [experiment] * 4)}) == 1
+    found = sqlite_tracker.client.get_experiment_by_name(experiment)
+    assert found is not None
+    assert found.artifact_location == sqlite_tracker.artifact_root.as_uri()
+
+
+def test_a_deleted_experiment_keeps_its_name(sqlite_tracker: Tracker, experiment: str) -> None:
+    sqlite_tracker.client.delete_experiment(sqlite_tracker.experiment_id(experiment))
+    with pytest.raises(ValueError, match=r"was deleted in MLflow .* restore it"):
+        sqlite_tracker.experiment_id(experiment)
+
+
+def test_a_run_is_found_again_by_its_key(sqlite_tracker: Tracker, experiment: str) -> None:
+    first = sqlite_tracker.open_run(experiment, "one", key="folder/one@5", tags={"task": "digits"}, start_ms=5)
+    assert sqlite_tracker.open_run(experiment, "one", key="folder/one@5") == first
+    other = sqlite_tracker.open_run(experiment, "one", key="folder/one@6", parent_id=first)
+    assert other != first
+    one, two = runs(sqlite_tracker, experiment)
+    assert (one.id, one.name, one.status, one.start_ms) == (first, "one", "RUNNING", 5)
+    assert (one.tags["task"], one.tags[RUN_KEY_TAG]) == ("digits", "folder/one@5")
+    assert (two.id, two.tags["mlflow.parentRunId"]) == (other, first)
+
+
+def test_mlflows_own_state_is_left_alone(sqlite_tracker: Tracker) -> None:
+    import mlflow
+
+    assert sqlite_tracker.client.search_experiments()
+    assert mlflow.active_run() is None
+    assert mlflow.get_tracking_uri() != sqlite_tracker.uri
+    assert "MLFLOW_TRACKING_URI" not in os.environ
+
+
+def test_the_user_decides_on_retries(monkeypatch: pytest.MonkeyPatch, sqlite_tracker: Tracker) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "5")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_TIMEOUT", raising=False)
+    assert Tracker(sqlite_tracker.uri, sqlite_tracker.artifact_root).client
+    assert (os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"], os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]) == ("5", "20")
+
+
+def test_a_server_answers(server: Server, tmp_path: Path) -> None:
+    Tracker(server.uri, tmp_path).prepare()
+    Tracker(f"{server.uri}/", tmp_path).check()
+    Tracker(server.uri.replace("//", "//user:secret@"), tmp_path).check()
+
+
+@pytest.mark.parametrize(
+    ("uri", "rule"),
+    [
+        ("file:///tmp/mlruns", "must begin with sqlite:///"),
+        ("mlruns", "must begin with sqlite:///"),
+        ("", "must begin with sqlite:///"),
+        ("sqlite:///", "names no file"),
+        ("sqlite:///:memory:", "names no file"),
+        ("http://", "names no host"),
+        ("http:///path", "names no host"),
+        ("http://host:notaport", "is not a URI"),
+        ("http://host:99999", "is not a URI"),
+        ("http://[::1", "is not a URI"),
+        ("http://a b/", "no MLflow server answers there"),
+    ],
+)
+def test_a_malformed_uri_is_refused(tmp_path: Path, uri: str, rule: str) -> None:
+    with pytest.raises(TrackingUnavailableError, match=rule) as refused:
+        Tracker(uri, tmp_path).check()
+    assert repr(uri) in str(refused.value)
+    assert "leave --tracking-uri out" in str(refused.value)
+
+
+def test_nobody_answers_and_the_password_is_not_told(tmp_path: Path) -> None:
+    for user in ("someone:sec/ret@", "someone:secret@", "secret@", "someone:se@cret@"):
+        tracker = Tracker(f"http://{user}127.0.0.1:{free_port()}", tmp_path)
+        with pytest.raises(TrackingUnavailableError, match=r"http://\*\*\*@127\.0\.0\.1:") as refused:
+            tracker.check()
+        assert "cret" not in str(refused.value)
+        assert "cret" not in tracker.display_uri
+        assert "cret" not in tracker.mask(f"GET {tracker.uri}/api failed, after http://x:secret@other/y")
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("http://host:5000/team@corp", "http://host:5000/team@corp"),
+        ("http://[::1]:5000/team@corp", "http://[::1]:5000/team@corp"),
+        ("https://ann@host", "https://***@host"),
+        ("https://ann:secret@host:5000/team@corp", "https://***@corp"),
+        ("http://ann:sec/ret@host/x", "http://***@host/x"),
+        ("http://ann:12?3@host", "http://***@host"),
+        ("postgresql+psycopg2://ann:secret@host/db", "postgresql+psycopg2://***@host/db"),
+        ("sqlite:////home/ann@corp/mlflow.db", "sqlite:////home/ann@corp/mlflow.db"),
+        ("sqlite:///here@there.db", "sqlite:///here@there.db"),
+        ("/home/ann@corp", "/home/ann@corp"),
+    ],
+)
+def test_users_and_passwords_are_hidden_and_paths_are_not(uri: str, shown: str) -> None:
+    assert without_credentials(uri) == shown
+
+
+def test_a_file_whose_path_has_an_at_sign_is_a_store_like_any_other(tmp_path: Path) -> None:
+    path = tmp_path / "ann@corp" / "mlflow.db"
+    tracker = Tracker(f"sqlite:///{path}", tmp_path)
+    tracker.check()
+    assert tracker.display_uri == tracker.mask(tracker.uri) == f"sqlite:///{path}"
+    text = f"{path} is locked, and https://ann:secret@host/x is gone"
+    assert tracker.mask(text) == f"{path} is locked, and https://***@host/x is gone"
+
+
+@pytest.fixture
+def deaf_port() -> Iterator[int]:
+    """A port that takes connections and never answers."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_a_hung_server_is_not_waited_for(tmp_path: Path, deaf_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "PROBE_TIMEOUT_S", 0.3)
+    with pytest.raises(TrackingUnavailableError, match="timed out"):
+        Tracker(f"http://127.0.0.1:{deaf_port}", tmp_path).check()
+
+
+@pytest.mark.parametrize(
+    ("answer", "rule"),
+    [
+        (b"HTTP/1.0 404 Not Found\r\n\r\n", "what answers there is no MLflow server"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "no MLflow server answers there"),
+    ],
+)
+def test_another_server_is_refused(tmp_path: Path, answer: bytes, rule: str) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+
+        def reply() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=reply)
+        thread.start()
+        with pytest.raises(TrackingUnavailableError, match=rule):
+            Tracker(f"http://127.0.0.1:{listener.getsockname()[1]}", tmp_path).check()
+        thread.join()
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    for name in (tmp_path / "file" / "mlflow.db", Path("/proc/nowhere/mlflow.db")):
+        with pytest.raises(TrackingUnavailableError, match="cannot be created"):
+            Tracker(f"sqlite:///{name}", tmp_path).prepare()
+    with pytest.raises(TrackingUnavailableError, match="is not a file"):
+        Tracker(f"sqlite:///{tmp_path}", tmp_path).check()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_file_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o500)
+    with pytest.raises(TrackingUnavailableError, match="cannot be written"):
+        Tracker(f"sqlite:///{folder}/mlflow.db", tmp_path).check()
+
+
+def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+    text, other = tmp_path / "notes.txt", tmp_path / "other.db"
+    text.write_text("these are my notes, and they are no database " * 20)
+    with sqlite3.connect(other) as connection:
+        connection.execute("CREATE TABLE customers (name TEXT)")
+    connection.close()
+    contents = text.read_bytes(), other.read_bytes()
+    with pytest.raises(TrackingUnavailableError, match="is not a SQLite database"):
+        Tracker(f"sqlite:///{text}", tmp_path).prepare()
+    with pytest.raises(TrackingUnavailableError, match=r"something else .*customers"):
+        Tracker(f"sqlite:///{other}", tmp_path).prepare()
+    assert (text.read_bytes(), other.read_bytes()) == contents
+
+
+def test_a_store_of_another_mlflow_version_is_refused(sqlite_tracker: Tracker, tmp_path: Path) -> None:
+    shutil.copy(sqlite_tracker.uri.removeprefix("sqlite:///"), tmp_path / "mlflow.db")
+    with sqlite3.connect(tmp_path / "mlflow.db") as connection:
+        connection.execute("UPDATE alembic_version SET version_num = 'of the future'")
+    connection.close()
+    with pytest.raises(TrackingUnavailableError, match=r"mlflow\.db'.*of the future"):
+        Tracker(f"sqlite:///{tmp_path}/mlflow.db", tmp_path).prepare()

@@ -1,0 +1,175 @@
+"""Reaching Ray: the cluster that is named, or one started on this machine for the time of the command."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import shlex
+import socket
+from collections.abc import Iterator
+from tempfile import gettempdir
+
+import psutil
+import ray
+import torch
+from ray._private import ray_constants
+from ray._raylet import setproctitle  # type: ignore[attr-defined]  # compiled, without annotations
+
+from triaccel_ray.config import require
+from triaccel_ray.out_of_memory import first_line
+from triaccel_ray.service.clusters.head_watch import watching
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.tracking.tracking import without_passwords
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+class ClusterUnavailableError(ValueError):
+    """No Ray cluster answers at the address given."""
+
+
+@contextlib.contextmanager
+def cluster(address: str | None, *, num_cpus: int | None = None, last_words: str = "") -> Iterator[None]:
+    """Connects to the Ray cluster at `address`; starts one on this machine when None, and stops it at the end.
+
+    `last_words` are said where the head is lost and nothing else can be done any more.
+
+    Raises:
+        ClusterUnavailableError: nothing answers at the address, or no Ray can start here.
+        HeadLostError: nothing has answered there for half a minute.
+    """
+    require_reachable(address)
+    _hide_passwords()
+    # Ray's workers start elsewhere: a user's own task has to be importable from where the command was given.
+    paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0"}
+    try:
+        with _on_loopback() if address is None else contextlib.nullcontext():
+            ray.init(
+                address=address or "local",
+                num_cpus=num_cpus if address is None else None,
+                include_dashboard=False if address is None else None,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                runtime_env={"env_vars": environment},
+            )
+    except (OSError, RuntimeError, ValueError) as error:
+        if address is not None:
+            raise ClusterUnavailableError(_message(address, first_line(error))) from error
+        raise ClusterUnavailableError(
+            f"Ray cannot start on this machine ({first_line(error)}): see that memory and room in {gettempdir()} are "
+            "left and that RAY_TMPDIR, if set, is a folder of yours, or name a running cluster with --address"
+        ) from error
+    with watching(ray.get_runtime_context().gcs_address, last_words):
+        try:
+            yield
+        finally:
+            ray.shutdown()  # watched too: without a head it may wait
+
+
+def _hide_passwords() -> None:
+    """Takes users and passwords of URIs out of this process's title, which is its command line.
+
+    Ray copies it into the job's record, for everybody who may list the cluster's jobs, and `ps` shows it.
+    """
+    words = psutil.Process().cmdline()
+    shown = [without_passwords(word) for word in words]
+    if shown != words:
+        setproctitle(shlex.join(shown))
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Has a Ray that starts meanwhile listen on this machine's loopback address alone, as on macOS and Windows.
+
+    On Linux its ports are open to the whole network otherwise, and `_node_ip_address="127.0.0.1"` does not change that:
+    Ray puts the machine's own address in its place.
+    """
+    name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    given = os.environ.get(name)
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False  # the variable is for the processes it starts
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        if given is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = given
+
+
+def gpus_available() -> bool:
+    """Returns whether the connected cluster has a GPU."""
+    return bool(ray.cluster_resources().get("GPU", 0))
+
+
+def gpu_fraction(num_sharing: int) -> float:
+    """Returns what each of `num_sharing` trials asks of a GPU, so that as many and no more fit.
+
+    Rounded down: Ray counts in ten-thousandths, and of six parts rounded up only five would fit.
+    """
+    return (10_000 // num_sharing) / 10_000
+
+
+def require_gpu_to_share(address: str | None, spec: RunSpec) -> None:
+    """Returns if one trial a GPU is asked for, or there is a GPU: a mistake must not use up a search's name.
+
+    On a cluster, `--device cuda` waits for a GPU, and need not find one.
+
+    Raises:
+        ValueError: several trials are to share a GPU, and neither this machine nor the cluster at `address` has one.
+    """
+    if spec.trials_per_gpu == 1 or (address is not None and spec.device == "cuda"):
+        return
+    if address is None:
+        found, where = torch.cuda.is_available(), "this machine"
+    else:
+        with cluster(address):
+            found, where = gpus_available(), "the cluster"
+    rule = f"{where} has no GPU to share; leave it out: on CPUs as many trials run at once as there are CPUs"
+    require(found, "trials-per-gpu", spec.trials_per_gpu, rule)
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether a server on `host` can be reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def require_reachable(address: str | None) -> None:
+    """Returns if something listens at the address; tries the port alone, for Ray itself would wait for minutes.
+
+    Raises:
+        ClusterUnavailableError: nothing does.
+    """
+    if address is None:
+        return
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if address == "auto" or not separator:
+        if address not in ("auto", "local"):
+            raise ClusterUnavailableError(_message(address, "an address is host:port or auto"))
+        return
+    try:
+        number = int(port)
+        with socket.create_connection((host.strip("[]"), number), timeout=CONNECT_TIMEOUT_S):
+            return
+    except (OSError, ValueError, OverflowError) as error:
+        raise ClusterUnavailableError(_message(address, first_line(error))) from error
+
+
+def _message(address: str, reason: str) -> str:
+    return (
+        f"address = {address!r}: no Ray cluster answers there ({reason}); start one with `ray start --head`, or leave "
+        "--address out to run on this machine. Where it asks for a token, copy its head node's ~/.ray/auth_token to "
+        "the same place here and set RAY_AUTH_MODE=token"
+    )
+
+
+def describe() -> str:
+    """Returns the connected cluster's version and resources in one line."""
+    resources = ray.cluster_resources()
+    return f"{ray.__version__}, {resources.get('CPU', 0):.0f} CPUs, {resources.get('GPU', 0):.0f} GPUs"

@@ -1,0 +1,232 @@
+"""What a command becomes as a job of a cluster: its words, its name, and what travels with it; without Ray."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from triaccel_ray.config import require
+from triaccel_ray.service import cli
+from triaccel_ray.service.options import Where
+from triaccel_ray.service.reports.tables import Grid
+from triaccel_ray.service.session import checked_name, new_name, require_experiment, tracking_uri_of
+from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.tracking.tracking import TrackingUnavailableError, without_credentials
+from triaccel_ray.service.translation import comparison_spec, search_spec, spec_from
+from triaccel_ray.service.units import format_bytes
+
+COMMANDS = ("run", "search", "compare", "resume")
+"""The commands that train, and hence can be handed to a cluster."""
+
+NEVER_TRAVELS = (
+    *(".git", ".venv", "venv", "node_modules", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"),
+    *("triaccel-runs", "mlruns", "mlflow.db"),
+)
+"""Names of files and folders that stay behind, wherever they lie below the working directory."""
+
+LARGEST_FILE_BYTES = 20 * 2**20
+"""A larger file is taken for data or weights and stays behind."""
+
+STOP_WAIT_S = 120
+"""How long a job that is stopped may take to end by itself: its last records are shipped and its pictures drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """One job as Ray's Jobs API takes it."""
+
+    id: str
+    """The submission id."""
+    entrypoint: str
+    """Shell command that the cluster's head node runs."""
+    what: str
+    """Command and task, for people."""
+    resume: str
+    """Words after `triaccel` that go on with it, should it be stopped."""
+    env_vars: Mapping[str, str]
+    """Environment of the job. Whoever may list the cluster's jobs can read it: no secret may be in it."""
+    working_dir: Path
+    """Folder that is uploaded."""
+    excludes: Sequence[str]
+    """What of it is not, in .gitignore's syntax."""
+    notes: Sequence[str]
+    """What the user should know of the differences to running here."""
+
+
+def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submission:
+    """Returns the job that carries out `triaccel WORDS` on a cluster, as if it were typed in `folder`.
+
+    Paths become absolute: a relative one would lie in the job's own temporary folder, gone with it.
+
+    Args:
+        words: command and options.
+        name: the job's id; made of command, task and time when None.
+        folder: the working directory.
+
+    Raises:
+        ValueError: the words are no such command, an option breaks its rule, or something makes no sense on a cluster.
+        SystemExit: an option does not exist; the parser has said so.
+    """
+    rule = f"after -- comes one of {', '.join(COMMANDS)}, as in `triaccel submit -- search digits --trials 8`"
+    require(bool(words) and words[0] in COMMANDS, "command", " ".join(words[:1]), rule)
+    command = cli.parse(words)
+    assert isinstance(command, cli.Run | cli.Search | cli.Compare | cli.Resume)
+    rule = "a job works on the cluster that runs it; name the cluster before the --"
+    require(command.where.address in (None, "auto"), "address", command.where.address, rule)
+    rule = "is no folder of a project, and would travel whole; change into the project's folder"
+    require(folder not in (Path.home(), Path(folder.anchor)), "working directory", str(folder), rule)
+    storage = _storage(command.where.storage_path, folder)
+    tracking = _tracking_words(command.where, folder, storage)
+    notes = list(_place_notes(command.where, storage))
+    kept = _without(words, "storage-path", "tracking-uri", "address")
+    if isinstance(command, cli.Resume):
+        target = _absolute_name(command.name, folder)
+        kept = [target if word == command.name else word for word in kept]
+        subject, data_dir = Path(command.name).name, None
+        job = checked_name(name) if name is not None else new_name(None, "resume", subject)
+    else:
+        _require_sound(command)
+        subject = command.task
+        job = new_name(name, words[0], subject)
+        target = job if command.name is None else checked_name(command.name)
+        data_dir = command.training.data_dir
+        kept = [*_without(kept, "name", "data-dir"), "--name", target]
+        if data_dir is not None:
+            data_dir = folder / data_dir.expanduser()
+            kept += ["--data-dir", str(data_dir)]
+            notes.append(f"data: {data_dir}, which the cluster's machines must have too")
+    places = ["--storage-path", storage.storage, *tracking]
+    experiment = [] if command.experiment in (None, type(command).experiment) else ["--experiment", command.experiment]
+    own = [] if storage.uri is not None else [storage.folder]
+    excludes, large = _left_behind(folder, [*own, *([] if data_dir is None else [data_dir])])
+    notes += [f"stays here, larger than {format_bytes(LARGEST_FILE_BYTES)}: {', '.join(large)}"] if large else []
+    return Submission(
+        id=job,
+        entrypoint=shlex.join(["python", "-m", "triaccel_ray.service", *kept, *places, "--address", "auto"]),
+        what=f"{words[0]} {subject}",
+        resume=shlex.join(["resume", target, *places, *experiment]),
+        # As Ctrl-C does: the log is ended and shipped. Ray's own choice, SIGTERM, would leave it "running" for ever.
+        env_vars={"RAY_JOB_STOP_SIGNAL": "SIGINT", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)},
+        working_dir=folder,
+        excludes=excludes,
+        notes=notes,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a cluster knows of one job."""
+
+    id: str
+    status: str
+    """PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
+    what: str
+    resume: str | None
+    """Words after `triaccel` that go on with it; None for a job of another program."""
+    started_ms: int | None
+    """Unix time."""
+    ended_ms: int | None
+    """Unix time; None while it is under way."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.status in ("STOPPED", "SUCCEEDED", "FAILED")
+
+
+def jobs_grid(jobs: Sequence[Job], *, now_ms: int) -> Grid:
+    """Returns the jobs, newest first, times in this machine's time zone."""
+    rows = []
+    for job in sorted(jobs, key=lambda job: now_ms if job.started_ms is None else job.started_ms, reverse=True):
+        started = "" if job.started_ms is None else f"{datetime.fromtimestamp(job.started_ms / 1000):%Y-%m-%d %H:%M:%S}"
+        end_ms = now_ms if job.ended_ms is None else job.ended_ms
+        seconds = 0 if job.started_ms is None else max(end_ms - job.started_ms, 0) // 1000
+        what = job.what if len(job.what) <= 60 else f"{job.what[:57]}..."
+        rows.append([job.id, what, job.status, started, str(timedelta(seconds=seconds))])
+    return Grid(header=("job", "what", "status", "started", "duration"), rows=rows)
+
+
+def _require_sound(command: cli.Run | cli.Search | cli.Compare) -> None:
+    """Raises here and now what is wrong with the options, not after a wait in the job's log."""
+    require_experiment(command.experiment)
+    if isinstance(command, cli.Search):
+        search_spec(command)
+    elif isinstance(command, cli.Compare):
+        comparison_spec(command)
+    else:
+        spec_from(command.task, command.training, command.thresholds, method=command.method, seed=command.seed)
+
+
+def _storage(given: Place, folder: Path) -> Place:
+    """Returns the place that `given` means in `folder`, as the cluster's machines are told of it."""
+    return given if given.uri is not None else Place(str(folder / Path(given.storage).expanduser()))
+
+
+def _tracking_words(where: Where, folder: Path, storage: Place) -> list[str]:
+    uri = where.tracking_uri
+    if uri is None:
+        tracking_uri_of(storage, None)
+        return []
+    shown = without_credentials(uri)
+    if shown != uri:
+        raise TrackingUnavailableError(
+            f"tracking uri = {shown!r}: everybody who may list the cluster's jobs would read user and "
+            "password; leave them out, and give them to the cluster's machines in ~/.mlflow/credentials, or as "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment of `ray start`"
+        )
+    schemes = ("sqlite:///", "http://", "https://")
+    require(uri.startswith(schemes), "tracking uri", uri, f"must begin with one of {', '.join(schemes)}")
+    path = uri.removeprefix("sqlite:///")
+    return ["--tracking-uri", f"sqlite:///{folder / path}" if uri.startswith("sqlite:///") else uri]
+
+
+def _place_notes(where: Where, storage: Place) -> Iterator[str]:
+    must = "share" if storage.uri is None else "reach, with credentials of their own"
+    yield f"storage: {storage}, which all machines of the cluster must {must}"
+    uri = where.tracking_uri
+    if uri is not None and uri.startswith("http") and urlsplit(uri).hostname in ("localhost", "127.0.0.1", "::1"):
+        yield f"tracking: {uri} means the machine on which the job runs, the cluster's head node"
+
+
+def _absolute_name(name: str, folder: Path) -> str:
+    """Returns the name of what is resumed, or its absolute path where a folder below this one was named."""
+    return str(folder / name) if os.sep in name and (folder / name).is_dir() else name
+
+
+def _without(words: Sequence[str], *options: str) -> list[str]:
+    """Returns the words without these options and their values, however they are spelt."""
+    kept: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        option, equals, _ = word.partition("=")
+        if option.startswith("--") and option[2:].replace("_", "-") in options:
+            if not equals:
+                next(remaining, None)
+        else:
+            kept.append(word)
+    return kept
+
+
+def _left_behind(folder: Path, places: Sequence[Path]) -> tuple[list[str], list[str]]:
+    """Returns what of the folder stays behind, in .gitignore's syntax, and the large files among it."""
+    inside = {place for place in places if place != folder and place.is_relative_to(folder)}
+    large = []
+    for root, folders, files in os.walk(folder):
+        here = Path(root)
+        folders[:] = [each for each in folders if each not in NEVER_TRAVELS and here / each not in inside]
+        for each in files:
+            path = here / each
+            if each not in NEVER_TRAVELS and path.is_file() and path.stat().st_size > LARGEST_FILE_BYTES:
+                large.append(path.relative_to(folder).as_posix())
+    anchored = [place.relative_to(folder).as_posix() for place in sorted(inside)] + large
+    return [*NEVER_TRAVELS, *(f"/{_escaped(path)}" for path in anchored)], large
+
+
+def _escaped(path: str) -> str:
+    return re.sub(r"([\\*?\[\]!# ])", r"\\\1", path)

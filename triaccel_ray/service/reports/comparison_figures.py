@@ -1,0 +1,109 @@
+"""Pictures of a comparison: accuracy against what it cost, and the score, each with the spread over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from triaccel_ray.service.comparisons.comparison import MethodResults
+from triaccel_ray.service.reports.comparison_tables import label
+from triaccel_ray.service.reports.figure_style import (
+    AMBER,
+    BLUE,
+    GREY,
+    INK,
+    NAVY,
+    ORANGE,
+    RED,
+    SKY,
+    new_figure,
+    panel,
+    save,
+)
+
+_LOOKS: Final[dict[str, tuple[str, str]]] = {
+    "fp32": ("s", RED),
+    "amp": ("D", ORANGE),
+    "engine-amp": ("^", AMBER),
+    "fixed": ("P", GREY),
+    "dynamic-batch": ("v", SKY),
+    "dynamic-precision": ("<", BLUE),
+    "dynamic-both": ("*", BLUE),
+    "triaccel": ("o", NAVY),
+}
+"""Method -> marker and colour."""
+
+
+def save_comparison_figures(results: Sequence[MethodResults], folder: Path, *, about: str = "") -> list[Path]:
+    """Draws the methods that have results as PNG files in `folder` and returns their paths; none without any."""
+    drawn = [each for each in results if each.num_runs]
+    if not drawn:
+        return []
+    pictures = {
+        "accuracy_against_cost": accuracy_against_cost(drawn, about=about),
+        "score": score_bars(drawn, about=about),
+    }
+    for name, figure in pictures.items():
+        save(figure, folder / f"{name}.png")
+    return [folder / f"{name}.png" for name in pictures]
+
+
+def accuracy_against_cost(results: Sequence[MethodResults], *, about: str = "") -> Figure:
+    """Returns test accuracy against seconds per epoch and against peak memory; bars are standard deviations."""
+    figure = new_figure(11.0, 4.9)
+    left, right = figure.subplots(1, 2, sharey=True)
+    panel(left, "Accuracy against time", about, x_label="seconds per epoch", y_label="test accuracy, percent")
+    panel(right, "Accuracy against memory", " " if about else "", x_label="peak memory of the process, GB")
+    for axes, cost in ((left, "seconds_per_epoch"), (right, "peak_gb")):
+        for each in results:
+            _draw_method(axes, each, cost)
+        axes.margins(0.1)
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=8, frameon=False, fontsize=9, labelcolor=INK)
+    return figure
+
+
+def score_bars(results: Sequence[MethodResults], *, about: str = "") -> Figure:
+    """Returns the score of every method, the first at the top; bars are standard deviations."""
+    figure = new_figure(9.6, 1.5 + 0.42 * len(results))
+    axes = figure.subplots()
+    panel(axes, "Score: accuracy / (seconds per epoch x process peak GB)", about)
+    places = range(len(results))
+    means, deviations = [each.mean("score") for each in results], [_spread(each, "score") for each in results]
+    whiskers: dict[str, Any] = {"ecolor": INK, "capsize": 3.0, "error_kw": {"linewidth": 1.2}}
+    colours = [_LOOKS.get(each.method, ("o", GREY))[1] for each in results]
+    axes.barh(places, means, xerr=deviations, height=0.62, color=colours, **whiskers)
+    beside: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 9.5, "color": INK}
+    for place, mean, deviation in zip(places, means, deviations, strict=True):
+        axes.annotate(f"{mean:.4g}", (mean + deviation, place), (7, 0), **beside)
+    axes.set_yticks(places, [label(each.method) for each in results])
+    axes.set_ylim(len(results) - 0.5, -0.5)
+    axes.set_xlim(0.0, 1.12 * max(mean + deviation for mean, deviation in zip(means, deviations, strict=True)))
+    axes.grid(visible=False)
+    axes.tick_params(axis="y", length=0)
+    return figure
+
+
+def _draw_method(axes: Axes, results: MethodResults, cost: str) -> None:
+    marker, colour = _LOOKS.get(results.method, ("o", GREY))
+    look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 9.0}
+    bars: dict[str, Any] = {"linestyle": "none", "elinewidth": 1.0, "capsize": 2.0, "label": label(results.method)}
+    axes.errorbar(
+        results.mean(cost),
+        results.mean("accuracy"),
+        xerr=_spread(results, cost),
+        yerr=_spread(results, "accuracy"),
+        **look,
+        **bars,
+    )
+
+
+def _spread(results: MethodResults, figure: str) -> float:
+    """Returns the standard deviation; zero for a single run, which has none to show."""
+    deviation = results.deviation(figure)
+    return 0.0 if math.isnan(deviation) else deviation

@@ -1,0 +1,81 @@
+"""A comparison for people: tables in the terminal, in Markdown and on a page, and two pictures."""
+
+from __future__ import annotations
+
+from triaccel_ray.service.comparisons.comparison import ABLATION, Comparison
+from triaccel_ray.service.comparisons.fixed import FIXED
+from triaccel_ray.service.console import out, rich_table
+from triaccel_ray.service.reports.comparison_figures import save_comparison_figures
+from triaccel_ray.service.reports.comparison_tables import (
+    against_reference_grid,
+    label,
+    row_above_grid,
+    settings_grid,
+    to_standard_grid,
+    trials_grid,
+    values_grid,
+)
+from triaccel_ray.service.reports.notes import sharing_note
+from triaccel_ray.service.reports.report import REPORT, Section, write_page
+from triaccel_ray.service.reports.tables import Grid
+from triaccel_ray.service.runs.methods import METHODS
+from triaccel_ray.service.storage.layout import FIGURES
+from triaccel_ray.service.translation import command_of
+
+COMPARISON_MARKDOWN = "comparison.md"
+
+
+def view_comparison(record: Comparison) -> None:
+    """Shows the tables, and writes them as Markdown and, with pictures, as a page."""
+    folder, spec = record.folder, record.spec
+    tables = comparison_tables(record)
+    for title, grid in tables.items():
+        out.print(rich_table(grid, title=f"{folder.name}: {title}"))
+        out.print()
+    command = _command_of_best_fixed(record)
+    if command:
+        out.print("to train with the best fixed setting:")
+        out.print(command, soft_wrap=True)
+    text = "\n".join(f"## {title}\n\n{grid.markdown()}" for title, grid in tables.items())
+    (folder / COMPARISON_MARKDOWN).write_text(f"# {folder.name}: {spec.base.task}\n\n{text}")
+    results = [record.results(method) for method in spec.all_methods]
+    about = "; ".join(filter(None, (f"{spec.base.task}, {spec.num_seeds} seeds", sharing_note(spec.base))))
+    pictures = save_comparison_figures(results, folder / FIGURES, about=about)
+    sections = [
+        Section(title=title, header=grid.header, rows=grid.rows, text=grid.note) for title, grid in tables.items()
+    ]
+    if pictures:
+        sections.insert(1, Section(title="Pictures", text="Bars: standard deviation over seeds.", pictures=pictures))
+    if command:
+        sections.append(Section(title="To train with the best fixed setting", command=command))
+    methods = [[label(method), METHODS[method]] for method in spec.all_methods]
+    sections.append(Section(title="What the methods are", header=("method", ""), rows=methods))
+    page = write_page(folder / REPORT, f"{folder.name}: {spec.base.task}", sections)
+    out.print(f"\npage: {page}", soft_wrap=True)
+
+
+def comparison_tables(record: Comparison) -> dict[str, Grid]:
+    """Returns the tables by title, in the order in which they are read."""
+    first = [record.results(method) for method in record.spec.table_1]
+    second = [record.results(method) for method in record.spec.table_2]
+    mark = sharing_note(record.spec.base)
+    tables = {
+        "Table 1, test samples, read once by each run": values_grid(first, mark=mark),
+        "Table 1, differences to AMP": against_reference_grid(first),
+    }
+    if second:
+        tables["Table 2, the ablation"] = values_grid(second, ABLATION, mark=mark)
+        tables["Table 2, differences to the row above"] = row_above_grid(second)
+        tables["Table 2, differences to standard"] = to_standard_grid(second)
+    if record.choices is not None:
+        tables["What each method trained with"] = settings_grid(record)
+    if record.trials:
+        tables["What was chosen on validation samples"] = trials_grid(record)
+    return tables
+
+
+def _command_of_best_fixed(record: Comparison) -> str:
+    """Returns the command that trains with the best fixed setting; empty where there is none yet."""
+    if record.choices is None or record.choices.fixed is None:
+        return ""
+    return command_of(record.choices.onto(record.spec.base, FIXED))

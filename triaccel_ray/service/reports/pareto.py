@@ -1,0 +1,125 @@
+"""What a search found: accuracy against time and memory, and the trials that no other one beats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+
+from triaccel_ray.service.reports.figure_style import (
+    BLUE,
+    DASHED,
+    GREY,
+    INK,
+    NAVY,
+    ORANGE,
+    RED,
+    mark_level,
+    new_figure,
+    panel,
+)
+
+BASELINES: Final = {"fp32": ("FP32", "s", RED), "amp": ("AMP", "D", ORANGE)}
+"""Methods that trials are compared with: their name, marker and colour."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one trial, or one baseline, came to."""
+
+    label: str
+    method: str
+    """`fp32` and `amp` are the baselines."""
+    accuracy: float
+    """Percent."""
+    seconds: float
+    """Per epoch."""
+    peak_gb: float
+    """Memory of the process at its peak, 10^9 bytes."""
+    score: float
+    feasible: bool = True
+    """Whether the accuracy is within the margin."""
+
+
+def pareto_indices(costs: Sequence[Sequence[float]]) -> list[int]:
+    """Returns the positions, ascending, of the points that no other one dominates.
+
+    A point dominates another when no coordinate is larger and one is smaller; give what is to be large with a minus
+    sign. Equal points do not dominate each other.
+    """
+    front: list[int] = []
+    # A point can only be dominated by one that comes before it in lexicographic order, hence by one of the front.
+    for index in sorted(range(len(costs)), key=lambda i: tuple(costs[i])):
+        if not any(_dominates(costs[other], costs[index]) for other in front):
+            front.append(index)
+    return sorted(front)
+
+
+def pareto_front(outcomes: Sequence[Outcome], *, accuracy_floor: float | None = None, about: str = "") -> Figure:
+    """Returns accuracy against seconds per epoch and against peak memory, two panels.
+
+    The trials that no other trial beats in a panel's two quantities are joined. `accuracy_floor` is the accuracy,
+    in percent, that a feasible trial reaches at least.
+    """
+    figure = new_figure(11.0, 4.7)
+    left, right = figure.subplots(1, 2, sharey=True)
+    panel(left, "Accuracy against time", about, x_label="seconds per epoch", y_label="accuracy, percent")
+    panel(right, "Accuracy against memory", " " if about else "", x_label="peak memory, GB")
+    _draw_panel(left, outcomes, lambda outcome: outcome.seconds, accuracy_floor)
+    _draw_panel(right, outcomes, lambda outcome: outcome.peak_gb, accuracy_floor)
+    if accuracy_floor is not None:
+        mark_level(right, accuracy_floor, "margin")
+    handles, labels = left.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False, fontsize=9, labelcolor=INK)
+    return figure
+
+
+def _draw_panel(
+    axes: Axes, outcomes: Sequence[Outcome], cost: Callable[[Outcome], float], accuracy_floor: float | None
+) -> None:
+    trials = [outcome for outcome in outcomes if outcome.method not in BASELINES]
+    good = [outcome for outcome in trials if outcome.feasible]
+    poor = [outcome for outcome in trials if not outcome.feasible]
+    if accuracy_floor is not None:
+        axes.axhline(accuracy_floor, color=GREY, linewidth=1.1, linestyle=DASHED)
+    if poor:
+        hollow: dict[str, Any] = {"facecolors": "none", "edgecolors": "#9AA5B1", "linewidth": 1.1}
+        axes.scatter(*_places(poor, cost), s=34, label="trial below the margin", **hollow)
+    if good:
+        axes.scatter(*_places(good, cost), s=42, color=BLUE, alpha=0.55, linewidth=0, label="trial")
+        indices = pareto_indices([(cost(outcome), -outcome.accuracy) for outcome in good])
+        front = sorted((good[index] for index in indices), key=cost)
+        line: dict[str, Any] = {
+            "color": NAVY,
+            "linewidth": 1.6,
+            "marker": "o",
+            "markersize": 6.5,
+            "drawstyle": "steps-post",
+        }
+        axes.plot(*_places(front, cost), label="beaten by no other trial", **line)
+        best = max(good, key=lambda outcome: outcome.score)
+        ring: dict[str, Any] = {"facecolors": "none", "edgecolors": NAVY, "linewidth": 1.6}
+        axes.scatter(*_places([best], cost), s=190, label=f"best score {best.score:.3g}: {best.label}", **ring)
+    for method, (name, marker, colour) in BASELINES.items():
+        same = [outcome for outcome in outcomes if outcome.method == method]
+        if same:
+            look: dict[str, Any] = {"color": colour, "edgecolor": "white", "linewidth": 1.0, "zorder": 4}
+            axes.scatter(*_places(same, cost), s=76, marker=marker, label=name, **look)
+            place = (cost(same[0]), same[0].accuracy)
+            style: dict[str, Any] = {"fontsize": 9.5, "fontweight": "bold", "color": colour, "ha": "center"}
+            text = axes.annotate(name, place, (0, 8), textcoords="offset points", zorder=5, **style)
+            text.set_path_effects([withStroke(linewidth=3.0, foreground="white")])
+    axes.margins(0.09)
+
+
+def _places(outcomes: Sequence[Outcome], cost: Callable[[Outcome], float]) -> tuple[list[float], list[float]]:
+    return [cost(outcome) for outcome in outcomes], [outcome.accuracy for outcome in outcomes]
+
+
+def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
+    return tuple(one) != tuple(other) and all(a <= b for a, b in zip(one, other, strict=True))

@@ -1,0 +1,123 @@
+"""Reading a run back from its folder: the event log is the only source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from triaccel_ray.events import End, Epoch, Interruption, LogError, Start, Tick, read_events
+from triaccel_ray.score import BYTES_PER_GB, efficiency_score, mean_epoch_seconds
+from triaccel_ray.service.failures import RESULTS
+from triaccel_ray.service.runs.objective import Figures
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.storage.layout import EVENTS, SPEC, read_value
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """Everything known of one run."""
+
+    folder: Path
+    spec: RunSpec
+    start: Start
+    ticks: tuple[Tick, ...]
+    epochs: tuple[Epoch, ...]
+    end: End | None
+    """None while the run goes on, or when it was cut off."""
+    interruptions: tuple[Interruption, ...] = ()
+    """Where it was broken off and went on."""
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.folder.name
+
+    @property
+    def status(self) -> str:
+        """`finished`, `stopped`, `failed (cause)` or `unfinished`."""
+        if self.end is None:
+            return "unfinished"
+        return f"failed ({self.end.cause})" if self.end.status == "failed" else self.end.status
+
+    @property
+    def has_outcome(self) -> bool:
+        """Whether the run finished, or failed by what was tried: the same again would end the same way."""
+        return self.end is not None and (self.end.status == "finished" or self.end.cause in RESULTS)
+
+    @property
+    def figures(self) -> Figures | None:
+        """The figures of the whole run, with the accuracy that it ended with; None before it was first judged."""
+        return _figures(self.epochs, self.end.results.get("accuracy") if self.end else None)
+
+    def figures_after(self, epoch: int) -> Figures | None:
+        """Returns the figures as they were after `epoch` epochs; None where the run was not judged then."""
+        return _figures([each for each in self.epochs if each.epoch <= epoch])
+
+
+def _figures(epochs: Sequence[Epoch], accuracy: float | None = None) -> Figures | None:
+    """Returns the figures after these epochs, with the last one's accuracy unless another is known."""
+    if not epochs:
+        return None
+    accuracy = epochs[-1].held_out_accuracy if accuracy is None else accuracy
+    if accuracy is None:
+        return None
+    seconds = mean_epoch_seconds([epoch.seconds for epoch in epochs])
+    peak_gb = epochs[-1].peak_bytes / BYTES_PER_GB
+    score = efficiency_score(accuracy, seconds, peak_gb)
+    return Figures(accuracy=accuracy, seconds=seconds, peak_gb=peak_gb, score=score)
+
+
+def has_begun(folder: Path) -> bool:
+    """Returns whether the log in `folder` holds a record: a run that was lost at once may have left it empty."""
+    try:
+        with (folder / EVENTS).open("rb") as file:
+            return file.readline().endswith(b"\n")
+    except OSError:
+        return False
+
+
+def read_if_begun(folder: Path) -> RunRecord | None:
+    """Returns the run in `folder`; None where it has not begun.
+
+    Raises:
+        LogError: its log or spec is damaged.
+    """
+    return read_run(folder) if has_begun(folder) else None
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Returns the run in `folder`.
+
+    Raises:
+        LogError: the folder holds no run, or its log or spec is damaged.
+    """
+    if not (folder / EVENTS).exists():
+        raise LogError(f"folder {folder} holds no run ({EVENTS} is missing): name a run's folder")
+    spec = read_spec(folder)
+    records = [event.record for event in read_events(folder / EVENTS)]
+    if not records or not isinstance(records[0], Start):
+        raise LogError(f"event log {folder / EVENTS} does not begin with a start record: it is damaged or was cut")
+    return RunRecord(
+        folder=folder,
+        spec=spec,
+        start=records[0],
+        ticks=tuple(r for r in records if isinstance(r, Tick)),
+        epochs=tuple(r for r in records if isinstance(r, Epoch)),
+        end=next((r for r in reversed(records) if isinstance(r, End)), None),
+        interruptions=tuple(r for r in records if isinstance(r, Interruption)),
+    )
+
+
+def read_spec(folder: Path) -> RunSpec:
+    """Returns the spec of the run in `folder`.
+
+    Raises:
+        LogError: it is missing or damaged.
+    """
+    return read_value(RunSpec, folder / SPEC, "the run cannot be continued or reported without it")
+
+
+def runs_below(folder: Path) -> Iterator[Path]:
+    """Yields the folders of all runs at or below `folder`, in name order."""
+    yield from sorted(path.parent for path in folder.rglob(EVENTS))

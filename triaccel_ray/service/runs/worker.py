@@ -1,0 +1,455 @@
+"""One run on one device: a plain class that knows neither Ray nor MLflow."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+import threading
+from collections import deque
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainables.registry import load_task
+from trainables.task import Purpose, Splits
+from triaccel_ray.baseline import BaselineLoop
+from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Record, Start, TakenOverError
+from triaccel_ray.jsonable import decode, encode
+from triaccel_ray.layers import Loss, forward
+from triaccel_ray.loop import ControlLoop
+from triaccel_ray.plan import Precision
+from triaccel_ray.score import BYTES_PER_GB, TIMED_EPOCHS, efficiency_score, mean_epoch_seconds
+from triaccel_ray.service.failures import (
+    DiskFullError,
+    NonFiniteLossError,
+    broken_off,
+    failed,
+    needing_room,
+    set_damage_aside,
+    write_traceback,
+)
+from triaccel_ray.service.runs.gpu_share import hold_to_part
+from triaccel_ray.service.runs.objective import Figures
+from triaccel_ray.service.runs.spec import RunSpec, environment
+from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, SPEC, write_value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """A glance at a run while it trains."""
+
+    epoch: float
+    num_epochs: int
+    images_per_second: float
+    batch_size: int
+    used_bytes: int
+    limit_bytes: int
+    layers_per_precision: dict[str, int]
+    accuracy: float | None
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint cannot be read, or is not one of this run's log: an older one may do."""
+
+
+class Worker:
+    """Trains one run epoch by epoch, writes its event log, saves and restores it."""
+
+    def __init__(self, spec: RunSpec, folder: Path, splits: Splits | None = None) -> None:
+        """Builds model, data and loop; everything the run writes goes below `folder`.
+
+        `splits` are the task's samples for `spec.purpose` where they are at hand already.
+
+        Raises:
+            ValueError, FileNotFoundError: the spec cannot be carried out; the message says why.
+        """
+        self.spec, self.folder = spec, folder
+        self.device = spec.torch_device
+        # Before the first tensor: not even a model that is too large may take a neighbour's memory.
+        self._budget_bytes = hold_to_part(self.device, spec.trials_per_gpu, spec.memory_budget_bytes)
+        _seed_everything(spec.seed)
+        self._task = load_task(spec.task, None if spec.data_dir is None else Path(spec.data_dir))
+        self._splits = self._task.data(spec.purpose) if splits is None else splits
+        _seed_everything(spec.seed)  # again: the model must not depend on whether reading the samples drew numbers
+        self._held_out = self._splits.held_out.to(self.device)  # once, not at every evaluation
+        self.loop = self._build_loop()
+        self._log: EventLog | None = None
+        self._writing = threading.Lock()
+        self._epoch_seconds: deque[float] = deque(maxlen=TIMED_EPOCHS)
+        self.last: Epoch | None = None
+        """The last epoch's record."""
+        self.ended = False
+        """Whether the log takes no more records: it has its last one, or another process has taken the run over."""
+
+    @property
+    def figures(self) -> Figures:
+        """The figures after the last epoch, on the validation samples.
+
+        Raises:
+            ValueError: no epoch has been judged.
+        """
+        last = self.last
+        if last is None or last.held_out_accuracy is None or last.score is None:
+            raise ValueError("figures: no epoch of this run has been judged on validation samples")
+        return Figures(
+            accuracy=last.held_out_accuracy,
+            seconds=mean_epoch_seconds(list(self._epoch_seconds)),
+            peak_gb=last.peak_bytes / BYTES_PER_GB,
+            score=last.score,
+        )
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a log that this worker writes."""
+        return self._log is not None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all epochs are done."""
+        return self.loop.feed.epoch >= self.spec.recipe.epochs
+
+    def start(self, *, replace_existing: bool = False) -> None:
+        """Begins a new event log, with the spec beside it.
+
+        `replace_existing` is for a run that died before its first checkpoint and begins again.
+
+        Raises:
+            ValueError: the folder holds a run already.
+        """
+        if (self.folder / EVENTS).exists() and not replace_existing:
+            raise ValueError(f"folder {self.folder} holds a run already: resume it, or choose another name")
+        self._write_spec()
+        self._open_log(keep=0)
+        self._append(self._start_record())
+
+    def resume(self) -> int:
+        """Goes on from the newest checkpoint that is whole, or begins anew where there is none; the log says which.
+
+        First of all it sets a damaged log aside and takes the log over: a process that was given up for lost, and is
+        not, writes nothing more. Returns the epochs done.
+
+        Raises:
+            ValueError: the checkpoint belongs to a run with other settings.
+        """
+        (self.folder / ERROR).unlink(missing_ok=True)  # of a failure that an interruption is about to stand for
+        damage = set_damage_aside(self.folder / EVENTS)
+        if (self.folder / EVENTS).exists():
+            with needing_room(self.folder):
+                EventLog(self.folder / EVENTS, keep=None).close()
+        earlier, latest = broken_off(self.folder / EVENTS)
+        if damage:
+            latest = Interruption(cause="damaged", message=damage, epoch=0)
+        for torn in self.folder.glob(f".{CHECKPOINT}.*.partial"):
+            torn.unlink()  # of a process that was lost while it wrote
+        unusable = []
+        for path in (self.folder / CHECKPOINT, self.folder / PREVIOUS):
+            try:
+                if path.exists():
+                    self.restore(path)
+                    self._write_spec()  # as damaged as the log, perhaps
+                    break
+            except DamagedCheckpointError as error:
+                unusable.append(str(error))
+        else:
+            if unusable:
+                self._drop_loop()  # first: what it holds would count as the memory of the next one
+                self.loop = self._build_loop()
+            self.start(replace_existing=True)
+        epoch, num_kept = self.loop.feed.epoch, self._log.num_records if self._log else 0
+        for place, record in earlier:
+            if place >= num_kept:  # cut off with what came after the checkpoint
+                self._append(record)
+        if latest is not None:
+            goes_on = f"goes on after epoch {epoch}" if epoch else "begins again"
+            self._append(replace(latest, message="; ".join([latest.message, goes_on, *unusable]), epoch=epoch))
+        return epoch
+
+    def train_epoch(self) -> Epoch:
+        """Trains one epoch, judges it on the validation samples (not on test samples), and returns the record.
+
+        Raises:
+            NonFiniteLossError: the loss is not a number any more; the log says so.
+            torch.OutOfMemoryError, MemoryError: not even one sample fits; likewise.
+            TakenOverError: another process goes on with the run.
+        """
+        try:
+            stats = self.loop.train_epoch()
+            if not math.isfinite(stats.loss):
+                raise NonFiniteLossError(f"the training loss of epoch {stats.epoch} is {stats.loss}")
+            judged = self._evaluate() if self.spec.purpose is Purpose.SEARCH else None
+        except (DiskFullError, TakenOverError):
+            raise  # there is no room for an end either, or it is not this process's to write
+        except Exception as error:
+            self.fail(error)
+            raise
+        self._epoch_seconds.append(stats.seconds)
+        memory = self.loop.memory
+        memory.refresh_peaks()
+        record = Epoch(
+            epoch=stats.epoch,
+            step=self.loop.num_steps,
+            train_loss=stats.loss,
+            held_out_accuracy=None if judged is None else judged.accuracy,
+            held_out_loss=None if judged is None else judged.loss,
+            seconds=stats.seconds,
+            images_per_second=stats.num_samples / stats.seconds,
+            batch_size=self.loop.plan.batch_size,
+            peak_bytes=memory.peak_bytes,
+            allocated_peak_bytes=memory.allocated_peak_bytes,
+            num_skipped=self.loop.num_skipped,
+            score=None if judged is None else self._score(judged.accuracy),
+        )
+        self._append(record)
+        self.last = record
+        return record
+
+    def finish(self) -> dict[str, float]:
+        """Judges the finished run (for a final run: reads the test set, once), ends the log, returns the results."""
+        last = self.last
+        if last is None:
+            raise ValueError("epochs = 0: a run is finished after at least one epoch")
+        accuracy, loss = last.held_out_accuracy, last.held_out_loss
+        if accuracy is None or loss is None:
+            try:
+                judged = self._evaluate()
+            except Exception as error:
+                self.fail(error)
+                raise
+            accuracy, loss = judged.accuracy, judged.loss
+        memory = self.loop.memory
+        memory.refresh_peaks()
+        results = {
+            "accuracy": accuracy,
+            "loss": loss,
+            "seconds_per_epoch": mean_epoch_seconds(list(self._epoch_seconds)),
+            "peak_gb": memory.peak_bytes / BYTES_PER_GB,
+            "allocated_peak_gb": memory.allocated_peak_bytes / BYTES_PER_GB,
+            "score": self._score(accuracy),
+            "idle_gb": memory.idle_bytes / BYTES_PER_GB,
+            "limit_gb": memory.limit_bytes / BYTES_PER_GB,
+            "epochs": float(last.epoch),
+        }
+        self._append(End(status="finished", results=results))
+        return results
+
+    def stop(self) -> None:
+        """Ends the log of a run that is cut short on purpose; from another thread too, while it trains."""
+        self._append(End(status="stopped"))
+
+    def fail(self, error: Exception) -> None:
+        """Ends the log of a run that `error` has ended, and leaves the traceback beside it."""
+        if self.begun and not self.ended:
+            write_traceback(self.folder, error)
+        self._append(failed(error))
+
+    def close(self) -> None:
+        """Lets go of model, data and memory, and closes the log.
+
+        Raises:
+            DiskFullError: the log's last records found no room.
+        """
+        del self._splits, self._held_out
+        try:
+            self._drop_loop()
+        finally:  # after an error of the device it raises again, and the log must end up whole all the same
+            log, self._log = self._log, None
+            if log is not None:
+                with needing_room(self.folder):
+                    log.close()
+
+    def checkpoint(self) -> None:
+        """Writes the checkpoint that `resume` goes on from, and keeps the one before.
+
+        Raises:
+            DiskFullError: there is no room; the checkpoint before stays.
+            TakenOverError: another process goes on with the run; likewise.
+        """
+        self.save(self.folder / CHECKPOINT, previous=self.folder / PREVIOUS)
+
+    def save(self, path: Path, *, previous: Path | None = None) -> None:
+        """Writes a checkpoint that `restore` goes on from; one that was there is kept as `previous`.
+
+        Nothing once the log has ended: `stop`, from another thread, may have ended it before the epoch was recorded.
+
+        Raises:
+            DiskFullError: there is no room.
+            TakenOverError: another process goes on with the run.
+        """
+        with self._writing:  # an end that is written from here on is none of the checkpoint's records
+            if self.ended:
+                return
+            log = self._log
+            num_records, checksum = (0, None) if log is None else (log.num_records, log.checksum)
+        state = {
+            "spec": json.dumps(encode(self.spec)),
+            "loop": self.loop.state_dict(),
+            "num_records": num_records,
+            "log_checksum": checksum,
+            "epoch_seconds": list(self._epoch_seconds),
+            "last": None if self.last is None else encode(self.last),
+        }
+        with needing_room(path.parent):
+            if log is not None:
+                log.sync()  # a checkpoint must never count records that a power cut can take
+            save_checkpoint(path, state, previous=previous, confirm=None if log is None else log.claim.require)
+
+    def restore(self, path: Path) -> None:
+        """Goes on from the checkpoint at `path`; the event log is cut back to it.
+
+        Raises:
+            CheckpointError: the checkpoint belongs to another run.
+            DamagedCheckpointError: it is missing or damaged.
+        """
+        try:
+            state = load_checkpoint(path)
+        except CheckpointError as error:
+            raise DamagedCheckpointError(str(error)) from error
+        if not self._is_own(state["spec"]):
+            raise CheckpointError(f"checkpoint {path} belongs to a run with other settings: resume that one instead")
+        try:
+            self.loop.load_state_dict(state["loop"])
+            # Cuts the log back, so last: a state that does not fit must not cost what was recorded.
+            self._open_log(keep=state["num_records"], checksum=state["log_checksum"])
+        except (LogError, RuntimeError, ValueError, KeyError) as error:
+            raise DamagedCheckpointError(f"checkpoint {path} does not fit its run: {error}") from error
+        self._epoch_seconds.extend(state["epoch_seconds"])
+        if state["last"] is not None:
+            self.last = decode(Epoch, state["last"])
+
+    def status(self) -> Status | None:
+        """Returns a glance at the run; safe to call from another thread while it trains. None once it is closed."""
+        loop: ControlLoop | BaselineLoop | None = getattr(self, "loop", None)
+        if loop is None:
+            return None
+        levels = list(loop.plan.precision.values())
+        elapsed = loop.epoch_seconds_so_far
+        done = (loop.feed.position - int(loop.feed.position)) * len(loop.feed.source)
+        rate = done / elapsed if done and elapsed else (self.last.images_per_second if self.last else 0.0)
+        return Status(
+            epoch=loop.feed.position,
+            num_epochs=self.spec.recipe.epochs,
+            images_per_second=rate,
+            batch_size=loop.plan.batch_size,
+            used_bytes=loop.memory.window_peak_bytes,
+            limit_bytes=loop.memory.limit_bytes,
+            layers_per_precision={level.value: levels.count(level) for level in Precision},
+            accuracy=None if self.last is None else self.last.held_out_accuracy,
+        )
+
+    def _is_own(self, spec: str) -> bool:
+        """Returns whether a checkpoint's spec is this run's; one written before a field was added has its default."""
+        try:
+            return decode(RunSpec, json.loads(spec)) == self.spec
+        except ValueError:  # a field that this version does not know
+            return False
+
+    def _build_loop(self) -> ControlLoop | BaselineLoop:
+        spec, recipe = self.spec, self.spec.recipe
+        model = self._task.model().to(self.device)
+        optimizer = self._task.optimizer(model, recipe)
+        loss = partial(self._task.loss, recipe=recipe)
+        self._warm_up(model, loss)
+        _seed_everything(spec.seed)
+        if spec.method in ("fp32", "amp"):
+            return BaselineLoop(
+                model,
+                optimizer,
+                loss,
+                self._splits.train,
+                method="fp32" if spec.method == "fp32" else "amp",
+                batch_size=spec.control.batch.start,
+                schedule=recipe.lr_factor,
+                memory_budget=self._budget_bytes,
+                memory_headroom=spec.memory_headroom_bytes,
+                seed=spec.seed,
+            )
+        return ControlLoop(
+            model,
+            optimizer,
+            loss,
+            self._splits.train,
+            config=spec.method_control,
+            schedule=recipe.lr_factor,
+            memory_budget=self._budget_bytes,
+            memory_headroom=spec.memory_headroom_bytes,
+            seed=spec.seed,
+            on_tick=self._append,
+        )
+
+    def _drop_loop(self) -> None:
+        """Gives the memory of model, optimizer and captured steps back."""
+        if not hasattr(self, "loop"):
+            return  # a second one could not be built
+        loop, memory = self.loop, self.loop.memory
+        del self.loop
+        try:
+            loop.close()
+        finally:
+            del loop
+            memory.release()
+
+    def _warm_up(self, model: nn.Module, loss: Loss) -> None:
+        """Loads everything that loads lazily.
+
+        Two samples pass through a copy of the model: libraries, handles and workspaces take hundreds of MiB at the
+        first operation, which would otherwise pass for the memory of the first batch.
+        """
+        duplicate = copy.deepcopy(model).eval()
+        train = self._splits.train.to(self.device)
+        inputs, targets = train.batch(torch.arange(min(2, len(train))), None)
+        loss(forward(duplicate, inputs), targets).backward()
+
+    def _start_record(self) -> Start:
+        spec = self.spec
+        info = {"task": spec.task, "method": spec.method, "seed": str(spec.seed), "purpose": spec.purpose.value}
+        recipe: dict[str, Any] = {f"recipe.{name}": value for name, value in encode(spec.recipe).items()}
+        if spec.trials_per_gpu > 1:
+            info["trials_per_gpu"] = str(spec.trials_per_gpu)
+        info["memory_source"] = self.loop.memory.source
+        return Start(
+            control=spec.method_control,
+            info={**info, **environment(self.device)},
+            parameters={**recipe, "memory_limit_bytes": self.loop.memory.limit_bytes},
+        )
+
+    def _evaluate(self) -> Any:
+        return self.loop.evaluate(self._held_out, self._task.num_correct)
+
+    def _score(self, accuracy: float) -> float:
+        peak_gb = self.loop.memory.peak_bytes / BYTES_PER_GB
+        return efficiency_score(accuracy, mean_epoch_seconds(list(self._epoch_seconds)), peak_gb)
+
+    def _write_spec(self) -> None:
+        with needing_room(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_value(self.folder / SPEC, self.spec)
+
+    def _open_log(self, *, keep: int, checksum: int | None = None) -> None:
+        with needing_room(self.folder):
+            self._log = EventLog(self.folder / EVENTS, keep=keep, checksum=checksum)
+
+    def _append(self, record: Record) -> None:
+        with self._writing:
+            if self._log is not None and not self.ended:
+                try:
+                    with needing_room(self.folder):
+                        self._log.append(record)
+                except TakenOverError:
+                    self.ended = True
+                    raise
+                self.ended = isinstance(record, End)
+
+
+def _seed_everything(seed: int) -> None:
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

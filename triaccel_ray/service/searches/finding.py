@@ -1,0 +1,66 @@
+"""What a search has found, as the value that can be kept as a task's default."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+from search_spaces.found import Found, Result
+from triaccel_ray.events import read_events
+from triaccel_ray.service.runs.record import RunRecord
+from triaccel_ray.service.searches.search import SearchRecord, best_trial
+from triaccel_ray.service.storage.layout import EVENTS, write_value
+from triaccel_ray.service.translation import search_command_of
+
+FOUND = "found.json"
+
+
+def write_found(record: SearchRecord) -> Path | None:
+    """Writes `found.json` into the search's folder and returns its path; None where nothing has been found."""
+    found = found_in(record)
+    if found is None:
+        return None
+    path = record.folder / FOUND
+    write_value(path, found)
+    return path
+
+
+def found_in(record: SearchRecord) -> Found | None:
+    """Returns the best thresholds of a search; None while no trial that ran to its end is within the margin."""
+    best, amp = best_trial(record), record.baselines.get("amp")
+    if best is None or amp is None or record.prepared is None:
+        return None
+    control, searched = best.spec.control, record.spec.optional
+    batch, curvature = control.batch, control.curvature
+    steps = {"step_up": batch.step_up, "step_down": batch.step_down}
+    info = best.start.info
+    return Found(
+        task=best.spec.task,
+        command=search_command_of(record.spec),
+        date=_day(best),
+        hardware=info.get("hardware", "unknown"),
+        versions={name: info[name] for name in ("triaccel-ray", "torch", "triton", "python") if name in info},
+        num_trials=len(record.trials),
+        num_finished=sum(run.status == "finished" for run in record.trials),
+        headroom_bytes=record.prepared.headroom_bytes,
+        precision={"tau_low": control.precision.tau_low, "tau_high": control.precision.tau_high},
+        batch={"rho_low": batch.rho_low, "rho_high": batch.rho_high, **(steps if "batch_steps" in searched else {})},
+        curvature={name: getattr(curvature, name) for name in ("alpha", "tau_curv") if name in searched},
+        every_steps=control.every_steps if "t_ctrl" in searched else None,
+        amp=_result(amp),
+        best=_result(best),
+        trials_per_gpu=best.spec.trials_per_gpu,
+    )
+
+
+def _result(run: RunRecord) -> Result:
+    figures = run.figures
+    assert figures is not None  # of a finished run on validation samples
+    return Result(
+        accuracy=figures.accuracy, seconds_per_epoch=figures.seconds, peak_gb=figures.peak_gb, score=figures.score
+    )
+
+
+def _day(run: RunRecord) -> str:
+    first = next(read_events(run.folder / EVENTS))
+    return datetime.fromtimestamp(first.time_ms / 1000, UTC).date().isoformat()

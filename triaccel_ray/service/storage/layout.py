@@ -1,0 +1,67 @@
+"""What lies in the folder of a run, and how its files are written: whole, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+from triaccel_ray.events import LogError
+from triaccel_ray.jsonable import decode, encode
+
+T = TypeVar("T")
+
+CHECKPOINT = "checkpoint.pt"
+PREVIOUS = "checkpoint.previous.pt"
+"""The checkpoint before, for the case that the newest cannot be read."""
+EVENTS = "events.jsonl"
+DAMAGED = "events.damaged.jsonl"
+"""A log that could not be read to its end, set aside when its run went on."""
+SPEC = "spec.json"
+ERROR = "error.txt"
+"""The traceback of what a run failed by."""
+FIGURES = "figures"
+"""Folder of pictures."""
+
+
+def require_new(folder: Path) -> None:
+    """Returns if nothing is at `folder` yet.
+
+    Raises:
+        ValueError: something is; it is left as it is.
+    """
+    if folder.exists():
+        raise name_in_use(folder.name, str(folder))
+
+
+def name_in_use(name: str, where: str) -> ValueError:
+    """Returns what to raise where `name` is asked for, and something is there."""
+    return ValueError(
+        f"name = {name!r}: {where} exists already and is left as it is; choose another --name, or go on with "
+        f"`triaccel resume {name}`"
+    )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes `text` to `path`, which holds either the old text or all of the new."""
+    partial_path = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial_path.write_text(text)
+    partial_path.replace(path)
+
+
+def write_value(path: Path, value: Any) -> None:
+    """Writes a dataclass to `path` as JSON, as a whole; `read_value` reads it."""
+    write_atomically(path, json.dumps(encode(value), indent=2) + "\n")
+
+
+def read_value(cls: type[T], path: Path, way_out: str) -> T:
+    """Returns the value of class `cls` that the file at `path` holds.
+
+    Raises:
+        LogError: it cannot be read, or holds something else; the message ends with `way_out`.
+    """
+    try:
+        return decode(cls, json.loads(path.read_text()))
+    except (OSError, ValueError, RecursionError) as error:
+        raise LogError(f"{path} cannot be read ({error}): {way_out}") from error

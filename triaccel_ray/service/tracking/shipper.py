@@ -1,0 +1,146 @@
+"""From event logs to MLflow: a thread of the driver that follows the logs of all runs below a folder.
+
+The training processes write their logs and know nothing of MLflow. What has arrived is noted beside each log: an outage
+loses nothing, a restarted driver goes on where the last one stopped, and a resumed run continues its MLflow run.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from triaccel_ray.service.storage.layout import EVENTS
+from triaccel_ray.service.tracking.shipment import Label, Shipment
+from triaccel_ray.service.tracking.tracking import Tracker
+
+LONGEST_PAUSE_S = 60.0
+LONGEST_MESSAGE = 500
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parent:
+    """The run of a whole search or comparison, which the runs below its folder are shown under."""
+
+    name: str
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+
+class Shipper:
+    """Ships the event logs at and below a folder; whatever the store does, no exception leaves it."""
+
+    def __init__(
+        self, tracker: Tracker, root: Path, *, experiment: str, parent: Parent | None = None, interval_s: float = 2.0
+    ) -> None:
+        """Remembers what to do; nothing is read or sent before `start`, `ship_once` or `flush`.
+
+        Args:
+            tracker: where to.
+            root: a run's folder, or one with many runs' folders below it.
+            experiment: the MLflow experiment of all runs.
+            parent: the run that stands for `root` and has the others as children. It ends when an end record is
+                written to a log in `root`, and is open again when that log is cut back. None: `root` is an ordinary
+                run, if it has a log.
+            interval_s: pause between two looks at the logs; grows up to a minute while the store fails.
+        """
+        self.last_error: str | None = None
+        """What went wrong in the last pass, without secrets; None when all went well."""
+        self._tracker, self._root, self._interval_s = tracker, root.absolute(), interval_s
+        self._experiment, self._parent = experiment, parent
+        self._shipments: dict[Path, Shipment] = {}
+        self._turn = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begins to ship from a daemon thread, which does not keep the process alive."""
+        self._stopping.clear()
+        self._thread = threading.Thread(target=self._follow, name="mlflow-shipper", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Ends the thread after the pass it is in; what has not arrived waits for the next `flush` or process."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            self._thread = None
+
+    def flush(self, timeout_s: float) -> bool:
+        """Ships everything written so far; returns whether that succeeded. A call under way may outlast the timeout."""
+        deadline, pause_s = time.monotonic() + timeout_s, 0.2
+        while True:
+            self.ship_once()
+            left_s = deadline - time.monotonic()
+            if self.last_error is None or left_s <= 0.0:
+                return self.last_error is None
+            time.sleep(min(pause_s, left_s))
+            pause_s *= 2.0
+
+    def ship_once(self) -> int:
+        """Ships what is new in all logs and returns the number of events; a failure is left in `last_error`."""
+        with self._turn:
+            num_events, error = 0, None
+            folder = self._root
+            try:
+                if self.last_error is not None:
+                    self._tracker.check()  # in three seconds, where a server that hangs would hold a call for forty
+                parent_id = None if self._parent is None else self._shipment(self._root).open()
+                for folder in self._folders():
+                    try:
+                        num_events += self._shipment(folder).ship(parent_id if folder != self._root else None)
+                    except Exception as failure:
+                        error = self._describe(folder, failure)
+                        # One run's trouble is its own; the store's is everyone's, and ends the pass.
+                        self._tracker.check()
+            # Whatever MLflow, its store, the network or the disk raise: training does not depend on it.
+            except Exception as failure:
+                error = error or self._describe(folder, failure)
+            self._report(error)
+            return num_events
+
+    def _follow(self) -> None:
+        failures = 0
+        while not self._stopping.wait(min(self._interval_s * 2**failures, max(LONGEST_PAUSE_S, self._interval_s))):
+            self.ship_once()
+            failures = 0 if self.last_error is None else min(failures + 1, 10)
+
+    def _folders(self) -> list[Path]:
+        """Returns the folders with a log, children first: their parent ends after them."""
+        found = {path.parent for path in self._root.rglob(EVENTS)}
+        # A SQLite store's own copies are no runs; they lie in <artifact root>/<run id>/artifacts.
+        stored = self._tracker.artifact_root
+        runs = {folder for folder in found if (folder.name, folder.parent.parent) != ("artifacts", stored)}
+        return sorted(runs, key=lambda folder: (folder == self._root, folder))
+
+    def _shipment(self, folder: Path) -> Shipment:
+        if folder not in self._shipments:
+            parent = self._parent if folder == self._root else None
+            key = self._root.name if folder == self._root else f"{self._root.name}/{folder.relative_to(self._root)}"
+            label = Label(
+                experiment=self._experiment,
+                name=folder.name if parent is None else parent.name,
+                key=key.replace("'", "_"),
+                tags={} if parent is None else parent.tags,
+            )
+            self._shipments[folder] = Shipment(self._tracker, folder, label)
+        return self._shipments[folder]
+
+    def _describe(self, folder: Path, failure: Exception) -> str:
+        first_line = str(failure).strip().partition("\n")[0]  # SQLAlchemy adds the statement, with all values
+        text = f"{folder.name}: {type(failure).__name__}: {first_line}"
+        return self._tracker.mask(text)[:LONGEST_MESSAGE]
+
+    def _report(self, error: str | None) -> None:
+        if error is not None:
+            for shipment in self._shipments.values():
+                shipment.verify_again()
+            if self.last_error is None:
+                _logger.warning("MLflow: %s; training goes on, the event logs keep everything", error)
+        elif self.last_error is not None:
+            _logger.info("MLflow: everything has arrived")
+        self.last_error = error
