@@ -35,7 +35,6 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("replay run1 --rho-low 2", ("rho_low = 2.0: must lie in",)),
     ("replay run1 --t-curv 100", ("--t-curv",)),
     ("search digits --tau-low 1e-6", ("--tau-low",)),
-    ("search digits --also alpha --alpha 0.1", ("--alpha = 0.1: --also alpha has the search find it",)),
     ("replay run1 --reasons -1", ("reasons = -1: must be",)),
     # training
     ("run digits --epochs 0", ("epochs = 0: must be",)),
@@ -54,7 +53,7 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
         for count in (0, -1, 17)
     ),
     ("search digits --trials-per-gpu 2 --device cpu", ("trials-per-gpu = 2: a run on the CPU has no GPU to share",)),
-    ("search digits --tau-low 1", ("--tau-low = 1.0", "a search finds this one itself")),
+    ("search digits --also alpha --alpha 0.1", ("--alpha = 0.1: a search finds this one itself",)),
     ("search digits --also batch_steps --step-up 64", ("--step-up = 64", "a search finds this one itself")),
     ("search digits --also t_ctrl --t-ctrl 5", ("--t-ctrl = 5", "a search finds this one itself")),
     ("search digits --margin nan", ("margin = nan: must lie in [0, 100]",)),
