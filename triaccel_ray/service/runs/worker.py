@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
-import random
 import threading
 from collections import deque
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import nn
 
 from trainables.registry import load_task
 from trainables.task import Purpose, Splits
@@ -22,7 +16,6 @@ from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Record, Start, TakenOverError
 from triaccel_ray.jsonable import decode, encode
-from triaccel_ray.layers import Loss, forward
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.plan import Precision
 from triaccel_ray.score import BYTES_PER_GB, TIMED_EPOCHS, efficiency_score, mean_epoch_seconds
@@ -35,6 +28,7 @@ from triaccel_ray.service.failures import (
     set_damage_aside,
     write_traceback,
 )
+from triaccel_ray.service.runs.building import build_loop, seed_everything
 from triaccel_ray.service.runs.gpu_share import hold_to_part
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.spec import RunSpec, environment
@@ -74,10 +68,9 @@ class Worker:
         self.device = spec.torch_device
         # Before the first tensor: not even a model that is too large may take a neighbour's memory.
         self._budget_bytes = hold_to_part(self.device, spec.trials_per_gpu, spec.memory_budget_bytes)
-        _seed_everything(spec.seed)
+        seed_everything(spec.seed)
         self._task = load_task(spec.task, None if spec.data_dir is None else Path(spec.data_dir))
         self._splits = self._task.data(spec.purpose) if splits is None else splits
-        _seed_everything(spec.seed)  # again: the model must not depend on whether reading the samples drew numbers
         self._held_out = self._splits.held_out.to(self.device)  # once, not at every evaluation
         self.loop = self._build_loop()
         self._log: EventLog | None = None
@@ -351,35 +344,12 @@ class Worker:
             return False
 
     def _build_loop(self) -> ControlLoop | BaselineLoop:
-        spec, recipe = self.spec, self.spec.recipe
-        model = self._task.model().to(self.device)
-        optimizer = self._task.optimizer(model, recipe)
-        loss = partial(self._task.loss, recipe=recipe)
-        self._warm_up(model, loss)
-        _seed_everything(spec.seed)
-        if spec.method in ("fp32", "amp"):
-            return BaselineLoop(
-                model,
-                optimizer,
-                loss,
-                self._splits.train,
-                method="fp32" if spec.method == "fp32" else "amp",
-                batch_size=spec.control.batch.start,
-                schedule=recipe.lr_factor,
-                memory_budget=self._budget_bytes,
-                memory_headroom=spec.memory_headroom_bytes,
-                seed=spec.seed,
-            )
-        return ControlLoop(
-            model,
-            optimizer,
-            loss,
+        return build_loop(
+            self.spec,
+            self._task,
             self._splits.train,
-            config=spec.method_control,
-            schedule=recipe.lr_factor,
-            memory_budget=self._budget_bytes,
-            memory_headroom=spec.memory_headroom_bytes,
-            seed=spec.seed,
+            device=self.device,
+            budget_bytes=self._budget_bytes,
             on_tick=self._append,
         )
 
@@ -394,17 +364,6 @@ class Worker:
         finally:
             del loop
             memory.release()
-
-    def _warm_up(self, model: nn.Module, loss: Loss) -> None:
-        """Loads everything that loads lazily.
-
-        Two samples pass through a copy of the model: libraries, handles and workspaces take hundreds of MiB at the
-        first operation, which would otherwise pass for the memory of the first batch.
-        """
-        duplicate = copy.deepcopy(model).eval()
-        train = self._splits.train.to(self.device)
-        inputs, targets = train.batch(torch.arange(min(2, len(train))), None)
-        loss(forward(duplicate, inputs), targets).backward()
 
     def _start_record(self) -> Start:
         spec = self.spec
@@ -445,11 +404,3 @@ class Worker:
                     self.ended = True
                     raise
                 self.ended = isinstance(record, End)
-
-
-def _seed_everything(seed: int) -> None:
-    import numpy as np
-
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)

@@ -1,0 +1,84 @@
+"""Model, optimizer and loop of a run, from its spec."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainables.task import Task
+from triaccel_ray.baseline import BaselineLoop
+from triaccel_ray.events import Tick
+from triaccel_ray.layers import Loss, forward
+from triaccel_ray.loop import ControlLoop
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.sources import DataSource
+
+
+def build_loop(
+    spec: RunSpec,
+    task: Task,
+    train: DataSource,
+    *,
+    device: torch.device,
+    budget_bytes: int | None,
+    on_tick: Callable[[Tick], None],
+) -> ControlLoop | BaselineLoop:
+    """Returns the loop that trains `task` on `train` as `spec` says, with a model drawn from the run's seed.
+
+    Whatever was drawn before, two loops of one spec are the same.
+    """
+    seed_everything(spec.seed)
+    model = task.model().to(device)
+    optimizer = task.optimizer(model, spec.recipe)
+    loss = partial(task.loss, recipe=spec.recipe)
+    _warm_up(model, loss, train.to(device))
+    seed_everything(spec.seed)
+    if spec.method in ("fp32", "amp"):
+        return BaselineLoop(
+            model,
+            optimizer,
+            loss,
+            train,
+            method="fp32" if spec.method == "fp32" else "amp",
+            batch_size=spec.control.batch.start,
+            schedule=spec.recipe.lr_factor,
+            memory_budget=budget_bytes,
+            memory_headroom=spec.memory_headroom_bytes,
+            seed=spec.seed,
+        )
+    return ControlLoop(
+        model,
+        optimizer,
+        loss,
+        train,
+        config=spec.method_control,
+        schedule=spec.recipe.lr_factor,
+        memory_budget=budget_bytes,
+        memory_headroom=spec.memory_headroom_bytes,
+        seed=spec.seed,
+        on_tick=on_tick,
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds the generators of Python, NumPy and PyTorch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _warm_up(model: nn.Module, loss: Loss, train: DataSource) -> None:
+    """Loads everything that loads lazily.
+
+    Two samples pass through a copy of the model: libraries, handles and workspaces take hundreds of MiB at the first
+    operation, which would otherwise pass for the memory of the first batch.
+    """
+    duplicate = copy.deepcopy(model).eval()
+    inputs, targets = train.batch(torch.arange(min(2, len(train))), None)
+    loss(forward(duplicate, inputs), targets).backward()
