@@ -148,7 +148,6 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(tmp_path: Path, terminal: 
     assert set(recorded) == {"hunt", "fp32", "amp", "probe", *(run.name for run in record.trials)}
 
 
-@pytest.mark.timeout(600)
 def test_ctrl_c_is_the_end_of_the_ui_and_nothing_to_go_on_with(tmp_path: Path) -> None:
     port = free_port()
     ui = Terminal("ui", "--port", str(port), "--storage-path", str(tmp_path))

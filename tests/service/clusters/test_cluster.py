@@ -187,7 +187,6 @@ def test_machines_that_join_take_trials_and_those_that_leave_lose_none(tmp_path:
     assert len(project.nodes("read-on")) == 1  # and nobody but the driver has read the samples
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU that joins is to be none, so that the run ends at once")
 def test_a_run_that_needs_a_gpu_waits_for_a_machine_with_one(tmp_path: Path, without_gpu: Cluster) -> None:
     storage, said = tmp_path / "runs", tmp_path / "said"

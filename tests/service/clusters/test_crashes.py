@@ -211,7 +211,7 @@ def test_a_search_goes_on_by_itself_when_an_actor_and_a_node_are_lost(
 
 
 def test_a_command_whose_head_is_lost_ends_and_says_how_to_go_on(
-    desk: Desk, whole: Path, two_nodes: Cluster, tmp_path: Path
+    desk: Desk, whole: Path, two_nodes: Cluster, cluster_address: str, tmp_path: Path
 ) -> None:
     folder = begun(whole, tmp_path)
     desk.hold()
@@ -223,14 +223,16 @@ def test_a_command_whose_head_is_lost_ends_and_says_how_to_go_on(
     words = f"triaccel resume hunt --storage-path {tmp_path} --address {two_nodes.address}"
     assert said.splitlines()[-1] == words
     desk.release()
-    done(desk.type(tmp_path, "resume", "hunt"))
+    done(desk.type(tmp_path, "resume", "hunt", "--address", cluster_address))
     assert outcome(folder) == outcome(whole)
 
 
-def test_the_last_of_two_commands_goes_on_with_a_search(desk: Desk, whole: Path, tmp_path: Path) -> None:
+def test_the_last_of_two_commands_goes_on_with_a_search(
+    desk: Desk, whole: Path, cluster_address: str, tmp_path: Path
+) -> None:
     folder = begun(whole, tmp_path)
     desk.hold()
-    first = desk.type(tmp_path, "resume", "hunt")
+    first = desk.type(tmp_path, "resume", "hunt", "--address", cluster_address)
     trials = desk.held(first, 2)
     second = desk.type(tmp_path, "resume", "hunt")
     wait_until(lambda: len(desk.alive()) == 4 or second.poll() is not None)

@@ -11,23 +11,22 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import matplotlib
 import pytest
 
+from tests.service.own_task import MODULE
 from tests.service.ray_head import free_ports, ray_node
 from tests.service.stores import Server, assert_equals_log, runs
+from tests.service.waiting import COMMAND_S, end, wait_until
 from triaccel_ray.service.searches.search import read_search
 from triaccel_ray.service.tracking.tracking import Tracker
 
-pytestmark = pytest.mark.timeout(900)
-DEADLINE_S = 500.0
-"""For what takes half a minute on an idle machine."""
 SECRETS = {
     "MLFLOW_TRACKING_PASSWORD": "word-of-the-environment-5711",
     "AWS_SECRET_ACCESS_KEY": "key-of-the-store-5713",
@@ -36,25 +35,21 @@ IN_THE_URI = "word-of-the-uri-5714"
 NUM_TRIALS = 2
 
 TASK = """
-import time
-from pathlib import Path
-
 import ray
-from trainables.digits import Digits
+from tests.service.waiting import wait_until
 
 NODES = Path(__file__).with_name("nodes.txt")
 
 
-class Meeting(Digits):
+class Meeting(Blobs):
     # Runs wait for each other, two by two, and note where they are.
+    name = "meeting"
+
     def model(self):
         with NODES.open("a") as file:
             file.write(f"{ray.get_runtime_context().get_node_id()}\\n")
         number = len(NODES.read_text().split())
-        deadline = time.monotonic() + 200.0
-        while len(NODES.read_text().split()) < number + number % 2:
-            assert time.monotonic() < deadline, "no other run at the same time"
-            time.sleep(0.05)
+        wait_until(lambda: len(NODES.read_text().split()) >= number + number % 2, say=lambda: "no other run")
         return super().model()
 """
 
@@ -91,7 +86,7 @@ def hunt(starting_server: Server, tmp_path_factory: pytest.TempPathFactory) -> I
     home = tmp_path_factory.mktemp("home")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "MLFLOW_"))}
     environment |= {"HOME": str(home), "MPLCONFIGDIR": matplotlib.get_configdir(), "RAY_USAGE_STATS_ENABLED": "0"}
-    (place / "meeting.py").write_text(TASK)
+    (place / "meeting.py").write_text(MODULE + TASK)
     environment |= {"PYTHONPATH": os.pathsep.join([str(place), os.getcwd()]), "RAY_AUTH_MODE": "token"}
     making = [sys.executable, "-m", "ray.scripts.scripts", "get-auth-token", "--generate"]
     token = subprocess.run(making, env=environment, check=True, capture_output=True, text=True).stdout.split()[-1]
@@ -107,7 +102,8 @@ def hunt(starting_server: Server, tmp_path_factory: pytest.TempPathFactory) -> I
             ("other", (f"--address={address}",)),
         ):
             log = place / f"{name}.log"
-            _wait_for(stack.enter_context(ray_node(*words, *own, env=environment, log=log)), log)
+            node = stack.enter_context(ray_node(*words, *own, env=environment, log=log))
+            wait_until(partial(_has_joined, node, log), say=log.read_text)
         uri = f"http://somebody:{IN_THE_URI}@127.0.0.1:{starting_server.port}"
         typed = (
             "--trials",
@@ -136,8 +132,8 @@ def hunt(starting_server: Server, tmp_path_factory: pytest.TempPathFactory) -> I
                 stdout=said,
                 stderr=said,
             )
-            stack.callback(command.kill)
-            command.wait(DEADLINE_S)
+            stack.callback(end, command)
+            command.wait(COMMAND_S)
         text = (place / "said.txt").read_text()
         assert command.returncode == 0, text
         asking = [sys.executable, "-c", JOBS.format(address=address)]
@@ -154,13 +150,9 @@ def hunt(starting_server: Server, tmp_path_factory: pytest.TempPathFactory) -> I
     shutil.rmtree(place)
 
 
-def _wait_for(node: subprocess.Popen[bytes], log: Path) -> None:
-    """Returns once the machine has joined."""
-    deadline = time.monotonic() + DEADLINE_S
-    while "Ray runtime started" not in log.read_text():
-        assert node.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
+def _has_joined(node: subprocess.Popen[bytes], log: Path) -> bool:
+    assert node.poll() is None, log.read_text()
+    return "Ray runtime started" in log.read_text()
 
 
 def test_trials_run_on_both_machines_and_all_of_the_search_is_recorded(hunt: Hunt) -> None:
