@@ -29,6 +29,7 @@ def ray_head() -> Iterator[str]:
         with ray_node("--head", *words, env=_environment(), log=log) as head:
             url = f"http://127.0.0.1:{dashboard}"
             wait_until(lambda: _answers(head, url, log), say=log.read_text)
+            wait_until(lambda: _listens(agent), say=log.read_text)  # to it the Jobs API hands what is submitted
             yield url
 
 
@@ -66,6 +67,14 @@ def free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=GRACE_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _answers(head: subprocess.Popen[bytes], url: str, log: Path) -> bool:
