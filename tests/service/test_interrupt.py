@@ -148,9 +148,11 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(tmp_path: Path, terminal: 
     assert set(recorded) == {"hunt", "fp32", "amp", "probe", *(run.name for run in record.trials)}
 
 
-def test_ctrl_c_is_the_end_of_the_ui_and_nothing_to_go_on_with(tmp_path: Path) -> None:
+def test_ctrl_c_is_the_end_of_the_ui_and_nothing_to_go_on_with(
+    tmp_path: Path, terminal: Callable[..., Terminal]
+) -> None:
     port = free_port()
-    ui = Terminal("ui", "--port", str(port), "--storage-path", str(tmp_path))
+    ui = terminal(tmp_path, "ui", "--port", str(port), "--storage-path", str(tmp_path))
 
     def answers() -> bool:
         with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health", timeout=5.0):
