@@ -29,9 +29,9 @@ def cluster_address() -> Iterator[str]:
     cluster.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def own_ray() -> Iterator[None]:
-    """A Ray of this process's own with two CPUs and two GPUs, which are logical; after it no cluster can be joined."""
+    """A Ray of this process's own with two CPUs and two GPUs, which are logical; meanwhile no cluster can be joined."""
     paths = {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
     ray.init(
         address="local",  # not whatever cluster this machine may have
