@@ -19,7 +19,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from triaccel_ray.jsonable import decode, encode
+from triaccel_ray.jsonable import decode
 from triaccel_ray.service.storage.layout import (
     CHECKPOINT,
     DAMAGED,
@@ -29,7 +29,7 @@ from triaccel_ray.service.storage.layout import (
     SPEC,
     name_in_use,
     require_new,
-    write_atomically,
+    write_value,
 )
 from triaccel_ray.service.storage.place import Place, is_plain_name
 from triaccel_ray.service.storage.store import Stamp, Store
@@ -197,7 +197,7 @@ class Mirror:
             return _Known()
 
     def _keep(self, files: Mapping[str, _Same]) -> None:
-        write_atomically(self._note, json.dumps(encode(_Known(files=files))))
+        write_value(self._note, _Known(files=files))
 
 
 def pull_logs(place: Place, *, but: Sequence[Place] = ()) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from triaccel_ray.out_of_memory import first_line
 from triaccel_ray.service.failures import StoreError, is_disk_full
 
 BLOCK_BYTES = 4 * 2**20
@@ -174,8 +175,7 @@ def _explained(uri: str, way_out: str, *, is_disk_theirs: bool = True) -> Iterat
     except Exception as error:  # each file system, and each that fsspec lends, raises its own
         if is_disk_full(error) and not is_disk_theirs:
             raise
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise StoreError(f"storage path = {uri!r}: {first_line[:300]}; {way_out}") from error
+        raise StoreError(f"storage path = {uri!r}: {first_line(error)[:300]}; {way_out}") from error
 
 
 def _in_one_request(uri: str) -> str:

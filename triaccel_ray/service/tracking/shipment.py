@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,11 +13,11 @@ from typing import Any
 from filelock import FileLock
 
 from triaccel_ray.events import End, Event, Interruption, LogError, Start, parse_event
-from triaccel_ray.jsonable import decode, encode
+from triaccel_ray.jsonable import decode
 from triaccel_ray.service.reports.figures import run_figures
 from triaccel_ray.service.reports.run_page import write_run_page
 from triaccel_ray.service.runs.record import read_run
-from triaccel_ray.service.storage.layout import ERROR, EVENTS, FIGURES, SPEC
+from triaccel_ray.service.storage.layout import ERROR, EVENTS, FIGURES, SPEC, write_value
 from triaccel_ray.service.tracking.log_tail import LogTail
 from triaccel_ray.service.tracking.metrics import metrics_of, params_of, step_of, tags_of
 from triaccel_ray.service.tracking.tracking import Tracker
@@ -324,8 +323,5 @@ class Shipment:
             self._write(changed)
 
     def _write(self, shipped: Shipped) -> None:
-        path = self.folder / SHIPPED
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        partial.write_text(json.dumps(encode(shipped), indent=2))
-        os.replace(partial, path)
+        write_value(self.folder / SHIPPED, shipped)
         self._shipped = shipped
