@@ -53,7 +53,7 @@ class Setup:
     def variants(self, dtype: torch.dtype) -> dict[str, Make]:
         """Returns what is compared, by name."""
         constants = self.scale, self.shift
-        how: dict[str, Any] = {"padding": PADDING, "reflect": False, "dtype": dtype}
+        how: dict[str, Any] = {"padding": PADDING, "reflect": False, "cutout": 0, "dtype": dtype}
         return {
             "kernel": lambda i: image_batch(self.images, i, *constants, key=self.key(), **how),
             "kernel, a key drawn once": lambda i: image_batch(self.images, i, *constants, key=self.one_key, **how),
@@ -82,7 +82,7 @@ class Setup:
         indices = torch.randint(NUM_IMAGES, (777,), device="cuda")
         images, chosen, scale, shift = (t.cpu() for t in (self.images, indices, self.scale, self.shift))
         one, zero = torch.ones(3), torch.zeros(3)
-        how: dict[str, Any] = {"padding": PADDING, "reflect": False, "dtype": torch.float32}
+        how: dict[str, Any] = {"padding": PADDING, "reflect": False, "cutout": 0, "dtype": torch.float32}
         key = self.key()
         pixels = image_batch(self.images, indices, one.cuda(), zero.cuda(), key=key, padding=PADDING)
         if not torch.equal(pixels.cpu(), reference(images, chosen, one, zero, key=key.cpu(), **how)):

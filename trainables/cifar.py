@@ -13,7 +13,7 @@ from trainables.images import ImageSource, Preparation
 from trainables.models import Stem, efficientnet_b0, resnet18
 from trainables.split import stratified_split
 from trainables.task import Purpose, Recipe, Splits, Task
-from triaccel_ray.config import ControlConfig, PrecisionConfig
+from triaccel_ray.config import BatchConfig, ControlConfig, PrecisionConfig
 
 _SPLIT_SEED = 2026
 """Of the task, not of the run: every run, whatever its seed, is judged by the same samples."""
@@ -25,7 +25,8 @@ _CHANNEL_STD = {10: (0.2470, 0.2435, 0.2616), 100: (0.2673, 0.2564, 0.2762)}
 class CifarTask(Task):
     """The data of either set: 45,000 training and 5,000 validation images, or all 50,000 and the 10,000 for testing.
 
-    Images stay uint8; cropping, flipping, normalising and resizing happen on the device, a batch at a time.
+    Images stay uint8; cropping, flipping, normalising and resizing happen on the device, a batch at a time. What a crop
+    takes in from outside is the image mirrored, and a square of 8 pixels is cut out of each.
     """
 
     num_classes: ClassVar[Literal[10, 100]] = 10
@@ -46,7 +47,8 @@ class CifarTask(Task):
         plain = Preparation(
             mean=_CHANNEL_MEAN[self.num_classes], std=_CHANNEL_STD[self.num_classes], size=self.input_size
         )
-        return Splits(train=ImageSource(*train, replace(plain, augment=True)), held_out=ImageSource(*held_out, plain))
+        augmented = replace(plain, augment=True, reflect=True, cutout=8)
+        return Splits(train=ImageSource(*train, augmented), held_out=ImageSource(*held_out, plain))
 
 
 class Cifar10ResNet18(CifarTask):
@@ -54,8 +56,11 @@ class Cifar10ResNet18(CifarTask):
 
     name: ClassVar[str] = "cifar10-resnet18"
     stem: ClassVar[Stem] = "cifar"
-    recipe: ClassVar[Recipe] = Recipe(epochs=30, lr=0.15, nesterov=True, weight_decay=5e-4, label_smoothing=0.1)
+    recipe: ClassVar[Recipe] = Recipe(
+        epochs=30, lr=0.15, warmup_epochs=4.0, nesterov=True, weight_decay=5e-4, label_smoothing=0.1
+    )
     control: ClassVar[ControlConfig] = ControlConfig(
+        batch=BatchConfig(lr_rule="linear"),
         # Variances run from 1e-7 in the deep layers to 2e-3 in the first and the last one at the first step, and from
         # 5e-8 to 2e-5 at mid-training: FP32 for those two while they settle, FP16 for the deep half.
         precision=PrecisionConfig(tau_low=1e-6, tau_high=1e-3)

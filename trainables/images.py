@@ -29,6 +29,8 @@ class Preparation:
     """Pixels by which a random crop may move each way."""
     reflect: bool = False
     """Whether what enters from outside is the image, mirrored at its edge, in place of black."""
+    cutout: int = 0
+    """Edge in pixels of the square that is cut out of every augmented image; 0: none."""
     dtype: torch.dtype = torch.float32
     """Of the batches: float32, float16 or bfloat16."""
 
@@ -65,7 +67,7 @@ class ImageSource(TensorSource):
             key = torch.randint(2**63 - 1, (), generator=generator, device=device)
         images = image_batch(
             self.inputs, indices, self._scale, self._shift, key=key, padding=how.padding, reflect=how.reflect,
-            dtype=how.dtype,
+            cutout=how.cutout, dtype=how.dtype,
         )  # fmt: skip
         if how.size is not None:
             images = F.interpolate(images, size=how.size, mode="bilinear", align_corners=False)

@@ -23,6 +23,7 @@ def image_batch(
     key: Tensor | None,
     padding: int = 4,
     reflect: bool = False,
+    cutout: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Returns the images at `indices`, each pixel x as x scale[channel] + shift[channel], [b, c, h, w] of `dtype`.
@@ -30,7 +31,9 @@ def image_batch(
     With a `key`, image i of the batch is first padded by `padding` pixels on each side, cropped to h x w at an offset
     drawn uniformly from (2 padding + 1)^2, and mirrored left to right half of the time. Offset and mirroring follow
     from (key, i) alone, by a hash; equal keys give equal batches. What enters from outside is a raw 0, which the
-    normalisation maps to shift[channel], or with `reflect` the image itself, mirrored at its outermost pixels.
+    normalisation maps to shift[channel], or with `reflect` the image itself, mirrored at its outermost pixels. Last,
+    with `cutout`, a square whose centre is drawn uniformly over the image becomes 0 in the result (DeVries and Taylor
+    2017); what of it lies outside is lost.
 
     One launch on a GPU, without synchronisation: a CUDA graph may hold it, and reads indices and key anew each time.
 
@@ -43,6 +46,7 @@ def image_batch(
         key: int64 scalar on the device of `images`; None leaves the images whole and as they are.
         padding: pixels by which a crop may move each way, 0 to 32767; with `reflect` less than h and w.
         reflect: what the padding consists of.
+        cutout: edge of the square in pixels, >= 0; 0 cuts nothing out.
         dtype: of the result: float32, float16 or bfloat16. Arithmetic is float32.
 
     Returns:
@@ -50,7 +54,8 @@ def image_batch(
 
     Raises:
         TypeError: a tensor or `dtype` has another type than named above.
-        ValueError: a tensor has another shape, device or memory layout, or `padding` is out of range.
+        ValueError: a tensor has another shape, device or memory layout, or `padding` or `cutout` is out of
+            range.
     """
     _check_types(images, indices, scale, shift, key, dtype)
     _check_shapes(images, indices, scale, shift, key)
@@ -60,7 +65,9 @@ def image_batch(
         raise ValueError(
             f"padding = {padding}: must be less than the images' edges, {list(images.shape[2:])}, to reflect"
         )
-    how: dict[str, Any] = {"key": key, "padding": padding, "reflect": reflect, "dtype": dtype}
+    if cutout < 0:
+        raise ValueError(f"cutout = {cutout}: must be a number of pixels >= 0")
+    how: dict[str, Any] = {"key": key, "padding": padding, "reflect": reflect, "cutout": cutout, "dtype": dtype}
     if not images.is_cuda:
         return reference(images, indices, scale, shift, **how)
     from kernels.image_batch.triton import image_batch as launch  # here: without a GPU triton need not exist

@@ -20,6 +20,7 @@ def image_batch(
     key: Tensor | None,
     padding: int,
     reflect: bool,
+    cutout: int,
     dtype: torch.dtype,
 ) -> Tensor:
     """Returns the batch; `kernels.image_batch.image_batch` says of what."""
@@ -28,6 +29,8 @@ def image_batch(
         batch = _cropped_and_mirrored(batch, key, padding, reflect=reflect)
     prepared = batch.to(torch.float32, memory_format=torch.channels_last)
     prepared = prepared.mul_(scale.view(1, -1, 1, 1)).add_(shift.view(1, -1, 1, 1))
+    if key is not None and cutout:
+        prepared = prepared.masked_fill_(_cut(key, batch.shape, cutout), 0.0)
     return prepared.to(dtype, memory_format=torch.channels_last)
 
 
@@ -56,17 +59,38 @@ def _reflected(position: Tensor, size: int) -> Tensor:
 def draw(key: Tensor, num: int, padding: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns what augments each image of a batch of `num`: rows, columns int64 [num] in [0, 2 padding], mirrored bool.
 
-    Two 32-bit words an image come from a hash of the key's two halves and the image's place in the batch. 16 bits of
-    the first give the row, the others the column, by multiplication: over 9 offsets, no probability is off by more
-    than one in 7,000. The top bit of the second word mirrors.
+    16 bits of a word give the row, the others the column, by multiplication: over 9 offsets, no probability is off by
+    more than one in 7,000. The top bit of another word mirrors.
     """
+    span = 2 * padding + 1
+    rows, columns = _pair(_word(key, num, 0), span, span)
+    return rows, columns, _word(key, num, 1) >> 31 == 1
+
+
+def draw_centres(key: Tensor, num: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Returns the centres of what is cut out of each image of a batch: rows in [0, height), columns in [0, width)."""
+    return _pair(_word(key, num, 2), height, width)
+
+
+def _cut(key: Tensor, shape: torch.Size, cutout: int) -> Tensor:
+    """Returns which pixels of a batch [b, c, h, w] are cut out, bool [b, 1, h, w]."""
+    num, _, height, width = shape
+    tops, lefts = (centres - cutout // 2 for centres in draw_centres(key, num, height, width))
+    y = torch.arange(height, device=key.device) - tops[:, None]
+    x = torch.arange(width, device=key.device) - lefts[:, None]
+    return (((y >= 0) & (y < cutout))[:, :, None] & ((x >= 0) & (x < cutout))[:, None, :])[:, None]
+
+
+def _word(key: Tensor, num: int, which: int) -> Tensor:
+    """Returns 32 random bits for each of `num` images, hashed from the key's halves and the place in the batch."""
     place = torch.arange(num, dtype=torch.int64, device=key.device)
     counter = _mix(place ^ _mix(key & _MASK))
     counter = _mix((counter + _mix((key >> 32 & _MASK) ^ _GOLDEN)) & _MASK)
-    offsets = _mix(counter)
-    span = 2 * padding + 1
-    rows, columns = (offsets & 0xFFFF) * span >> 16, (offsets >> 16) * span >> 16
-    return rows, columns, _mix((counter + _GOLDEN) & _MASK) >> 31 == 1
+    return _mix((counter + which * _GOLDEN) & _MASK)
+
+
+def _pair(word: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    return (word & 0xFFFF) * rows >> 16, (word >> 16) * columns >> 16
 
 
 def _mix(word: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ def image_batch(
     key: Tensor | None,
     padding: int,
     reflect: bool,
+    cutout: int,
     dtype: torch.dtype,
 ) -> Tensor:
     """Returns the batch; `kernels.image_batch.image_batch` says of what, and has checked the arguments."""
@@ -42,6 +43,7 @@ def image_batch(
             len(images),
             PADDING=padding,
             REFLECT=reflect,
+            CUTOUT=cutout,
             CHANNELS=channels,
             HEIGHT=height,
             WIDTH=width,
@@ -76,6 +78,7 @@ def _image_batch(  # type: ignore[no-untyped-def]  # Triton's types are not Pyth
     num_images,
     PADDING: tl.constexpr,  # noqa: N803  # compile-time constants
     REFLECT: tl.constexpr,  # noqa: N803
+    CUTOUT: tl.constexpr,  # noqa: N803
     CHANNELS: tl.constexpr,  # noqa: N803
     HEIGHT: tl.constexpr,  # noqa: N803
     WIDTH: tl.constexpr,  # noqa: N803
@@ -89,6 +92,7 @@ def _image_batch(  # type: ignore[no-untyped-def]  # Triton's types are not Pyth
     channel = element % CHANNELS
     x = element // CHANNELS % WIDTH
     y = element // (CHANNELS * WIDTH)
+    kept = inside
     # As a limit, for Triton's interpreter makes a number of a truth value that it spreads over a block.
     readable = element < tl.where((index >= 0) & (index < num_images), HEIGHT * WIDTH * CHANNELS, 0)
     if AUGMENT:
@@ -96,6 +100,11 @@ def _image_batch(  # type: ignore[no-untyped-def]  # Triton's types are not Pyth
         counter = _mix(place.to(tl.uint32) ^ _mix(state.to(tl.uint32)))
         counter = _mix(counter + _mix((state >> 32).to(tl.uint32) ^ 0x9E3779B9))
         offsets = _mix(counter)
+        if CUTOUT > 0:
+            centre = _mix(counter + 0x3C6EF372)  # twice the golden ratio's, in 32 bits
+            left = (((centre >> 16) * WIDTH) >> 16).to(tl.int32) - CUTOUT // 2
+            top = (((centre & 0xFFFF) * HEIGHT) >> 16).to(tl.int32) - CUTOUT // 2
+            kept = inside & ((x < left) | (x >= left + CUTOUT) | (y < top) | (y >= top + CUTOUT))
         mirrored = (_mix(counter + 0x9E3779B9) >> 31) != 0
         x = tl.where(mirrored, WIDTH - 1 - x, x) + (((offsets >> 16) * (2 * PADDING + 1)) >> 16).to(tl.int32) - PADDING
         y = y + (((offsets & 0xFFFF) * (2 * PADDING + 1)) >> 16).to(tl.int32) - PADDING
@@ -109,4 +118,5 @@ def _image_batch(  # type: ignore[no-untyped-def]  # Triton's types are not Pyth
     factor = tl.load(scale + channel, mask=inside, other=0.0)
     summand = tl.load(shift + channel, mask=inside, other=0.0)
     start = place.to(tl.int64) * (CHANNELS * HEIGHT * WIDTH)
-    tl.store(out + start + element, (pixel * factor + summand).to(out.dtype.element_ty), mask=inside)
+    value = tl.where(kept, pixel * factor + summand, 0.0)
+    tl.store(out + start + element, value.to(out.dtype.element_ty), mask=inside)

@@ -313,3 +313,31 @@ def test_graphs_and_eager_steps_do_not_hold_memory_at_once() -> None:
         loop.close()
         del loop
     assert peaks[1] <= 1.15 * peaks[0]
+
+
+def test_run_after_run_in_one_process_leaves_no_more_memory_behind() -> None:
+    """Libraries keep workspaces for each stream that was ever computed on: all runs use the same one."""
+    left = []
+    for _ in range(3):
+        loop = loop_of(network(), fixed(Precision.FP16, capture=True))
+        loop.train_epoch()
+        loop.evaluate(images(64))
+        loop.close()
+        del loop
+        gc.collect()
+        torch.cuda.empty_cache()
+        left.append(torch.cuda.memory_reserved())
+    assert left[1] == left[2]
+
+
+def test_measuring_what_precisions_cost_leaves_no_memory_behind() -> None:
+    config = replace(fixed(Precision.FP16, capture=True), precision=PrecisionConfig(initial=Precision.FP16))
+    loop = loop_of(network(), config)
+    for _ in range(4):
+        loop.step()
+    before = torch.cuda.memory_allocated()
+    for _ in range(4):  # a tick is due, and with it the measurement
+        loop.step()
+    torch.cuda.synchronize()
+    assert loop.state.costs is not None
+    assert torch.cuda.memory_allocated() - before < 2**20

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.image_batch import image_batch
-from kernels.image_batch.reference import draw
+from kernels.image_batch.reference import draw, draw_centres
 from kernels.image_batch.reference import image_batch as reference
 
 MEAN, STD = (0.4914, 0.4822, 0.4465, 0.5), (0.2470, 0.2435, 0.2616, 0.25)
@@ -20,7 +20,7 @@ def kernel(*args: Any, **options: Any) -> Tensor:
     """The kernel itself, through Triton's interpreter where the tensors are on a CPU."""
     from kernels.image_batch.triton import image_batch as launch
 
-    return launch(*args, **{"padding": 4, "reflect": False, "dtype": torch.float32, **options})
+    return launch(*args, **{"padding": 4, "reflect": False, "cutout": 0, "dtype": torch.float32, **options})
 
 
 def constants(channels: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -48,7 +48,7 @@ def raw(images: Tensor, key: int, padding: int, make: Callable[..., Tensor] = im
     one, indices = torch.ones(images.shape[1], device=device), torch.arange(len(images), device=device)
     batch = make(
         images, indices, one, torch.zeros_like(one), key=torch.tensor(key, device=device), padding=padding,
-        reflect=False, dtype=torch.float32,
+        reflect=False, cutout=0, dtype=torch.float32,
     )  # fmt: skip
     return batch.to(torch.uint8)
 
@@ -94,7 +94,7 @@ def test_the_kernel_makes_what_float64_makes(
     poison = torch.full((5 * images[0].numel(),), torch.nan, dtype=dtype, device=DEVICE)
     del poison  # a GPU's allocator hands the same bytes out again: what the kernel leaves unwritten shows
     for make in (kernel, reference):
-        batch = make(*on_device, key=here, padding=padding, reflect=reflect, dtype=dtype)
+        batch = make(*on_device, key=here, padding=padding, reflect=reflect, cutout=0, dtype=dtype)
         assert batch.dtype is dtype
         assert batch.is_contiguous(memory_format=torch.channels_last)
         assert (batch.cpu().double() - exact).abs().max() <= tolerance(dtype)
@@ -104,6 +104,30 @@ def test_the_kernel_makes_what_float64_makes(
 def test_kernel_and_reference_draw_the_same_offsets_bit_for_bit(key: int) -> None:
     images = places(12)
     assert torch.equal(raw(images.to(DEVICE), key, 4, kernel).cpu(), raw(images, key, 4, reference))
+
+
+@pytest.mark.parametrize("cutout", [1, 4, 5, 40])
+@pytest.mark.parametrize("reflect", [True, False])
+def test_a_square_is_cut_out_of_the_finished_image(cutout: int, reflect: bool) -> None:
+    num, height, width = 64, 12, 9
+    images, indices, key = noise(num, 3, height, width), torch.arange(num), torch.tensor(2**40 + 7)
+    on_device = [t.to(DEVICE) for t in (images, indices, *constants(3))]
+    how: dict[str, Any] = {"key": key.to(DEVICE), "reflect": reflect}
+    rows, columns = draw_centres(key, num, height, width)
+    for make in (kernel, image_batch):
+        whole, cut = make(*on_device, **how).cpu(), make(*on_device, **how, cutout=cutout).cpu()
+        for image, found, row, column in zip(whole, cut, rows.tolist(), columns.tolist(), strict=True):
+            top, left = row - cutout // 2, column - cutout // 2
+            image[:, max(top, 0) : max(top + cutout, 0), max(left, 0) : max(left + cutout, 0)] = 0
+            assert torch.equal(image, found)
+
+
+def test_centres_are_uniform_and_independent_of_the_offsets() -> None:
+    num, key = 100_000, torch.tensor(11)
+    rows, columns = draw_centres(key, num, 32, 32)
+    assert abs(chi_square(torch.bincount(rows * 32 + columns, minlength=1024)) - 1023) < 5 * 2046**0.5
+    pairs = draw(key, num, 4)[0] * 32 + rows
+    assert abs(chi_square(torch.bincount(pairs, minlength=288)) - 287) < 5 * 574**0.5
 
 
 def test_every_result_is_a_window_of_the_padded_image_or_its_mirror_image() -> None:
@@ -200,6 +224,7 @@ GOOD: dict[str, Any] = {
         ({"key": torch.ones(1).long()}, ValueError, r"key has shape \[1\]: must be a scalar"),
         ({"padding": -1}, ValueError, "padding = -1: must be between 0 and 32767 pixels"),
         ({"padding": 8, "reflect": True}, ValueError, r"padding = 8: must be less than the images' edges, \[8, 8\]"),
+        ({"cutout": -1}, ValueError, "cutout = -1: must be a number of pixels >= 0"),
         ({"padding": 2**15}, ValueError, "padding = 32768: must be between 0 and 32767 pixels"),
     ],
 )

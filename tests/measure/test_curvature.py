@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.measure import dense_curvature as dense
 from tests.measure.curvature_models import (
@@ -28,6 +29,7 @@ from triaccel_ray.measure.curvature.fisher import fisher_grams, gradient_noise
 from triaccel_ray.measure.curvature.ggn import ggn_grams
 from triaccel_ray.measure.curvature.hessian import power_iteration
 from triaccel_ray.measure.curvature.objective import Objective, measuring
+from triaccel_ray.structure import tensors_in
 
 
 @pytest.fixture(autouse=True)
@@ -158,6 +160,29 @@ def test_chunks_change_nothing(name: str, method: str) -> None:
         for chunk_bytes in (2**28, 200)
     )
     torch.testing.assert_close(chunked, whole)
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that is made."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors_in([out]):
+            self.num_bytes = max(self.num_bytes, tensor.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize(("channels", "size"), [(64, 32), (256, 8)])
+def test_a_column_a_sample_takes_no_larger_pieces_than_a_training_step(channels: int, size: int) -> None:
+    """All patches of one convolution, or all its columns, would be 72 MiB: more than a captured step leaves free."""
+    convolution = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+    model = nn.Sequential(convolution, nn.AdaptiveAvgPool2d(1), nn.Flatten()).to(memory_format=torch.channels_last)
+    inputs, targets = torch.randn(32, channels, size, size), torch.randint(channels, (32,))
+    with _Largest() as largest:
+        top_eigenvalues(model, F.cross_entropy, inputs, targets, find_layers(model), method="fisher", top_k=1)
+    assert largest.num_bytes <= 20 * 2**20
 
 
 def test_noise_is_that_of_the_samples_own_gradients() -> None:

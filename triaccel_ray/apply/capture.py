@@ -17,6 +17,7 @@ from triaccel_ray.apply.step import Step, StepOutcome
 from triaccel_ray.config import ExecutionConfig
 from triaccel_ray.gradients import Gradients
 from triaccel_ray.graphs import Graph, GraphPool
+from triaccel_ray.lent_stream import LentStream
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.plan import Fault, FaultKind
 from triaccel_ray.structure import map_tensors, tensors_in
@@ -107,7 +108,7 @@ class StepCache:
         """Whether steps may be captured."""
         self._source = step.feed.source
         self._eager_gradients = gradients_of()
-        self._stream = torch.cuda.Stream(step.feed.generator.device) if pool.handle is not None else None
+        self._stream = LentStream(step.feed.generator.device) if pool.handle is not None else None
         self._entries: OrderedDict[_Key, _Captured] = OrderedDict()
         self._warm: set[_Key] = set()
         self._too_large: set[_Key] = set()
@@ -289,16 +290,8 @@ class StepCache:
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
         """Has what is inside run on the stream that captures, between what is launched before it and after it."""
-        if self._stream is None:
+        with contextlib.nullcontext() if self._stream is None else self._stream.current():
             yield
-            return
-        outside = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(outside)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            outside.wait_stream(self._stream)
 
     @contextlib.contextmanager
     def _autotuning(self) -> Iterator[None]:
@@ -311,13 +304,16 @@ class StepCache:
 
     @contextlib.contextmanager
     def adapting(self) -> Iterator[None]:
-        """Counts what is done inside as cost of adapting, with the captured steps' memory given back before it."""
+        """Counts what is done inside, on the stream of the steps, as cost of adapting.
+
+        The captured steps' memory is given back before it, and what it leaves behind after it.
+        """
         if self._stream is None:
             yield
             return
         self._pool.release()
         try:
-            with self._timed():
+            with self.on_stream(), self._timed():
                 yield
         finally:
             torch.cuda.empty_cache()

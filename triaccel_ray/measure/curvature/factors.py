@@ -18,6 +18,10 @@ _TRAFFIC = 16
 """Multiply-adds in the time that one element takes to be written and read again: the order of magnitude on GPUs and
 CPUs alike. It only moves the choice between two ways of like cost."""
 
+_PIECE_BYTES = 20 * 2**20
+"""Of patches or columns held at once where a sample has a single column: as large as PyTorch's own segments, so that a
+measurement finds room in what the tensors of a training step, which are smaller than patches, leave free."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -183,6 +187,8 @@ def _is_pairing_cheaper(factors: Sequence[Factors], shape: Shape) -> bool:
 def _gram_by_columns(factors: Sequence[Factors], shape: Shape, chunk_bytes: int) -> Tensor:
     everything = factors[0].right(slice(0, 1))
     itemsize, num_columns = everything.element_size(), shape.b * shape.q
+    # With more columns a sample, each further piece of rows would form all patches anew for little work.
+    chunk_bytes = min(chunk_bytes, _PIECE_BYTES) if shape.q == 1 else chunk_bytes
     gram = everything.new_zeros(num_columns, num_columns)
     bytes_per_row = num_columns * shape.g * shape.k * itemsize
     bytes_per_sample = shape.g * shape.k * itemsize * max(f.num_positions for f in factors)

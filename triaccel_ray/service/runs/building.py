@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from trainables.task import Task
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.events import Tick
 from triaccel_ray.layers import Loss, forward
+from triaccel_ray.lent_stream import LentStream
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.sources import DataSource
@@ -37,9 +39,11 @@ def build_loop(
     model = task.model().to(device)
     optimizer = task.optimizer(model, spec.recipe)
     loss = partial(task.loss, recipe=spec.recipe)
-    _warm_up(model, loss, train.to(device))
+    is_baseline = spec.method in ("fp32", "amp")
+    with contextlib.nullcontext() if is_baseline or device.type == "cpu" else LentStream(device).current():
+        _warm_up(model, loss, train.to(device))
     seed_everything(spec.seed)
-    if spec.method in ("fp32", "amp"):
+    if is_baseline:
         return BaselineLoop(
             model,
             optimizer,
@@ -77,7 +81,8 @@ def _warm_up(model: nn.Module, loss: Loss, train: DataSource) -> None:
     """Loads everything that loads lazily.
 
     Two samples pass through a copy of the model: libraries, handles and workspaces take hundreds of MiB at the first
-    operation, which would otherwise pass for the memory of the first batch.
+    operation, which would otherwise pass for the memory of the first batch. Workspaces belong to the stream that is
+    current.
     """
     duplicate = copy.deepcopy(model).eval()
     inputs, targets = train.batch(torch.arange(min(2, len(train))), None)
