@@ -30,7 +30,7 @@ CALIBRATED: Mapping[str, Any] = {
     "rho_ratio": ABSOLUTE["rho_ratio"],
 }
 """tau as quantiles of the variances that a probe saw: tau_low is the variance at its quantile q, tau_high the one at
-q + share x (1 - q). Memory has a natural scale, its limit: rho as above."""
+q + share x (1 - q); see `Calibration.quantile`. Memory has a natural scale, its limit: rho as above."""
 
 SPACES: Mapping[str, Mapping[str, Any]] = {"thresholds": CALIBRATED, "thresholds-absolute": ABSOLUTE}
 """Name on the command line -> dimensions that are always searched."""
@@ -62,6 +62,10 @@ BEYOND_DECADES = 2.0
 """The calibrated range reaches this far beyond the variances seen: they go on falling after the probe, and a precision
 can also be left unused."""
 
+BEYOND_SHARE = 0.125
+"""Of the quantiles, at either end, that lie beyond what was seen: one precision for all layers is what is fastest on
+many devices, and a search that samples a dozen configurations has to meet it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
@@ -73,13 +77,18 @@ class Calibration:
     def quantile(self, q: float) -> float:
         """Returns the variance at quantile q in [0, 1], interpolated on a logarithmic scale.
 
-        The range is extended at either end: at 0 every layer is above, at 1 every layer below.
+        What was seen lies between the quantiles `BEYOND_SHARE` and 1 - `BEYOND_SHARE`; before these every layer is
+        above, from there on every layer below.
         """
         logs = [math.log10(v) for v in self.variances]
-        points = [logs[0] - BEYOND_DECADES, *logs, logs[-1] + BEYOND_DECADES]
-        position = q * (len(points) - 1)
-        below = min(int(position), len(points) - 2)
-        return float(10.0 ** (points[below] + (position - below) * (points[below + 1] - points[below])))
+        if q < BEYOND_SHARE:
+            return float(10.0 ** (logs[0] - BEYOND_DECADES * (1.0 - q / BEYOND_SHARE)))
+        if q > 1.0 - BEYOND_SHARE:
+            return float(10.0 ** (logs[-1] + BEYOND_DECADES * (1.0 - (1.0 - q) / BEYOND_SHARE)))
+        position = (q - BEYOND_SHARE) / (1.0 - 2.0 * BEYOND_SHARE) * (len(logs) - 1)
+        below = min(int(position), max(len(logs) - 2, 0))
+        above = min(below + 1, len(logs) - 1)
+        return float(10.0 ** (logs[below] + (position - below) * (logs[above] - logs[below])))
 
 
 def calibration(variances: Sequence[float]) -> Calibration:

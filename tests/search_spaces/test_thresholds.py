@@ -116,11 +116,25 @@ def test_quantiles_reach_beyond_what_was_seen_at_either_end(calibrated_on: Calib
 
 
 def test_quantiles_interpolate_on_a_logarithmic_scale() -> None:
-    calibrated_on = calibration([1e-2, 1e-6, 1e-4])  # with the ends: -8, -6, -4, -2, 0
+    calibrated_on = calibration([1e-2, 1e-6, 1e-4])
     assert calibrated_on.variances == (1e-6, 1e-4, 1e-2)
-    assert calibrated_on.quantile(0.25) == pytest.approx(1e-6)
-    assert calibrated_on.quantile(0.375) == pytest.approx(1e-5)
-    assert calibrated_on.quantile(0.5) == pytest.approx(1e-4)
+    found = [calibrated_on.quantile(q) for q in (0.0625, 0.125, 0.3125, 0.5, 0.875, 0.9375)]
+    assert found == pytest.approx([1e-7, 1e-6, 1e-5, 1e-4, 1e-2, 1e-1])
+
+
+def test_many_samples_use_one_precision_alone_or_leave_one_out() -> None:
+    chance = np.random.RandomState(0)
+    calibrated_on = calibration([1e-7, 1e-6, 1e-5, 1e-4, 1e-3])
+    space = search_space("thresholds")
+    draws = [{name: domain.sample(random_state=chance) for name, domain in space.items()} for _ in range(2000)]
+    found = [thresholds(sample, CONTROL, calibrated_on).precision for sample in draws]
+    shares = {
+        "no FP16": sum(each.tau_low < 1e-7 for each in found),
+        "FP16 alone": sum(each.tau_low > 1e-3 for each in found),
+        "no FP32": sum(each.tau_high > 1e-3 for each in found),
+    }
+    expected = {"no FP16": 1 / 8, "FP16 alone": 1 / 8, "no FP32": (1 + math.log(8)) / 8}
+    assert {name: count / 2000 for name, count in shares.items()} == pytest.approx(expected, abs=0.05)
 
 
 def test_unusable_variances_are_left_out() -> None:

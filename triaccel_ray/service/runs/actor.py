@@ -12,6 +12,7 @@ from ray.exceptions import RayTaskError
 from triaccel_ray.events import Epoch, TakenOverError
 from triaccel_ray.service.failures import StoreError, telling_mistakes
 from triaccel_ray.service.runs.orphan import end_with_parent
+from triaccel_ray.service.runs.pace import Pace
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Status, Worker
@@ -32,6 +33,7 @@ class RunActor:
         self._spec, self._place, self._shared = spec, place, shared
         self._copy = RunCopy(place)
         self._worker: Worker | None = None
+        self._saving = Pace()
         end_with_parent()
 
     def setup(self, *, resume: bool) -> int:
@@ -51,11 +53,13 @@ class RunActor:
         return 0
 
     def train_epoch(self) -> Epoch:
-        """Trains one epoch and writes a checkpoint."""
+        """Trains one epoch; writes a checkpoint after the last, and after others unless that would take too long."""
         worker = self._get()
         with self._copy.kept_if_failed():
             record = worker.train_epoch()
-            worker.checkpoint()
+            if worker.finished or self._saving.is_due:
+                with self._saving.timed():
+                    worker.checkpoint()
         self._copy.push_soon()
         return record
 
