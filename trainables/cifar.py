@@ -63,7 +63,7 @@ class Cifar10ResNet18(CifarTask):
         batch=BatchConfig(lr_rule="linear"),
         # Variances run from 1e-7 in the deep layers to 2e-3 in the first and the last one at the first step, and from
         # 5e-8 to 2e-5 at mid-training: FP32 for those two while they settle, FP16 for the deep half.
-        precision=PrecisionConfig(tau_low=1e-6, tau_high=1e-3)
+        precision=PrecisionConfig(tau_low=1e-6, tau_high=1e-3),
     )
 
     def model(self) -> nn.Module:
