@@ -1,4 +1,4 @@
-"""A run on an actor that owns its device: a thin shell around `Worker`."""
+"""A single run on an actor that owns its device: a thin shell around `Worker`."""
 
 from __future__ import annotations
 
@@ -51,12 +51,6 @@ class RunActor:
                 return worker.resume()
             worker.start()
         return 0
-
-    def set_up_another(self, spec: RunSpec, place: Place, *, resume: bool) -> int:
-        """Makes way for another run, after `finish`; otherwise as `setup`."""
-        self._spec, self._place = spec, place
-        self._copy, self._worker, self._saving = RunCopy(place), None, Pace()
-        return self.setup(resume=resume)
 
     def train_epoch(self) -> Epoch:
         """Trains one epoch; writes a checkpoint after the last, and after others unless that would take too long."""

@@ -1,9 +1,9 @@
-"""Carrying out a set of runs on actors; Ray decides where and when."""
+"""Carrying out a set of runs, each on an actor of its own; Ray decides where and when."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,17 +63,13 @@ def run_all(
 
     Each run has the place `root / name`, and its samples from `shared` where given. As many train at once as the
     cluster has room for. Ctrl-C ends the logs of those under way.
-
-    On a GPU, a run that has finished hands its process on to another one of its method: libraries and the CUDA context
-    take longer to load than small runs to train. Other methods load other kernels, whose memory would count as theirs.
     """
     drives = {
         name: _Drive(
             root / name,
-            spec,
             partial(start_actor, spec, root / name, num_gpus=num_gpus, shared=shared),
+            num_epochs=spec.recipe.epochs,
             resume=resume,
-            hands_on=num_gpus > 0,
         )
         for name, spec in specs.items()
     }
@@ -105,12 +101,7 @@ def _drive_all(
             on_glance(glance)
             if glance.results is not None or glance.error is not None:
                 outcomes[name] = glance.error or glance.results or {}
-                ended = drives.pop(name)
-                heir = ended.heir(drives.values()) if glance.error is None else None
-                if heir is None:
-                    ended.close()
-                else:
-                    heir.take_over(ended)
+                drives.pop(name).close()
             if glance.results is not None:
                 try:
                     catch_up(root / name)
@@ -126,18 +117,14 @@ def _drive_all(
 class _Drive:
     """One run's calls, one after the other."""
 
-    def __init__(self, place: Place, spec: RunSpec, start: Callable[[], Any], *, resume: bool, hands_on: bool) -> None:
-        self._place, self._name, self._spec, self._start_actor = place, place.base_name, spec, start
-        self._hands_on, self._resume = hands_on, resume
+    def __init__(self, place: Place, start: Callable[[], Any], *, num_epochs: int, resume: bool) -> None:
+        self._place, self._name, self._start_actor, self._num_epochs = place, place.base_name, start, num_epochs
         self._num_lost = 0
         self._begin(resume=resume)
 
     def _begin(self, *, resume: bool) -> None:
         self._actor = self._start_actor()
-        self._expect(self._actor.setup.remote(resume=resume))
-
-    def _expect(self, setup: Any) -> None:
-        self.pending: Any = setup
+        self.pending: Any = self._actor.setup.remote(resume=resume)
         self._status: Any = None
         self._epochs_done: int | None = None
         self._finishing = False
@@ -154,24 +141,9 @@ class _Drive:
             return Glance(name=self._name, results=result)
         last = result if isinstance(result, Epoch) else None
         self._epochs_done = result.epoch if isinstance(result, Epoch) else int(result)
-        self._finishing = self._epochs_done >= self._spec.recipe.epochs
+        self._finishing = self._epochs_done >= self._num_epochs
         self.pending = self._actor.finish.remote() if self._finishing else self._actor.train_epoch.remote()
         return Glance(name=self._name, last=last)
-
-    def heir(self, others: Iterable[_Drive]) -> _Drive | None:
-        """Returns the run that takes this finished one's process over: the last of its method that waits for one.
-
-        The first may have one by now, that is on its way to set it up.
-        """
-        waiting = [each for each in others if each._epochs_done is None and each._num_lost == 0]
-        alike = [each for each in waiting if each._spec.method == self._spec.method]
-        return alike[-1] if alike and self._hands_on else None
-
-    def take_over(self, ended: _Drive) -> None:
-        """Goes on in the process of a run that has ended, in place of waiting for one of its own."""
-        ray.kill(self._actor)
-        self._actor = ended._actor
-        self._expect(self._actor.set_up_another.remote(self._spec, self._place, resume=self._resume))
 
     def _lost(self, error: RayActorError) -> Glance:
         """Begins again from the checkpoint on another actor, wherever there is room, unless that happens too often."""
