@@ -89,8 +89,7 @@ class StepCache:
     The first step of a kind runs eagerly: libraries choose their kernels then. Eager steps and captured ones never
     hold memory at once, or the process would need twice what a step needs: an eager step on a GPU drops all graphs,
     and they are captured again when next used. A step that waits for the device, or fails to be captured, stays
-    eager: reported once as a fault. One that finds too little memory for its capture is made in smaller parts, as one
-    that did not fit. A model whose forward pass changes Python state does that at captures only.
+    eager: reported once as a fault. A model whose forward pass changes Python state does that at captures only.
     """
 
     def __init__(
@@ -197,7 +196,8 @@ class StepCache:
         try:
             captured = self._record(key, indices, loss_scale)
         except Exception as error:  # CUDA, PyTorch and the model's own code may all refuse, each in its way
-            reason, is_too_large = first_line(error), is_out_of_memory(error)
+            fault = _capture_fault(key, step, first_line(error))
+            is_too_large = is_out_of_memory(error)
         else:
             self.step.zero_grad()
             self._ground = self._find_ground()
@@ -209,26 +209,10 @@ class StepCache:
         self.step.zero_grad()
         self._pool.release()
         if is_too_large:
-            return self._too_large_to_capture(key, step, reason)
-        self.enabled = False
-        return _capture_fault(key, step, reason)
-
-    def _too_large_to_capture(self, key: _Key, step: int, reason: str) -> Fault:
-        """Has the next steps made in smaller parts; returns the fault.
-
-        An eager step may fit where a captured one does not, by giving back at each allocation what others left. That
-        takes several times as long as two halves that are replayed, so the batch counts as one that does not fit.
-        Where there can be no smaller parts, steps of this kind stay eager until memory is given back the next time.
-        """
-        parts = min(2 * key.num_micro_batches, key.batch_size)
-        if parts == key.num_micro_batches or not self._source.is_resident:
-            self._too_large.add(key)
-            return _capture_fault(key, step, reason)
-        self.step.set_num_micro_batches(parts)
-        at_once = -(-key.batch_size // parts)
-        return Fault.out_of_memory(
-            reason, step=step, phase="capture", batch_size=key.batch_size, micro_batch_size=at_once
-        )
+            self._too_large.add(key)  # until memory is given back the next time
+        else:
+            self.enabled = False
+        return fault
 
     def _record(self, key: _Key, indices: Tensor, loss_scale: Tensor) -> _Captured:
         gradients = self._gradients_of()
