@@ -57,6 +57,9 @@ class Setup:
         return {
             "kernel": lambda i: image_batch(self.images, i, *constants, key=self.key(), **how),
             "kernel, a key drawn once": lambda i: image_batch(self.images, i, *constants, key=self.one_key, **how),
+            "kernel, reflecting and cutting out": lambda i: image_batch(
+                self.images, i, *constants, key=self.key(), padding=PADDING, reflect=True, cutout=8, dtype=dtype
+            ),
             "PyTorch, gather in one": lambda i: self.gathered(i, dtype),
             "PyTorch, hashed": lambda i: reference(self.images, i, *constants, key=self.key(), **how),
             "PyTorch, hashed, compiled": lambda i: self.compiled(self.images, i, *constants, key=self.key(), **how),
@@ -84,9 +87,11 @@ class Setup:
         one, zero = torch.ones(3), torch.zeros(3)
         how: dict[str, Any] = {"padding": PADDING, "reflect": False, "cutout": 0, "dtype": torch.float32}
         key = self.key()
-        pixels = image_batch(self.images, indices, one.cuda(), zero.cuda(), key=key, padding=PADDING)
-        if not torch.equal(pixels.cpu(), reference(images, chosen, one, zero, key=key.cpu(), **how)):
-            found.append(f"{dtype}: other pixels than the reference's")
+        for change in ({}, {"reflect": True, "cutout": 8}):
+            same = {**how, **change}
+            pixels = image_batch(self.images, indices, one.cuda(), zero.cuda(), key=key, **same)
+            if not torch.equal(pixels.cpu(), reference(images, chosen, one, zero, key=key.cpu(), **same)):
+                found.append(f"{dtype}: other pixels than the reference's, {change}")
         values = image_batch(self.images, indices, self.scale, self.shift, key=key, padding=PADDING, dtype=dtype)
         exact = reference(images, chosen, scale, shift, key=key.cpu(), **how)
         if (values.cpu().float() - exact).abs().max() > 8 * torch.finfo(dtype).eps:

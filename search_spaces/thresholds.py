@@ -79,7 +79,12 @@ class Calibration:
 
         What was seen lies between the quantiles `BEYOND_SHARE` and 1 - `BEYOND_SHARE`; before these every layer is
         above, from there on every layer below.
+
+        Raises:
+            ValueError: q is no quantile.
         """
+        if not 0.0 <= q <= 1.0:
+            raise ValueError(f"q = {q}: must lie in [0, 1]")
         logs = [math.log10(v) for v in self.variances]
         if q < BEYOND_SHARE:
             return float(10.0 ** (logs[0] - BEYOND_DECADES * (1.0 - q / BEYOND_SHARE)))
@@ -152,6 +157,6 @@ def thresholds(
 def _taus(sample: Mapping[str, Any], calibrated_on: Calibration) -> tuple[float, float]:
     low = sample["tau_low_quantile"]
     tau_low = calibrated_on.quantile(low)
-    tau_high = calibrated_on.quantile(low + sample["tau_high_share"] * (1.0 - low))
+    tau_high = calibrated_on.quantile(min(low + sample["tau_high_share"] * (1.0 - low), 1.0))
     # Equal quantiles (a share of 0, or variances that repeat) still have to be two thresholds.
     return tau_low, max(tau_high, tau_low * (1.0 + 1e-6))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.image_batch import image_batch
+from triaccel_ray.config import require_integer
 from triaccel_ray.sources import TensorSource
 
 
@@ -33,6 +34,10 @@ class Preparation:
     """Edge in pixels of the square that is cut out of every augmented image; 0: none."""
     dtype: torch.dtype = torch.float32
     """Of the batches: float32, float16 or bfloat16."""
+
+    def __post_init__(self) -> None:
+        require_integer("padding", self.padding, low=0)
+        require_integer("cutout", self.cutout, low=0)
 
 
 class ImageSource(TensorSource):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -14,17 +15,24 @@ class LentStream:
     """A CUDA stream of its holder's own; once that is gone, the next holder's.
 
     For each stream that has multiplied matrices PyTorch keeps workspaces until the process ends, 64 MiB on an H200. A
-    process that trains run after run would hold as much again for each of them, had each a new stream.
+    process that trains run after run would hold as much again for each of them, had each a new stream. They are the
+    process's, hence so is the list of streams that nobody holds: runs know nothing of one another.
+
+    Successive holders have to wait for the same outside stream, the default one as a rule: what one leaves behind is
+    ordered before the next one's work by that alone.
     """
 
-    _idle: ClassVar[dict[int, list[torch.cuda.Stream]]] = {}
+    _idle: ClassVar[dict[int, deque[torch.cuda.Stream]]] = {}
     """Index of a device -> streams that nobody holds."""
 
     def __init__(self, device: torch.device) -> None:
         """Takes a stream of this CUDA device that has been given back, or a new one."""
         index = torch.cuda.current_device() if device.index is None else device.index
-        idle = self._idle.setdefault(index, [])
-        self._stream = idle.pop() if idle else torch.cuda.Stream(index)
+        idle = self._idle.setdefault(index, deque())
+        try:
+            self._stream = idle.pop()
+        except IndexError:
+            self._stream = torch.cuda.Stream(index)
         weakref.finalize(self, idle.append, self._stream).atexit = False
 
     @contextlib.contextmanager

@@ -46,7 +46,7 @@ def image_batch(
         key: int64 scalar on the device of `images`; None leaves the images whole and as they are.
         padding: pixels by which a crop may move each way, 0 to 32767; with `reflect` less than h and w.
         reflect: what the padding consists of.
-        cutout: edge of the square in pixels, >= 0; 0 cuts nothing out.
+        cutout: edge of the square in pixels, 0 to 32767; 0 cuts nothing out.
         dtype: of the result: float32, float16 or bfloat16. Arithmetic is float32.
 
     Returns:
@@ -65,8 +65,8 @@ def image_batch(
         raise ValueError(
             f"padding = {padding}: must be less than the images' edges, {list(images.shape[2:])}, to reflect"
         )
-    if cutout < 0:
-        raise ValueError(f"cutout = {cutout}: must be a number of pixels >= 0")
+    if not isinstance(cutout, int) or not 0 <= cutout <= _MAX_PADDING:
+        raise ValueError(f"cutout = {cutout!r}: must be an integer between 0 and {_MAX_PADDING} pixels")
     how: dict[str, Any] = {"key": key, "padding": padding, "reflect": reflect, "cutout": cutout, "dtype": dtype}
     if not images.is_cuda:
         return reference(images, indices, scale, shift, **how)

@@ -224,7 +224,9 @@ GOOD: dict[str, Any] = {
         ({"key": torch.ones(1).long()}, ValueError, r"key has shape \[1\]: must be a scalar"),
         ({"padding": -1}, ValueError, "padding = -1: must be between 0 and 32767 pixels"),
         ({"padding": 8, "reflect": True}, ValueError, r"padding = 8: must be less than the images' edges, \[8, 8\]"),
-        ({"cutout": -1}, ValueError, "cutout = -1: must be a number of pixels >= 0"),
+        ({"cutout": -1}, ValueError, "cutout = -1: must be an integer between 0 and 32767 pixels"),
+        ({"cutout": 4.5}, ValueError, "cutout = 4.5: must be an integer"),
+        ({"cutout": 2**15}, ValueError, "cutout = 32768: must be an integer"),
         ({"padding": 2**15}, ValueError, "padding = 32768: must be between 0 and 32767 pixels"),
     ],
 )

@@ -122,6 +122,12 @@ def test_quantiles_interpolate_on_a_logarithmic_scale() -> None:
     assert found == pytest.approx([1e-7, 1e-6, 1e-5, 1e-4, 1e-2, 1e-1])
 
 
+@pytest.mark.parametrize("q", [-0.1, 1.1, math.nan])
+def test_what_is_no_quantile_is_refused(q: float) -> None:
+    with pytest.raises(ValueError, match=r"q = .*: must lie in \[0, 1\]"):
+        calibration([1e-3]).quantile(q)
+
+
 def test_many_samples_use_one_precision_alone_or_leave_one_out() -> None:
     chance = np.random.RandomState(0)
     calibrated_on = calibration([1e-7, 1e-6, 1e-5, 1e-4, 1e-3])
@@ -134,7 +140,7 @@ def test_many_samples_use_one_precision_alone_or_leave_one_out() -> None:
         "no FP32": sum(each.tau_high > 1e-3 for each in found),
     }
     expected = {"no FP16": 1 / 8, "FP16 alone": 1 / 8, "no FP32": (1 + math.log(8)) / 8}
-    assert {name: count / 2000 for name, count in shares.items()} == pytest.approx(expected, abs=0.05)
+    assert {name: count / 2000 for name, count in shares.items()} == pytest.approx(expected, abs=0.03)
 
 
 def test_unusable_variances_are_left_out() -> None:

@@ -9,7 +9,9 @@ from ray.exceptions import RayTaskError
 from tests.service.own_task import own_spec
 from triaccel_ray.service.failures import SetupError, cause_of
 from triaccel_ray.service.runs.actor import RunActor, original_error
+from triaccel_ray.service.runs.pace import Pace
 from triaccel_ray.service.runs.record import read_run
+from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.place import Place
 
 
@@ -38,6 +40,27 @@ def test_an_actor_goes_on_from_the_checkpoint_if_there_is_one(module: str, tmp_p
     assert [second.train_epoch().epoch for _ in range(2)] == [2, 3]
     second.finish()
     first._get().close()
+
+
+def test_checkpoints_that_take_long_wait_but_for_the_last(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor, now, saved = RunActor(own_spec(f"{module}:Blobs"), Place(str(tmp_path / "run"))), [0.0], []
+    actor._saving = Pace(lambda: now[0])
+    save = Worker.checkpoint
+
+    def save_slowly(worker: Worker) -> None:
+        save(worker)
+        saved.append(worker.loop.feed.epoch)
+        now[0] += 10.0
+
+    monkeypatch.setattr(Worker, "checkpoint", save_slowly)
+    actor.setup(resume=False)
+    for _ in range(3):
+        actor.train_epoch()
+        now[0] += 5.0
+    assert saved == [1, 3]
+    actor.finish()
 
 
 def test_an_actor_must_be_set_up(module: str, tmp_path: Path) -> None:

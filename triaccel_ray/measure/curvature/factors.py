@@ -21,6 +21,8 @@ CPUs alike. It only moves the choice between two ways of like cost."""
 _PIECE_BYTES = 20 * 2**20
 """Of patches or columns held at once where a sample has a single column: as large as PyTorch's own segments, so that a
 measurement finds room in what the tensors of a training step, which are smaller than patches, leave free."""
+_MAX_PIECES = 4
+"""Into which all columns are cut for that: each further one forms all patches anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,14 +189,16 @@ def _is_pairing_cheaper(factors: Sequence[Factors], shape: Shape) -> bool:
 def _gram_by_columns(factors: Sequence[Factors], shape: Shape, chunk_bytes: int) -> Tensor:
     everything = factors[0].right(slice(0, 1))
     itemsize, num_columns = everything.element_size(), shape.b * shape.q
-    # With more columns a sample, each further piece of rows would form all patches anew for little work.
-    chunk_bytes = min(chunk_bytes, _PIECE_BYTES) if shape.q == 1 else chunk_bytes
     gram = everything.new_zeros(num_columns, num_columns)
     bytes_per_row = num_columns * shape.g * shape.k * itemsize
     bytes_per_sample = shape.g * shape.k * itemsize * max(f.num_positions for f in factors)
-    for rows in _slices(shape.o, chunk_bytes // bytes_per_row):
+    patch_bytes = column_bytes = chunk_bytes
+    if shape.q == 1:
+        patch_bytes = min(chunk_bytes, _PIECE_BYTES)
+        column_bytes = min(chunk_bytes, max(_PIECE_BYTES, bytes_per_row * -(-shape.o // _MAX_PIECES)))
+    for rows in _slices(shape.o, column_bytes // bytes_per_row):
         blocks = []
-        for samples in _slices(shape.b, chunk_bytes // bytes_per_sample):
+        for samples in _slices(shape.b, patch_bytes // bytes_per_sample):
             block = _columns(factors[0], samples, rows, shape)
             for other in factors[1:]:
                 block += _columns(other, samples, rows, shape)

@@ -40,8 +40,10 @@ def build_loop(
     optimizer = task.optimizer(model, spec.recipe)
     loss = partial(task.loss, recipe=spec.recipe)
     is_baseline = spec.method in ("fp32", "amp")
+    data = train.to(device)  # on the stream where the loop will: it can have the same memory again
     with contextlib.nullcontext() if is_baseline or device.type == "cpu" else LentStream(device).current():
-        _warm_up(model, loss, train.to(device))
+        _warm_up(model, loss, data)
+    del data
     seed_everything(spec.seed)
     if is_baseline:
         return BaselineLoop(
