@@ -28,6 +28,8 @@ NUM_BATCHES = 40
 """Different batches in one measurement, so that the cache does not hold them all."""
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 PADDING = 4
+CIFAR: dict[str, Any] = {"reflect": True, "cutout": 8}
+"""What the bundled tasks do besides."""
 
 Make = Callable[[Tensor], Tensor]
 """Maps indices to a batch."""
@@ -58,7 +60,7 @@ class Setup:
             "kernel": lambda i: image_batch(self.images, i, *constants, key=self.key(), **how),
             "kernel, a key drawn once": lambda i: image_batch(self.images, i, *constants, key=self.one_key, **how),
             "kernel, reflecting and cutting out": lambda i: image_batch(
-                self.images, i, *constants, key=self.key(), padding=PADDING, reflect=True, cutout=8, dtype=dtype
+                self.images, i, *constants, key=self.key(), **{**how, **CIFAR}
             ),
             "PyTorch, gather in one": lambda i: self.gathered(i, dtype),
             "PyTorch, hashed": lambda i: reference(self.images, i, *constants, key=self.key(), **how),
@@ -87,7 +89,7 @@ class Setup:
         one, zero = torch.ones(3), torch.zeros(3)
         how: dict[str, Any] = {"padding": PADDING, "reflect": False, "cutout": 0, "dtype": torch.float32}
         key = self.key()
-        for change in ({}, {"reflect": True, "cutout": 8}):
+        for change in ({}, CIFAR):
             same = {**how, **change}
             pixels = image_batch(self.images, indices, one.cuda(), zero.cuda(), key=key, **same)
             if not torch.equal(pixels.cpu(), reference(images, chosen, one, zero, key=key.cpu(), **same)):

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from ray import tune
 
 from triaccel_ray.config import ControlConfig
@@ -85,15 +86,9 @@ class Calibration:
         """
         if not 0.0 <= q <= 1.0:
             raise ValueError(f"q = {q}: must lie in [0, 1]")
-        logs = [math.log10(v) for v in self.variances]
-        if q < BEYOND_SHARE:
-            return float(10.0 ** (logs[0] - BEYOND_DECADES * (1.0 - q / BEYOND_SHARE)))
-        if q > 1.0 - BEYOND_SHARE:
-            return float(10.0 ** (logs[-1] + BEYOND_DECADES * (1.0 - (1.0 - q) / BEYOND_SHARE)))
-        position = (q - BEYOND_SHARE) / (1.0 - 2.0 * BEYOND_SHARE) * (len(logs) - 1)
-        below = min(int(position), max(len(logs) - 2, 0))
-        above = min(below + 1, len(logs) - 1)
-        return float(10.0 ** (logs[below] + (position - below) * (logs[above] - logs[below])))
+        seen = np.log10(self.variances if len(self.variances) > 1 else 2 * self.variances)
+        quantiles = [0.0, *np.linspace(BEYOND_SHARE, 1.0 - BEYOND_SHARE, len(seen)), 1.0]
+        return float(10.0 ** np.interp(q, quantiles, [seen[0] - BEYOND_DECADES, *seen, seen[-1] + BEYOND_DECADES]))
 
 
 def calibration(variances: Sequence[float]) -> Calibration:
