@@ -6,7 +6,9 @@ layer:
 
 - fisher and ggn against the Hessian on the same 32 samples, and against PyHessian and curvlinops where they are
   importable (they are no dependencies);
-- how much log10 lambda_1 varies from one draw of samples to the next, for 32 samples, 128, and averages of 4 x 32;
+- how much log10 lambda_1 varies from one draw of samples to the next, and by how much its median differs from that of
+  128 samples: for 32 samples, for 128, and for 32 smoothed over refreshes as the control loop does it (weights as they
+  are, so without the lag that smoothing has while they change);
 - how far `CurvatureMeter`'s power iteration, which goes on from the vectors of the last refresh, is from converged.
 
 Exits with 1 when ggn and the Hessian of this piecewise-linear network differ by more than 2% in any layer, at any
@@ -101,20 +103,26 @@ def worst_difference(found: Tensor, reference: Tensor) -> float:
 
 
 def spread(study: Study, method: CurvatureMethod) -> str:
-    """Returns the standard deviation of log10 lambda_1 over draws, averaged over layers; the median against 128's."""
+    """Returns for each way to measure log10 lambda_1 its standard deviation over draws and its bias, means of layers.
 
-    def draws_of(count: int, parts: int) -> Tensor:
-        rows = []
-        for _ in range(NUM_DRAWS):
-            values = [study.largest(method, study.draw(count)) for _ in range(parts)]
-            rows.append(torch.stack(values).mean(dim=0).clamp(min=1e-30).log10())
-        return torch.stack(rows)
+    The bias is the difference of the medians over draws to that of 128 samples.
+    """
 
-    found = {"32": draws_of(32, 1), "4 x 32": draws_of(32, 4), "128": draws_of(128, 1)}
-    truth = found["128"].median(dim=0).values
+    def draws_of(count: int) -> Tensor:
+        return torch.stack([study.largest(method, study.draw(count)) for _ in range(NUM_DRAWS)])
+
+    weight, single = CurvatureConfig().smoothing, draws_of(32)
+    smoothed, means = single[0], []
+    for values in torch.cat([single[1:], draws_of(32)]):
+        smoothed = weight * smoothed + (1.0 - weight) * values
+        means.append(smoothed)
+    # The first ones still hold much of the draw that the mean began with.
+    found = {"32": single, f"32 smoothed by {weight}": torch.stack(means[-NUM_DRAWS:]), "128": draws_of(128)}
+    logs = {name: rows.clamp(min=1e-30).log10() for name, rows in found.items()}
+    truth = logs["128"].median(dim=0).values
     return ", ".join(
-        f"{name}: {rows.std(dim=0).mean():.3f} (median {(rows.median(dim=0).values - truth).mean():+.2f})"
-        for name, rows in found.items()
+        f"{name}: {rows.std(dim=0).mean():.3f} (bias {(rows.median(dim=0).values - truth).mean():+.2f})"
+        for name, rows in logs.items()
     )
 
 

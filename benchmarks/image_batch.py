@@ -55,7 +55,7 @@ class Setup:
     def variants(self, dtype: torch.dtype) -> dict[str, Make]:
         """Returns what is compared, by name."""
         constants = self.scale, self.shift
-        how: dict[str, Any] = {"padding": PADDING, "reflect": False, "cutout": 0, "dtype": dtype}
+        how: dict[str, Any] = {"epoch": None, "padding": PADDING, "reflect": False, "cutout": 0, "dtype": dtype}
         return {
             "kernel": lambda i: image_batch(self.images, i, *constants, key=self.key(), **how),
             "kernel, a key drawn once": lambda i: image_batch(self.images, i, *constants, key=self.one_key, **how),
@@ -87,7 +87,7 @@ class Setup:
         indices = torch.randint(NUM_IMAGES, (777,), device="cuda")
         images, chosen, scale, shift = (t.cpu() for t in (self.images, indices, self.scale, self.shift))
         one, zero = torch.ones(3), torch.zeros(3)
-        how: dict[str, Any] = {"padding": PADDING, "reflect": False, "cutout": 0, "dtype": torch.float32}
+        how: dict[str, Any] = {"epoch": None, "padding": PADDING, "reflect": False, "cutout": 0, "dtype": torch.float32}
         key = self.key()
         for change in ({}, CIFAR):
             same = {**how, **change}

@@ -110,9 +110,14 @@ class Batches:
         return offsets, mirrored
 
 
+def _dtype(name: str) -> torch.dtype:
+    """Returns what the contender of that name computes in."""
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(name.rpartition("-")[2], torch.float16)
+
+
 def amp(name: str, job: Job) -> Made:
     """Returns autocast as tutorials write it, or compiled: PyTorch captures the passes, and launches the rest."""
-    dtype = torch.bfloat16 if name.endswith("bf16") else torch.float16
+    dtype = _dtype(name)
     is_tuned = not name.startswith("tutorial")
     model = job.model.train()
     optimizer = sgd(model, fused=is_tuned or None)
@@ -130,7 +135,7 @@ def amp(name: str, job: Job) -> Made:
         indices = batches.indices()
         inputs = prepare(job.images[indices], *batches.augmentation(), *constants)
         inputs = inputs.contiguous(memory_format=torch.channels_last if is_tuned else torch.contiguous_format)
-        with torch.autocast(DEVICE.type, dtype=dtype):
+        with torch.autocast(DEVICE.type, dtype=dtype, enabled=dtype is not torch.float32):
             loss = F.cross_entropy(compute(inputs), job.targets[indices])
         last["loss"] = loss.detach()
         scaler.scale(loss).backward()
@@ -148,17 +153,18 @@ _EAGER_STEPS = 12
 def graphed(name: str, job: Job) -> Made:
     """Returns a whole step as one CUDA graph: batch, augmentation, compiled passes, loss scaling and fused SGD.
 
-    In FP16, by PyTorch's own GradScaler: with a fused optimizer it finds overflows, skips the update and adapts the
-    scale on the device, so that all of it is captured. What is left for the host is to copy the indices of the next
-    batch and to launch the graph.
+    Loss scaling is for FP16 alone, by PyTorch's own GradScaler: with a fused optimizer it finds overflows, skips the
+    update and adapts the scale on the device, so that all of it is captured. What is left for the host is to copy the
+    indices of the next batch and to launch the graph.
     """
     model, images, targets = job.model.train(), job.images, job.targets
     optimizer = sgd(model, fused=True)
-    scaler = torch.amp.GradScaler(DEVICE.type)
+    dtype = _dtype(name)
+    scaler = torch.amp.GradScaler(DEVICE.type, enabled=dtype is torch.float16)
     batches = Batches(images, targets, job.batch_size)
     constants = scale_and_shift()
     # Modes that capture graphs of their own would do so within the capture.
-    mode = "max-autotune-no-cudagraphs" if name == "max-autotune-graph" else "default"
+    mode = "max-autotune-no-cudagraphs" if name.startswith("max-autotune") else "default"
 
     @torch.compile(mode=mode)
     def prepared(indices: Tensor, offsets: Tensor, mirrored: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -175,7 +181,7 @@ def graphed(name: str, job: Job) -> Made:
         optimizer.zero_grad(set_to_none=True)
         inputs = prepared(indices, *batches.augmentation(), *constants)
         # Autocast's cache of cast weights would outlive the capture.
-        with torch.autocast(DEVICE.type, dtype=torch.float16, cache_enabled=False):
+        with torch.autocast(DEVICE.type, dtype=dtype, enabled=dtype is not torch.float32, cache_enabled=False):
             loss = mean_loss(inputs, targets[indices])
         scaler.scale(loss).backward()
         scaler.step(optimizer)

@@ -35,12 +35,14 @@ def _source(job: Job) -> ImageSource:
 
 def _config(name: str, job: Job) -> ControlConfig:
 
-    # Thresholds that end with every layer in FP16, or in BF16; `mixed` has deep layers in FP16 and the first in BF16.
-    low = {"loop": 1e9, "plain": 1e9, "loop-bf16": 0.0, "loop-mixed": 3e-6}[name]
-    initial = Precision.BF16 if name in ("loop-bf16", "loop-mixed") else Precision.FP16
+    # Thresholds that end with every layer in FP16, BF16 or FP32; `mixed` has deep layers in FP16 and the first in BF16.
+    thresholds = {"loop-bf16": (0.0, 1e10), "loop-mixed": (3e-6, 1e10), "loop-fp32": (0.0, 1e-30)}
+    low, high = thresholds.get(name, (1e9, 1e10))
+    starts = {"loop-bf16": Precision.BF16, "loop-mixed": Precision.BF16, "loop-fp32": Precision.FP32}
+    initial = starts.get(name, Precision.FP16)
     return ControlConfig(
         every_steps=50,
-        precision=PrecisionConfig(tau_low=low, tau_high=1e10, initial=initial, dwell_ticks=0, patience_ticks=1),
+        precision=PrecisionConfig(tau_low=low, tau_high=high, initial=initial, dwell_ticks=0, patience_ticks=1),
         curvature=CurvatureConfig(every_steps=200, num_samples=32, top_k=5, alpha=0.001),
         batch=BatchConfig(start=job.batch_size, minimum=job.batch_size, maximum=job.batch_size, granularity=1),
         execution=ExecutionConfig(autotune=job.autotune, fuse=job.fuse, recompute=job.recompute),

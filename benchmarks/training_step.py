@@ -7,13 +7,16 @@ hundred steps must fall as that of the tutorial's AMP does. Everything that happ
 what the first refreshes of curvature build) is over before the clock starts, and stands in the column `warm s`.
 
     tutorial-fp16, tutorial-bf16   autocast as PyTorch's tutorial writes it: NCHW, eager, GradScaler for FP16
+    tutorial-fp32                  the same without autocast; convolutions in TF32, as PyTorch has it everywhere here
     compiled, max-autotune         channels_last, torch.compile with reduce-overhead or max-autotune, fused SGD, FP16
     compiled-bf16                  the first of these in BF16, without loss scaling
     compiled-graph                 channels_last, the whole step captured by hand in one CUDA graph: input path,
                                    passes through torch.compile, GradScaler, fused SGD; FP16
+    compiled-graph-bf16, -fp32     the same in BF16 or FP32, without loss scaling
     max-autotune-graph             the same with torch.compile's max-autotune-no-cudagraphs
     plain                          this engine's captured step alone: no statistics, no loss scaling, no tick
     loop, loop-bf16, loop-mixed    the full loop: statistics every step, tick every 50, curvature top-5 every 200
+    loop-fp32                      the same with every layer in FP32
 """
 
 from __future__ import annotations
@@ -37,15 +40,19 @@ from benchmarks.step_contenders import Job, Made, amp, graphed, images_and_targe
 CONTENDERS = (
     "tutorial-fp16",
     "tutorial-bf16",
+    "tutorial-fp32",
     "compiled",
     "compiled-bf16",
     "max-autotune",
     "compiled-graph",
+    "compiled-graph-bf16",
+    "compiled-graph-fp32",
     "max-autotune-graph",
     "plain",
     "loop",
     "loop-bf16",
     "loop-mixed",
+    "loop-fp32",
 )
 Result = dict[str, Any]
 _LEARNING_STEPS = range(20, 90)
@@ -219,7 +226,7 @@ def _measure(name: str, args: argparse.Namespace) -> Result:
 
 def _made(name: str, job: Job) -> Made:
     if _kind(name) != "engine":
-        return graphed(name, job) if name.endswith("-graph") else amp(name, job)
+        return graphed(name, job) if "-graph" in name else amp(name, job)
     from benchmarks.step_engine import full_loop, plain
 
     return plain(job) if name == "plain" else full_loop(name, job)

@@ -26,7 +26,7 @@ class CifarTask(Task):
     """The data of either set: 45,000 training and 5,000 validation images, or all 50,000 and the 10,000 for testing.
 
     Images stay uint8; cropping, flipping, normalising and resizing happen on the device, a batch at a time. What a crop
-    takes in from outside is the image mirrored, and a square of 8 pixels is cut out of each.
+    takes in from outside is the image, mirrored at its edge; as a whole an image is mirrored in every other epoch.
     """
 
     num_classes: ClassVar[Literal[10, 100]] = 10
@@ -47,7 +47,7 @@ class CifarTask(Task):
         plain = Preparation(
             mean=_CHANNEL_MEAN[self.num_classes], std=_CHANNEL_STD[self.num_classes], size=self.input_size
         )
-        augmented = replace(plain, augment=True, reflect=True, cutout=8)
+        augmented = replace(plain, augment=True, reflect=True, alternate=True)
         return Splits(train=ImageSource(*train, augmented), held_out=ImageSource(*held_out, plain))
 
 
@@ -56,7 +56,18 @@ class Cifar10ResNet18(CifarTask):
 
     name: ClassVar[str] = "cifar10-resnet18"
     stem: ClassVar[Stem] = "cifar"
-    recipe: ClassVar[Recipe] = Recipe(epochs=30, lr=0.15, nesterov=True, weight_decay=5e-4, label_smoothing=0.1)
+    # For 20 epochs, from a fractional factorial of ten validation runs of that length (NVIDIA H200): a rate 16 times as
+    # high for norms and biases gained 0.35 points, alternating mirroring 0.3, batches of 96 over 64 0.3, crops of 4
+    # pixels over 2 0.2; peak lr 0.15 to 0.25, cutting out, more label smoothing, linear decay made no difference.
+    recipe: ClassVar[Recipe] = Recipe(
+        epochs=20,
+        lr=0.2,
+        warmup_epochs=2.0,
+        nesterov=True,
+        weight_decay=4e-4,
+        norm_bias_lr_factor=16.0,
+        label_smoothing=0.1,
+    )
     control: ClassVar[ControlConfig] = ControlConfig(
         # With `sqrt` a batch of 256 lost 0.4 points to one of 96 in 20 epochs (validation samples, one run each).
         batch=BatchConfig(lr_rule="linear"),

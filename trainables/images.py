@@ -26,6 +26,8 @@ class Preparation:
     """Edge in pixels to which images are resized after all else; None leaves them."""
     augment: bool = False
     """Whether training batches are cropped at random and mirrored half of the time."""
+    alternate: bool = False
+    """Whether each image is mirrored in every other epoch, in place of half of the time at random (Jordan 2024)."""
     padding: int = 4
     """Pixels by which a random crop may move each way."""
     reflect: bool = False
@@ -59,6 +61,8 @@ class ImageSource(TensorSource):
         # (x / 255 - mean) / std = x scale + shift
         self._scale = (1.0 / (255.0 * std)).float().to(images.device)
         self._shift = (-mean / std).float().to(images.device)
+        # On the device, where a captured step reads it.
+        self._epoch = torch.zeros((), dtype=torch.int64, device=images.device) if preparation.alternate else None
 
     def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Returns the images at `indices`, [b, c, h, w] in channels_last memory, and their targets.
@@ -71,13 +75,18 @@ class ImageSource(TensorSource):
         if how.augment and generator is not None:
             key = torch.randint(2**63 - 1, (), generator=generator, device=device)
         images = image_batch(
-            self.inputs, indices, self._scale, self._shift, key=key, padding=how.padding, reflect=how.reflect,
-            cutout=how.cutout, dtype=how.dtype,
+            self.inputs, indices, self._scale, self._shift, key=key, epoch=self._epoch, padding=how.padding,
+            reflect=how.reflect, cutout=how.cutout, dtype=how.dtype,
         )  # fmt: skip
         if how.size is not None:
             images = F.interpolate(images, size=how.size, mode="bilinear", align_corners=False)
             images = images.contiguous(memory_format=torch.channels_last)
         return images, self.targets[indices]
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Turns images round, where they alternate."""
+        if self._epoch is not None:
+            self._epoch.fill_(epoch)
 
     def to(self, device: torch.device) -> ImageSource:
         """Returns a source whose images live on `device`."""

@@ -49,6 +49,8 @@ class Recipe:
     """Whether the momentum is Nesterov's."""
     weight_decay: float = 5e-4
     """L2 penalty on weights of two or more dimensions; norms and biases have none."""
+    norm_bias_lr_factor: float = 1.0
+    """Factor on the lr of biases and of norms' weights: more than 1 trains faster in few epochs (Page 2018)."""
     label_smoothing: float = 0.0
     """Probability mass spread evenly over the classes, in [0, 1)."""
 
@@ -58,6 +60,13 @@ class Recipe:
         require_number("warmup_epochs", self.warmup_epochs, "must be >= 0", low=0.0)
         require_number("momentum", self.momentum, "must lie in [0, 1)", low=0.0, high=math.nextafter(1.0, 0.0))
         require_number("weight_decay", self.weight_decay, "must be a finite number >= 0", low=0.0, high=1e6)
+        require_number(
+            "norm_bias_lr_factor",
+            self.norm_bias_lr_factor,
+            "must be a finite number > 0",
+            low=math.nextafter(0.0, 1.0),
+            high=1e6,
+        )
         require_number("label_smoothing", self.label_smoothing, "must lie in [0, 1)", low=0.0, high=0.999999)
         require(not (self.nesterov and self.momentum == 0), "nesterov", self.nesterov, "needs momentum > 0")
 
@@ -119,7 +128,11 @@ class Task(ABC):
         parameters = [p for p in model.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": recipe.weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+            {
+                "params": [p for p in parameters if p.dim() < 2],
+                "weight_decay": 0.0,
+                "lr": recipe.lr * recipe.norm_bias_lr_factor,
+            },
         ]
         return torch.optim.SGD(
             [group for group in groups if group["params"]],

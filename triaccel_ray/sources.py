@@ -50,6 +50,9 @@ class DataSource(ABC):
         a sample's index, what random transforms make of it.
         """
 
+    def begin_epoch(self, epoch: int) -> None:  # noqa: B027  # most prepare a sample alike in all of them
+        """Hears which pass over the samples, from 0, the batches asked for from now on belong to."""
+
     def close(self) -> None:  # noqa: B027  # most have nothing running
         """Ends what runs to read ahead."""
 

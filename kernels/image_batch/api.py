@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ def image_batch(
     shift: Tensor,
     *,
     key: Tensor | None,
+    epoch: Tensor | None = None,
     padding: int = 4,
     reflect: bool = False,
     cutout: int = 0,
@@ -30,12 +32,15 @@ def image_batch(
 
     With a `key`, image i of the batch is first padded by `padding` pixels on each side, cropped to h x w at an offset
     drawn uniformly from (2 padding + 1)^2, and mirrored left to right half of the time. Offset and mirroring follow
-    from (key, i) alone, by a hash; equal keys give equal batches. What enters from outside is a raw 0, which the
-    normalisation maps to shift[channel], or with `reflect` the image itself, mirrored at its outermost pixels. Last,
-    with `cutout`, a square whose centre is drawn uniformly over the image becomes 0 in the result (DeVries and Taylor
-    2017); what of it lies outside is lost.
+    from (key, i) alone, by a hash; equal keys give equal batches. With an `epoch` too, mirroring follows from the
+    image's index and from whether that number is odd instead: half of the images are mirrored in even epochs, the
+    others in odd ones, so that two epochs show each image both ways (Jordan 2024, "alternating flip"). What enters
+    from outside is a raw 0, which the normalisation maps to shift[channel], or with `reflect` the image itself,
+    mirrored at its outermost pixels. Last, with `cutout`, a square whose centre is drawn uniformly over the image
+    becomes 0 in the result (DeVries and Taylor 2017); what of it lies outside is lost.
 
-    One launch on a GPU, without synchronisation: a CUDA graph may hold it, and reads indices and key anew each time.
+    One launch on a GPU, without synchronisation: a CUDA graph may hold it, and reads indices, key and epoch anew each
+    time.
 
     Args:
         images: uint8 [n, c, h, w], contiguous.
@@ -44,6 +49,7 @@ def image_batch(
         scale: float32 [c], of the raw values, on the device of `images`.
         shift: float32 [c], likewise.
         key: int64 scalar on the device of `images`; None leaves the images whole and as they are.
+        epoch: int64 scalar on the device of `images`; without effect where there is no key.
         padding: pixels by which a crop may move each way, 0 to 32767; with `reflect` less than h and w.
         reflect: what the padding consists of.
         cutout: edge of the square in pixels, 0 to 32767; 0 cuts nothing out.
@@ -57,8 +63,9 @@ def image_batch(
         ValueError: a tensor has another shape, device or memory layout, or `padding` or `cutout` is out of
             range.
     """
-    _check_types(images, indices, scale, shift, key, dtype)
-    _check_shapes(images, indices, scale, shift, key)
+    scalars = {name: scalar for name, scalar in (("key", key), ("epoch", epoch)) if scalar is not None}
+    _check_types(images, indices, scale, shift, scalars, dtype)
+    _check_shapes(images, indices, scale, shift, scalars)
     if not 0 <= padding <= _MAX_PADDING:
         raise ValueError(f"padding = {padding}: must be between 0 and {_MAX_PADDING} pixels")
     if reflect and padding >= min(images.shape[2:]):
@@ -67,7 +74,8 @@ def image_batch(
         )
     if not isinstance(cutout, int) or not 0 <= cutout <= _MAX_PADDING:
         raise ValueError(f"cutout = {cutout!r}: must be an integer between 0 and {_MAX_PADDING} pixels")
-    how: dict[str, Any] = {"key": key, "padding": padding, "reflect": reflect, "cutout": cutout, "dtype": dtype}
+    how: dict[str, Any] = {"key": key, "epoch": epoch, "padding": padding, "reflect": reflect}
+    how |= {"cutout": cutout, "dtype": dtype}
     if not images.is_cuda:
         return reference(images, indices, scale, shift, **how)
     from kernels.image_batch.triton import image_batch as launch  # here: without a GPU triton need not exist
@@ -76,12 +84,11 @@ def image_batch(
 
 
 def _check_types(
-    images: Tensor, indices: Tensor, scale: Tensor, shift: Tensor, key: Tensor | None, dtype: torch.dtype
+    images: Tensor, indices: Tensor, scale: Tensor, shift: Tensor, scalars: Mapping[str, Tensor], dtype: torch.dtype
 ) -> None:
     wanted = [("images", images, torch.uint8), ("indices", indices, torch.int64)]
     wanted += [("scale", scale, torch.float32), ("shift", shift, torch.float32)]
-    if key is not None:
-        wanted.append(("key", key, torch.int64))
+    wanted += [(name, scalar, torch.int64) for name, scalar in scalars.items()]
     for name, tensor, expected in wanted:
         if tensor.dtype is not expected:
             raise TypeError(f"{name} is {tensor.dtype}: must be {expected}")
@@ -91,7 +98,7 @@ def _check_types(
         raise TypeError(f"dtype = {dtype}: must be one of {', '.join(map(str, _DTYPES))}")
 
 
-def _check_shapes(images: Tensor, indices: Tensor, scale: Tensor, shift: Tensor, key: Tensor | None) -> None:
+def _check_shapes(images: Tensor, indices: Tensor, scale: Tensor, shift: Tensor, scalars: Mapping[str, Tensor]) -> None:
     if images.dim() != 4:
         raise ValueError(f"images have shape {list(images.shape)}: must be [n, channels, height, width]")
     if not images.is_contiguous():
@@ -102,5 +109,6 @@ def _check_shapes(images: Tensor, indices: Tensor, scale: Tensor, shift: Tensor,
     for name, tensor in (("scale", scale), ("shift", shift)):
         if tensor.shape != (num_channels,) or not tensor.is_contiguous():
             raise ValueError(f"{name} has shape {list(tensor.shape)}: must be [{num_channels}] and contiguous")
-    if key is not None and key.dim() != 0:
-        raise ValueError(f"key has shape {list(key.shape)}: must be a scalar")
+    for name, scalar in scalars.items():
+        if scalar.dim() != 0:
+            raise ValueError(f"{name} has shape {list(scalar.shape)}: must be a scalar")

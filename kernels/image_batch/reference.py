@@ -18,6 +18,7 @@ def image_batch(
     shift: Tensor,
     *,
     key: Tensor | None,
+    epoch: Tensor | None,
     padding: int,
     reflect: bool,
     cutout: int,
@@ -26,7 +27,10 @@ def image_batch(
     """Returns the batch; `kernels.image_batch.image_batch` says of what."""
     batch = images[indices]
     if key is not None:
-        batch = _cropped_and_mirrored(batch, key, padding, reflect=reflect)
+        rows, columns, mirrored = draw(key, len(indices), padding)
+        if epoch is not None:
+            mirrored = mirrored_in(epoch, indices)
+        batch = _cropped_and_mirrored(batch, rows, columns, mirrored, padding, reflect=reflect)
     prepared = batch.to(torch.float32, memory_format=torch.channels_last)
     prepared = prepared.mul_(scale.view(1, -1, 1, 1)).add_(shift.view(1, -1, 1, 1))
     if key is not None and cutout:
@@ -34,10 +38,11 @@ def image_batch(
     return prepared.to(dtype, memory_format=torch.channels_last)
 
 
-def _cropped_and_mirrored(images: Tensor, key: Tensor, padding: int, *, reflect: bool) -> Tensor:
+def _cropped_and_mirrored(
+    images: Tensor, rows: Tensor, columns: Tensor, mirrored: Tensor, padding: int, *, reflect: bool
+) -> Tensor:
     """Returns the images [b, c, h, w] augmented, in one gather."""
     num, _, height, width = images.shape
-    rows, columns, mirrored = draw(key, num, padding)
     y = torch.arange(height, device=images.device) + rows[:, None]  # [b, h], in the padded image
     if reflect:
         y = _reflected(y - padding, height)
@@ -65,6 +70,11 @@ def draw(key: Tensor, num: int, padding: int) -> tuple[Tensor, Tensor, Tensor]:
     span = 2 * padding + 1
     rows, columns = _pair(_word(key, num, 0), span, span)
     return rows, columns, _word(key, num, 1) >> 31 == 1
+
+
+def mirrored_in(epoch: Tensor, indices: Tensor) -> Tensor:
+    """Returns which of the images at `indices` are mirrored in that epoch, bool [b]: by the top bit of a hash."""
+    return (_mix(indices & _MASK) >> 31) ^ (epoch & 1) == 1
 
 
 def draw_centres(key: Tensor, num: int, height: int, width: int) -> tuple[Tensor, Tensor]:

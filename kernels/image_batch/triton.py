@@ -18,6 +18,7 @@ def image_batch(
     shift: Tensor,
     *,
     key: Tensor | None,
+    epoch: Tensor | None,
     padding: int,
     reflect: bool,
     cutout: int,
@@ -39,6 +40,7 @@ def image_batch(
             scale,
             shift,
             indices if key is None else key,
+            indices if epoch is None else epoch,
             out,
             len(images),
             PADDING=padding,
@@ -48,6 +50,7 @@ def image_batch(
             HEIGHT=height,
             WIDTH=width,
             AUGMENT=key is not None,
+            ALTERNATE=epoch is not None,
             BLOCK=_BLOCK,
             enable_fp_fusion=True,  # Triton warns of the default, which 3.10 turns off
         )
@@ -66,7 +69,7 @@ def _mix(word):  # type: ignore[no-untyped-def]  # Triton's types are not Python
 
 # A slice of an epoch's order starts anywhere: each alignment would be compiled anew when it is first met.
 @triton.jit(  # type: ignore[untyped-decorator]  # Triton's types are not Python's
-    do_not_specialize=["num_images"], do_not_specialize_on_alignment=["indices", "key"]
+    do_not_specialize=["num_images"], do_not_specialize_on_alignment=["indices", "key", "epoch"]
 )
 def _image_batch(  # type: ignore[no-untyped-def]  # Triton's types are not Python's
     images,
@@ -74,6 +77,7 @@ def _image_batch(  # type: ignore[no-untyped-def]  # Triton's types are not Pyth
     scale,
     shift,
     key,
+    epoch,
     out,
     num_images,
     PADDING: tl.constexpr,  # noqa: N803  # compile-time constants
@@ -83,6 +87,7 @@ def _image_batch(  # type: ignore[no-untyped-def]  # Triton's types are not Pyth
     HEIGHT: tl.constexpr,  # noqa: N803
     WIDTH: tl.constexpr,  # noqa: N803
     AUGMENT: tl.constexpr,  # noqa: N803
+    ALTERNATE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     place = tl.program_id(0)
@@ -105,7 +110,10 @@ def _image_batch(  # type: ignore[no-untyped-def]  # Triton's types are not Pyth
             left = (((centre >> 16) * WIDTH) >> 16).to(tl.int32) - CUTOUT // 2
             top = (((centre & 0xFFFF) * HEIGHT) >> 16).to(tl.int32) - CUTOUT // 2
             kept = inside & ((x < left) | (x >= left + CUTOUT) | (y < top) | (y >= top + CUTOUT))
-        mirrored = (_mix(counter + 0x9E3779B9) >> 31) != 0
+        if ALTERNATE:
+            mirrored = ((_mix(index.to(tl.uint32)) >> 31) ^ (tl.load(epoch).to(tl.uint32) & 1)) != 0
+        else:
+            mirrored = (_mix(counter + 0x9E3779B9) >> 31) != 0
         x = tl.where(mirrored, WIDTH - 1 - x, x) + (((offsets >> 16) * (2 * PADDING + 1)) >> 16).to(tl.int32) - PADDING
         y = y + (((offsets & 0xFFFF) * (2 * PADDING + 1)) >> 16).to(tl.int32) - PADDING
         if REFLECT:

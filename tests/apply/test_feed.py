@@ -72,9 +72,13 @@ class Listener(TensorSource):
     def __init__(self, num_samples: int) -> None:
         super().__init__(torch.zeros(num_samples), torch.zeros(num_samples))
         self.heard: list[tuple[list[int], int, bool]] = []
+        self.epochs: list[int] = []
 
     def announce(self, order: Tensor, *, seed: int, follows: bool) -> None:
         self.heard.append((order.tolist(), seed, follows))
+
+    def begin_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
 
 
 def test_a_source_that_listens_hears_every_order_before_it_is_taken() -> None:
@@ -86,6 +90,21 @@ def test_a_source_that_listens_hears_every_order_before_it_is_taken() -> None:
     assert orders[1] == taken[2]
     assert follows == (False, True, True)
     assert len(set(seeds)) == 3
+
+
+def test_a_source_hears_of_an_epoch_with_its_first_batch_and_not_before() -> None:
+    source = Listener(10)
+    feed = Feed(source, seed=3, device=CPU)
+    heard = []
+    for size in (4, 6, 10, 3):
+        feed.take(size)
+        heard.append(source.epochs.copy())
+    assert heard == [[0], [0], [0, 1], [0, 1, 2]]
+    restored = Feed(Listener(10), seed=4, device=CPU)
+    restored.take(2)
+    restored.load_state_dict(feed.state_dict())
+    restored.take(2)
+    assert restored.source.epochs == [0, 2]  # type: ignore[attr-defined]  # a Listener
 
 
 def test_a_restored_feed_announces_what_is_left_in_place_of_what_it_had() -> None:

@@ -20,7 +20,9 @@ def kernel(*args: Any, **options: Any) -> Tensor:
     """The kernel itself, through Triton's interpreter where the tensors are on a CPU."""
     from kernels.image_batch.triton import image_batch as launch
 
-    return launch(*args, **{"padding": 4, "reflect": False, "cutout": 0, "dtype": torch.float32, **options})
+    return launch(
+        *args, **{"epoch": None, "padding": 4, "reflect": False, "cutout": 0, "dtype": torch.float32, **options}
+    )
 
 
 def constants(channels: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -47,8 +49,8 @@ def raw(images: Tensor, key: int, padding: int, make: Callable[..., Tensor] = im
     device = images.device
     one, indices = torch.ones(images.shape[1], device=device), torch.arange(len(images), device=device)
     batch = make(
-        images, indices, one, torch.zeros_like(one), key=torch.tensor(key, device=device), padding=padding,
-        reflect=False, cutout=0, dtype=torch.float32,
+        images, indices, one, torch.zeros_like(one), key=torch.tensor(key, device=device), epoch=None,
+        padding=padding, reflect=False, cutout=0, dtype=torch.float32,
     )  # fmt: skip
     return batch.to(torch.uint8)
 
@@ -94,7 +96,7 @@ def test_the_kernel_makes_what_float64_makes(
     poison = torch.full((5 * images[0].numel(),), torch.nan, dtype=dtype, device=DEVICE)
     del poison  # a GPU's allocator hands the same bytes out again: what the kernel leaves unwritten shows
     for make in (kernel, reference):
-        batch = make(*on_device, key=here, padding=padding, reflect=reflect, cutout=0, dtype=dtype)
+        batch = make(*on_device, key=here, epoch=None, padding=padding, reflect=reflect, cutout=0, dtype=dtype)
         assert batch.dtype is dtype
         assert batch.is_contiguous(memory_format=torch.channels_last)
         assert (batch.cpu().double() - exact).abs().max() <= tolerance(dtype)
@@ -104,6 +106,36 @@ def test_the_kernel_makes_what_float64_makes(
 def test_kernel_and_reference_draw_the_same_offsets_bit_for_bit(key: int) -> None:
     images = places(12)
     assert torch.equal(raw(images.to(DEVICE), key, 4, kernel).cpu(), raw(images, key, 4, reference))
+
+
+def test_in_two_epochs_every_image_is_seen_both_ways_wherever_it_stands() -> None:
+    num, key = 2048, torch.tensor(5, device=DEVICE)
+    indices = torch.randperm(num, generator=generator(1))
+    images = places(num)
+    one, zero = torch.ones(1, device=DEVICE), torch.zeros(1, device=DEVICE)
+    for make in (kernel, image_batch):
+        seen = []
+        for epoch in (0, 1, 2**40 + 2):
+            batch = make(
+                images.to(DEVICE),
+                indices.to(DEVICE),
+                one,
+                zero,
+                key=key,
+                epoch=torch.tensor(epoch).to(DEVICE),
+                padding=0,
+            )
+            mirrored = batch[:, 0, 0, 0] == 8  # whose first pixel is the last of the first row
+            expected = torch.where(mirrored.cpu().view(-1, 1, 1, 1), images.flip(-1), images)
+            assert torch.equal(batch.cpu(), expected.float())
+            by_index = torch.zeros(num, dtype=torch.bool)
+            by_index[indices] = mirrored.cpu()
+            seen.append(by_index)
+        assert torch.equal(seen[1], ~seen[0])
+        assert torch.equal(seen[2], seen[0])
+        assert abs(int(seen[0].sum()) - num / 2) < 5 * (num / 4) ** 0.5
+        # Neighbours in the data set have nothing to do with one another.
+        assert abs(int((seen[0][1:] ^ seen[0][:-1]).sum()) - num / 2) < 5 * (num / 4) ** 0.5
 
 
 @pytest.mark.parametrize("cutout", [1, 4, 5, 40])
@@ -215,6 +247,8 @@ GOOD: dict[str, Any] = {
         ({"images": torch.zeros(4, 3, 8, 8)}, TypeError, "images is torch.float32: must be torch.uint8"),
         ({"indices": torch.arange(2).int()}, TypeError, "indices is torch.int32: must be torch.int64"),
         ({"key": torch.tensor(1.0)}, TypeError, "key is torch.float32: must be torch.int64"),
+        ({"epoch": torch.tensor(1.0)}, TypeError, "epoch is torch.float32: must be torch.int64"),
+        ({"epoch": torch.ones(1).long()}, ValueError, r"epoch has shape \[1\]: must be a scalar"),
         ({"scale": torch.ones(3, device="meta")}, ValueError, "scale is on meta, images on cpu"),
         ({"dtype": torch.float64}, TypeError, "dtype = torch.float64: must be one of torch.float32"),
         ({"images": noise(4, 3, 8, 8)[0]}, ValueError, r"images have shape \[3, 8, 8\]: must be \[n, channels"),

@@ -75,6 +75,20 @@ def test_the_raw_images_keep_shape_type_and_values() -> None:
     assert source.is_resident
 
 
+def test_alternating_images_turn_round_with_the_epoch_alone() -> None:
+    source = _source(replace(AUGMENTED, alternate=True, padding=0))
+    before, again = (source.batch(INDICES, _generator(seed))[0] for seed in (0, 1))
+    assert torch.equal(before, again)
+    source.begin_epoch(1)
+    turned = source.batch(INDICES, _generator(0))[0]
+    assert torch.equal(turned, before.flip(-1))
+    assert torch.equal(source.to(torch.device("cpu")).batch(INDICES, _generator(0))[0], before)
+    plain = source.batch(INDICES, None)[0]
+    assert all(
+        torch.equal(image, one) or torch.equal(image, one.flip(-1)) for image, one in zip(plain, before, strict=True)
+    )
+
+
 @pytest.mark.parametrize(("name", "change"), [("mean", {"mean": (0.5,)}), ("std", {"std": (0.5,)})])
 def test_constants_of_other_channels_are_refused(name: str, change: dict[str, tuple[float, ...]]) -> None:
     with pytest.raises(ValueError, match=f"{name} has 1 entries: the images have 3 channels"):
@@ -83,10 +97,10 @@ def test_constants_of_other_channels_are_refused(name: str, change: dict[str, tu
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
-@pytest.mark.parametrize("size", [None, 64])
-def test_a_captured_batch_is_what_an_eager_one_is(size: int | None) -> None:
+@pytest.mark.parametrize(("size", "alternate"), [(None, False), (None, True), (64, False)])
+def test_a_captured_batch_is_what_an_eager_one_is(size: int | None, alternate: bool) -> None:
     device = torch.device("cuda")
-    source = _source(replace(AUGMENTED, dtype=torch.float16, size=size), 256).to(device)
+    source = _source(replace(AUGMENTED, dtype=torch.float16, size=size, alternate=alternate), 64).to(device)
     feed = Feed(source, seed=0, device=device)
     indices = feed.take(16).clone()
     source.batch(indices, feed.generator)
@@ -97,13 +111,14 @@ def test_a_captured_batch_is_what_an_eager_one_is(size: int | None) -> None:
     state = feed.generator.get_state()
     replayed = []
     with no_waiting():
-        for _ in range(3):
+        for _ in range(5):  # into the second epoch
             indices.copy_(feed.take(16))
             graph.replay()
             replayed.append((indices.clone(), images.clone(), targets.clone()))
         source.batch(feed.take(16), feed.generator)
     feed.generator.set_state(state)
-    for taken, seen, labels in replayed:
+    for position, (taken, seen, labels) in enumerate(replayed):
+        source.begin_epoch((position + 1) // 4)  # the first batch went before
         again, _ = source.batch(taken, feed.generator)
         assert torch.equal(seen, again)
         assert torch.equal(labels, taken)

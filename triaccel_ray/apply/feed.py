@@ -26,7 +26,9 @@ class Feed:
         self._seed = seed
         self.epoch = 0
         self._cursor = 0
-        self._order = self._begin_epoch(follows=False)
+        self._order = self._announced_order(follows=False)
+        self._told_epoch: int | None = None
+        """The epoch that the source knows its batches to belong to."""
         # Augmentation draws where the data is; PyTorch's generators differ between devices, so do its crops.
         self.generator = torch.Generator(device=device).manual_seed(seed)
 
@@ -47,6 +49,9 @@ class Feed:
         A single sample is never left over for a batch of its own, which batch normalisation could not take: it joins
         the one before. After the last sample the next epoch begins.
         """
+        if self._told_epoch != self.epoch:
+            self.source.begin_epoch(self.epoch)
+            self._told_epoch = self.epoch
         end = self._cursor + num_samples
         if end >= len(self.source) - 1:
             end = len(self.source)
@@ -55,7 +60,7 @@ class Feed:
         if end == len(self.source):
             self.epoch += 1
             self._cursor = 0
-            self._order = self._begin_epoch(follows=True)
+            self._order = self._announced_order(follows=True)
         return indices
 
     def placed(self, indices: Tensor) -> Tensor:
@@ -89,10 +94,10 @@ class Feed:
                 f"num_samples = {state['num_samples']}: the checkpoint's data set; this one has {len(self.source)}"
             )
         self._seed, self.epoch, self._cursor = state["seed"], state["epoch"], state["cursor"]
-        self._order = self._begin_epoch(follows=False)
+        self._order = self._announced_order(follows=False)
         self.generator.set_state(state["generator"])
 
-    def _begin_epoch(self, *, follows: bool) -> Tensor:
+    def _announced_order(self, *, follows: bool) -> Tensor:
         """Returns the present epoch's order, int64 [n], and announces what is left of it."""
         # A generator of its own an epoch, so that a position is enough to resume from.
         seed = (self._seed * 1_000_003 + self.epoch) % 2**63
