@@ -157,8 +157,8 @@ def test_rules_that_need_the_gradient_noise_need_the_fisher(batch, values, curva
     with pytest.raises(ValueError, match=" = ") as error:
         ControlConfig(batch=batch, curvature=curvature)
     assert str(error.value) == (
-        f"lr_rule, bound_by_noise_scale = {values}: need the per-sample gradients that curvature method 'fisher' "
-        "measures; switch curvature on"
+        f"lr_rule, bound_by_noise_scale (noise_bound) = {values}: need the per-sample gradients that curvature method "
+        "'fisher' measures; use it, with curvature on"
     )
     assert ControlConfig(batch=batch).batch is batch
     assert ControlConfig(curvature=curvature).curvature is curvature

@@ -239,7 +239,7 @@ class ControlConfig:
         needs_noise = self.batch.lr_rule == "adascale" or self.batch.bound_by_noise_scale
         require(
             not needs_noise or (self.curvature.enabled and self.curvature.method == "fisher"),
-            "lr_rule, bound_by_noise_scale",
+            "lr_rule, bound_by_noise_scale (noise_bound)",
             (self.batch.lr_rule, self.batch.bound_by_noise_scale),
-            "need the per-sample gradients that curvature method 'fisher' measures; switch curvature on",
+            "need the per-sample gradients that curvature method 'fisher' measures; use it, with curvature on",
         )

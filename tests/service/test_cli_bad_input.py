@@ -32,6 +32,14 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("search digits --alpha -1", ("alpha = -1.0: must be a finite number >= 0",)),
     ("run digits --t-ctrl 0", ("every_steps (T_ctrl) = 0: must be",)),
     ("run digits --step-up 5", ("batch step_up = 5: must be a multiple of granularity = 32",)),
+    *(
+        (
+            f"{command} digits {option} --curvature hessian",
+            (f"lr_rule, bound_by_noise_scale (noise_bound) = {values}", "curvature method 'fisher'"),
+        )
+        for command in ("run", "search", "compare")
+        for option, values in (("--noise-bound on", "('none', True)"), ("--lr-rule adascale", "('adascale', False)"))
+    ),
     ("replay run1 --rho-low 2", ("rho_low = 2.0: must lie in",)),
     ("replay run1 --t-curv 100", ("--t-curv",)),
     ("search digits --tau-low 1e-6", ("--tau-low",)),
@@ -118,6 +126,7 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("run digits --lr None", ("--lr", "None")),
     ("run digits --epochs three", ("--epochs", "three")),
     ("run digits --precision fp8", ("--precision", "bf16")),
+    ("run digits --noise-bound maybe", ("'maybe'", "--noise-bound", "'on'", "'off'")),
     ("search digits --trials-per-gpu 2.5", ("--trials-per-gpu", "2.5")),
     ("compare digits --fixed two", ("--fixed", "two")),
     ("compare digits --tune-baselines x", ("--tune-baselines", "x")),

@@ -48,7 +48,7 @@ def test_a_command_offers_the_thresholds_that_it_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = options_in(help_of(command, capsys, monkeypatch))
-    assert {"--precision", "--tau-curv", "--alpha", "--step-up"} <= options
+    assert {"--precision", "--tau-curv", "--alpha", "--step-up", "--noise-bound"} <= options
     assert offered <= options
     assert not options & not_offered
     for option in not_offered:

@@ -70,10 +70,25 @@ def test_another_method_and_its_precision_are_kept() -> None:
     assert typed(command_of(spec)) == spec
 
 
+def test_a_bound_by_the_noise_scale_is_kept() -> None:
+    spec = replace(BASE, control=replace(BASE.control, batch=replace(BASE.control.batch, bound_by_noise_scale=True)))
+    assert "--noise-bound on" in command_of(spec)
+    assert typed(command_of(spec)) == spec
+    search: Any = tyro.cli(cli.Command, prog="triaccel", args=shlex.split(search_command_of(SearchSpec(base=spec)))[1:])
+    assert search_spec(search).base == spec
+
+
+def test_a_bound_by_the_noise_scale_is_switched_both_ways() -> None:
+    bound = Thresholds(noise_bound="on").onto(Digits.control)
+    assert bound == replace(Digits.control, batch=replace(Digits.control.batch, bound_by_noise_scale=True))
+    assert Thresholds().onto(bound) == bound
+    assert Thresholds(noise_bound="off").onto(bound) == Digits.control
+
+
 def test_the_tasks_own_settings_are_not_repeated() -> None:
     words = shlex.split(command_of(BASE))
     assert words[:5] == ["triaccel", "run", "digits", "--epochs", "12"]
-    assert not {"--lr", "--batch-size", "--seed", "--device", "--data-dir"} & set(words)
+    assert not {"--lr", "--batch-size", "--noise-bound", "--seed", "--device", "--data-dir"} & set(words)
 
 
 def test_a_headroom_is_kept_to_the_byte() -> None:
@@ -84,7 +99,7 @@ def test_a_headroom_is_kept_to_the_byte() -> None:
 def test_a_task_that_cannot_be_imported_here_has_all_settings() -> None:
     words = shlex.split(command_of(replace(BASE, task="not_here.module:Mine")))
     assert words[2] == "not_here.module:Mine"
-    assert {"--lr", "--batch-size", "--t-curv"} <= set(words)
+    assert {"--lr", "--batch-size", "--t-curv", "--noise-bound"} <= set(words)
 
 
 @pytest.mark.parametrize("optional", [(), ("alpha", "tau_curv"), ("t_ctrl", "batch_steps")])

@@ -121,6 +121,8 @@ class Thresholds:
     """Samples removed when memory use is high."""
     lr_rule: Given[LrRule] = None
     """How the learning rate follows the batch size."""
+    noise_bound: Given[Literal["on", "off"]] = None
+    """Whether the batch also stops growing at the gradient noise scale; needs curvature method fisher."""
 
     def onto(self, control: ControlConfig, *, batch_size: int | None = None) -> ControlConfig:
         """Returns `control` with the thresholds that were given.
@@ -135,6 +137,7 @@ class Thresholds:
             "step_up": self.step_up,
             "step_down": self.step_down,
             "lr_rule": self.lr_rule,
+            "bound_by_noise_scale": None if self.noise_bound is None else self.noise_bound == "on",
             "start": batch_size,
         }
         if batch_size is not None and batch_size > 0:

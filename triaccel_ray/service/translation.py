@@ -158,6 +158,7 @@ def _not_default(spec: RunSpec) -> dict[str, object]:
 
 
 def _settings(recipe: Recipe, control: ControlConfig) -> dict[str, object]:
+    switches = {"noise-bound": control.batch.bound_by_noise_scale, **asdict(control.execution)}
     return {
         "lr": recipe.lr,
         "weight-decay": recipe.weight_decay,
@@ -171,5 +172,5 @@ def _settings(recipe: Recipe, control: ControlConfig) -> dict[str, object]:
         "t-curv": control.curvature.every_steps,
         "b-curv": control.curvature.num_samples,
         "curvature": control.curvature.method,
-        **{name: "on" if value else "off" for name, value in asdict(control.execution).items()},
+        **{name: "on" if value else "off" for name, value in switches.items()},
     }
