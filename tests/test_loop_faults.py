@@ -1,5 +1,6 @@
 """What a loop survives: too little memory, overflows, measurements and evaluations that do not fit."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -8,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.build import CONFIG, FP16, QUIET, Limited, blobs, cross_entropy, loop_of, mlp, same, values
+from tests.build import CONFIG, FP16, QUIET, Limited, Rerun, blobs, cross_entropy, loop_of, mlp, same, values
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import BatchConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import replay
 from triaccel_ray.events import Tick
+from triaccel_ray.graphs import Graph, GraphPool
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.memory import MIB
 from triaccel_ray.plan import FaultKind
@@ -35,6 +37,40 @@ def test_an_out_of_memory_error_shrinks_the_batch_until_memory_is_back() -> None
     assert sizes == sorted(sizes)
     assert sizes[:2] == [8, 8]  # capped for a while
     assert not any(tick.observation.faults for tick in ticks[first:])
+
+
+class Tight(GraphPool):
+    """Has work run where a GPU would capture it, and no memory for graphs of a model's steps above `limit` samples."""
+
+    can_capture = True
+    limit: int
+    model: Limited
+
+    def _record(self, work: Callable[[], None], generators: Sequence[torch.Generator]) -> Graph:
+        work()
+        if self.model.sizes[-1] > self.limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Rerun(work)
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_step_that_cannot_be_captured_for_want_of_memory_shrinks_an_elastic_batch(elastic: bool) -> None:
+    model = nn.Sequential(mlp(), Limited(1000))
+    batch = replace(QUIET.batch, start=12, cap_ticks=4, enabled=elastic)
+    config = replace(QUIET, batch=batch)
+    loop, ticks = loop_of(model, blobs(2400), config)
+    loop._pool.__class__ = Tight
+    loop._pool.limit, loop._pool.model = 8, model[1]
+    loop._steps.enabled = True
+    while len(ticks) < 12:
+        loop.step()
+    in_force = [tick.observation.plan.batch_size for tick in ticks]
+    assert in_force == ([12, 8, 8, 8, 8] * 3 if elastic else [12] * 12)[:12]
+    failed = [(fault.kind, fault.batch_size) for tick in ticks for fault in tick.observation.faults]
+    assert failed == [(FaultKind.CAPTURE_OUT_OF_MEMORY, 12)] * (3 if elastic else 1)
+    assert loop._steps.num_captured == int(loop.plan.batch_size == 8)
+    assert replay(config, [(each.observation, each.decision) for each in ticks]).diverged_at is None
+    loop.close()
 
 
 class Wide(nn.Module):

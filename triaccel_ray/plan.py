@@ -48,11 +48,14 @@ class Plan:
     """Parts of nearly equal size in which a batch passes through the model; above 1 only while the
     smallest batch does not fit."""
 
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples that pass through the model at once."""
+        return -(-self.batch_size // self.num_micro_batches)
+
     def needs_less_than(self, other: Plan) -> bool:
         """Returns whether some part of this plan takes less memory than in `other`."""
-        at_once = -(-self.batch_size // self.num_micro_batches)
-        other_at_once = -(-other.batch_size // other.num_micro_batches)
-        return at_once < other_at_once or any(
+        return self.micro_batch_size < other.micro_batch_size or any(
             level.bytes_per_element < other.precision[name].bytes_per_element for name, level in self.precision.items()
         )
 
@@ -61,6 +64,7 @@ class ReasonCode(StrEnum):
     """Which rule of the control loop changed something, or refused to."""
 
     OUT_OF_MEMORY = "out_of_memory"
+    CAPTURE_OUT_OF_MEMORY = "capture_out_of_memory"
     APPLY_FAILED = "apply_failed"
     VARIANCE = "variance"
     CURVATURE = "curvature"
@@ -101,6 +105,9 @@ class FaultKind(StrEnum):
     CAPTURE_FAILED = "capture_failed"
     """A step, its optimizer's part or a measurement could not be captured as a CUDA graph: that runs eagerly, slower.
     Recorded for the user; no rule acts."""
+    CAPTURE_OUT_OF_MEMORY = "capture_out_of_memory"
+    """A step found no memory as a CUDA graph, or for its batch beside one: it runs eagerly, slower. An elastic batch
+    retreats; for any other it is recorded for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +122,7 @@ class Fault:
     batch_size: int = 0
     """Batch size in force; for a plan that could not be applied, the one it wanted."""
     micro_batch_size: int = 0
-    """Samples that passed at once in the end; 0 when the phase has no batch."""
+    """Samples that passed at once in the end, for a capture in the eager step; 0 when the phase has no batch."""
     detail: str = ""
 
     @classmethod

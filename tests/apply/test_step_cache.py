@@ -16,7 +16,7 @@ from triaccel_ray.apply.fuse import Fusion, fuse
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.step import Step
 from triaccel_ray.layers import find_layers
-from triaccel_ray.plan import FaultKind
+from triaccel_ray.plan import Fault, FaultKind
 from triaccel_ray.sources import TensorSource
 
 ALL = torch.arange(16)
@@ -54,11 +54,13 @@ def test_a_capture_without_memory_is_told_paid_for_and_not_repeated_until_there_
     cache.run(ALL, ONE, step=0)
     cache.take_cost()
     (fault,) = cache.run(ALL, ONE, step=1)
-    assert (fault.kind, fault.phase, fault.step, fault.detail) == (
-        FaultKind.CAPTURE_FAILED,
-        "capture",
-        1,
-        str(NO_ROOM),
+    assert fault == Fault(
+        kind=FaultKind.CAPTURE_OUT_OF_MEMORY,
+        step=1,
+        phase="capture",
+        batch_size=16,
+        micro_batch_size=16,
+        detail=str(NO_ROOM),
     )
     assert cache.take_cost().milliseconds > 0.0
     assert cache.run(ALL, ONE, step=2) == ()
@@ -69,10 +71,46 @@ def test_a_capture_without_memory_is_told_paid_for_and_not_repeated_until_there_
     assert cache.num_captured == 1
 
 
+class Crowded(TensorSource):
+    """On the host, with memory on the device for every batch but the third."""
+
+    num_batches = 0
+    is_resident = False
+
+    def batch(self, indices: torch.Tensor, generator: torch.Generator | None) -> tuple[torch.Tensor, torch.Tensor]:
+        self.num_batches += 1
+        if self.num_batches == 3:
+            raise NO_ROOM
+        return super().batch(indices, generator)
+
+
+def test_a_batch_without_memory_beside_its_graph_is_made_eagerly_and_told() -> None:
+    pool = RerunPool()
+    cache = cache_of(step_of(mlp(), Crowded(*blobs(16))), pool=pool)
+    faults = [fault for step in range(4) for fault in cache.run(ALL, ONE, step=step)]
+    assert [(fault.kind, fault.phase, fault.step, fault.batch_size, fault.micro_batch_size) for fault in faults] == [
+        (FaultKind.CAPTURE_OUT_OF_MEMORY, "capture", 2, 16, 16)
+    ]
+    assert (cache.num_captured, cache.enabled) == (0, True)
+    pool.release()
+    assert cache.run(ALL, ONE, step=4) == ()
+    assert cache.num_captured == 1
+
+
+def test_a_capture_in_parts_without_memory_says_how_many_samples_pass_at_once() -> None:
+    cache, _, _ = cache_with(NO_ROOM)
+    cache.step.set_num_micro_batches(3)
+    cache.run(ALL, ONE, step=0)
+    (fault,) = cache.run(ALL, ONE, step=1)
+    assert (fault.batch_size, fault.micro_batch_size) == (16, 6)
+
+
 def test_a_capture_that_fails_otherwise_is_the_last() -> None:
     cache, pool, _ = cache_with(RuntimeError("operation not permitted when stream is capturing"))
     faults = [fault for step in range(4) for fault in cache.run(ALL, ONE, step=step)]
-    assert [fault.detail for fault in faults] == ["operation not permitted when stream is capturing"]
+    assert [(fault.kind, fault.detail) for fault in faults] == [
+        (FaultKind.CAPTURE_FAILED, "operation not permitted when stream is capturing")
+    ]
     assert not cache.enabled
     assert pool.num_tried == 1
     assert all(parameter.grad is not None for parameter in cache.step.model.parameters())  # an eager step's

@@ -53,6 +53,12 @@ def out_of_memory(batch_size: int, micro_batch_size: int = 0, phase: str = "forw
     )
 
 
+def capture_out_of_memory(batch_size: int, micro_batch_size: int | None = None) -> Fault:
+    at_once = batch_size if micro_batch_size is None else micro_batch_size
+    kind = FaultKind.CAPTURE_OUT_OF_MEMORY
+    return Fault(kind=kind, step=1, phase="capture", batch_size=batch_size, micro_batch_size=at_once)
+
+
 def apply_failed(batch_size: int = 0) -> Fault:
     return Fault(kind=FaultKind.APPLY_FAILED, step=1, phase="apply", batch_size=batch_size, detail="no step for it")
 
@@ -69,6 +75,8 @@ class Machine:
     limit_bytes: int = 10_000
     capacity_bytes: float = math.inf
     """What a step cannot exceed without running out of memory."""
+    capturable_bytes: float = math.inf
+    """What a step cannot exceed as a CUDA graph."""
     free_bytes: int | None = None
 
     def used_bytes(self, plan: Plan, samples_at_once: int) -> int:
@@ -76,7 +84,7 @@ class Machine:
         return self.fixed_bytes + samples_at_once * self.bytes_per_sample * words
 
     def run(self, plan: Plan) -> tuple[MemorySignal, tuple[Fault, ...]]:
-        """The memory of an interval under `plan`, and the out-of-memory error met on the way."""
+        """The memory of an interval under `plan`, and what ran out of memory on the way: the step or its capture."""
         at_once = largest = math.ceil(plan.batch_size / plan.num_micro_batches)
         while at_once > 1 and self.used_bytes(plan, at_once) > self.capacity_bytes:
             at_once //= 2
@@ -88,7 +96,10 @@ class Machine:
             limit_bytes=self.limit_bytes,
             free_bytes=self.free_bytes,
         )
-        return memory, (out_of_memory(plan.batch_size, at_once),) if at_once < largest else ()
+        faults = (out_of_memory(plan.batch_size, at_once),) if at_once < largest else ()
+        if used > self.capturable_bytes:
+            faults = (capture_out_of_memory(plan.batch_size, at_once), *faults)
+        return memory, faults
 
 
 @dataclass
@@ -123,8 +134,8 @@ def eventful_run(
     config: ControlConfig, machine: Machine, seed: int, ticks: int
 ) -> Iterator[tuple[Observation, Decision]]:
     """A run in which variances walk, eigenvalues come now and then, memory is taken and given back, things fail, costs
-    are measured twice, and FP16 overflows."""
-    chance, aside = random.Random(seed), random.Random(seed + 1)
+    are measured twice, FP16 overflows, and captures find no memory."""
+    chance, aside, captures = (random.Random(seed + i) for i in range(3))
     num_skipped = 0
     variances = {name: 10.0 ** chance.uniform(-8, -2) for name in machine.names}
     run = Run(config, machine)
@@ -143,7 +154,8 @@ def eventful_run(
         if chance.random() < 0.2:
             taken = chance.choice([None, 0, 100, 1000])
             capacity = machine.limit_bytes * chance.choice([0.2, 0.5, 1.0])
-            run.machine = replace(machine, free_bytes=taken, capacity_bytes=capacity)
+            capturable = machine.limit_bytes * captures.choice([0.5, 0.7, 1.0])
+            run.machine = replace(machine, free_bytes=taken, capacity_bytes=capacity, capturable_bytes=capturable)
         fails = chance.random() < 0.1
         overflows = FP16 in run.plan.precision.values() and aside.random() < 0.3
         num_skipped += 40 * overflows

@@ -11,6 +11,7 @@ from tests.decide.build import (
     Run,
     apply_failed,
     batch_configs,
+    capture_out_of_memory,
     machines,
     observation_of,
     out_of_memory,
@@ -55,6 +56,12 @@ def retreated(batch_size: int, *faults: Fault, parts: int = 1, config: BatchConf
         pytest.param(96, 1, [apply_failed(192)], (96, 1), id="the much larger batch could not be applied"),
         pytest.param(32, 2, [apply_failed(64)], (32, 2), id="parts stay when growth could not be applied"),
         pytest.param(96, 1, [apply_failed(128), out_of_memory(96, 64)], (64, 1), id="applying and running both failed"),
+        pytest.param(96, 1, [capture_out_of_memory(96)], (64, 1), id="the step fits, its capture does not"),
+        pytest.param(96, 1, [capture_out_of_memory(96)] * 3, (64, 1), id="tried again, one rung all the same"),
+        pytest.param(
+            96, 1, [apply_failed(128), capture_out_of_memory(96)], (64, 1), id="applying and capturing both failed"
+        ),
+        pytest.param(64, 2, [capture_out_of_memory(64, 32)], (32, 1), id="the parts in force were not captured"),
     ],
 )
 def test_a_retreat_goes_to_what_passed(batch_size, parts, faults, expected):
@@ -76,10 +83,35 @@ def test_a_retreat_goes_to_what_passed(batch_size, parts, faults, expected):
         [apply_failed(96)],
         [apply_failed(32)],
         [apply_failed()],
+        [capture_out_of_memory(17)],
+        [capture_out_of_memory(97)],
+        [capture_out_of_memory(96, 48)],
     ],
 )
 def test_failures_that_say_nothing_of_the_batch_are_left_to_others(faults):
     assert retreated(96, *faults) is None
+
+
+def test_a_capture_without_memory_is_left_as_it_is_where_no_smaller_batch_may_be_had():
+    assert retreated(32, capture_out_of_memory(32)) is None
+    assert retreated(32, capture_out_of_memory(32, 16), parts=2) is None
+    assert retreated(96, capture_out_of_memory(96), config=replace(CONFIG, enabled=False)) is None
+
+
+@pytest.mark.parametrize(
+    "stricter",
+    [out_of_memory(96, 48), out_of_memory(97, 49), out_of_memory(17, 9), out_of_memory(96, phase="optimizer")],
+)
+def test_an_out_of_memory_error_beside_a_capture_without_memory_decides_alone(stricter):
+    expected = retreated(96, stricter)
+    assert retreated(96, capture_out_of_memory(96), stricter) == expected
+    assert retreated(96, stricter, capture_out_of_memory(96)) == expected
+    assert expected.reasons[0].code is ReasonCode.OUT_OF_MEMORY
+
+
+def test_an_out_of_memory_error_that_says_nothing_of_the_batch_leaves_the_capture_to_count():
+    faults = out_of_memory(0, 32, phase="curvature"), capture_out_of_memory(96)
+    assert retreated(96, *faults) == retreated(96, faults[1])
 
 
 def test_the_reason_says_what_failed_and_what_passed():
@@ -88,6 +120,9 @@ def test_the_reason_says_what_failed_and_what_passed():
     )
     assert retreated(32, out_of_memory(32, 16)).reasons[0].text.endswith(": 32 -> 32 in 2 parts")
     assert retreated(96, apply_failed(128)).reasons[0].text == "apply_failed in apply at batch 128: 96 -> 96"
+    assert retreated(96, capture_out_of_memory(96)).reasons[0].text == (
+        "capture_out_of_memory in capture at batch 96: 96 -> 64"
+    )
 
 
 @given(batch_configs(), st.data())
@@ -101,6 +136,18 @@ def test_a_retreat_shrinks_onto_the_ladder_and_passes_no_more_at_once_than_passe
     assert decision.num_micro_batches == 1 or decision.batch_size == config.minimum
     assert math.ceil(decision.batch_size / decision.num_micro_batches) <= passed
     assert decision.state.cap == decision.batch_size
+
+
+@given(batch_configs(), st.data())
+def test_a_capture_without_memory_costs_an_elastic_batch_one_rung_and_never_splits_it(config, data):
+    rungs = ladder(config)
+    size = data.draw(st.sampled_from(rungs))
+    decision = retreated(size, capture_out_of_memory(size), config=config)
+    if not config.enabled or size == config.minimum:
+        assert decision is None
+    else:
+        assert (decision.batch_size, decision.num_micro_batches) == (rungs[rungs.index(size) - 1], 1)
+        assert (decision.state.cap, decision.state.cap_ticks_left) == (decision.batch_size, config.cap_ticks)
 
 
 def test_a_retreat_happens_in_full_at_once_and_with_the_batch_switched_off():
@@ -118,6 +165,24 @@ def test_the_cap_holds_for_its_ticks_and_is_then_lifted(enabled, cap_ticks):
     run.machine = replace(run.machine, capacity_bytes=math.inf)
     expected = 96 if enabled else 128
     assert run.batch_sizes(cap_ticks) == [64] * (cap_ticks - 1) + [expected]
+
+
+@pytest.mark.parametrize("cap_ticks", [1, 2, 8])
+def test_what_cannot_be_captured_is_tried_once_a_cap_until_it_can(cap_ticks):
+    config = replace(CONFIG, start=128, cap_ticks=cap_ticks)
+    run = Run(ControlConfig(batch=config), Machine(limit_bytes=100_000, capturable_bytes=3000))
+    assert run.batch_sizes(2) == [96, 64]  # 128 and 96 take 4840 and 3880 bytes
+    assert run.batch_sizes(cap_ticks) == [64] * (cap_ticks - 1) + [96]
+    assert run.batch_sizes(1) == [64]
+    run.machine = replace(run.machine, capturable_bytes=math.inf)
+    assert run.batch_sizes(cap_ticks + 1) == [64] * (cap_ticks - 1) + [96, 128]
+
+
+def test_a_batch_of_fixed_size_keeps_it_whether_it_can_be_captured_or_not():
+    config = replace(CONFIG, start=128, enabled=False)
+    run = Run(ControlConfig(batch=config), Machine(capturable_bytes=3000))
+    assert run.batch_sizes(8) == [128] * 8
+    assert run.decision.reasons == ()
 
 
 def test_a_new_failure_starts_the_cap_anew():
@@ -167,6 +232,20 @@ def test_a_machine_with_too_little_memory_fails_once_a_cap_at_most(config, machi
             assert decision.plan != observation.plan
             assert run.machine.run(decision.plan)[1] == ()
     assert all(later - earlier > config.cap_ticks for earlier, later in pairwise(failed_at))
+
+
+@given(batch_configs(enabled=True), machines(fixed_bytes=0), st.floats(0.05, 1.0))
+def test_a_size_that_could_not_be_captured_is_closed_for_a_cap(config, machine, fraction):
+    run = Run(ControlConfig(batch=config), replace(machine, capturable_bytes=machine.limit_bytes * fraction))
+    closed_at, closed = -config.cap_ticks, 0
+    for tick in range(100):
+        observation, decision = run.step()
+        size = observation.plan.batch_size
+        if observation.faults and size > config.minimum:
+            closed_at, closed = tick, size
+            assert decision.plan.batch_size == size - config.granularity
+        assert decision.plan.batch_size < closed or tick - closed_at >= config.cap_ticks
+        assert decision.plan.num_micro_batches == 1
 
 
 @given(batch_configs(enabled=True, bound_by_noise_scale=False), machines(fixed_bytes=0))

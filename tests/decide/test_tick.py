@@ -12,6 +12,7 @@ from tests.decide.build import (
     FP32,
     Run,
     apply_failed,
+    capture_out_of_memory,
     control_configs,
     eventful_run,
     machines,
@@ -96,6 +97,9 @@ def test_the_retreat_precedes_the_rule_of_memory():
     decision = first_tick(CONFIG, memory=HIGH_MEMORY, faults=(out_of_memory(96, 64),))
     assert decision.plan.batch_size == 64
     assert codes(decision, "batch") == [ReasonCode.OUT_OF_MEMORY, ReasonCode.LR_SCALE]
+    decision = first_tick(CONFIG, memory=HIGH_MEMORY, faults=(capture_out_of_memory(96),))
+    assert decision.plan.batch_size == 64
+    assert codes(decision, "batch") == [ReasonCode.CAPTURE_OUT_OF_MEMORY, ReasonCode.LR_SCALE]
 
 
 def test_reasons_come_in_the_order_of_the_rules():
@@ -232,6 +236,7 @@ def assert_reasons(observation: Observation, decision: Decision) -> None:
     old, new = observation.plan, decision.plan
     batch_changed = (new.batch_size, new.num_micro_batches) != (old.batch_size, old.num_micro_batches)
     rules = {ReasonCode.OUT_OF_MEMORY, ReasonCode.APPLY_FAILED, ReasonCode.MEMORY_LOW, ReasonCode.MEMORY_HIGH}
+    rules |= {ReasonCode.CAPTURE_OUT_OF_MEMORY}
     assert not batch_changed or rules & set(codes(decision, "batch"))
     assert (new.batch_lr_scale != old.batch_lr_scale) == (ReasonCode.LR_SCALE in codes(decision, "batch"))
     rules = {ReasonCode.VARIANCE, ReasonCode.CURVATURE, ReasonCode.CURVATURE_RELEASED}

@@ -88,8 +88,10 @@ class StepCache:
 
     The first step of a kind runs eagerly: libraries choose their kernels then. Eager steps and captured ones never
     hold memory at once, or the process would need twice what a step needs: an eager step on a GPU drops all graphs,
-    and they are captured again when next used. A step that waits for the device, or fails to be captured, stays
-    eager: reported once as a fault. A model whose forward pass changes Python state does that at captures only.
+    and they are captured again when next used. After a step that waits for the device, or fails to be captured, all
+    steps are eager: reported once as a fault. Where only memory was wanting, steps of that kind are eager until memory
+    is given back: a fault of its own kind, at each attempt. A model whose forward pass changes Python state does that
+    at captures only.
     """
 
     def __init__(
@@ -196,8 +198,9 @@ class StepCache:
         try:
             captured = self._record(key, indices, loss_scale)
         except Exception as error:  # CUDA, PyTorch and the model's own code may all refuse, each in its way
-            fault = _capture_fault(key, step, first_line(error))
             is_too_large = is_out_of_memory(error)
+            kind = FaultKind.CAPTURE_OUT_OF_MEMORY if is_too_large else FaultKind.CAPTURE_FAILED
+            fault = _capture_fault(key, step, first_line(error), kind)
         else:
             self.step.zero_grad()
             self._ground = self._find_ground()
@@ -245,7 +248,7 @@ class StepCache:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            fault = _capture_fault(key, step, first_line(error))
+            fault = _capture_fault(key, step, first_line(error), FaultKind.CAPTURE_OUT_OF_MEMORY)
         else:
             if _kind(fresh) == _kind(entry.batch):
                 for mine, theirs in zip(tensors_in(entry.batch), tensors_in(fresh), strict=True):
@@ -330,9 +333,14 @@ class StepCache:
             self._cost.milliseconds += 1e3 * (time.perf_counter() - start)
 
 
-def _capture_fault(key: _Key, step: int, detail: str) -> Fault:
+def _capture_fault(key: _Key, step: int, detail: str, kind: FaultKind = FaultKind.CAPTURE_FAILED) -> Fault:
     return Fault(
-        kind=FaultKind.CAPTURE_FAILED, step=step, phase="capture", batch_size=key.batch_size, detail=detail[:500]
+        kind=kind,
+        step=step,
+        phase="capture",
+        batch_size=key.batch_size,
+        micro_batch_size=-(-key.batch_size // key.num_micro_batches),
+        detail=detail[:500],
     )
 
 

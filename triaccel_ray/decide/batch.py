@@ -29,14 +29,18 @@ def ladder(config: BatchConfig) -> tuple[int, ...]:
 
 
 def retreat(config: BatchConfig, observation: Observation, state: BatchState) -> BatchDecision | None:
-    """Returns the smaller batch that this interval's failures ask for, or None when nothing failed.
+    """Returns the smaller batch that this interval's failures ask for, or None when none of them asks for one.
 
     The new size is the largest rung that passed through the device, lies below the one that failed and does not exceed
     the one in force; the ladder stays capped there for `cap_ticks`. A smallest rung that passed only in parts stays in
-    parts no larger than those that passed.
+    parts no larger than those that passed. A step that passed, but found no memory as a CUDA graph, counts as failed
+    where the batch is elastic and a smaller rung is left; an out-of-memory error in the same interval decides alone,
+    for it asks for no larger batch.
     """
     plan = observation.plan
-    failed = [fault for fault in observation.faults if _speaks_of_batch(fault, plan)]
+    failed = [fault for fault in observation.faults if _speaks_of_batch(config, fault, plan)]
+    if any(fault.kind is FaultKind.OUT_OF_MEMORY for fault in failed):
+        failed = [fault for fault in failed if fault.kind is not FaultKind.CAPTURE_OUT_OF_MEMORY]
     if not failed:
         return None
     smallest = min(failed, key=lambda fault: fault.batch_size)
@@ -48,7 +52,7 @@ def retreat(config: BatchConfig, observation: Observation, state: BatchState) ->
         parts = max(parts, plan.num_micro_batches)
     text = (
         f"{smallest.kind.value} in {smallest.phase} at batch {smallest.batch_size}"
-        + (f", {passed} at once passed" if micro_batches else "")
+        + (f", {passed} at once passed" if micro_batches and passed < smallest.batch_size else "")
         + f": {plan.batch_size} -> {size}"
         + (f" in {parts} parts" if parts > 1 else "")
     )
@@ -125,9 +129,13 @@ def noise_scale(noise: NoiseSignal | None) -> float:
     return noise.trace_covariance / noise.mean_square_norm
 
 
-def _speaks_of_batch(fault: Fault, plan: Plan) -> bool:
+def _speaks_of_batch(config: BatchConfig, fault: Fault, plan: Plan) -> bool:
     if fault.kind is FaultKind.OUT_OF_MEMORY:
         return fault.batch_size > 0
+    if fault.kind is FaultKind.CAPTURE_OUT_OF_MEMORY:
+        # Slower, not lost: worth a smaller rung, but no more parts, and only if it was not an epoch's short last batch.
+        is_plan = (fault.batch_size, fault.micro_batch_size) == (plan.batch_size, plan.micro_batch_size)
+        return config.enabled and is_plan and plan.batch_size > config.minimum
     # A plan that could not be applied for want of a larger batch names the size it wanted.
     return fault.kind is FaultKind.APPLY_FAILED and fault.batch_size > plan.batch_size
 

@@ -124,6 +124,13 @@ def test_parts_of_a_batch_and_plans_not_applied_are_shown(tmp_path: Path) -> Non
     assert {"plan not applied", "at once on the device"} <= texts(batch_and_memory([tick], CONTROL.batch))
 
 
+def test_captures_without_memory_are_marked(tmp_path: Path) -> None:
+    tick = ticks_of(events_of(tmp_path, epochs=1))[0]
+    fault = Fault(kind=FaultKind.CAPTURE_OUT_OF_MEMORY, step=tick.observation.step, phase="capture", batch_size=96)
+    tick = replace(tick, observation=replace(tick.observation, faults=(fault,)))
+    assert "no memory to capture" in texts(batch_and_memory([tick], CONTROL.batch))
+
+
 def test_curvature_is_coloured_by_depth(tmp_path: Path) -> None:
     figure = curvature_and_lr(ticks_of(events_of(tmp_path, RESNET, epochs=4)), CONTROL.curvature)
     upper, _, bar = figure.axes

@@ -55,8 +55,14 @@ def test_out_of_memory_errors_are_counted_and_slow_steps_explained_once(run: Run
     slow = Fault(kind=FaultKind.CAPTURE_FAILED, step=1, phase="capture", detail="the step waits for the device")
     curvature = Fault(kind=FaultKind.CAPTURE_FAILED, step=1, phase="curvature", detail="layer rnn is recurrent")
     unfused = Fault(kind=FaultKind.FUSION_REFUSED, step=0, phase="fuse", detail="it calls no BatchNorm2d")
-    assert list(run_notes(with_faults(run, fault, fault, slow, slow, curvature, unfused))) == [
+    large, larger = (
+        Fault(kind=FaultKind.CAPTURE_OUT_OF_MEMORY, step=1, phase="capture", batch_size=size, detail=f"{size} MiB free")
+        for size in (96, 128)
+    )
+    faults = fault, fault, slow, slow, curvature, unfused, larger, large, larger
+    assert list(run_notes(with_faults(run, *faults))) == [
         "2 times memory ran out; no sample was lost",
+        "3 times a step found no memory as a CUDA graph and ran eagerly: of batch 96, 128",
         "steps ran eagerly, without CUDA graphs: the step waits for the device",
         "curvature was measured without CUDA graphs: layer rnn is recurrent",
         "batch normalisation ran apart from what follows it: it calls no BatchNorm2d",

@@ -119,7 +119,7 @@ def batch_and_memory(ticks: Sequence[Tick], batch: BatchConfig, *, about: str = 
     panel(upper, "Batch size", about, y_label="samples a step")
     sizes = [tick.observation.plan.batch_size for tick in ticks]
     upper.stairs(sizes, edges, color=BLUE, linewidth=2.0, baseline=None)
-    at_once = [-(-size // tick.observation.plan.num_micro_batches) for size, tick in zip(sizes, ticks, strict=True)]
+    at_once = [tick.observation.plan.micro_batch_size for tick in ticks]
     if at_once != sizes:
         parts: dict[str, Any] = {"color": BLUE, "linewidth": 1.2, "linestyle": ":", "label": "at once on the device"}
         upper.stairs(at_once, edges, baseline=None, **parts)
@@ -246,9 +246,10 @@ def _largest_eigenvalue(tick: Tick, name: str) -> float:
 
 
 def _mark_faults(axes: Axes, ticks: Sequence[Tick]) -> None:
-    """Marks what was survived: out of memory, and plans that could not be applied."""
+    """Marks what was survived: out of memory, as a CUDA graph alone too, and plans that could not be applied."""
     for kind, text, marker in (
         (FaultKind.OUT_OF_MEMORY, "out of memory", "v"),
+        (FaultKind.CAPTURE_OUT_OF_MEMORY, "no memory to capture", "P"),
         (FaultKind.APPLY_FAILED, "plan not applied", "X"),
     ):
         places = [

@@ -39,6 +39,10 @@ def run_notes(run: RunRecord) -> Iterator[str]:
     num_out_of_memory = sum(fault.kind is FaultKind.OUT_OF_MEMORY for fault in faults)
     if num_out_of_memory:
         yield f"{num_out_of_memory} times memory ran out; no sample was lost"
+    not_captured = [fault.batch_size for fault in faults if fault.kind is FaultKind.CAPTURE_OUT_OF_MEMORY]
+    if not_captured:
+        sizes = ", ".join(map(str, sorted(set(not_captured))))
+        yield f"{len(not_captured)} times a step found no memory as a CUDA graph and ran eagerly: of batch {sizes}"
     for which, text in _SLOWER.items():
         reasons = dict.fromkeys(fault.detail for fault in faults if (fault.kind, fault.phase) == which)
         yield from (f"{text}: {reason}" for reason in reasons)
