@@ -143,7 +143,11 @@ class BatchConfig:
     lr_rule: LrRule = "none"
     """How the lr follows the batch size B from B_0 = `start`: not at all, sqrt(B/B_0), B/B_0, or AdaScale's gain."""
     bound_by_noise_scale: bool = False
-    """Whether the batch also stops growing at the gradient noise scale tr(Cov)/|g|^2 (McCandlish et al. 2018)."""
+    """Whether the batch also stops growing at the gradient noise scale tr(Cov)/|g|^2 (McCandlish et al. 2018), which
+    rises as training goes on; before its first measurement the batch does not grow."""
+    noise_smoothing: float = 0.8
+    """Weight of the past in the moving averages of tr(Cov) and |g|^2, in [0, 1): from 32 samples, one estimate of |g|^2
+    in four lies below zero."""
 
     def __post_init__(self) -> None:
         require_integer("granularity", self.granularity, low=1)
@@ -179,6 +183,9 @@ class BatchConfig:
         )
         require_integer("batch dwell_ticks", self.dwell_ticks, low=0)
         require_integer("batch cap_ticks", self.cap_ticks, low=1)
+        require_number(
+            "noise_smoothing", self.noise_smoothing, "must lie in [0, 1)", low=0.0, high=math.nextafter(1.0, 0.0)
+        )
         require(
             self.lr_rule in ("none", "sqrt", "linear", "adascale"),
             "lr_rule",

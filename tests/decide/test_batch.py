@@ -202,6 +202,15 @@ def test_growth_stops_at_the_noise_scale(scale, expected):
     assert decided(CONFIG, 96, LOW, state).batch_size == 128
 
 
+def test_growth_waits_for_the_noise_scale_to_be_known():
+    decision = decided(NOISY, 96, LOW, READY)
+    assert decision.batch_size == 96
+    (reason,) = decision.reasons
+    assert (reason.code, reason.value) == (ReasonCode.HELD_NOISE_SCALE, 128.0)
+    assert reason.text == "no batch of 128 before the gradient noise scale is known"
+    assert decided(NOISY, 96, HIGH, READY).batch_size < 96
+
+
 def test_the_noise_scale_neither_keeps_parts_nor_a_fixed_batch_from_returning():
     state = replace(READY, noise=NoiseSignal(mean_square_norm=1.0, trace_covariance=1.0))
     assert decided(NOISY, 32, LOW, state, parts=2).num_micro_batches == 1

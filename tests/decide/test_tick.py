@@ -125,7 +125,8 @@ def test_the_learning_rates_of_the_plan_follow_curvature_and_batch():
 
 def test_noise_is_averaged_over_measurements_before_it_is_used():
     config = ControlConfig(
-        curvature=CurvatureConfig(smoothing=0.5), batch=BatchConfig(start=32, minimum=32, lr_rule="adascale")
+        curvature=CurvatureConfig(smoothing=0.9),
+        batch=BatchConfig(start=32, minimum=32, lr_rule="adascale", noise_smoothing=0.5),
     )
     start = initial_decision(config, NAMES)
     plan = replace(start.plan, batch_size=64)

@@ -180,8 +180,12 @@ def _held(config: BatchConfig, plan: Plan, state: BatchState, size: int, *, enla
         text = f"capped at {state.cap} for {state.cap_ticks_left} more ticks after too large a batch"
         return Reason(code=ReasonCode.HELD_CAPPED, subject="batch", text=text, threshold=float(state.cap))
     # What brings back the whole batch, or the start of one that is not elastic, takes the noise scale as it is.
-    grows_beyond = config.enabled and size > plan.batch_size
-    bound = noise_scale(state.noise) if config.bound_by_noise_scale and grows_beyond else math.inf
+    if not (config.bound_by_noise_scale and config.enabled and size > plan.batch_size):
+        return None
+    bound = noise_scale(state.noise)
+    if state.noise is None:
+        text = f"no batch of {size} before the gradient noise scale is known"
+        return Reason(code=ReasonCode.HELD_NOISE_SCALE, subject="batch", text=text, value=float(size))
     if size > bound:
         text = f"gradient noise scale {bound:.3g}: a batch of {size} would average nothing more"
         return Reason(code=ReasonCode.HELD_NOISE_SCALE, subject="batch", text=text, value=float(size), threshold=bound)

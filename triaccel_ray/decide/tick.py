@@ -39,7 +39,7 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     scales = {name: lr_scale(config.curvature, layer) for name, layer in layers.items()}
     scale_reasons = lr_reasons(observation.plan.lr_scale, scales, layers)
 
-    noise = smooth_noise(config.curvature.smoothing, state.batch.noise, observation.noise)
+    noise = smooth_noise(config.batch.noise_smoothing, state.batch.noise, observation.noise)
     batch_state = replace(state.batch, noise=noise)
     batch: BatchDecision = retreat(config.batch, observation, batch_state) or decide_batch(
         config.batch, observation, batch_state, enlarged=enlarged or apply_failed
