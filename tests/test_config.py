@@ -66,6 +66,8 @@ OUT_OF_RANGE = [
     (BatchConfig, "step_up", "batch step_up", "must be a multiple of granularity = 32", [16, 33, -32, NAN]),
     (BatchConfig, "step_down", "batch step_down", "must be an integer >= 1", [0]),
     (BatchConfig, "step_down", "batch step_down", "must be a multiple of granularity = 32", [16, 65, -64, NAN]),
+    (BatchConfig, "noise_share", "noise_share", "must be a finite number > 0", [0.0, -1.0, INF, NAN]),
+    (BatchConfig, "noise_smoothing", "noise_smoothing", "must lie in [0, 1)", [BELOW_ZERO, 1.0, NAN]),
     (BatchConfig, "rho_low", "rho_low", "must lie in [0, 1]", [BELOW_ZERO, ABOVE_ONE, INF, NAN]),
     (BatchConfig, "rho_high", "rho_high", "must lie in [0, 1]", [BELOW_ZERO, ABOVE_ONE, INF, NAN]),
     (BatchConfig, "dwell_ticks", "batch dwell_ticks", "must be an integer >= 0", [2.5, INF, -1, NAN]),

@@ -143,8 +143,11 @@ class BatchConfig:
     lr_rule: LrRule = "none"
     """How the lr follows the batch size B from B_0 = `start`: not at all, sqrt(B/B_0), B/B_0, or AdaScale's gain."""
     bound_by_noise_scale: bool = False
-    """Whether the batch also stops growing at the gradient noise scale tr(Cov)/|g|^2 (McCandlish et al. 2018), which
-    rises as training goes on; before its first measurement the batch does not grow."""
+    """Whether the batch also stops growing at `noise_share` of the gradient noise scale tr(Cov)/|g|^2 (McCandlish et al.
+    2018), which rises as training goes on; before its first measurement the batch does not grow."""
+    noise_share: float = 1.0
+    """B / B_noise up to which the batch may grow; > 0. Steps of batch B need 1 + B / B_noise times the samples that the
+    smallest batch needs to get as far (ibid., section 2)."""
     noise_smoothing: float = 0.8
     """Weight of the past in the moving averages of tr(Cov) and |g|^2, in [0, 1): from 32 samples, one estimate of |g|^2
     in four lies below zero."""
@@ -183,6 +186,9 @@ class BatchConfig:
         )
         require_integer("batch dwell_ticks", self.dwell_ticks, low=0)
         require_integer("batch cap_ticks", self.cap_ticks, low=1)
+        require_number(
+            "noise_share", self.noise_share, "must be a finite number > 0", low=math.nextafter(0.0, 1.0), high=1e300
+        )
         require_number(
             "noise_smoothing", self.noise_smoothing, "must lie in [0, 1)", low=0.0, high=math.nextafter(1.0, 0.0)
         )

@@ -202,6 +202,15 @@ def test_growth_stops_at_the_noise_scale(scale, expected):
     assert decided(CONFIG, 96, LOW, state).batch_size == 128
 
 
+def test_growth_can_stop_at_a_share_of_the_noise_scale():
+    state = replace(READY, noise=NoiseSignal(mean_square_norm=0.5, trace_covariance=200.0))
+    assert decided(replace(NOISY, noise_share=0.32), 96, LOW, state).batch_size == 128
+    decision = decided(replace(NOISY, noise_share=0.25), 96, LOW, state)
+    (reason,) = decision.reasons
+    assert (decision.batch_size, reason.threshold) == (96, 100.0)
+    assert reason.text == "gradient noise scale 400 x 0.25: a batch of 128 would average little more"
+
+
 def test_growth_waits_for_the_noise_scale_to_be_known():
     decision = decided(NOISY, 96, LOW, READY)
     assert decision.batch_size == 96

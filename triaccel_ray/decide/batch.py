@@ -182,12 +182,14 @@ def _held(config: BatchConfig, plan: Plan, state: BatchState, size: int, *, enla
     # What brings back the whole batch, or the start of one that is not elastic, takes the noise scale as it is.
     if not (config.bound_by_noise_scale and config.enabled and size > plan.batch_size):
         return None
-    bound = noise_scale(state.noise)
+    scale = noise_scale(state.noise)
+    bound = config.noise_share * scale
     if state.noise is None:
         text = f"no batch of {size} before the gradient noise scale is known"
         return Reason(code=ReasonCode.HELD_NOISE_SCALE, subject="batch", text=text, value=float(size))
     if size > bound:
-        text = f"gradient noise scale {bound:.3g}: a batch of {size} would average nothing more"
+        share = "" if config.noise_share == 1.0 else f" x {config.noise_share:.3g}"
+        text = f"gradient noise scale {scale:.3g}{share}: a batch of {size} would average little more"
         return Reason(code=ReasonCode.HELD_NOISE_SCALE, subject="batch", text=text, value=float(size), threshold=bound)
     return None
 
