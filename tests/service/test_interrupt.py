@@ -1,4 +1,4 @@
-"""Ctrl-C, as a terminal sends it: to the whole process group of a search that runs in a terminal."""
+"""Ctrl-C, as a terminal sends it: to the whole process group of a search; and SIGTERM, to the command alone."""
 
 from __future__ import annotations
 
@@ -85,8 +85,15 @@ class Terminal:
 
     def press_ctrl_c(self) -> int:
         """Sends SIGINT to the group, waits for the end of every process of it, and returns the exit status."""
+        return self._end(lambda: os.killpg(self.process.pid, signal.SIGINT))
+
+    def terminate(self) -> int:
+        """Sends SIGTERM to the command, waits for the end of every process it began, and returns the exit status."""
+        return self._end(self.process.terminate)
+
+    def _end(self, ask: Callable[[], None]) -> int:
         processes = psutil.Process(self.process.pid).children(recursive=True)
-        os.killpg(self.process.pid, signal.SIGINT)
+        ask()
         status = self.process.wait(DEADLINE_S)
         _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
         assert alive == []
@@ -113,7 +120,9 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
         each.close()
 
 
-def test_ctrl_c_ends_everything_and_says_how_to_go_on(tmp_path: Path, terminal: Callable[..., Terminal]) -> None:
+def test_ctrl_c_and_sigterm_end_everything_and_say_how_to_go_on(
+    tmp_path: Path, terminal: Callable[..., Terminal]
+) -> None:
     (tmp_path / "slow_task.py").write_text(MODULE + SLOW)
     where = ("--storage-path", str(tmp_path / "storage"))
     folder = tmp_path / "storage" / "hunt"
@@ -135,7 +144,7 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(tmp_path: Path, terminal: 
 
     second = terminal(tmp_path, *shlex.split(way_on)[1:])
     second.wait_until(lambda: begun("trials/*") and "of 3 trials done" in second.shown)
-    assert second.press_ctrl_c() == 130
+    assert second.terminate() == 130
     assert way_on in second.shown
     assert "best thresholds" not in second.shown
     record = read_search(folder)
