@@ -54,7 +54,7 @@ class Tight(GraphPool):
 
 
 @pytest.mark.parametrize("elastic", [True, False])
-def test_a_step_that_cannot_be_captured_for_want_of_memory_shrinks_an_elastic_batch(elastic: bool) -> None:
+def test_a_step_that_cannot_be_captured_for_want_of_memory_becomes_one_that_can(elastic: bool) -> None:
     model = nn.Sequential(mlp(), Limited(1000))
     batch = replace(QUIET.batch, start=12, cap_ticks=4, enabled=elastic)
     config = replace(QUIET, batch=batch)
@@ -64,11 +64,11 @@ def test_a_step_that_cannot_be_captured_for_want_of_memory_shrinks_an_elastic_ba
     loop._steps.enabled = True
     while len(ticks) < 12:
         loop.step()
-    in_force = [tick.observation.plan.batch_size for tick in ticks]
-    assert in_force == ([12, 8, 8, 8, 8] * 3 if elastic else [12] * 12)[:12]
+    in_force = [(tick.observation.plan.batch_size, tick.observation.plan.num_micro_batches) for tick in ticks]
+    assert in_force == ([(12, 1), *[(8, 1) if elastic else (12, 2)] * 4] * 3)[:12]
     failed = [(fault.kind, fault.batch_size) for tick in ticks for fault in tick.observation.faults]
-    assert failed == [(FaultKind.CAPTURE_OUT_OF_MEMORY, 12)] * (3 if elastic else 1)
-    assert loop._steps.num_captured == int(loop.plan.batch_size == 8)
+    assert failed == [(FaultKind.CAPTURE_OUT_OF_MEMORY, 12)] * 3
+    assert loop._steps.num_captured == int(loop.plan.micro_batch_size <= 8)
     assert replay(config, [(each.observation, each.decision) for each in ticks]).diverged_at is None
     loop.close()
 

@@ -46,7 +46,7 @@ class Plan:
     """Factor on every learning rate that follows the batch size by the configured rule."""
     num_micro_batches: int = 1
     """Parts of nearly equal size in which a batch passes through the model; above 1 only while the
-    smallest batch does not fit."""
+    smallest batch does not fit, or one of fixed size cannot be captured whole."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -107,7 +107,7 @@ class FaultKind(StrEnum):
     Recorded for the user; no rule acts."""
     CAPTURE_OUT_OF_MEMORY = "capture_out_of_memory"
     """A step found no memory as a CUDA graph, or for its batch beside one: it runs eagerly, slower. An elastic batch
-    retreats; for any other it is recorded for the user."""
+    retreats by a rung, any other is made in halves."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from triaccel_ray.decide.batch import ladder, retreat
 from triaccel_ray.plan import Fault, ReasonCode
 
 CONFIG = BatchConfig(rho_low=0.7, rho_high=0.9, cap_ticks=5)
+FIXED = replace(CONFIG, enabled=False)
 """Start 96, rungs 32, 64, ..., 512."""
 
 
@@ -95,7 +96,17 @@ def test_failures_that_say_nothing_of_the_batch_are_left_to_others(faults):
 def test_a_capture_without_memory_is_left_as_it_is_where_no_smaller_batch_may_be_had():
     assert retreated(32, capture_out_of_memory(32)) is None
     assert retreated(32, capture_out_of_memory(32, 16), parts=2) is None
-    assert retreated(96, capture_out_of_memory(96), config=replace(CONFIG, enabled=False)) is None
+    assert retreated(96, capture_out_of_memory(96, 48), config=FIXED, parts=2) is None
+    assert retreated(3, capture_out_of_memory(3), config=FIXED) is None
+
+
+def test_a_batch_of_fixed_size_that_finds_no_memory_to_be_captured_goes_in_halves():
+    decision = retreated(97, capture_out_of_memory(97), config=FIXED)
+    assert (decision.batch_size, decision.num_micro_batches) == (97, 2)
+    assert (decision.state.cap, decision.state.cap_ticks_left) == (97, FIXED.cap_ticks)
+    assert decision.reasons[0].text == "capture_out_of_memory in capture at batch 97: 97 -> 97 in 2 parts"
+    stricter = out_of_memory(97, 25)
+    assert retreated(97, capture_out_of_memory(97), stricter, config=FIXED) == retreated(97, stricter, config=FIXED)
 
 
 @pytest.mark.parametrize(
@@ -139,11 +150,14 @@ def test_a_retreat_shrinks_onto_the_ladder_and_passes_no_more_at_once_than_passe
 
 
 @given(batch_configs(), st.data())
-def test_a_capture_without_memory_costs_an_elastic_batch_one_rung_and_never_splits_it(config, data):
+def test_a_capture_without_memory_costs_an_elastic_batch_one_rung_and_any_other_one_split(config, data):
     rungs = ladder(config)
     size = data.draw(st.sampled_from(rungs))
     decision = retreated(size, capture_out_of_memory(size), config=config)
-    if not config.enabled or size == config.minimum:
+    if not config.enabled:
+        assert (decision is None) == (size < 4)
+        assert decision is None or (decision.batch_size, decision.num_micro_batches) == (size, 2)
+    elif size == config.minimum:
         assert decision is None
     else:
         assert (decision.batch_size, decision.num_micro_batches) == (rungs[rungs.index(size) - 1], 1)
@@ -178,11 +192,15 @@ def test_what_cannot_be_captured_is_tried_once_a_cap_until_it_can(cap_ticks):
     assert run.batch_sizes(cap_ticks + 1) == [64] * (cap_ticks - 1) + [96, 128]
 
 
-def test_a_batch_of_fixed_size_keeps_it_whether_it_can_be_captured_or_not():
-    config = replace(CONFIG, start=128, enabled=False)
-    run = Run(ControlConfig(batch=config), Machine(capturable_bytes=3000))
-    assert run.batch_sizes(8) == [128] * 8
-    assert run.decision.reasons == ()
+@pytest.mark.parametrize("capturable_bytes", [3000, 1])
+def test_a_batch_of_fixed_size_keeps_it_and_is_tried_whole_once_a_cap(capturable_bytes):
+    config = replace(CONFIG, start=128, enabled=False, cap_ticks=4)
+    run = Run(ControlConfig(batch=config), Machine(limit_bytes=100_000, capturable_bytes=capturable_bytes))
+    seen = []
+    for _ in range(11):
+        run.step()
+        seen.append((run.plan.batch_size, run.plan.num_micro_batches))
+    assert seen == [(128, 2)] * 4 + [(128, 1)] + [(128, 2)] * 4 + [(128, 1), (128, 2)]
 
 
 def test_a_new_failure_starts_the_cap_anew():

@@ -11,6 +11,8 @@ from triaccel_ray.plan import Fault, FaultKind, Plan, Reason, ReasonCode
 from triaccel_ray.signals import MemorySignal, NoiseSignal, Observation
 
 GIB = 2.0**30
+_SMALLEST_SPLIT = 4
+"""Batches below are not split for the sake of speed: batch normalisation takes no single samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +31,13 @@ def ladder(config: BatchConfig) -> tuple[int, ...]:
 
 
 def retreat(config: BatchConfig, observation: Observation, state: BatchState) -> BatchDecision | None:
-    """Returns the smaller batch that this interval's failures ask for, or None when none of them asks for one.
+    """Returns the batch, smaller or in parts, that this interval's failures ask for; None when none asks for one.
 
     The new size is the largest rung that passed through the device, lies below the one that failed and does not exceed
     the one in force; the ladder stays capped there for `cap_ticks`. A smallest rung that passed only in parts stays in
     parts no larger than those that passed. A step that passed, but found no memory as a CUDA graph, counts as failed
-    where the batch is elastic and a smaller rung is left; an out-of-memory error in the same interval decides alone,
-    for it asks for no larger batch.
+    where the batch is elastic and a smaller rung is left; one that is not elastic keeps its size, in halves. An
+    out-of-memory error in the same interval decides alone, for it asks for no larger batch.
     """
     plan = observation.plan
     failed = [fault for fault in observation.faults if _speaks_of_batch(config, fault, plan)]
@@ -46,10 +48,13 @@ def retreat(config: BatchConfig, observation: Observation, state: BatchState) ->
     smallest = min(failed, key=lambda fault: fault.batch_size)
     micro_batches = [fault.micro_batch_size for fault in failed if fault.micro_batch_size > 0]
     passed = min(micro_batches, default=plan.batch_size)
-    size = _rung(config, min(smallest.batch_size - 1, passed, plan.batch_size))
-    parts = math.ceil(size / passed)
-    if size == plan.batch_size:
-        parts = max(parts, plan.num_micro_batches)
+    if smallest.kind is FaultKind.CAPTURE_OUT_OF_MEMORY and not config.enabled:
+        size, parts = plan.batch_size, 2
+    else:
+        size = _rung(config, min(smallest.batch_size - 1, passed, plan.batch_size))
+        parts = math.ceil(size / passed)
+        if size == plan.batch_size:
+            parts = max(parts, plan.num_micro_batches)
     text = (
         f"{smallest.kind.value} in {smallest.phase} at batch {smallest.batch_size}"
         + (f", {passed} at once passed" if micro_batches and passed < smallest.batch_size else "")
@@ -133,9 +138,11 @@ def _speaks_of_batch(config: BatchConfig, fault: Fault, plan: Plan) -> bool:
     if fault.kind is FaultKind.OUT_OF_MEMORY:
         return fault.batch_size > 0
     if fault.kind is FaultKind.CAPTURE_OUT_OF_MEMORY:
-        # Slower, not lost: worth a smaller rung, but no more parts, and only if it was not an epoch's short last batch.
-        is_plan = (fault.batch_size, fault.micro_batch_size) == (plan.batch_size, plan.micro_batch_size)
-        return config.enabled and is_plan and plan.batch_size > config.minimum
+        # Slower, not lost: worth one smaller rung or halves, and only if it was not an epoch's short last batch.
+        if (fault.batch_size, fault.micro_batch_size) != (plan.batch_size, plan.micro_batch_size):
+            return False
+        halves = plan.num_micro_batches == 1 and plan.batch_size >= _SMALLEST_SPLIT
+        return plan.batch_size > config.minimum if config.enabled else halves
     # A plan that could not be applied for want of a larger batch names the size it wanted.
     return fault.kind is FaultKind.APPLY_FAILED and fault.batch_size > plan.batch_size
 
