@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.image_batch import image_batch
-from triaccel_ray.config import require_integer
+from triaccel_ray.config import require_flag, require_integer
 from triaccel_ray.sources import TensorSource
 
 
@@ -38,6 +38,8 @@ class Preparation:
     """Of the batches: float32, float16 or bfloat16."""
 
     def __post_init__(self) -> None:
+        for name in ("augment", "alternate", "reflect"):
+            require_flag(name, getattr(self, name))
         require_integer("padding", self.padding, low=0)
         require_integer("cutout", self.cutout, low=0)
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.config import ControlConfig, require, require_integer, require_number
+from triaccel_ray.config import ControlConfig, require, require_flag, require_integer, require_number
 from triaccel_ray.sources import DataSource
 
 
@@ -68,6 +68,7 @@ class Recipe:
             high=1e6,
         )
         require_number("label_smoothing", self.label_smoothing, "must lie in [0, 1)", low=0.0, high=0.999999)
+        require_flag("nesterov", self.nesterov)
         require(not (self.nesterov and self.momentum == 0), "nesterov", self.nesterov, "needs momentum > 0")
 
     def lr_factor(self, epoch: float) -> float:

@@ -33,6 +33,11 @@ def require_integer(name: str, value: int, *, low: int) -> None:
     require(is_integer and value >= low, name, value, f"must be an integer >= {low}")
 
 
+def require_flag(name: str, value: bool) -> None:
+    """Raises ValueError unless `value` is True or False."""
+    require(isinstance(value, bool), name, value, "must be True or False")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """Rules 1 and 2: which precision each layer computes in (Tri-Accel, section 3.1)."""
@@ -60,6 +65,8 @@ class PrecisionConfig:
     scale stood at its minimum; >= 1."""
 
     def __post_init__(self) -> None:
+        require_flag("precision enabled", self.enabled)
+        require_flag("border_aware", self.border_aware)
         require(isinstance(self.initial, Precision), "initial", self.initial, "must be a Precision")
         require_number("tau_low", self.tau_low, "must be a number >= 0", low=0.0)
         require(not math.isinf(self.tau_low), "tau_low", self.tau_low, "must be finite")
@@ -100,6 +107,7 @@ class CurvatureConfig:
     larger than the error of the cheap estimates."""
 
     def __post_init__(self) -> None:
+        require_flag("curvature enabled", self.enabled)
         require(
             self.method in ("fisher", "ggn", "hessian"),
             "curvature method",
@@ -153,6 +161,8 @@ class BatchConfig:
     in four lies below zero."""
 
     def __post_init__(self) -> None:
+        require_flag("batch enabled", self.enabled)
+        require_flag("bound_by_noise_scale", self.bound_by_noise_scale)
         require_integer("granularity", self.granularity, low=1)
         require_integer("batch minimum", self.minimum, low=1)
         require_integer("batch start", self.start, low=1)
@@ -232,7 +242,7 @@ class ExecutionConfig:
 
     def __post_init__(self) -> None:
         for name in ("capture", "fuse", "recompute", "autotune"):
-            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "must be True or False")
+            require_flag(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
