@@ -8,7 +8,8 @@ layer:
   importable (they are no dependencies);
 - how much log10 lambda_1 varies from one draw of samples to the next, and by how much its median differs from that of
   128 samples: for 32 samples, for 128, and for 32 smoothed over refreshes as the control loop does it (weights as they
-  are, so without the lag that smoothing has while they change);
+  are, so without the lag that smoothing has while they change; from ten successive values of one average, whose
+  correlation makes the deviation about a tenth too small);
 - how far `CurvatureMeter`'s power iteration, which goes on from the vectors of the last refresh, is from converged.
 
 Exits with 1 when ggn and the Hessian of this piecewise-linear network differ by more than 2% in any layer, at any

@@ -7,7 +7,7 @@ hundred steps must fall as that of the tutorial's AMP does. Everything that happ
 what the first refreshes of curvature build) is over before the clock starts, and stands in the column `warm s`.
 
     tutorial-fp16, tutorial-bf16   autocast as PyTorch's tutorial writes it: NCHW, eager, GradScaler for FP16
-    tutorial-fp32                  the same without autocast; convolutions in TF32, as PyTorch has it everywhere here
+    tutorial-fp32                  the same without autocast; convolutions in TF32 (PyTorch's default), as in all FP32
     compiled, max-autotune         channels_last, torch.compile with reduce-overhead or max-autotune, fused SGD, FP16
     compiled-bf16                  the first of these in BF16, without loss scaling
     compiled-graph                 channels_last, the whole step captured by hand in one CUDA graph: input path,

@@ -57,9 +57,7 @@ class Cifar10ResNet18(CifarTask):
 
     name: ClassVar[str] = "cifar10-resnet18"
     stem: ClassVar[Stem] = "cifar"
-    # For 20 epochs, from a fractional factorial of ten validation runs of that length (NVIDIA H200): a rate 16 times as
-    # high for norms and biases gained 0.35 points, alternating mirroring 0.3, batches of 96 over 64 0.3, crops of 4
-    # pixels over 2 0.2; peak lr 0.15 to 0.25, cutting out, more label smoothing, linear decay made no difference.
+    # Chosen for CIFAR-10 and 20 epochs; docs/results.md says by which runs.
     recipe: ClassVar[Recipe] = Recipe(
         epochs=20,
         lr=0.2,
@@ -69,9 +67,9 @@ class Cifar10ResNet18(CifarTask):
         norm_bias_lr_factor=16.0,
         label_smoothing=0.1,
     )
-    # Found: BF16 in every layer. In 20 epochs, batches of 160 to 288 from the first step on lost 0.5 to 0.8 points to
-    # one of 96, whatever the rule of the learning rate: they make too few steps (validation samples, one run each). The
-    # noise scale, which that search did not know yet, lets the batch grow in the second half.
+    # Found: BF16 in every layer. Batches of 160 to 288 from the first step on make too few steps in 20 epochs, and lost
+    # 0.5 to 0.8 points (docs/results.md); the noise scale, which that search did not know yet, has the batch grow in
+    # the second half. `linear`, for up to the noise scale that keeps the path per sample.
     control: ClassVar[ControlConfig] = found("cifar10-resnet18").onto(
         ControlConfig(batch=BatchConfig(lr_rule="linear", bound_by_noise_scale=True))
     )

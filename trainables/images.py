@@ -25,9 +25,10 @@ class Preparation:
     size: int | None = None
     """Edge in pixels to which images are resized after all else; None leaves them."""
     augment: bool = False
-    """Whether training batches are cropped at random and mirrored half of the time."""
+    """Whether training batches are cropped at random and mirrored, by default half of the time."""
     alternate: bool = False
-    """Whether each image is mirrored in every other epoch, in place of half of the time at random (Jordan 2024)."""
+    """Whether each image is mirrored in every other epoch, in place of half of the time at random: "alternating flip"
+    (Jordan 2024). Which ones in even epochs is the same for all seeds."""
     padding: int = 4
     """Pixels by which a random crop may move each way."""
     reflect: bool = False
@@ -85,7 +86,7 @@ class ImageSource(TensorSource):
             images = images.contiguous(memory_format=torch.channels_last)
         return images, self.targets[indices]
 
-    def begin_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int) -> None:
         """Turns images round, where they alternate."""
         if self._epoch is not None:
             self._epoch.fill_(epoch)

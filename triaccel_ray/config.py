@@ -152,13 +152,13 @@ class BatchConfig:
     """How the lr follows the batch size B from B_0 = `start`: not at all, sqrt(B/B_0), B/B_0, or AdaScale's gain."""
     bound_by_noise_scale: bool = False
     """Whether the batch also stops growing at `noise_share` of the gradient noise scale tr(Cov)/|g|^2 (McCandlish et
-    al. 2018), which rises as training goes on; before its first measurement the batch does not grow."""
+    al. 2018), which rises as training goes on; before that is known the batch does not grow."""
     noise_share: float = 1.0
     """B / B_noise up to which the batch may grow; > 0. Steps of batch B need 1 + B / B_noise times the samples that the
     smallest batch needs to get as far (ibid., section 2)."""
     noise_smoothing: float = 0.8
-    """Weight of the past in the moving averages of tr(Cov) and |g|^2, in [0, 1): from 32 samples, one estimate of |g|^2
-    in four lies below zero."""
+    """Weight of the past in the moving average of |g|^2 / tr(Cov), in [0, 1): from 32 samples, one estimate of |g|^2 in
+    four lay below zero (ResNet-18 on CIFAR-10, 62 measurements of two runs)."""
 
     def __post_init__(self) -> None:
         require_flag("batch enabled", self.enabled)

@@ -106,8 +106,8 @@ class FaultKind(StrEnum):
     """A step, its optimizer's part or a measurement could not be captured as a CUDA graph: that runs eagerly, slower.
     Recorded for the user; no rule acts."""
     CAPTURE_OUT_OF_MEMORY = "capture_out_of_memory"
-    """A step found no memory as a CUDA graph, or for its batch beside one: it runs eagerly, slower. An elastic batch
-    retreats by a rung, any other is made in halves."""
+    """A step found no memory as a CUDA graph, or for its batch beside one: it runs eagerly, slower. A batch
+    retreats by a rung where it is elastic, and is made in halves where not."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,8 +50,12 @@ class DataSource(ABC):
         a sample's index, what random transforms make of it.
         """
 
-    def begin_epoch(self, epoch: int) -> None:  # noqa: B027  # most prepare a sample alike in all of them
-        """Hears which pass over the samples, from 0, the batches asked for from now on belong to."""
+    def set_epoch(self, epoch: int) -> None:  # noqa: B027  # most prepare a sample alike in all of them
+        """Hears which pass over the samples, from 0, the batches asked for from now on belong to.
+
+        The next order is announced before. A resident source that prepares samples by it keeps it in one tensor on the
+        device, for a captured step does not call `batch` again; a source around another passes the call on.
+        """
 
     def close(self) -> None:  # noqa: B027  # most have nothing running
         """Ends what runs to read ahead."""

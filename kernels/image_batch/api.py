@@ -33,7 +33,7 @@ def image_batch(
     With a `key`, image i of the batch is first padded by `padding` pixels on each side, cropped to h x w at an offset
     drawn uniformly from (2 padding + 1)^2, and mirrored left to right half of the time. Offset and mirroring follow
     from (key, i) alone, by a hash; equal keys give equal batches. With an `epoch` too, mirroring follows from the
-    image's index and from whether that number is odd instead: half of the images are mirrored in even epochs, the
+    image's index and from whether the epoch is odd instead: about half of the images are mirrored in even epochs, the
     others in odd ones, so that two epochs show each image both ways (Jordan 2024, "alternating flip"). What enters
     from outside is a raw 0, which the normalisation maps to shift[channel], or with `reflect` the image itself,
     mirrored at its outermost pixels. Last, with `cutout`, a square whose centre is drawn uniformly over the image

@@ -77,7 +77,7 @@ class Listener(TensorSource):
     def announce(self, order: Tensor, *, seed: int, follows: bool) -> None:
         self.heard.append((order.tolist(), seed, follows))
 
-    def begin_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int) -> None:
         self.epochs.append(epoch)
 
 

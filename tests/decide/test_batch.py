@@ -218,6 +218,9 @@ def test_growth_waits_for_the_noise_scale_to_be_known():
     assert (reason.code, reason.value) == (ReasonCode.HELD_NOISE_SCALE, 128.0)
     assert reason.text == "no batch of 128 before the gradient noise scale is known"
     assert decided(NOISY, 96, HIGH, READY).batch_size < 96
+    drowned = NoiseSignal(mean_square_norm=-0.1, trace_covariance=0.49)
+    assert decided(NOISY, 96, LOW, replace(READY, noise=drowned)).reasons == (reason,)
+    assert decided(NOISY, 96, LOW, replace(READY, noise=replace(drowned, trace_covariance=0.5))).batch_size == 128
 
 
 def test_the_noise_scale_neither_keeps_parts_nor_a_fixed_batch_from_returning():

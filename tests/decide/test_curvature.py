@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tests.decide.build import BF16, FP16, FP32, Machine, Run, observation_of, plan_of
 from triaccel_ray.config import ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import LayerState
+from triaccel_ray.decide.batch import noise_scale
 from triaccel_ray.decide.curvature import (
     lr_reasons,
     lr_scale,
@@ -43,13 +44,24 @@ def test_no_smoothing_keeps_the_last_measurement():
     assert smooth_eigenvalues(0.0, (9.0, 9.0), (2.0, 1.0)) == (2.0, 1.0)
 
 
-def test_noise_moments_are_averaged_one_by_one():
-    first = NoiseSignal(mean_square_norm=1.0, trace_covariance=8.0)
+def test_noise_is_averaged_in_units_of_its_own_variance():
+    first = NoiseSignal(mean_square_norm=2.0, trace_covariance=8.0)
     second = NoiseSignal(mean_square_norm=-3.0, trace_covariance=4.0)
     assert smooth_noise(0.5, None, None) is None
-    assert smooth_noise(0.5, None, first) is first
-    assert smooth_noise(0.5, first, None) is first
-    assert smooth_noise(0.75, first, second) == NoiseSignal(mean_square_norm=0.0, trace_covariance=7.0)
+    once = smooth_noise(0.5, None, first)
+    assert once == NoiseSignal(mean_square_norm=0.125, trace_covariance=0.5)
+    assert smooth_noise(0.5, once, None) is once
+    assert smooth_noise(0.5, once, NoiseSignal(mean_square_norm=1.0, trace_covariance=0.0)) is once
+    assert smooth_noise(0.5, once, second) == NoiseSignal(mean_square_norm=-0.3125, trace_covariance=0.75)
+    assert smooth_noise(0.0, once, second) == NoiseSignal(mean_square_norm=-0.75, trace_covariance=1.0)
+
+
+@given(st.lists(st.floats(1.0, 1e3), min_size=1, max_size=30), st.floats(0.0, 0.95))
+def test_a_constant_noise_scale_is_found_at_once_however_gradients_shrink(variances, weight):
+    noise = None
+    for variance in variances:
+        noise = smooth_noise(weight, noise, NoiseSignal(mean_square_norm=variance / 50, trace_covariance=variance))
+        assert noise_scale(noise) == pytest.approx(50.0)
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,9 @@ def test_noise_is_averaged_over_measurements_before_it_is_used():
         noise = NoiseSignal(mean_square_norm=square, trace_covariance=32.0)
         decision = decide(config, observation_of(plan, noise=noise), state)
         state = decision.state
-    assert state.batch.noise == NoiseSignal(mean_square_norm=1.0, trace_covariance=32.0)
-    assert decision.plan.batch_lr_scale == (1 + 1) / (0.5 + 1)
+    assert state.batch.noise == NoiseSignal(mean_square_norm=0.5 * 2 / 32, trace_covariance=0.75)
+    variance = 0.75 / 32
+    assert decision.plan.batch_lr_scale == (variance + 1 / 32) / (variance / 2 + 1 / 32)
     assert codes(decision, "batch") == [ReasonCode.LR_SCALE]
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.image_batch import image_batch
-from kernels.image_batch.reference import draw, draw_centres
+from kernels.image_batch.reference import draw, draw_centres, mirrored_in
 from kernels.image_batch.reference import image_batch as reference
 
 MEAN, STD = (0.4914, 0.4822, 0.4465, 0.5), (0.2470, 0.2435, 0.2616, 0.25)
@@ -108,34 +108,24 @@ def test_kernel_and_reference_draw_the_same_offsets_bit_for_bit(key: int) -> Non
     assert torch.equal(raw(images.to(DEVICE), key, 4, kernel).cpu(), raw(images, key, 4, reference))
 
 
-def test_in_two_epochs_every_image_is_seen_both_ways_wherever_it_stands() -> None:
-    num, key = 2048, torch.tensor(5, device=DEVICE)
-    indices = torch.randperm(num, generator=generator(1))
-    images = places(num)
-    one, zero = torch.ones(1, device=DEVICE), torch.zeros(1, device=DEVICE)
-    for make in (kernel, image_batch):
-        seen = []
-        for epoch in (0, 1, 2**40 + 2):
-            batch = make(
-                images.to(DEVICE),
-                indices.to(DEVICE),
-                one,
-                zero,
-                key=key,
-                epoch=torch.tensor(epoch).to(DEVICE),
-                padding=0,
-            )
-            mirrored = batch[:, 0, 0, 0] == 8  # whose first pixel is the last of the first row
-            expected = torch.where(mirrored.cpu().view(-1, 1, 1, 1), images.flip(-1), images)
-            assert torch.equal(batch.cpu(), expected.float())
-            by_index = torch.zeros(num, dtype=torch.bool)
-            by_index[indices] = mirrored.cpu()
-            seen.append(by_index)
-        assert torch.equal(seen[1], ~seen[0])
-        assert torch.equal(seen[2], seen[0])
-        assert abs(int(seen[0].sum()) - num / 2) < 5 * (num / 4) ** 0.5
-        # Neighbours in the data set have nothing to do with one another.
-        assert abs(int((seen[0][1:] ^ seen[0][:-1]).sum()) - num / 2) < 5 * (num / 4) ** 0.5
+@pytest.mark.parametrize(("make", "num"), [(kernel, 48), (image_batch, 2048)])
+def test_in_two_epochs_every_image_is_seen_both_ways_wherever_it_stands(make: Callable[..., Tensor], num: int) -> None:
+    key, indices, images = torch.tensor(5, device=DEVICE), torch.randperm(num, generator=generator(1)), places(num)
+    arguments = (images.to(DEVICE), indices.to(DEVICE), torch.ones(1, device=DEVICE), torch.zeros(1, device=DEVICE))
+    seen = []
+    for epoch in (0, 1, 2**40 + 2):
+        batch = make(*arguments, key=key, epoch=torch.tensor(epoch, device=DEVICE), padding=0).cpu()
+        mirrored = batch[:, 0, 0, 0] == 8  # whose first pixel is the last of the first row
+        assert torch.equal(batch, torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images).float())
+        by_index = torch.zeros(num, dtype=torch.bool)
+        by_index[indices] = mirrored
+        seen.append(by_index)
+    assert torch.equal(seen[0], mirrored_in(torch.tensor(0), torch.arange(num)))
+    assert torch.equal(seen[1], ~seen[0])
+    assert torch.equal(seen[2], seen[0])
+    # Half of them, and neighbours in the data set have nothing to do with one another.
+    for chosen in (seen[0], seen[0][1:] ^ seen[0][:-1]):
+        assert abs(int(chosen.sum()) - num / 2) < 5 * (num / 4) ** 0.5
 
 
 @pytest.mark.parametrize("cutout", [1, 4, 5, 40])

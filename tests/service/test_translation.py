@@ -51,7 +51,15 @@ def test_settings_beside_the_thresholds_are_kept_too() -> None:
     spec = replace(
         BASE,
         seed=3,
-        recipe=replace(BASE.recipe, epochs=5, lr=0.03, weight_decay=1e-3, warmup_epochs=1.5, label_smoothing=0.05),
+        recipe=replace(
+            BASE.recipe,
+            epochs=5,
+            lr=0.03,
+            weight_decay=1e-3,
+            warmup_epochs=1.5,
+            norm_bias_lr_factor=3.0,
+            label_smoothing=0.05,
+        ),
         control=ControlConfig(
             every_steps=6,
             curvature=CurvatureConfig(every_steps=50, num_samples=16, tau_curv=math.inf, method="ggn"),
@@ -83,6 +91,15 @@ def test_a_bound_by_the_noise_scale_is_switched_both_ways() -> None:
     assert bound == replace(Digits.control, batch=replace(Digits.control.batch, bound_by_noise_scale=True))
     assert Thresholds().onto(bound) == bound
     assert Thresholds(noise_bound="off").onto(bound) == Digits.control
+
+
+def test_a_tasks_own_bound_by_the_noise_scale_goes_with_the_method_that_measures_it() -> None:
+    bound = Thresholds(noise_bound="on").onto(Digits.control)
+    assert Thresholds(curvature="fisher").onto(bound).batch.bound_by_noise_scale
+    for method in ("ggn", "hessian"):
+        assert not Thresholds(curvature=method).onto(bound).batch.bound_by_noise_scale
+        with pytest.raises(ValueError, match="need the per-sample gradients that curvature method 'fisher' measures"):
+            Thresholds(curvature=method, noise_bound="on").onto(Digits.control)
 
 
 def test_the_tasks_own_settings_are_not_repeated() -> None:

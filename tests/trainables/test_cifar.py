@@ -70,7 +70,7 @@ def test_batches_are_prepared_and_augmented_for_training_alone(data_dir: Path) -
         assert plain.is_contiguous(memory_format=torch.channels_last)
         assert targets.dtype == torch.int64
         assert not torch.equal(plain, augmented)
-        splits.train.begin_epoch(1)
+        splits.train.set_epoch(1)
         assert not torch.equal(augmented, splits.train.batch(indices, torch.Generator().manual_seed(0))[0])
         held_out, _ = splits.held_out.batch(indices, torch.Generator().manual_seed(0))
         assert torch.equal(held_out, splits.held_out.batch(indices, None)[0])

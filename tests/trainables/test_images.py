@@ -79,14 +79,11 @@ def test_alternating_images_turn_round_with_the_epoch_alone() -> None:
     source = _source(replace(AUGMENTED, alternate=True, padding=0))
     before, again = (source.batch(INDICES, _generator(seed))[0] for seed in (0, 1))
     assert torch.equal(before, again)
-    source.begin_epoch(1)
+    source.set_epoch(1)
     turned = source.batch(INDICES, _generator(0))[0]
     assert torch.equal(turned, before.flip(-1))
     assert torch.equal(source.to(torch.device("cpu")).batch(INDICES, _generator(0))[0], before)
-    plain = source.batch(INDICES, None)[0]
-    assert all(
-        torch.equal(image, one) or torch.equal(image, one.flip(-1)) for image, one in zip(plain, before, strict=True)
-    )
+    assert torch.equal(source.batch(INDICES, None)[0], _source(PLAIN).batch(INDICES, None)[0])
 
 
 @pytest.mark.parametrize(("name", "change"), [("mean", {"mean": (0.5,)}), ("std", {"std": (0.5,)})])
@@ -118,7 +115,7 @@ def test_a_captured_batch_is_what_an_eager_one_is(size: int | None, alternate: b
         source.batch(feed.take(16), feed.generator)
     feed.generator.set_state(state)
     for position, (taken, seen, labels) in enumerate(replayed):
-        source.begin_epoch((position + 1) // 4)  # the first batch went before
+        source.set_epoch((position + 1) // 4)  # the first batch went before
         again, _ = source.batch(taken, feed.generator)
         assert torch.equal(seen, again)
         assert torch.equal(labels, taken)

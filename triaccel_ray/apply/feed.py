@@ -50,7 +50,7 @@ class Feed:
         the one before. After the last sample the next epoch begins.
         """
         if self._told_epoch != self.epoch:
-            self.source.begin_epoch(self.epoch)
+            self.source.set_epoch(self.epoch)
             self._told_epoch = self.epoch
         end = self._cursor + num_samples
         if end >= len(self.source) - 1:

@@ -37,7 +37,7 @@ def retreat(config: BatchConfig, observation: Observation, state: BatchState) ->
     the one in force; the ladder stays capped there for `cap_ticks`. A smallest rung that passed only in parts stays in
     parts no larger than those that passed. A step that passed, but found no memory as a CUDA graph, counts as failed
     where the batch is elastic and a smaller rung is left; one that is not elastic keeps its size, in halves. An
-    out-of-memory error in the same interval decides alone, for it asks for no larger batch.
+    out-of-memory error in the same interval decides alone.
     """
     plan = observation.plan
     failed = [fault for fault in observation.faults if _speaks_of_batch(config, fault, plan)]
@@ -189,16 +189,21 @@ def _held(config: BatchConfig, plan: Plan, state: BatchState, size: int, *, enla
     # What brings back the whole batch, or the start of one that is not elastic, takes the noise scale as it is.
     if not (config.bound_by_noise_scale and config.enabled and size > plan.batch_size):
         return None
-    scale = noise_scale(state.noise)
-    bound = config.noise_share * scale
-    if state.noise is None:
+    if not _is_known(state.noise):
         text = f"no batch of {size} before the gradient noise scale is known"
         return Reason(code=ReasonCode.HELD_NOISE_SCALE, subject="batch", text=text, value=float(size))
+    scale = noise_scale(state.noise)
+    bound = config.noise_share * scale
     if size > bound:
         share = "" if config.noise_share == 1.0 else f" x {config.noise_share:.3g}"
         text = f"gradient noise scale {scale:.3g}{share}: a batch of {size} would average little more"
         return Reason(code=ReasonCode.HELD_NOISE_SCALE, subject="batch", text=text, value=float(size), threshold=bound)
     return None
+
+
+def _is_known(noise: NoiseSignal | None) -> bool:
+    """Whether the averages say where the noise scale lies: that it is infinite, only if half of their weight does."""
+    return noise is not None and (noise.mean_square_norm > 0 or noise.trace_covariance >= 0.5)
 
 
 def _grow(

@@ -48,12 +48,19 @@ def smooth_eigenvalues(weight: float, past: tuple[float, ...] | None, measured: 
 
 
 def smooth_noise(weight: float, past: NoiseSignal | None, measured: NoiseSignal | None) -> NoiseSignal | None:
-    """Returns the moving average of both moments; averaging before dividing keeps their ratio from exploding."""
-    if past is None or measured is None:
-        return measured or past
+    """Returns the moving average of both moments in units of each measurement's tr Cov, begun at zero.
+
+    In units of their own, the moments of the first measurements, while gradients are large, would outweigh all later
+    ones. Averaging before dividing keeps their ratio from exploding. The averaged tr Cov is 1 - weight^n after n
+    measurements.
+    """
+    if measured is None or measured.trace_covariance <= 0:
+        return past
+    before = past or NoiseSignal(mean_square_norm=0.0, trace_covariance=0.0)
+    ratio = measured.mean_square_norm / measured.trace_covariance
     return NoiseSignal(
-        mean_square_norm=weight * past.mean_square_norm + (1.0 - weight) * measured.mean_square_norm,
-        trace_covariance=weight * past.trace_covariance + (1.0 - weight) * measured.trace_covariance,
+        mean_square_norm=weight * before.mean_square_norm + (1.0 - weight) * ratio,
+        trace_covariance=weight * before.trace_covariance + (1.0 - weight),
     )
 
 

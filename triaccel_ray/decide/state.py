@@ -41,7 +41,7 @@ class BatchState:
     cap_ticks_left: int = 0
     """Ticks until the cap is lifted."""
     noise: NoiseSignal | None = None
-    """Moving average over measurements; None before the first."""
+    """Moving average over measurements, in units of each one's variance; None before the first."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,6 +58,8 @@ class Training:
     """L2 penalty on weights."""
     warmup_epochs: Given[float] = None
     """Epochs of linear warm-up."""
+    norm_bias_lr_factor: Given[float] = None
+    """Factor on the learning rate of biases and of norms' weights."""
     label_smoothing: Given[float] = None
     """Probability mass spread over the classes, in [0, 1)."""
     batch_size: Given[int] = None
@@ -127,8 +129,12 @@ class Thresholds:
     def onto(self, control: ControlConfig, *, batch_size: int | None = None) -> ControlConfig:
         """Returns `control` with the thresholds that were given.
 
-        A starting batch size outside the ladder, or off its rungs, moves the ladder with it.
+        A starting batch size outside the ladder, or off its rungs, moves the ladder with it. A way to measure curvature
+        that does not measure the noise scale takes a task's own bound by it away.
         """
+        noise_bound = self.noise_bound
+        if noise_bound is None and self.curvature not in (None, "fisher"):
+            noise_bound = "off"
         batch = {
             "rho_low": self.rho_low,
             "rho_high": self.rho_high,
@@ -137,7 +143,7 @@ class Thresholds:
             "step_up": self.step_up,
             "step_down": self.step_down,
             "lr_rule": self.lr_rule,
-            "bound_by_noise_scale": None if self.noise_bound is None else self.noise_bound == "on",
+            "bound_by_noise_scale": None if noise_bound is None else noise_bound == "on",
             "start": batch_size,
         }
         if batch_size is not None and batch_size > 0:

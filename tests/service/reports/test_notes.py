@@ -62,7 +62,7 @@ def test_out_of_memory_errors_are_counted_and_slow_steps_explained_once(run: Run
     faults = fault, fault, slow, slow, curvature, unfused, larger, large, larger
     assert list(run_notes(with_faults(run, *faults))) == [
         "2 times memory ran out; no sample was lost",
-        "3 times a step found no memory as a CUDA graph and ran eagerly: of batch 96, 128",
+        "3 times a step of batch 96, 128 found no memory as a CUDA graph and ran eagerly",
         "steps ran eagerly, without CUDA graphs: the step waits for the device",
         "curvature was measured without CUDA graphs: layer rnn is recurrent",
         "batch normalisation ran apart from what follows it: it calls no BatchNorm2d",

@@ -42,7 +42,7 @@ def run_notes(run: RunRecord) -> Iterator[str]:
     not_captured = [fault.batch_size for fault in faults if fault.kind is FaultKind.CAPTURE_OUT_OF_MEMORY]
     if not_captured:
         sizes = ", ".join(map(str, sorted(set(not_captured))))
-        yield f"{len(not_captured)} times a step found no memory as a CUDA graph and ran eagerly: of batch {sizes}"
+        yield f"{len(not_captured)} times a step of batch {sizes} found no memory as a CUDA graph and ran eagerly"
     for which, text in _SLOWER.items():
         reasons = dict.fromkeys(fault.detail for fault in faults if (fault.kind, fault.phase) == which)
         yield from (f"{text}: {reason}" for reason in reasons)
