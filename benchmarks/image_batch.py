@@ -28,8 +28,8 @@ NUM_BATCHES = 40
 """Different batches in one measurement, so that the cache does not hold them all."""
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 PADDING = 4
-CIFAR: dict[str, Any] = {"reflect": True, "cutout": 8}
-"""What the bundled tasks do besides."""
+FULL: dict[str, Any] = {"reflect": True, "cutout": 8}
+"""What else may be asked of a batch with a key."""
 
 Make = Callable[[Tensor], Tensor]
 """Maps indices to a batch."""
@@ -60,7 +60,7 @@ class Setup:
             "kernel": lambda i: image_batch(self.images, i, *constants, key=self.key(), **how),
             "kernel, a key drawn once": lambda i: image_batch(self.images, i, *constants, key=self.one_key, **how),
             "kernel, reflecting and cutting out": lambda i: image_batch(
-                self.images, i, *constants, key=self.key(), **{**how, **CIFAR}
+                self.images, i, *constants, key=self.key(), **{**how, **FULL}
             ),
             "PyTorch, gather in one": lambda i: self.gathered(i, dtype),
             "PyTorch, hashed": lambda i: reference(self.images, i, *constants, key=self.key(), **how),
@@ -89,7 +89,7 @@ class Setup:
         one, zero = torch.ones(3), torch.zeros(3)
         how: dict[str, Any] = {"epoch": None, "padding": PADDING, "reflect": False, "cutout": 0, "dtype": torch.float32}
         key = self.key()
-        for change in ({}, CIFAR):
+        for change in ({}, FULL):
             same = {**how, **change}
             pixels = image_batch(self.images, indices, one.cuda(), zero.cuda(), key=key, **same)
             if not torch.equal(pixels.cpu(), reference(images, chosen, one, zero, key=key.cpu(), **same)):

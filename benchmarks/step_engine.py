@@ -36,10 +36,11 @@ def _source(job: Job) -> ImageSource:
 def _config(name: str, job: Job) -> ControlConfig:
 
     # Thresholds that end with every layer in FP16, BF16 or FP32; `mixed` has deep layers in FP16 and the first in BF16.
-    thresholds = {"loop-bf16": (0.0, 1e10), "loop-mixed": (3e-6, 1e10), "loop-fp32": (0.0, 1e-30)}
-    low, high = thresholds.get(name, (1e9, 1e10))
-    starts = {"loop-bf16": Precision.BF16, "loop-mixed": Precision.BF16, "loop-fp32": Precision.FP32}
-    initial = starts.get(name, Precision.FP16)
+    low, high, initial = {
+        "loop-bf16": (0.0, 1e10, Precision.BF16),
+        "loop-mixed": (3e-6, 1e10, Precision.BF16),
+        "loop-fp32": (0.0, 1e-30, Precision.FP32),
+    }.get(name, (1e9, 1e10, Precision.FP16))
     return ControlConfig(
         every_steps=50,
         precision=PrecisionConfig(tau_low=low, tau_high=high, initial=initial, dwell_ticks=0, patience_ticks=1),

@@ -122,7 +122,8 @@ class Fault:
     batch_size: int = 0
     """Batch size in force; for a plan that could not be applied, the one it wanted."""
     micro_batch_size: int = 0
-    """Samples that passed at once in the end, for a capture in the eager step; 0 when the phase has no batch."""
+    """Samples that passed at once in the end, or that a capture was to have pass at once; 0 when the phase has no
+    batch."""
     detail: str = ""
 
     @classmethod
