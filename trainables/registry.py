@@ -21,6 +21,7 @@ TASKS: Mapping[str, type[Task]] = MappingProxyType(
         for task in (
             Digits,
             cifar.Cifar10ResNet18,
+            cifar.Cifar10ResNet18Long,
             cifar.Cifar10ResNet18ImagenetStem,
             cifar.Cifar10EfficientNetB0,
             cifar.Cifar100ResNet18,

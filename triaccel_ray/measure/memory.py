@@ -15,6 +15,8 @@ import torch
 from triaccel_ray.signals import MemorySignal
 
 MIB = 2**20
+LAZY_LOADING_BYTES = 96 * MIB
+"""What libraries, kernels and captured graphs take outside the allocator once training has begun; kept free for them."""
 
 
 class BudgetExceededError(MemoryError):
@@ -93,15 +95,18 @@ class MemoryMeter(ABC):
         used = self.idle_bytes = self.sample()
         if self._headroom_bytes is not None:
             self.limit_bytes, self.has_budget = min(used + self._headroom_bytes, self.limit_bytes), True
-            self._enforce()
         if used >= self.limit_bytes:
             raise ValueError(
                 f"memory budget = {mib(self.limit_bytes)}: the process already holds {mib(used)} on {self.name} with "
                 "runtime, model, optimizer and data, before the first batch; give a larger budget or a smaller model"
             )
+        self._enforce(reserve_bytes=LAZY_LOADING_BYTES)
 
-    def _enforce(self) -> None:
-        """Makes the device itself refuse more than `limit_bytes`; a device that cannot is watched by `check`."""
+    def _enforce(self, *, reserve_bytes: int = 0) -> None:
+        """Makes the device itself refuse more than `limit_bytes`; a device that cannot is watched by `check`.
+
+        Up to half of what is left, `reserve_bytes` are kept for what will be loaded beside tensors.
+        """
         return
 
     def _remember(self, used: int) -> int:
@@ -248,7 +253,7 @@ class CudaMemory(MemoryMeter):
         self.window_peak_bytes = 0
         self.sample()
 
-    def _enforce(self) -> None:
+    def _enforce(self, *, reserve_bytes: int = 0) -> None:
         """Limits the allocator to the budget less what the process holds outside it, the CUDA context above all."""
         if not self.has_budget:
             torch.cuda.set_per_process_memory_fraction(1.0, self._device)
@@ -258,8 +263,10 @@ class CudaMemory(MemoryMeter):
             raise ValueError(
                 f"memory budget = {mib(self.limit_bytes)}: the CUDA context alone takes {mib(outside)} on {self.name}"
             )
-        total = torch.cuda.get_device_properties(self._device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min((self.limit_bytes - outside) / total, 1.0), self._device)
+        total, room = torch.cuda.get_device_properties(self._device).total_memory, self.limit_bytes - outside
+        left = room - torch.cuda.memory_reserved(self._device)
+        room -= min(reserve_bytes, max(left // 2, 0))
+        torch.cuda.set_per_process_memory_fraction(min(room / total, 1.0), self._device)
 
 
 def memory_meter(
