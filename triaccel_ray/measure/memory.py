@@ -16,7 +16,7 @@ from triaccel_ray.signals import MemorySignal
 
 MIB = 2**20
 LAZY_LOADING_BYTES = 96 * MIB
-"""What libraries, kernels and captured graphs take outside the allocator once training has begun; kept free for them."""
+"""Kept free, before the first step, for what libraries, kernels and graphs will take outside the allocator."""
 
 
 class BudgetExceededError(MemoryError):

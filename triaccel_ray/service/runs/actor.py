@@ -23,6 +23,12 @@ SAME_LIBRARIES = (tune,)
 """Loaded for its size alone: on a CPU a baseline's resident set has to hold what a trial's does."""
 STOP_PATIENCE_S = 3.0
 """How long a run that is broken off tries to bring its last records to a store; its driver waits longer."""
+_WATCH = "watch"
+"""Group of the calls that a thread of their own answers, while another trains.
+
+One thread makes all the others: for every thread that multiplies matrices PyTorch takes workspaces, 0.1 GB on an H200,
+which would count as the run's.
+"""
 
 
 class RunActor:
@@ -72,6 +78,7 @@ class RunActor:
         self._copy.close()
         return results
 
+    @ray.method(concurrency_group=_WATCH)
     def stop(self) -> None:
         """Ends the log of a run that is broken off, whatever it is at; to be followed by the actor's end."""
         if self._worker is not None and not self._worker.ended:
@@ -83,6 +90,7 @@ class RunActor:
             with contextlib.suppress(StoreError):  # it is on this machine, and `resume` brings it there
                 self._copy.close(STOP_PATIENCE_S)
 
+    @ray.method(concurrency_group=_WATCH)
     def status(self) -> Status | None:
         """Returns a glance at the run; None before it is built or after it has ended."""
         return None if self._worker is None else self._worker.status()
@@ -94,12 +102,10 @@ class RunActor:
 
 
 def start_actor(spec: RunSpec, place: Place, *, num_gpus: float, shared: SharedSplits | None = None) -> Any:
-    """Returns a handle to a new actor for the run, with `num_gpus` GPUs and one CPU of its own.
-
-    Two threads: one trains, the other answers `status` and `stop`.
-    """
-    actor: Any = ray.remote(RunActor)
-    return actor.options(num_cpus=1, num_gpus=num_gpus, max_concurrency=2).remote(spec, place, shared)
+    """Returns a handle to a new actor for the run, with `num_gpus` GPUs and one CPU of its own."""
+    remote: Any = ray.remote  # its types do not know the argument
+    actor = remote(concurrency_groups={_WATCH: 1})(RunActor)
+    return actor.options(num_cpus=1, num_gpus=num_gpus).remote(spec, place, shared)
 
 
 def original_error(error: Exception) -> Exception:
