@@ -8,6 +8,7 @@ from triaccel_ray.layers import find_layers
 PARAMETERS = {
     "digits": 19_258,
     "cifar10-resnet18": 11_173_962,
+    "cifar10-resnet18-long": 11_173_962,
     "cifar100-resnet18": 11_220_132,
     "cifar10-resnet18-imagenet-stem": 11_181_642,
     "cifar100-resnet18-imagenet-stem": 11_227_812,
