@@ -1,4 +1,5 @@
 import gc
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -8,6 +9,21 @@ from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: the kernels then run on the CPU
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+
+
+# Tests of the engine and its kernels need none of the service's packages: a GPU machine may lack them.
+collect_ignore = (
+    []
+    if all(map(_is_installed, ("ray", "mlflow", "optuna", "tyro", "rich")))
+    else ["service", "search_spaces", "benchmarks/test_overhead.py", "test_documents.py"]
+)
 
 torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
 

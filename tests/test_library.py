@@ -43,6 +43,9 @@ loop.close()
 """
 
 
+SERVICE = ("ray", "mlflow", "optuna", "tyro", "rich")
+
+
 def python(code: str) -> list[str]:
     """What a fresh interpreter prints."""
     root = Path(triaccel_ray.__file__).parents[1]
@@ -52,12 +55,21 @@ def python(code: str) -> list[str]:
 
 
 def test_a_users_own_model_trains_without_the_services_packages() -> None:
-    blocked = ("ray", "mlflow", "optuna", "tyro", "rich")
-    words = python(BLOCK.format(blocked=blocked) + EXAMPLE)
+    words = python(BLOCK.format(blocked=SERVICE) + EXAMPLE)
     found = dict(zip(words[::2], map(float, words[1::2]), strict=True))
     assert found["accuracy"] >= 95.0
     assert found["ticks"] >= 4
     assert found["batch"] > 32
+
+
+def test_the_tests_of_the_gpu_need_none_of_the_services_packages_either() -> None:
+    code = BLOCK.format(blocked=SERVICE) + "warnings.resetwarnings()\nimport pytest\n"
+    words = python(
+        code + "raise SystemExit(pytest.main(['-m', 'gpu', '--collect-only', '-q', '-p', 'no:cacheprovider']))"
+    )
+    found = {word.partition("::")[0] for word in words if "::" in word}
+    assert {"tests/test_gpu.py", "tests/test_gpu_share.py", "tests/apply/test_capture.py"} <= found
+    assert len(found) > 20
 
 
 def test_settings_and_decisions_do_not_load_torch() -> None:
