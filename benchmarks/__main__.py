@@ -17,6 +17,7 @@ ALL: tuple[tuple[str, ...], ...] = (
     ("training_step", "--model", "efficientnet-b0", "--batch-size", "96"),
     ("grad_stats",),
     ("optimizer_step",),
+    ("step_end",),
     ("image_batch",),
     ("batch_norm_act",),
     ("curvature",),

@@ -266,12 +266,12 @@ def main() -> int:
         meter_row(case, "hessian", 1, ggn, slow),
         meter_row(case, "hessian", TOP_K, ggn, slow),
     ]
-    for row in rows:
-        print(row)
-    wrong = [row.name for row in rows[1:] if not is_right(row)]  # the first row is not ours
+    wrong = [row for row in rows[1:] if not is_right(row)]  # the first row is not ours
     if wrong:
-        print(f"WRONG: {', '.join(wrong)}")
-    return 1 if wrong else 0
+        print(*(f"WRONG: {row.name}: errors {row.errors}" for row in wrong), sep="\n")
+        return 1
+    print(*rows, sep="\n")
+    return 0
 
 
 if __name__ == "__main__":

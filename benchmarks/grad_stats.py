@@ -100,7 +100,11 @@ def main() -> int:
         return 1
     torch.manual_seed(0)
     print(describe_machine())
-    for dtype, num_sets, loss_scale in ((torch.float32, 6, 1.0), (torch.float16, 12, 2.0**14)):
+    for dtype, num_sets, loss_scale in (
+        (torch.float32, 6, 1.0),
+        (torch.float16, 12, 2.0**14),
+        (torch.bfloat16, 12, 1.0),
+    ):
         case = Case(dtype, num_sets, loss_scale)
         if not case.is_right():
             print(f"WRONG: statistics of {dtype} gradients do not agree with fp64")

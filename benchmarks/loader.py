@@ -2,8 +2,8 @@
 
 Run `python -m benchmarks.loader`. Both have the same worker processes, pinned memory and asynchronous copies, and
 train the same small network at the same batch size; the ideal is the number of steps times a step on a batch that is
-already there. Seconds an epoch, median of `--epochs` after one to warm up. Exits with 1 when the stream's samples are
-not each seen exactly once.
+already there. Seconds an epoch, median of `--epochs` after one to warm up. Prints no times of a case in which the
+stream's samples were not each seen exactly once, and exits with 1.
 """
 
 from __future__ import annotations
@@ -133,10 +133,9 @@ def without_loading(case: Case, training: Training, dataset: Images) -> list[flo
 
 
 def measure(case: Case) -> bool:
-    """Prints a case's figures; returns whether the stream delivered every sample exactly once an epoch."""
-    dataset = Images(case.num_images, case.size)
+    """Prints a case's figures, if the stream delivered every sample exactly once an epoch; returns whether it did."""
+    dataset, rows = Images(case.num_images, case.size), []
     print(case)
-    right = True
     for name, run in (
         ("steps x step time", without_loading),
         ("stream", through_the_stream),
@@ -144,11 +143,13 @@ def measure(case: Case) -> bool:
     ):
         training = Training(case.width)
         times = run(case, training, dataset)
-        print(f"  {name:20} {statistics.median(times):7.3f} s ({min(times):.3f} to {max(times):.3f})")
-        if run is through_the_stream:
-            squares = sum(i * i for i in range(case.num_images)) * (case.num_epochs + 1)
-            right = training.seen.item() == squares
-    return right
+        rows.append(f"  {name:20} {statistics.median(times):7.3f} s ({min(times):.3f} to {max(times):.3f})")
+        squares = sum(i * i for i in range(case.num_images)) * (case.num_epochs + 1)
+        if run is through_the_stream and training.seen.item() != squares:
+            print("WRONG: the stream did not deliver every sample exactly once")
+            return False
+    print(*rows, sep="\n")
+    return True
 
 
 def main() -> int:
@@ -167,8 +168,6 @@ def main() -> int:
         Case(small, 32, width, batch, given.workers, given.epochs) for width, batch in ((32, 96), (256, 96), (256, 512))
     ] + [Case(large, 224, width, 96, given.workers, given.epochs) for width in (16, 64)]
     right = [measure(case) for case in cases]
-    if not all(right):
-        print("WRONG: the stream did not deliver every sample exactly once")
     return 0 if all(right) else 1
 
 

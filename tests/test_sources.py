@@ -3,11 +3,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from tests.build import CPU, CountingSource, plain
 from triaccel_ray.apply.feed import Feed
+from triaccel_ray.loop import ControlLoop
+from triaccel_ray.measure.memory import MIB, CudaMemory
 from triaccel_ray.sources import DatasetSource, DataSource, TensorSource, as_source
 
 INPUTS, TARGETS = torch.arange(10.0).view(5, 2), torch.arange(5)
@@ -58,6 +60,42 @@ def test_augmentation_needs_a_generator_and_comes_before_preparation() -> None:
 def test_tensors_that_are_no_samples_are_refused(inputs: Tensor, targets: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TensorSource(inputs, targets)
+
+
+def test_tensors_that_do_not_fit_on_the_device_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, targets = torch.randn(10, 3), torch.arange(10)
+
+    def refuse(self: Tensor, *_: Any, **__: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 TiB.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "to", refuse)
+        streamed = TensorSource(inputs, targets).to(CPU)
+        prepared = TensorSource(inputs, targets, prepare=Tensor.half)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            prepared.to(CPU)
+    assert "streams if it is a DatasetSource" in caught.value.__notes__[0]
+    assert not streamed.is_resident
+    chosen = torch.tensor([7, 2])
+    assert torch.equal(streamed.batch(chosen, None)[0], inputs[chosen])
+    assert torch.equal(streamed.batch(chosen, None)[1], targets[chosen])
+    streamed.close()
+
+
+@pytest.mark.gpu
+def test_tensors_beyond_a_budget_train_from_the_host() -> None:
+    inputs, targets = torch.randn(6000, 20_000), torch.randint(0, 2, (6000,))  # 458 MiB
+    model = nn.Linear(20_000, 2).cuda()
+    loop = ControlLoop(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-4, fused=True),
+        nn.functional.cross_entropy,
+        (inputs, targets),
+        memory_budget=CudaMemory(torch.device("cuda"), None).sample() + 350 * MIB,
+    )
+    assert not loop.feed.source.is_resident
+    assert loop.train_epoch().num_samples == 6000
+    loop.close()
 
 
 def test_a_data_set_is_collated() -> None:

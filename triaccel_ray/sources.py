@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+from triaccel_ray.out_of_memory import is_out_of_memory
 from triaccel_ray.stream import SampleStream
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
@@ -62,7 +63,7 @@ class DataSource(ABC):
 
 
 class TensorSource(DataSource):
-    """Samples held whole in two tensors, on the device that trains."""
+    """Samples held whole in two tensors, on the device that trains if they fit there."""
 
     def __init__(
         self,
@@ -105,15 +106,25 @@ class TensorSource(DataSource):
             inputs = self._prepare(inputs)
         return inputs, self.targets[indices]
 
-    def to(self, device: torch.device) -> TensorSource:
-        """Returns a source whose tensors live on `device`."""
-        return TensorSource(
-            self.inputs.to(device),
-            self.targets.to(device),
-            prepare=self._prepare,
-            augment=self._augment,
-            capturable=self._capturable,
-        )
+    def to(self, device: torch.device) -> DataSource:
+        """Returns a source whose tensors live on `device`; where they do not fit there, one that streams them.
+
+        Raises:
+            torch.OutOfMemoryError: they do not fit, and are augmented or prepared by functions meant for whole batches.
+        """
+        try:
+            inputs, targets = self.inputs.to(device), self.targets.to(device)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if self._augment is not None or self._prepare is not None:
+                error.add_note("a data set that does not fit on the device streams if it is a DatasetSource")
+                raise
+        else:
+            return TensorSource(
+                inputs, targets, prepare=self._prepare, augment=self._augment, capturable=self._capturable
+            )
+        return DatasetSource(TensorDataset(self.inputs, self.targets), device)
 
 
 class DatasetSource(DataSource):

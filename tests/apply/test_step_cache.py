@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.apply.fusible import Block, layers_of
 from tests.build import CPU, ONE, NoUpdate, RerunPool, blobs, cache_of, mlp, nothing, step_of
-from triaccel_ray.apply.capture import StepCache
+from triaccel_ray.apply.capture import MAX_GRAPHS, StepCache
 from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.fuse import Fusion, fuse
 from triaccel_ray.apply.precision import LayerPrecision
@@ -38,6 +38,19 @@ def test_the_second_step_of_a_kind_is_captured_and_the_later_ones_replayed() -> 
     cache.run(ALL[:8], ONE, step=4)  # of another kind, hence eager: no graph beside it
     gc.collect()
     assert not pool.holds_graphs
+
+
+def test_the_graph_that_was_used_longest_ago_makes_room_for_one_too_many() -> None:
+    cache, _, _ = cache_with()
+    sizes = range(1, MAX_GRAPHS + 1)
+    for step, size in enumerate([*sizes, MAX_GRAPHS + 1, *sizes]):
+        cache.run(ALL[:size], ONE, step=step)
+    assert cache.num_captured == MAX_GRAPHS
+    cache.run(ALL[:1], ONE, step=98)  # used again, so that 2 is the one
+    cache.take_cost()
+    cache.run(ALL[: MAX_GRAPHS + 1], ONE, step=99)
+    assert cache.num_captured == MAX_GRAPHS
+    assert cache.take_cost().evicted == ["batch 2, 3 x float32"]
 
 
 def test_an_eager_step_drops_the_graphs_of_others_too() -> None:
