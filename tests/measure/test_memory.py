@@ -4,7 +4,9 @@ import psutil
 import pytest
 import torch
 
+from triaccel_ray.graphs import GraphPool
 from triaccel_ray.measure.memory import (
+    LAZY_LOADING_BYTES,
     MIB,
     BudgetExceededError,
     CudaMemory,
@@ -173,6 +175,37 @@ def test_the_allocator_keeps_the_budget() -> None:
     finally:
         CudaMemory(device, None)  # lifts the cap
     torch.ones(512 * MIB, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.gpu
+def test_before_the_first_step_room_is_kept_for_what_libraries_will_take() -> None:
+    device = torch.device("cuda", 0)
+    memory = CudaMemory(device, None, 512 * MIB)
+    most = 512 * MIB - LAZY_LOADING_BYTES // 2
+    try:
+        memory.require_room()
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.ones(most, dtype=torch.uint8, device=device)
+        memory.release()
+        memory.read()  # what they have taken is known
+        torch.ones(most, dtype=torch.uint8, device=device)
+    finally:
+        CudaMemory(device, None)  # lifts the cap
+
+
+@pytest.mark.gpu
+def test_the_memory_of_captured_graphs_counts() -> None:
+    device = torch.device("cuda", 0)
+    memory, pool = CudaMemory(device, None), GraphPool(device)
+    memory.release()
+    before = memory.read()
+    graph = pool.capture(lambda: torch.ones(256 * MIB, dtype=torch.uint8, device=device).sum())
+    held = memory.read()
+    assert held.used_bytes >= before.used_bytes + 256 * MIB
+    assert held.allocated_bytes < before.allocated_bytes + 100 * MIB
+    del graph
+    pool.release()
+    assert memory.read().used_bytes < before.used_bytes + 100 * MIB
 
 
 @pytest.mark.gpu
