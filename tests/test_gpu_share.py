@@ -1,9 +1,54 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 from tests.build import CPU
+from trainables.digits import Digits
+from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.measure.memory import MIB, CudaMemory
 from triaccel_ray.service.runs.gpu_share import RESERVE_BYTES, hold_to_part, part_of_device
+
+TRAIN = """
+import sys
+from pathlib import Path
+from triaccel_ray.service.runs.spec import run_spec
+from triaccel_ray.service.runs.worker import Worker
+
+task, num_epochs, headroom, folder = sys.argv[1:]
+recipe = {"epochs": int(num_epochs)}
+spec = run_spec(task, data_dir=None, recipe=recipe, trials_per_gpu=2, memory_headroom_bytes=int(headroom))
+worker = Worker(spec, Path(folder))
+worker.start()
+while not worker.finished:
+    worker.train_epoch()
+worker.finish()
+worker.close()
+"""
+
+
+class Greedy(Digits):
+    """Its first batch takes more than 1 GiB, whatever the precision."""
+
+    control = ControlConfig(every_steps=2, batch=BatchConfig(start=1024, minimum=32, maximum=1024))
+
+    def model(self) -> nn.Module:
+        width = 2**17
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def faults(folder: Path) -> list[str]:
+    ticks = [record["data"] for record in records(folder) if record["kind"] == "tick"]
+    return [fault["kind"] for tick in ticks for fault in tick["observation"]["faults"]]
 
 
 @pytest.mark.parametrize("num_sharing", [2, 3, 16])
@@ -43,3 +88,22 @@ def test_a_process_that_shares_a_device_is_held_to_its_part_from_then_on() -> No
         assert memory.limit_bytes == part
     finally:
         CudaMemory(device, None)  # lifts the cap
+
+
+@pytest.mark.gpu
+def test_a_run_without_memory_changes_its_plan_and_its_neighbour_notices_nothing(tmp_path: Path) -> None:
+    greedy, modest = tmp_path / "greedy", tmp_path / "modest"
+    words = [
+        [f"{__name__}:Greedy", "10", str(400 * MIB), str(greedy)],
+        ["digits", "40", str(400 * MIB), str(modest)],
+    ]
+    runs = [subprocess.Popen([sys.executable, "-c", TRAIN, *each]) for each in words]
+    assert [run.wait(timeout=300) for run in runs] == [0, 0]
+    assert "out_of_memory" in faults(greedy)
+    assert faults(modest) == []
+    for folder in (greedy, modest):
+        last = records(folder)[-1]
+        assert (last["kind"], last["data"]["status"]) == ("end", "finished")
+        assert last["data"]["results"]["peak_gb"] <= last["data"]["results"]["limit_gb"]
+    plans = [record["data"]["decision"]["plan"] for record in records(greedy) if record["kind"] == "tick"]
+    assert plans[-1]["batch_size"] < 1024
