@@ -169,6 +169,9 @@ def test_ctrl_c_is_the_end_of_the_ui_and_nothing_to_go_on_with(
         return False
 
     ui.wait_until(answers)
+    process = psutil.Process(ui.process.pid)
+    connections = [each for part in process.children(recursive=True) for each in part.net_connections("inet")]
+    assert {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
     assert ui.press_ctrl_c() == 0
     assert "Ctrl-C ends it" in ui.shown
     assert "resume" not in ui.shown

@@ -21,7 +21,7 @@ from tests.service.browser import Tags
 from tests.service.build import SimulatedRun
 from tests.service.records import RUN_SPEC
 from tests.service.search_folder import simulated_search
-from tests.service.stores import Server
+from tests.service.stores import Server, free_port
 from triaccel_ray.jsonable import encode
 from triaccel_ray.service.cli import main
 from triaccel_ray.service.clusters.cluster import is_loopback
@@ -250,3 +250,11 @@ def test_no_secret_is_written_anywhere(watched: Watched) -> None:
     for secret in (*SECRETS.values(), IN_THE_URI):
         assert [str(path) for path in files if secret.encode() in path.read_bytes()] == []
     assert "http://***@127.0.0.1" in watched.said
+
+
+def test_a_ui_that_others_reach_says_so(storage: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    elsewhere = "192.0.2.7"  # of documentation's own network: no machine has it, and the server ends
+    with pytest.raises(SystemExit):
+        main(["ui", "--host", elsewhere, "--port", str(free_port()), "--storage-path", str(storage)])
+    said = " ".join(capfd.readouterr().err.split())
+    assert f"--host {elsewhere}: everybody who reaches this machine can read and delete runs" in said
