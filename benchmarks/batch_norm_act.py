@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -239,8 +239,8 @@ def model_step(model: nn.Module, run: nn.Module, batch: int, size: int) -> Step:
     return step
 
 
-def compare_models(*, with_compile: bool) -> None:
-    """Prints captured steps of whole networks: as they are, fused, and compiled."""
+def model_rows(*, with_compile: bool) -> Iterator[str]:
+    """Yields captured steps of whole networks: as they are, fused, and compiled."""
     from trainables.models import efficientnet_b0, resnet18
     from triaccel_ray.apply.fuse import Fusion, fuse
     from triaccel_ray.layers import find_layers
@@ -261,8 +261,7 @@ def compare_models(*, with_compile: bool) -> None:
             step()
             torch.cuda.synchronize()
             seconds = time.perf_counter() - start
-            print(f"{name} batch {batch:4}  {label:14}{described(replay_times(step)):>28}   first step {seconds:.1f} s")
-        sys.stdout.flush()
+            yield f"{name} batch {batch:4}  {label:14}{described(replay_times(step)):>28}   first step {seconds:.1f} s"
 
 
 def main() -> int:
@@ -274,16 +273,15 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("needs an NVIDIA GPU")
         return 1
-    errors = {shape: error(Inputs(shape), shape) for shape in SHAPES}
-    wrong = {shape: wrong_by for shape, wrong_by in errors.items() if not wrong_by < TOLERANCE}
-    if wrong:
-        print(*(f"WRONG: {shape}: off by {wrong_by:.1e}" for shape, wrong_by in wrong.items()), sep="\n")
-        return 1
-    print(f"{describe_machine()}; us, median (10%-90%) of {REPLAYS} replays, FP16")
     with tempfile.TemporaryDirectory() as cache:
-        os.environ["TRITON_CACHE_DIR"] = cache  # so that first steps include every compilation
-        if arguments.models:
-            compare_models(with_compile=not arguments.without_compile)
+        os.environ["TRITON_CACHE_DIR"] = cache  # so that first steps include every compilation, and come first
+        rows = list(model_rows(with_compile=not arguments.without_compile)) if arguments.models else []
+        errors = {shape: error(Inputs(shape), shape) for shape in SHAPES}
+        wrong = {shape: wrong_by for shape, wrong_by in errors.items() if not wrong_by < TOLERANCE}
+        if wrong:
+            print(*(f"WRONG: {shape}: off by {wrong_by:.1e}" for shape, wrong_by in wrong.items()), sep="\n")
+            return 1
+        print(f"{describe_machine()}; us, median (10%-90%) of {REPLAYS} replays, FP16", *rows, sep="\n")
         compare_kernels(errors, with_compile=not arguments.without_compile)
     return 0
 

@@ -10,6 +10,7 @@ from tests.build import CPU, CountingSource, plain
 from triaccel_ray.apply.feed import Feed
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.memory import MIB, CudaMemory
+from triaccel_ray.plan import FaultKind
 from triaccel_ray.sources import DatasetSource, DataSource, TensorSource, as_source
 
 INPUTS, TARGETS = torch.arange(10.0).view(5, 2), torch.arange(5)
@@ -74,6 +75,7 @@ def test_tensors_that_do_not_fit_on_the_device_are_streamed(monkeypatch: pytest.
         prepared = TensorSource(inputs, targets, prepare=Tensor.half)
         with pytest.raises(torch.OutOfMemoryError) as caught:
             prepared.to(CPU)
+    assert streamed.streamed_because == "CUDA out of memory. Tried to allocate 9 TiB."
     assert "streams if it is a DatasetSource" in caught.value.__notes__[0]
     assert not streamed.is_resident
     chosen = torch.tensor([7, 2])
@@ -85,17 +87,20 @@ def test_tensors_that_do_not_fit_on_the_device_are_streamed(monkeypatch: pytest.
 @pytest.mark.gpu
 def test_tensors_beyond_a_budget_train_from_the_host() -> None:
     inputs, targets = torch.randn(6000, 20_000), torch.randint(0, 2, (6000,))  # 458 MiB
-    model = nn.Linear(20_000, 2).cuda()
+    model, ticks = nn.Linear(20_000, 2).cuda(), []
     loop = ControlLoop(
         model,
         torch.optim.SGD(model.parameters(), lr=1e-4, fused=True),
         nn.functional.cross_entropy,
         (inputs, targets),
         memory_budget=CudaMemory(torch.device("cuda"), None).sample() + 350 * MIB,
+        on_tick=ticks.append,
     )
     assert not loop.feed.source.is_resident
-    assert loop.train_epoch().num_samples == 6000
+    loop.train_epoch()
     loop.close()
+    assert loop.memory.peak_bytes <= loop.memory.limit_bytes
+    assert FaultKind.DATA_STREAMED in {fault.kind for tick in ticks for fault in tick.observation.faults}
 
 
 def test_a_data_set_is_collated() -> None:

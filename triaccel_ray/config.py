@@ -152,7 +152,8 @@ class BatchConfig:
     """How the lr follows the batch size B from B_0 = `start`: not at all, sqrt(B/B_0), B/B_0, or AdaScale's gain."""
     bound_by_noise_scale: bool = False
     """Whether the batch also stops growing at `noise_share` of the gradient noise scale tr(Cov)/|g|^2 (McCandlish et
-    al. 2018), which rises as training goes on; before that is known the batch does not grow."""
+    al. 2018), which rises as training goes on. The batch does not grow before measurements have half of the moving
+    average's weight: with smoothing 0.8, four."""
     noise_share: float = 1.0
     """B / B_noise up to which the batch may grow; > 0. Steps of batch B need 1 + B / B_noise times the samples that the
     smallest batch needs to get as far (ibid., section 2)."""

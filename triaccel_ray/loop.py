@@ -116,6 +116,8 @@ class ControlLoop:
             ),
             self.config.execution,
         )
+        if reason := self.feed.source.streamed_because:
+            faults += (Fault(kind=FaultKind.DATA_STREAMED, step=0, phase="data", detail=reason),)
         self.sensors.record_faults(faults)
         self._precision = self._steps.step.precision
         self.curvature = CurvatureMeter(

@@ -100,6 +100,9 @@ class FaultKind(StrEnum):
 
     OUT_OF_MEMORY = "out_of_memory"
     APPLY_FAILED = "apply_failed"
+    DATA_STREAMED = "data_streamed"
+    """Samples given as tensors did not fit on the device: they are read from the host. Recorded for the user; no rule
+    acts."""
     FUSION_REFUSED = "fusion_refused"
     """Batch normalisation runs apart from what follows it, slower. Recorded for the user; no rule acts."""
     CAPTURE_FAILED = "capture_failed"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from triaccel_ray.out_of_memory import is_out_of_memory
+from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.stream import SampleStream
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
@@ -20,6 +20,9 @@ Augment = Callable[[Tensor, torch.Generator], Tensor]
 
 class DataSource(ABC):
     """A finite set of samples, addressed by index, so that any batch size can be drawn at any step."""
+
+    streamed_because: str = ""
+    """Why samples given as tensors are read from the host all the same; empty where they are not."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -120,11 +123,14 @@ class TensorSource(DataSource):
             if self._augment is not None or self._prepare is not None:
                 error.add_note("a data set that does not fit on the device streams if it is a DatasetSource")
                 raise
+            reason = first_line(error)
         else:
             return TensorSource(
                 inputs, targets, prepare=self._prepare, augment=self._augment, capturable=self._capturable
             )
-        return DatasetSource(TensorDataset(self.inputs, self.targets), device)
+        streamed = DatasetSource(TensorDataset(self.inputs, self.targets), device)
+        streamed.streamed_because = reason
+        return streamed
 
 
 class DatasetSource(DataSource):

@@ -192,13 +192,14 @@ def test_parts_are_joined_by_halves_before_the_batch_grows(enabled, parts, fewer
 NOISY = replace(CONFIG, bound_by_noise_scale=True)
 
 
-@pytest.mark.parametrize(("scale", "expected"), [(128.0, 128), (127.9, 96), (1e9, 128), (0.0, 96)])
+@pytest.mark.parametrize(("scale", "expected"), [(128.0, 128), (127.9, 96), (1e9, 128), (1e-9, 96)])
 def test_growth_stops_at_the_noise_scale(scale, expected):
-    state = replace(READY, noise=NoiseSignal(mean_square_norm=2.0, trace_covariance=2.0 * scale))
+    state = replace(READY, noise=NoiseSignal(mean_square_norm=0.75 / scale, trace_covariance=0.75))
     decision = decided(NOISY, 96, LOW, state)
     assert decision.batch_size == expected
     if expected == 96:
-        assert (decision.reasons[0].code, decision.reasons[0].threshold) == (ReasonCode.HELD_NOISE_SCALE, scale)
+        assert decision.reasons[0].code is ReasonCode.HELD_NOISE_SCALE
+        assert decision.reasons[0].threshold == pytest.approx(scale)
     assert decided(CONFIG, 96, LOW, state).batch_size == 128
 
 
@@ -218,9 +219,11 @@ def test_growth_waits_for_the_noise_scale_to_be_known():
     assert (reason.code, reason.value) == (ReasonCode.HELD_NOISE_SCALE, 128.0)
     assert reason.text == "no batch of 128 before the gradient noise scale is known"
     assert decided(NOISY, 96, HIGH, READY).batch_size < 96
-    drowned = NoiseSignal(mean_square_norm=-0.1, trace_covariance=0.49)
-    assert decided(NOISY, 96, LOW, replace(READY, noise=drowned)).reasons == (reason,)
-    assert decided(NOISY, 96, LOW, replace(READY, noise=replace(drowned, trace_covariance=0.5))).batch_size == 128
+    for square in (-0.1, 1e-3):  # infinite, and 490
+        measured_thrice = NoiseSignal(mean_square_norm=square, trace_covariance=0.49)
+        assert decided(NOISY, 96, LOW, replace(READY, noise=measured_thrice)).reasons == (reason,)
+        known = replace(measured_thrice, trace_covariance=0.5)
+        assert decided(NOISY, 96, LOW, replace(READY, noise=known)).batch_size == 128
 
 
 def test_the_noise_scale_neither_keeps_parts_nor_a_fixed_batch_from_returning():

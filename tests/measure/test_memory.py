@@ -178,7 +178,7 @@ def test_the_allocator_keeps_the_budget() -> None:
 
 
 @pytest.mark.gpu
-def test_before_the_first_step_room_is_kept_for_what_libraries_will_take() -> None:
+def test_until_the_first_tick_room_is_kept_for_what_libraries_will_take() -> None:
     device = torch.device("cuda", 0)
     memory = CudaMemory(device, None, 512 * MIB)
     most = 512 * MIB - LAZY_LOADING_BYTES // 2

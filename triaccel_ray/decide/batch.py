@@ -202,8 +202,11 @@ def _held(config: BatchConfig, plan: Plan, state: BatchState, size: int, *, enla
 
 
 def _is_known(noise: NoiseSignal | None) -> bool:
-    """Whether the averages say where the noise scale lies: that it is infinite, only if half of their weight does."""
-    return noise is not None and (noise.mean_square_norm > 0 or noise.trace_covariance >= 0.5)
+    """Whether enough has been measured to say where the noise scale lies: half of an average's weight.
+
+    Single measurements are as often negative as a hundred times too large.
+    """
+    return noise is not None and noise.trace_covariance >= 0.5
 
 
 def _grow(

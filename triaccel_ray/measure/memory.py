@@ -16,7 +16,7 @@ from triaccel_ray.signals import MemorySignal
 
 MIB = 2**20
 LAZY_LOADING_BYTES = 96 * MIB
-"""Kept free, before the first step, for what libraries, kernels and graphs will take outside the allocator."""
+"""Kept free until the first tick for what libraries, kernels and graphs will take outside the allocator."""
 
 
 class BudgetExceededError(MemoryError):

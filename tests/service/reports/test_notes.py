@@ -59,10 +59,12 @@ def test_out_of_memory_errors_are_counted_and_slow_steps_explained_once(run: Run
         Fault(kind=FaultKind.CAPTURE_OUT_OF_MEMORY, step=1, phase="capture", batch_size=size, detail=f"{size} MiB free")
         for size in (96, 128)
     )
-    faults = fault, fault, slow, slow, curvature, unfused, larger, large, larger
+    streamed = Fault(kind=FaultKind.DATA_STREAMED, step=0, phase="data", detail="CUDA out of memory")
+    faults = fault, fault, slow, slow, curvature, unfused, larger, large, larger, streamed
     assert list(run_notes(with_faults(run, *faults))) == [
         "2 times memory ran out; no sample was lost",
         "3 times a step of batch 96, 128 found no memory as a CUDA graph and ran eagerly",
+        "the data set did not fit on the GPU and was read from the host: CUDA out of memory",
         "steps ran eagerly, without CUDA graphs: the step waits for the device",
         "curvature was measured without CUDA graphs: layer rnn is recurrent",
         "batch normalisation ran apart from what follows it: it calls no BatchNorm2d",

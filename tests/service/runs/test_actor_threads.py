@@ -11,7 +11,7 @@ import ray
 from torch import Tensor, nn
 
 from trainables.digits import Digits
-from trainables.task import Recipe
+from trainables.task import Purpose, Recipe
 from triaccel_ray.service.runs.actor import start_actor
 from triaccel_ray.service.runs.spec import run_spec
 from triaccel_ray.service.storage.place import Place
@@ -42,7 +42,7 @@ class Witness(Digits):
 
 
 def test_one_thread_builds_trains_and_ends_a_run_while_another_answers(tmp_path: Path) -> None:
-    spec = run_spec(f"{__name__}:Witness", data_dir=tmp_path, recipe={"epochs": 1})
+    spec = run_spec(f"{__name__}:Witness", data_dir=tmp_path, recipe={"epochs": 4}, purpose=Purpose.FINAL)
     actor = start_actor(spec, Place(str(tmp_path / "run")), num_gpus=0)
     ray.get(actor.setup.remote(resume=False))
     (tmp_path / SLOW).touch()
@@ -52,7 +52,9 @@ def test_one_thread_builds_trains_and_ends_a_run_while_another_answers(tmp_path:
     assert not ray.wait([training], timeout=0)[0]
     (tmp_path / SLOW).unlink()
     ray.get(training)
-    ray.get(actor.finish.remote())
+    for _ in range(3):
+        ray.get(actor.train_epoch.remote())
+    ray.get(actor.finish.remote())  # judges the model, which computes losses too
     notes = [line.split() for line in (tmp_path / NOTES).read_text().splitlines()]
     assert {what for what, _ in notes} == {"build", "loss"}
     assert len({ident for _, ident in notes}) == 1

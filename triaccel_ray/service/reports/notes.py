@@ -9,6 +9,7 @@ from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.runs.spec import RunSpec
 
 _SLOWER = {
+    (FaultKind.DATA_STREAMED, "data"): "the data set did not fit on the GPU and was read from the host",
     (FaultKind.CAPTURE_FAILED, "capture"): "steps ran eagerly, without CUDA graphs",
     (FaultKind.CAPTURE_FAILED, "optimizer"): "the optimizer stepped by itself, without its kernel",
     (FaultKind.CAPTURE_FAILED, "curvature"): "curvature was measured without CUDA graphs",
