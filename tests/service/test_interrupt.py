@@ -91,6 +91,10 @@ class Terminal:
         """Sends SIGTERM to the command, waits for the end of every process it began, and returns the exit status."""
         return self._end(self.process.terminate)
 
+    def hang_up(self) -> int:
+        """Sends SIGHUP to the command, waits for the end of every process it began, and returns the exit status."""
+        return self._end(lambda: self.process.send_signal(signal.SIGHUP))
+
     def _end(self, ask: Callable[[], None]) -> int:
         processes = psutil.Process(self.process.pid).children(recursive=True)
         ask()
@@ -157,8 +161,9 @@ def test_ctrl_c_and_sigterm_end_everything_and_say_how_to_go_on(
     assert set(recorded) == {"hunt", "fp32", "amp", "probe", *(run.name for run in record.trials)}
 
 
-def test_ctrl_c_is_the_end_of_the_ui_and_nothing_to_go_on_with(
-    tmp_path: Path, terminal: Callable[..., Terminal]
+@pytest.mark.parametrize("ending", [Terminal.press_ctrl_c, Terminal.terminate, Terminal.hang_up])
+def test_a_signal_is_the_end_of_the_ui_and_nothing_to_go_on_with(
+    tmp_path: Path, terminal: Callable[..., Terminal], ending: Callable[[Terminal], int]
 ) -> None:
     port = free_port()
     ui = terminal(tmp_path, "ui", "--port", str(port), "--storage-path", str(tmp_path))
@@ -172,6 +177,6 @@ def test_ctrl_c_is_the_end_of_the_ui_and_nothing_to_go_on_with(
     process = psutil.Process(ui.process.pid)
     connections = [each for part in process.children(recursive=True) for each in part.net_connections("inet")]
     assert {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
-    assert ui.press_ctrl_c() == 0
+    assert ending(ui) == 0
     assert "Ctrl-C ends it" in ui.shown
     assert "resume" not in ui.shown

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +37,7 @@ from triaccel_ray.service.doctor import Verdict, examine
 from triaccel_ray.service.failures import RunFailedError, StoreError, cause_of, needing_room
 from triaccel_ray.service.jobs import job_commands
 from triaccel_ray.service.locating import find, storage_of
+from triaccel_ray.service.mlflow_ui import exposure, serve
 from triaccel_ray.service.next_steps import ONCE_IT_IS_BACK, point_to, resumable, resume_words, say_how_it_ended
 from triaccel_ray.service.options import Where
 from triaccel_ray.service.replay import reasons_grid, verdict
@@ -169,15 +169,9 @@ def _(command: cli.Ui) -> int:
     page = f"http://{command.host}:{command.port}/#/experiments?workflowType=machine_learning"
     out.print(f"MLflow UI: {page} (Ctrl-C ends it)\nstore: {tracker.display_uri}", soft_wrap=True)
     if not is_loopback(command.host):
-        err.print(f"--host {command.host}: everybody who reaches this machine can read and delete runs", style="yellow")
+        err.print(exposure(command.host, command.port), style="yellow", soft_wrap=True)
     sys.stdout.flush()
-    # One worker and no job executor: a fifth of the memory, a third of the time to start.
-    os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
-    words = ["server", "--backend-store-uri", tracker.uri, "--host", command.host, "--port", str(command.port)]
-    try:
-        return subprocess.run([sys.executable, "-m", "mlflow", *words, "--workers", "1"], check=False).returncode
-    except KeyboardInterrupt:  # its end, as said above
-        return 0
+    return serve(tracker.uri, command.host, command.port)
 
 
 @execute.register
