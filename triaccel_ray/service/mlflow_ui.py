@@ -14,6 +14,7 @@ import psutil
 GRACE_S = 10.0
 """For a server that was asked to end, before it is killed."""
 ALLOWED_HOSTS = "MLFLOW_SERVER_ALLOWED_HOSTS"
+ALLOWED_ORIGINS = "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 """Signals that mean what Ctrl-C does: of a service manager, and of a terminal that is closed."""
 
@@ -21,11 +22,11 @@ _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 def exposure(host: str, port: int) -> str:
     """Returns what to know of a server that other machines reach: who may do what, and under which names."""
     text = f"--host {host}: everybody who reaches this machine can read and delete runs"
-    if os.environ.get(ALLOWED_HOSTS):
+    if os.environ.get(ALLOWED_HOSTS) and os.environ.get(ALLOWED_ORIGINS):
         return text
     return (
-        f"{text}; who calls it by a host name is answered 403, unless the environment allows the name: "
-        f"{ALLOWED_HOSTS}=NAME:{port}"
+        f"{text}; browsers elsewhere are answered 403 unless the environment allows the name by which they call: "
+        f"{ALLOWED_HOSTS}=NAME:{port} {ALLOWED_ORIGINS}=http://NAME:{port}"
     )
 
 
