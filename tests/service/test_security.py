@@ -24,11 +24,14 @@ from tests.service.search_folder import simulated_search
 from tests.service.stores import Server, free_port
 from triaccel_ray.jsonable import encode
 from triaccel_ray.service.cli import main
-from triaccel_ray.service.clusters.cluster import is_loopback
+from triaccel_ray.service.clusters.cluster import display_address, is_loopback
 from triaccel_ray.service.console import SafeConsole
+from triaccel_ray.service.next_steps import resume_words
+from triaccel_ray.service.options import Where
 from triaccel_ray.service.reports.report import REPORT
 from triaccel_ray.service.searches.search import SEARCH
 from triaccel_ray.service.storage.layout import SPEC
+from triaccel_ray.service.storage.place import Place
 from triaccel_ray.service.translation import command_of
 
 SECRETS = {
@@ -165,6 +168,44 @@ def test_what_a_folder_says_is_text_on_the_page_and_in_the_terminal(
     }
     assert not any("onerror" in attributes for _, attributes in tags.tags)
     assert tags.count("b") == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "search digits URI",
+        "search digits --addres=URI",
+        "search digits --epochs URI",
+        "run URI",
+        "run digits --name URI",
+        "run digits --address URI",
+        "search digits --address me:s3cr3t@127.0.0.1:1",
+        "search digits --tracking-uri URI",
+        "report URI",
+        "jobs --address URI",
+        "submit -- URI",
+        "submit -- run digits URI",
+        "submit -- run digits --address URI",
+        "submit --address URI -- run digits",
+        "sing URI",
+    ],
+)
+@pytest.mark.parametrize("uri", ["http://me:s3cr3t@127.0.0.1:1", "https://me:a/s3cr3t@127.0.0.1:1", "ray://s3cr3t@h:1"])
+def test_no_password_of_the_command_line_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, uri: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = refused(capsys, *(word.replace("URI", uri) for word in words.split()))
+    assert "s3cr3t" not in said
+    assert "***@" in said
+
+
+def test_no_password_of_an_address_stands_in_what_is_to_be_typed(tmp_path: Path) -> None:
+    for address in ("http://me:s3cr3t@host:8265", "me:s3cr3t@host:6379"):
+        words = resume_words(Place(str(tmp_path), "hunt"), Where(address=address), "x", "x")
+        assert "s3cr3t" not in words
+        assert display_address(address) in words
+    assert display_address("host:6379") == "host:6379"
 
 
 def test_colours_of_a_log_stay() -> None:

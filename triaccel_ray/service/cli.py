@@ -24,6 +24,7 @@ from triaccel_ray.service.options import (
     Where,
 )
 from triaccel_ray.service.runs.methods import METHODS
+from triaccel_ray.service.tracking.tracking import without_credentials, without_passwords
 
 USER_ERRORS = (
     ValueError,
@@ -249,13 +250,21 @@ def parse(arguments: Sequence[str] | None) -> Command:
     """Returns the command that the arguments mean, the process's own when None.
 
     Raises:
-        SystemExit: they mean none, or ask for help; what there is to say has been printed.
+        SystemExit: they mean none, or ask for help; what there is to say has been printed, without passwords.
     """
+    words = sys.argv[1:] if arguments is None else arguments
+    shown = [without_credentials(word) for word in words]
+    if shown != list(words):
+        _parse(shown)  # what is wrong with the words is said here, of words that hold no password
+    return _parse(words)
+
+
+def _parse(words: Sequence[str]) -> Command:
     return tyro.cli(
         Command,
         prog="triaccel",
         description="An elastic experiment service on Ray.",
-        args=arguments,
+        args=words,
         config=(tyro.conf.DisallowNone,),
     )
 
@@ -280,12 +289,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except RunFailedError as error:
         if os.environ.get("TRIACCEL_TRACEBACK"):
             raise
-        err.print("triaccel:", str(error), style="red", soft_wrap=True)
+        err.print("triaccel:", without_passwords(str(error)), style="red", soft_wrap=True)
         sys.exit(1)
     except USER_ERRORS as error:
         if os.environ.get("TRIACCEL_TRACEBACK"):
             raise
-        err.print("triaccel:", str(error), style="red", soft_wrap=True)
+        err.print("triaccel:", without_passwords(str(error)), style="red", soft_wrap=True)
         sys.exit(2)
     except OSError as error:
         if not is_disk_full(error):

@@ -37,6 +37,7 @@ def find(name: str, where: Where, *, writable: bool = False) -> Place:
     Raises:
         ValueError: there is none, the name is none, or a link leads out of it.
     """
+    require("://" not in name, "name", name, "is a URI; the URI of a store is given as --storage-path, beside a name")
     if os.sep in name and os.path.isdir(name):
         place = Place.of(Path(name).absolute())
     else:

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 
+from triaccel_ray.service.clusters.cluster import display_address
 from triaccel_ray.service.clusters.head_watch import HeadLostError
 from triaccel_ray.service.console import err, out
 from triaccel_ray.service.options import Where
@@ -22,7 +23,7 @@ def resume_words(place: Place, where: Where, experiment: str, usual: str) -> str
     """Returns the command that goes on; `usual` is the experiment that need not be named."""
     is_named = place.uri is not None or place.folder.parent == where.storage_path.folder
     name = place.name if is_named else str(place.folder)
-    address = () if where.address is None else ("--address", where.address)
+    address = () if where.address is None else ("--address", display_address(where.address))
     own = () if experiment == usual else ("--experiment", experiment)
     return shlex.join(["triaccel", "resume", name, *_storage_words(where), *_tracking_words(where), *address, *own])
 

@@ -116,6 +116,10 @@ def test_nobody_answers_and_the_password_is_not_told(tmp_path: Path) -> None:
         ("sqlite:////home/ann@corp/mlflow.db", "sqlite:////home/ann@corp/mlflow.db"),
         ("sqlite:///here@there.db", "sqlite:///here@there.db"),
         ("/home/ann@corp", "/home/ann@corp"),
+        ("abfs://container@account.dfs.core.windows.net/x", "abfs://container@account.dfs.core.windows.net/x"),
+        ("--storage-path=hdfs://me@host:9000/x", "--storage-path=hdfs://me@host:9000/x"),
+        ("hdfs://me:secret@host:9000/x", "hdfs://***@host:9000/x"),
+        ("--address=http://ann:sec ret@host", "--address=http://***@host"),
     ],
 )
 def test_users_and_passwords_are_hidden_and_paths_are_not(uri: str, shown: str) -> None:

@@ -24,7 +24,7 @@ from triaccel_ray.config import require
 from triaccel_ray.out_of_memory import first_line
 from triaccel_ray.service.clusters.head_watch import watching
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.tracking.tracking import without_passwords
+from triaccel_ray.service.tracking.tracking import without_credentials, without_passwords
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -187,11 +187,18 @@ def require_reachable(address: str | None) -> None:
         raise ClusterUnavailableError(_message(address, first_line(error))) from error
 
 
+def display_address(address: str) -> str:
+    """Returns `address` without user and password, fit for messages; it may have no scheme."""
+    if "://" in address or "@" not in address:
+        return without_credentials(address)
+    return f"***@{address.rpartition('@')[2]}"
+
+
 def _message(address: str, reason: str) -> str:
     return (
-        f"address = {address!r}: no Ray cluster answers there ({reason}); start one with `ray start --head`, or leave "
-        "--address out to run on this machine. Where it asks for a token, copy its head node's ~/.ray/auth_token to "
-        "the same place here and set RAY_AUTH_MODE=token"
+        f"address = {display_address(address)!r}: no Ray cluster answers there ({without_passwords(reason)}); start "
+        "one with `ray start --head`, or leave --address out to run on this machine. Where it asks for a token, copy "
+        "its head node's ~/.ray/auth_token to the same place here and set RAY_AUTH_MODE=token"
     )
 
 

@@ -17,8 +17,14 @@ from urllib.parse import urlsplit
 
 from ray.exceptions import AuthenticationError, RayError
 
-from triaccel_ray.service.clusters.cluster import CONNECT_TIMEOUT_S, ClusterUnavailableError, require_reachable
+from triaccel_ray.service.clusters.cluster import (
+    CONNECT_TIMEOUT_S,
+    ClusterUnavailableError,
+    display_address,
+    require_reachable,
+)
 from triaccel_ray.service.jobs.jobs import STOP_WAIT_S, Job, Submission
+from triaccel_ray.service.tracking.tracking import without_passwords
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -147,13 +153,13 @@ class JobApi:
             raise
         except AuthenticationError as error:
             raise ClusterUnavailableError(
-                f"address = {self.address!r}: the cluster does not let you in ({_reason(error)}); copy its head node's "
+                f"{_named(self.address)}: the cluster does not let you in ({_reason(error)}); copy its head node's "
                 "~/.ray/auth_token to the same place here, or set RAY_AUTH_TOKEN, and set RAY_AUTH_MODE=token"
             ) from error
         except (OSError, RayError) as error:  # what `requests` raises are OSErrors
             raise ClusterUnavailableError(_no_jobs_there(self.address, error)) from error
         except (RuntimeError, ValueError) as error:
-            raise JobError(f"address = {self.address!r}: the cluster refuses: {_reason(error)}") from error
+            raise JobError(f"{_named(self.address)}: the cluster refuses: {_reason(error)}") from error
         finally:
             logging.disable(logging.NOTSET)
 
@@ -227,13 +233,17 @@ def _job(details: Any) -> Job:
     )
 
 
+def _named(address: str) -> str:
+    return f"address = {display_address(address)!r}"
+
+
 def _no_jobs_there(address: str, error: BaseException) -> str:
-    return f"address = {address!r}: no Ray cluster serves jobs there ({_reason(error)}); {_WAY_OUT}"
+    return f"{_named(address)}: no Ray cluster serves jobs there ({_reason(error)}); {_WAY_OUT}"
 
 
 def _reason(error: BaseException) -> str:
     """Returns the line of the error that says most: an answer can hold the server's traceback."""
-    lines = [line.strip() for line in str(error).replace("\\n", "\n").splitlines() if line.strip()]
+    lines = [line.strip() for line in without_passwords(str(error)).replace("\\n", "\n").splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
     said = lines[-1] if "Traceback" in lines[0] else lines[0]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from triaccel_ray.service.clusters.cluster import display_address
 from triaccel_ray.service.console import err, out, rich_table
 from triaccel_ray.service.jobs.job_api import STOP_TIMEOUT_S, JobApi
 from triaccel_ray.service.jobs.jobs import jobs_grid, submission
@@ -68,7 +69,7 @@ def _point_to_resuming(resume: str, address: str | None) -> None:
 
 
 def _to(address: str | None) -> str:
-    return "" if address is None else f" --address {address}"
+    return "" if address is None else f" --address {display_address(address)}"
 
 
 def _show(text: str) -> None:

@@ -35,6 +35,8 @@ PROBE_TIMEOUT_S = 3.0
 
 _WAY_OUT = "start a server there (`mlflow server`), or leave --tracking-uri out to record in a local SQLite file"
 _SQLITE = "sqlite:///"
+_STORE_SCHEME = re.compile(r"(.*=)?(abfss?|gs|gcs|hdfs|viewfs)")
+"""Of storage paths, whose part before an @ without a colon is the name of a container or user: see `Place`."""
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]*")
 
 
@@ -46,6 +48,8 @@ def without_credentials(uri: str) -> str:
     """
     scheme, separator, rest = uri.partition("://")
     if not separator or rest.startswith("/") or "@" not in rest:
+        return uri
+    if _STORE_SCHEME.fullmatch(scheme) and ":" not in rest.rpartition("@")[0]:
         return uri
     if re.match(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d+)?/", rest):
         return uri  # it stands in the path
