@@ -1,6 +1,39 @@
 from __future__ import annotations
 
-from triaccel_ray.service.doctor import Verdict, _no_nvml
+from pathlib import Path
+
+import pytest
+
+from tests.service.stores import free_port
+from triaccel_ray.service import doctor
+from triaccel_ray.service.doctor import Finding, Verdict, _no_nvml, examine
+from triaccel_ray.service.storage.place import Place
+
+
+@pytest.fixture
+def findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Finding]:
+    """What is found where neither the tracking server nor the cluster is there, and one check breaks."""
+
+    def broken() -> Finding:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(doctor, "_triton", broken)
+    port = free_port()
+    found = examine(Place(str(tmp_path)), f"http://127.0.0.1:{port}", f"127.0.0.1:{port}")
+    return {finding.subject: finding for finding in found}
+
+
+def test_every_check_goes_by_its_name(findings: dict[str, Finding]) -> None:
+    problems = {
+        "triton runs": "RuntimeError: out of order",
+        "ray starts": "address = ",
+        "mlflow store": "tracking uri =",
+    }
+    for subject, text in problems.items():
+        assert findings[subject].verdict is Verdict.PROBLEM
+        assert findings[subject].text.startswith(text)
+    names = {"python", *doctor.PACKAGES, *(f"name {name}" for name in doctor.TOP_LEVEL), "gpu", "nvml", "disk"}
+    assert set(findings) == names | set(problems)
 
 
 def test_without_nvml_a_gpu_is_of_no_use_and_a_cpu_does_without() -> None:

@@ -41,24 +41,23 @@ class Finding:
 
 def examine(storage: Place, tracking_uri: str | None, address: str | None) -> Iterator[Finding]:
     """Yields one finding a check; none of them raises."""
-    checks: list[Callable[[], Finding]] = [
-        _python,
-        *(partial(_package, name) for name in PACKAGES),
-        *(partial(_name_owner, name) for name in TOP_LEVEL),
-        _gpu,
-        _nvml,
-        _triton,
-        lambda: _ray(address),
-        lambda: _tracking(storage, tracking_uri),
-        lambda: _disk(storage.folder),
-        *([] if storage.uri is None else [partial(_store, storage.uri)]),
+    checks: list[tuple[str, Callable[[], Finding]]] = [
+        ("python", _python),
+        *((name, partial(_package, name)) for name in PACKAGES),
+        *((f"name {name}", partial(_name_owner, name)) for name in TOP_LEVEL),
+        ("gpu", _gpu),
+        ("nvml", _nvml),
+        ("triton runs", _triton),
+        ("ray starts", partial(_ray, address)),
+        ("mlflow store", partial(_tracking, storage, tracking_uri)),
+        ("disk", partial(_disk, storage.folder)),
+        *([] if storage.uri is None else [("storage", partial(_store, storage.uri))]),
     ]
-    for check in checks:
+    for subject, check in checks:
         try:
             yield check()
         except Exception as error:  # a check that breaks is a finding, not the end of the others
             text = f"{type(error).__name__}: {first_line(error)}"
-            subject = getattr(check, "__name__", "check").strip("_<>")
             yield Finding(subject=subject, verdict=Verdict.PROBLEM, text=text)
 
 
@@ -151,8 +150,12 @@ def _ray(address: str | None) -> Finding:
 
 def _tracking(storage: Place, tracking_uri: str | None) -> Finding:
     from triaccel_ray.service.session import open_tracker
+    from triaccel_ray.service.tracking.tracking import TrackingUnavailableError
 
-    tracker = open_tracker(storage, tracking_uri)
+    try:
+        tracker = open_tracker(storage, tracking_uri)
+    except TrackingUnavailableError as error:
+        return Finding(subject="mlflow store", verdict=Verdict.PROBLEM, text=str(error))
     return Finding(subject="mlflow store", verdict=Verdict.OK, text=tracker.display_uri)
 
 
