@@ -124,6 +124,18 @@ def test_a_link_out_of_a_received_folder_is_named(
     for name in ("run1", str(storage / "run1")):
         said = refused(capsys, "report", name, "--storage-path", str(storage))
         assert f"{inside} is a link that leads out of" in said
+        assert "remove" not in said
+
+
+def test_a_folder_that_is_none_of_ours_is_not_told_of_its_links(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "os-release").symlink_to("/usr/lib/os-release")
+    assert "theirs holds no run (events.jsonl is missing)" in refused(capsys, "report", str(theirs))
+    (theirs / "events.jsonl").symlink_to("/nowhere/events.jsonl")
+    assert "is a link that leads out of" in refused(capsys, "report", str(theirs))
 
 
 def test_looking_at_a_folder_runs_no_code_that_it_names(

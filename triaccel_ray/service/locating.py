@@ -7,8 +7,11 @@ from pathlib import Path
 
 from triaccel_ray.config import require
 from triaccel_ray.events import LogError
+from triaccel_ray.service.comparisons.comparison import COMPARISON
 from triaccel_ray.service.options import Where
+from triaccel_ray.service.searches.search import SEARCH
 from triaccel_ray.service.session import checked_name, is_inside, links_out_of, tracking_uri_of
+from triaccel_ray.service.storage.layout import EVENTS, SPEC
 from triaccel_ray.service.storage.mirror import pull_all
 from triaccel_ray.service.storage.place import Place
 from triaccel_ray.service.storage.store import Store
@@ -53,6 +56,20 @@ def find(name: str, where: Where, *, writable: bool = False) -> Place:
             raise LogError(f"name = {name!r}: there is no folder {place}; names are the folders in {storage}")
         rule = f"leads out of the storage folder {storage}; if you trust what is there, name it by its path"
         require(is_inside(place.folder, storage.folder), "name", name, rule)
-    for link in links_out_of(place.folder):
-        raise LogError(f"{link} is a link that leads out of {place.folder}, to {os.path.realpath(link)}: remove it")
+    _require_no_link_out_of(place.folder)
     return place
+
+
+def _require_no_link_out_of(folder: Path) -> None:
+    """Returns if nothing is read through a link; in a folder that is none of ours nothing is read at all.
+
+    Raises:
+        LogError: a link leads out of the folder.
+    """
+    if not any(os.path.lexists(folder / name) for name in (SPEC, EVENTS, SEARCH, COMPARISON)):
+        return
+    for link in links_out_of(folder):
+        raise LogError(
+            f"{link} is a link that leads out of {folder}, to {os.path.realpath(link)}: no command follows or makes "
+            "such links; name a copy of the folder without it"
+        )
