@@ -217,19 +217,19 @@ def _train(spec: RunSpec, place: Place, where: Where, experiment: str, *, resume
         require_unused(place)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name
     tracker = open_tracker(where.storage_path, where.tracking_uri)
+    words = resume_words(place, where, experiment, cli.Run.experiment)
     before = read_if_begun(folder) if resume else None
     if before is not None and before.has_outcome:
         say_how_it_ended(before)
         if before.status != "failed (out_of_memory)":
-            with mirrored(place, has_own_log=False), recording(tracker, folder, experiment=experiment):
+            with mirrored(place, has_own_log=False), recording(tracker, folder, words, experiment=experiment):
                 out.print(f"{folder.name} is {before.status}; what was not yet recorded is being recorded")
             return int(before.status != "finished")
-    words = resume_words(place, where, experiment, cli.Run.experiment)
     with (
         resumable(words),
         mirrored(place, has_own_log=False),
         cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}"),
-        recording(tracker, folder, experiment=experiment),
+        recording(tracker, folder, words, experiment=experiment),
     ):
         specs, num_gpus = {folder.name: spec}, _num_gpus(spec, where.address)
         with RunProgress(f"{spec.task}: {METHODS[spec.method]}", specs) as progress:
@@ -256,7 +256,7 @@ def _search(spec: SearchSpec, place: Place, where: Where, experiment: str, *, re
     info = {"task": spec.base.task, "kind": "search", "space": spec.space, "objective": spec.objective}
     words = resume_words(place, where, experiment, cli.Search.experiment)
     mirror = mirrored(place, has_own_log=True)
-    with resumable(words), mirror, _parent(tracker, folder, experiment, spec.base.control, info) as log:
+    with resumable(words), mirror, _parent(tracker, folder, words, experiment, spec.base.control, info) as log:
         with cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}"):
             num_gpus, shared = _num_gpus(spec.base, where.address), _shared(spec.base)
             with RunProgress(f"{spec.base.task}: baselines and probe") as progress:
@@ -274,7 +274,7 @@ def _search(spec: SearchSpec, place: Place, where: Where, experiment: str, *, re
         trace = f"; the traceback is in {run.folder / ERROR}" if (run.folder / ERROR).exists() else ""
         err.print(f"{run.name} {run.status}: {message}{trace}", style="red", markup=False, soft_wrap=True)
     if mistakes:
-        err.print(f"`triaccel resume {folder.name}` tries these again", markup=False)
+        err.print(f"`{words}` tries these again", markup=False, soft_wrap=True)
     point_to(place, where)
     return 0 if best is not None and not mistakes else 1
 
@@ -292,7 +292,7 @@ def _compare(spec: ComparisonSpec, place: Place, where: Where, experiment: str, 
     info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
     words = resume_words(place, where, experiment, cli.Compare.experiment)
     mirror = mirrored(place, has_own_log=True)
-    with resumable(words), mirror, _parent(tracker, folder, experiment, spec.base.control, info) as log:
+    with resumable(words), mirror, _parent(tracker, folder, words, experiment, spec.base.control, info) as log:
         with cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}"):
             num_gpus = _num_gpus(spec.base, where.address)
             if read_comparison(folder).choices is None:
@@ -312,7 +312,8 @@ def _compare(spec: ComparisonSpec, place: Place, where: Where, experiment: str, 
     for name, text in failed.items():
         err.print(text, style="red", markup=False, soft_wrap=True)
         if name in record.runs and record.runs[name].has_outcome:
-            err.print(f"that is its outcome; `triaccel resume {folder.name}/{name}` tries it again", soft_wrap=True)
+            again = resume_words(place / name, where, experiment, experiment)
+            err.print(f"that is its outcome; `{again}` tries it again", soft_wrap=True)
         error = outcomes.get(name)
         if isinstance(error, Exception) and os.environ.get("TRIACCEL_TRACEBACK"):
             err.print("".join(traceback.format_exception(error)), markup=False, soft_wrap=True)
@@ -365,17 +366,18 @@ def _shared(spec: RunSpec) -> SharedSplits | None:
 
 @contextlib.contextmanager
 def _parent(
-    tracker: Tracker, folder: Path, experiment: str, control: ControlConfig, info: Mapping[str, str]
+    tracker: Tracker, folder: Path, words: str, experiment: str, control: ControlConfig, info: Mapping[str, str]
 ) -> Iterator[EventLog]:
     """Yields the log that stands for the whole of a search or comparison, everything below it being recorded.
 
-    Work that is broken off ends the log too, so that nothing stays "running" for ever; `resume` cuts the end away.
+    Work that is broken off ends the log too, so that nothing stays "running" for ever; `resume`, of which `words` are
+    the command, cuts the end away.
     """
     with needing_room(folder):
         log = EventLog(folder / EVENTS, keep=1 if has_begun(folder) else 0)
         if log.num_records == 0:
             log.append(Start(control=control, info=info))
-    with recording(tracker, folder, experiment=experiment, parent=Parent(name=folder.name, tags=info)):
+    with recording(tracker, folder, words, experiment=experiment, parent=Parent(name=folder.name, tags=info)):
         try:
             yield log
         except BaseException as error:

@@ -21,7 +21,7 @@ ONCE_IT_IS_BACK = "; once it is there again:"
 
 def resume_words(place: Place, where: Where, experiment: str, usual: str) -> str:
     """Returns the command that goes on; `usual` is the experiment that need not be named."""
-    is_named = place.uri is not None or place.folder.parent == where.storage_path.folder
+    is_named = place.uri is not None or Place(place.storage).folder == where.storage_path.folder
     name = place.name if is_named else str(place.folder)
     address = () if where.address is None else ("--address", display_address(where.address))
     own = () if experiment == usual else ("--experiment", experiment)

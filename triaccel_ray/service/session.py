@@ -91,10 +91,13 @@ def links_out_of(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def recording(tracker: Tracker, root: Path, *, experiment: str, parent: Parent | None = None) -> Iterator[None]:
+def recording(
+    tracker: Tracker, root: Path, words: str, *, experiment: str, parent: Parent | None = None
+) -> Iterator[None]:
     """Ships the logs below `root` to the tracking store meanwhile, and whatever is left of them at the end.
 
-    A store that fails neither stops nor slows the work; at the end a message says what is still to be recorded.
+    A store that fails neither stops nor slows the work; at the end a message says what is still to be recorded, and
+    which command, `words`, does that.
     """
     shipper = Shipper(tracker, root, experiment=experiment, parent=parent)
     shipper.start()
@@ -109,7 +112,7 @@ def recording(tracker: Tracker, root: Path, *, experiment: str, parent: Parent |
         if not shipper.flush(timeout_s):
             err.print(
                 f"not everything is recorded in {tracker.display_uri}: {shipper.last_error}\n"
-                f"Nothing is lost: `triaccel resume {root.name}` records the rest once the store answers.",
+                f"Nothing is lost: `{words}` records the rest once the store answers.",
                 style="yellow",
                 soft_wrap=True,
             )

@@ -95,7 +95,8 @@ def test_memory_that_was_freed_is_used_when_the_run_is_named(
 
     full.unlink()
     assert desk.type("resume", "tight") == 1
-    assert "that is its outcome; `triaccel resume tight/amp-seed0` tries it again" in capsys.readouterr().err
+    again = f"triaccel resume tight/amp-seed0 --storage-path {desk.storage} --address {desk.address}"
+    assert f"that is its outcome; `{again}` tries it again" in capsys.readouterr().err
     assert log.read_bytes() == before
 
     assert desk.type("resume", "tight/amp-seed0") == 0

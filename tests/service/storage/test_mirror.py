@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -490,8 +491,9 @@ def test_a_command_and_its_store_hold_the_same(machines: Machines) -> None:
 def test_a_command_that_cannot_reach_the_store_at_its_end_says_so(
     machines: Machines, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = "`triaccel resume run` typed here brings it there once the store answers"
-    with pytest.raises(StoreError, match=said), mirrored(machines.place, has_own_log=True, patience_s=0.3):
+    words = f"triaccel resume run --storage-path {machines.place.storage}"
+    said = f"`{words}` typed here brings it there once the store answers"
+    with pytest.raises(StoreError, match=re.escape(said)), mirrored(machines.place, has_own_log=True, patience_s=0.3):
         machines.is_gone(True)
     machines.is_gone(False)
     with (

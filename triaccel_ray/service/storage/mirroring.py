@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -297,7 +298,8 @@ def _left_behind(place: Place, error: StoreError) -> str:
     if str(error).startswith("not everything"):
         return str(error)
     whole = place.name.partition("/")[0]  # of a search's trial, the search
+    words = shlex.join(["triaccel", "resume", whole, "--storage-path", place.storage])
     return (
         f"not everything of {place} is in the store ({error}). Nothing is lost: it is in {place.folder} on this "
-        f"machine, and `triaccel resume {whole}` typed here brings it there once the store answers"
+        f"machine, and `{words}` typed here brings it there once the store answers"
     )

@@ -1,0 +1,36 @@
+"""The commands that a message gives to type next are whole: they find what they speak of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.service.build import SimulatedRun
+from tests.service.stores import free_port
+from triaccel_ray.service import session
+from triaccel_ray.service.next_steps import resume_words
+from triaccel_ray.service.options import Where
+from triaccel_ray.service.session import recording
+from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.tracking.tracking import Tracker
+
+
+def test_a_run_of_a_comparison_is_named_in_its_storage_folder(tmp_path: Path) -> None:
+    place, where = Place(str(tmp_path), "versus") / "amp-seed0", Where(storage_path=Place(str(tmp_path)))
+    assert resume_words(place, where, "x", "x") == f"triaccel resume versus/amp-seed0 --storage-path {tmp_path}"
+    elsewhere = Place.of(tmp_path / "other" / "versus")
+    path = tmp_path / "other" / "versus"
+    assert resume_words(elsewhere, where, "x", "x") == f"triaccel resume {path} --storage-path {tmp_path}"
+
+
+def test_what_could_not_be_recorded_comes_with_the_whole_command_that_records_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(session, "FLUSH_TIMEOUT_S", 0.1)
+    run = SimulatedRun(tmp_path / "hunt").complete(epochs=1)
+    tracker = Tracker(f"http://127.0.0.1:{free_port()}", tmp_path)
+    words = f"triaccel resume hunt --storage-path {tmp_path}"
+    with recording(tracker, run, words, experiment="x"):
+        pass
+    assert f"`{words}` records the rest once the store answers" in capsys.readouterr().err
