@@ -115,7 +115,7 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("run digits --tracking-uri http://127.0.0.1:1", ("tracking uri = 'http://127.0.0.1:1'", "no MLflow server")),
     (
         "search digits --tracking-uri http://127.0.0.1:1",
-        ("tracking uri = 'http://127.0.0.1:1'", "leave --tracking-uri"),
+        ("tracking uri = 'http://127.0.0.1:1'", "record in a local file with --tracking-uri sqlite:///FILE"),
     ),
     ("ui --tracking-uri ftp://host", ("tracking uri = 'ftp://host'", "must begin with sqlite:///, http://")),
     ("run digits --tracking-uri sqlite:///{storage}/notes.txt", ("notes.txt'", "is not a SQLite database")),

@@ -159,7 +159,7 @@ class Resume:
     name: tyro.conf.Positional[RunName]
     """Name in the storage folder, or a folder."""
     experiment: Given[str] = None
-    """MLflow experiment, where it was not the default."""
+    """MLflow experiment, where nothing is recorded yet. Default: the one that it is recorded in."""
     where: Flat[Where] = field(default_factory=Where)
 
 

@@ -40,6 +40,7 @@ from triaccel_ray.service.locating import find, storage_of
 from triaccel_ray.service.mlflow_ui import exposure, serve
 from triaccel_ray.service.next_steps import ONCE_IT_IS_BACK, point_to, resumable, resume_words, say_how_it_ended
 from triaccel_ray.service.options import Where
+from triaccel_ray.service.recorded import experiment_of, in_its_store
 from triaccel_ray.service.replay import reasons_grid, verdict
 from triaccel_ray.service.reports.comparison_view import view_comparison
 from triaccel_ray.service.reports.views import view_run, view_search
@@ -115,14 +116,13 @@ def _(command: cli.Compare) -> int:
 @execute.register
 def _(command: cli.Resume) -> int:
     place = find(command.name, command.where, writable=True)
-    folder, where = place.folder, command.where
+    folder, experiment = place.folder, command.experiment
+    where = in_its_store(folder, command.where)
     if (folder / SEARCH).exists():
-        experiment = command.experiment or cli.Search.experiment
         return _search(read_search(folder).spec, place, where, experiment, resume=True)
     if (folder / COMPARISON).exists():
-        experiment = command.experiment or cli.Compare.experiment
         return _compare(read_comparison(folder).spec, place, where, experiment, resume=True)
-    return _train(read_spec(folder), place, where, command.experiment or cli.Run.experiment, resume=True)
+    return _train(read_spec(folder), place, where, experiment, resume=True)
 
 
 @execute.register
@@ -210,13 +210,14 @@ def _(command: cli.Stop) -> int:
     return job_commands.stop(command.job, address=command.address)
 
 
-def _train(spec: RunSpec, place: Place, where: Where, experiment: str, *, resume: bool) -> int:
-    require_experiment(experiment)
+def _train(spec: RunSpec, place: Place, where: Where, given: str | None, *, resume: bool) -> int:
+    require_experiment(given)
     folder = place.folder
     if not resume:
         require_unused(place)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name
     tracker = open_tracker(where.storage_path, where.tracking_uri)
+    experiment = experiment_of(tracker, folder, given=given, usual=cli.Run.experiment)
     words = resume_words(place, where, experiment, cli.Run.experiment)
     before = read_if_begun(folder) if resume else None
     if before is not None and before.has_outcome:
@@ -243,14 +244,15 @@ def _train(spec: RunSpec, place: Place, where: Where, experiment: str, *, resume
     return 0
 
 
-def _search(spec: SearchSpec, place: Place, where: Where, experiment: str, *, resume: bool) -> int:
-    require_experiment(experiment)
+def _search(spec: SearchSpec, place: Place, where: Where, given: str | None, *, resume: bool) -> int:
+    require_experiment(given)
     folder = place.folder
     if not resume:
         require_unused(place)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name
     require_gpu_to_share(where.address, spec.base)
     tracker = open_tracker(where.storage_path, where.tracking_uri)
+    experiment = experiment_of(tracker, folder, given=given, usual=cli.Search.experiment)
     if not resume:
         begin_search(spec, folder)
     info = {"task": spec.base.task, "kind": "search", "space": spec.space, "objective": spec.objective}
@@ -279,14 +281,15 @@ def _search(spec: SearchSpec, place: Place, where: Where, experiment: str, *, re
     return 0 if best is not None and not mistakes else 1
 
 
-def _compare(spec: ComparisonSpec, place: Place, where: Where, experiment: str, *, resume: bool) -> int:
-    require_experiment(experiment)
+def _compare(spec: ComparisonSpec, place: Place, where: Where, given: str | None, *, resume: bool) -> int:
+    require_experiment(given)
     folder = place.folder
     if not resume:
         require_unused(place)
     require_reachable(where.address)  # first of all: a mistyped address must not use up the name
     require_gpu_to_share(where.address, spec.base)
     tracker = open_tracker(where.storage_path, where.tracking_uri)
+    experiment = experiment_of(tracker, folder, given=given, usual=cli.Compare.experiment)
     if not resume:
         begin_comparison(spec, folder)
     info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}

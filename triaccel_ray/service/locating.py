@@ -17,17 +17,19 @@ from triaccel_ray.service.storage.place import Place
 from triaccel_ray.service.storage.store import Store
 
 
-def storage_of(where: Where, *, writable: bool = True) -> Place:
-    """Returns the storage: an absolute path, for workers are elsewhere; or a store, and it has been reached.
+def storage_of(where: Where) -> Place:
+    """Returns the storage for something new: an absolute path, for workers are elsewhere; or a store, and it answers.
 
     Raises:
         ValueError: the store cannot be used, or no tracking store is named beside it.
     """
-    place = where.storage_path
+    tracking_uri_of(where.storage_path, where.tracking_uri)  # what is written is recorded
+    return _reached(where.storage_path, writable=True)
+
+
+def _reached(place: Place, *, writable: bool) -> Place:
     if place.uri is None:
         return Place(str(place.folder))
-    if writable:
-        tracking_uri_of(place, where.tracking_uri)  # what is written is recorded
     Store(place.uri).check(writable=writable)
     return place
 
@@ -44,7 +46,7 @@ def find(name: str, where: Where, *, writable: bool = False) -> Place:
     if os.sep in name and os.path.isdir(name):
         place = Place.of(Path(name).absolute())
     else:
-        storage = storage_of(where, writable=writable)
+        storage = _reached(where.storage_path, writable=writable)
         if os.sep not in name:
             checked_name(name)
         elif storage.uri is not None:

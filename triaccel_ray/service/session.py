@@ -69,13 +69,15 @@ def checked_name(name: str) -> str:
     return name
 
 
-def require_experiment(experiment: str) -> None:
-    """Returns if MLflow takes this for the name of an experiment.
+def require_experiment(experiment: str | None) -> None:
+    """Returns if MLflow takes this for the name of an experiment, or none is given.
 
     Raises:
         ValueError: it is empty, too long, or holds what cannot be printed.
     """
     rule = "must name an MLflow experiment in 1 to 200 printable characters; leave it out for the default"
+    if experiment is None:
+        return
     is_name = bool(experiment.strip()) and experiment.isprintable() and len(experiment) <= 200
     require(is_name, "experiment", experiment, rule)
 

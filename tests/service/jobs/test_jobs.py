@@ -61,6 +61,7 @@ def entry(job: Submission) -> list[str]:
             "run digits --name j --storage-path {here}/triaccel-runs --tracking-uri sqlite:////home/ann@corp/db",
         ),
         ("resume mine", "resume mine --storage-path {here}/triaccel-runs"),
+        ("resume mine --storage-path s3://bucket/x", "resume mine --storage-path s3://bucket/x"),
         ("resume ./runs/mine", "resume {here}/runs/mine --storage-path {here}/triaccel-runs"),
         ("resume search/trials/1", "resume search/trials/1 --storage-path {here}/triaccel-runs"),
     ],

@@ -160,9 +160,10 @@ def test_a_store_needs_a_tracking_store_beside_it(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     where = ("--storage-path", tmp_path.as_uri())
-    for words in (("run", "digits"), ("ui",), ("resume", "x"), ("submit", "--", "run", "digits")):
+    for words in (("run", "digits"), ("ui",), ("submit", "--", "run", "digits")):
         assert "give --tracking-uri http://HOST:PORT of an MLflow server" in refused(capsys, *words, *where)
-    assert "there is no folder file:///" in refused(capsys, "report", "nobody", *where)
+    for command in ("report", "resume"):  # what is resumed knows its store
+        assert "there is no folder file:///" in refused(capsys, command, "nobody", *where)
     assert "name = '..'" in refused(capsys, "report", "a/../../b", *where)
     assert not (tmp_path / "cache").exists()
 

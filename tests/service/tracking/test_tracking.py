@@ -90,7 +90,7 @@ def test_a_malformed_uri_is_refused(tmp_path: Path, uri: str, rule: str) -> None
     with pytest.raises(TrackingUnavailableError, match=rule) as refused:
         Tracker(uri, tmp_path).check()
     assert repr(uri) in str(refused.value)
-    assert "leave --tracking-uri out" in str(refused.value)
+    assert "--tracking-uri sqlite:///FILE" in str(refused.value)
 
 
 def test_nobody_answers_and_the_password_is_not_told(tmp_path: Path) -> None:

@@ -82,7 +82,9 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
     rule = "is no folder of a project, and would travel whole; change into the project's folder"
     require(folder not in (Path.home(), Path(folder.anchor)), "working directory", str(folder), rule)
     storage = _storage(command.where.storage_path, folder)
-    tracking = _tracking_words(command.where, folder, storage)
+    if not isinstance(command, cli.Resume):  # which finds the tracking store that was named then
+        tracking_uri_of(storage, command.where.tracking_uri)
+    tracking = _tracking_words(command.where, folder)
     notes = list(_place_notes(command.where, storage))
     kept = _without(words, "storage-path", "tracking-uri", "address")
     if isinstance(command, cli.Resume):
@@ -168,10 +170,9 @@ def _storage(given: Place, folder: Path) -> Place:
     return given if given.uri is not None else Place(str(folder / Path(given.storage).expanduser()))
 
 
-def _tracking_words(where: Where, folder: Path, storage: Place) -> list[str]:
+def _tracking_words(where: Where, folder: Path) -> list[str]:
     uri = where.tracking_uri
     if uri is None:
-        tracking_uri_of(storage, None)
         return []
     shown = without_credentials(uri)
     if shown != uri:

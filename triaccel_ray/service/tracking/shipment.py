@@ -65,6 +65,8 @@ class Shipped:
     """Where it has arrived: another store gets everything from the beginning."""
     key: str
     """Tag that the MLflow run is found by; on the disk before the run is created."""
+    experiment: str | None = None
+    """The MLflow experiment that it was created in; None in files from before this was noted."""
     run_id: str | None = None
     """None until MLflow has assigned it."""
     cursor: int = -1
@@ -77,6 +79,19 @@ class Shipped:
     """Time of the start record shipped."""
     end_ms: int | None = None
     """Time of the end record shipped; None while the run goes on."""
+
+
+def read_shipped(folder: Path) -> Shipped | None:
+    """Returns what has arrived of the log in `folder`; None where nothing was ever sent.
+
+    Raises:
+        ValueError: `mlflow.json` is damaged.
+    """
+    path = folder / SHIPPED
+    try:
+        return decode(Shipped, json.loads(path.read_text())) if path.exists() else None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): delete it, the run is found by its tag") from error
 
 
 class Shipment:
@@ -197,7 +212,7 @@ class Shipment:
         shipped = self._shipped or Shipped(store=self._tracker.display_uri, key=f"{label.key}@{start_ms}")
         if shipped.run_id is not None:
             return shipped.run_id
-        self._write(shipped)
+        self._write(replace(shipped, experiment=label.experiment))
         run_id = self._tracker.open_run(
             label.experiment, label.name, key=shipped.key, tags=label.tags, parent_id=parent_id, start_ms=start_ms
         )
@@ -284,11 +299,7 @@ class Shipment:
         Raises:
             ValueError: `mlflow.json` is damaged, or its run was deleted in MLflow.
         """
-        path = self.folder / SHIPPED
-        try:
-            shipped = decode(Shipped, json.loads(path.read_text())) if path.exists() else None
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged ({error}): delete it, the run is found by its tag") from error
+        shipped = read_shipped(self.folder)
         if shipped is not None and not (self._verified and shipped == self._shipped):
             if not self._has_run(shipped):
                 shipped = Shipped(store=self._tracker.display_uri, key=shipped.key)

@@ -8,6 +8,7 @@ use: a command that records nothing does not wait for it.
 from __future__ import annotations
 
 import base64
+import contextlib
 import getpass
 import http.client
 import logging
@@ -33,7 +34,10 @@ RUN_KEY_TAG = "triaccel.run_key"
 
 PROBE_TIMEOUT_S = 3.0
 
-_WAY_OUT = "start a server there (`mlflow server`), or leave --tracking-uri out to record in a local SQLite file"
+HIDDEN = "***@"
+"""What stands in a URI in place of user and password."""
+
+_WAY_OUT = "start a server there (`mlflow server`), or record in a local file with --tracking-uri sqlite:///FILE"
 _SQLITE = "sqlite:///"
 _STORE_SCHEME = re.compile(r"(.*=)?(abfss?|gs|gcs|hdfs|viewfs)")
 """Of storage paths, whose part before an @ without a colon is the name of a container or user: see `Place`."""
@@ -53,7 +57,7 @@ def without_credentials(uri: str) -> str:
         return uri
     if re.match(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d+)?/", rest):
         return uri  # it stands in the path
-    return f"{scheme}://***@{rest.rpartition('@')[2]}"
+    return f"{scheme}://{HIDDEN}{rest.rpartition('@')[2]}"
 
 
 def without_passwords(text: str) -> str:
@@ -167,6 +171,16 @@ class Tracker:
             )
         return str(found.experiment_id)
 
+    def experiment_of(self, run_id: str) -> str | None:
+        """Returns the name of the experiment that the run is in; None where the store does not know or answer."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            experiment_id = self.client.get_run(run_id).info.experiment_id
+            return str(self.client.get_experiment(experiment_id).name)
+        except MlflowException:  # what troubles the store is told by whoever records in it
+            return None
+
     def open_run(
         self,
         experiment: str,
@@ -270,6 +284,19 @@ class Tracker:
 
     def _unavailable(self, rule: str) -> TrackingUnavailableError:
         return TrackingUnavailableError(f"tracking uri = {self.display_uri!r}: {rule}; {_WAY_OUT}")
+
+
+def holds_run(uri: str, run_id: str) -> bool:
+    """Returns whether the SQLite store at `uri` has the run; creates nothing."""
+    path = _sqlite_path(uri)
+    if path is None or not path.is_file():
+        return False
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+            found = connection.execute("SELECT 1 FROM runs WHERE run_uuid = ?", (run_id,)).fetchone()
+    except sqlite3.Error:  # a file of something else
+        return False
+    return found is not None
 
 
 def _sqlite_path(uri: str) -> Path | None:

@@ -1,0 +1,125 @@
+"""What goes on is recorded where it was begun: in the same store, and in the same experiment."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.service.build import SimulatedRun
+from tests.service.own_task import write_module
+from tests.service.stores import free_port, runs, ship
+from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
+from triaccel_ray.service.options import Where
+from triaccel_ray.service.recorded import experiment_of, in_its_store
+from triaccel_ray.service.searches.search import SEARCH, read_search
+from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.tracking.shipment import SHIPPED
+from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
+
+
+@pytest.fixture
+def run(sqlite_tracker: Tracker, tmp_path: Path, experiment: str) -> Path:
+    """The folder of a run that is recorded in an experiment of its own, and in a store outside its storage folder."""
+    folder = SimulatedRun(tmp_path / "storage" / "run").complete(epochs=1)
+    ship(sqlite_tracker, folder, experiment)
+    return folder
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> Where:
+    return Where(storage_path=Place(str(tmp_path / "storage")))
+
+
+def note(run: Path, **changes: str | None) -> None:
+    """Changes what `mlflow.json` says; None takes a field away."""
+    known = json.loads((run / SHIPPED).read_text()) | changes
+    (run / SHIPPED).write_text(json.dumps({name: value for name, value in known.items() if value is not None}))
+
+
+def test_the_experiment_is_that_of_the_run(run: Path, sqlite_tracker: Tracker, experiment: str) -> None:
+    assert json.loads((run / SHIPPED).read_text())["experiment"] == experiment
+    assert experiment_of(sqlite_tracker, run, given=None, usual="usual") == experiment
+    assert experiment_of(sqlite_tracker, run, given=experiment, usual="usual") == experiment
+    with pytest.raises(ValueError, match=r"experiment = 'other': run is recorded in .*; leave it out"):
+        experiment_of(sqlite_tracker, run, given="other", usual="usual")
+    note(run, experiment=None)  # as in folders from before it was noted
+    assert experiment_of(sqlite_tracker, run, given=None, usual="usual") == experiment
+
+
+def test_an_experiment_that_was_renamed_stays_one(run: Path, sqlite_tracker: Tracker, experiment: str) -> None:
+    sqlite_tracker.client.rename_experiment(sqlite_tracker.experiment_id(experiment), f"{experiment} renamed")
+    assert experiment_of(sqlite_tracker, run, given=None, usual="usual") == f"{experiment} renamed"
+
+
+def test_another_store_gets_the_experiment_of_the_same_name(run: Path, experiment: str, tmp_path: Path) -> None:
+    other = Tracker(f"http://127.0.0.1:{free_port()}", tmp_path)
+    assert experiment_of(other, run, given=None, usual="usual") == experiment
+    assert experiment_of(other, run, given="another", usual="usual") == "another"
+    note(run, experiment=None)
+    assert experiment_of(other, run, given=None, usual="usual") == "usual"
+    assert experiment_of(other, tmp_path / "new", given=None, usual="usual") == "usual"
+
+
+def test_the_store_is_that_of_the_run(
+    run: Path, sqlite_tracker: Tracker, where: Where, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_its_store(run, where).tracking_uri == sqlite_tracker.uri
+    assert f"recorded in {sqlite_tracker.uri}, as before" in capsys.readouterr().err
+    given = Where(storage_path=where.storage_path, tracking_uri="sqlite:///given.db")
+    assert in_its_store(run, given) == given
+    assert in_its_store(run.parent / "new", where) == where
+
+
+def test_a_store_that_was_moved_or_copied_with_its_runs_is_theirs(
+    run: Path, sqlite_tracker: Tracker, where: Where
+) -> None:
+    shutil.copy(sqlite_tracker.uri.removeprefix("sqlite:///"), run.parent / "mlflow.db")
+    assert in_its_store(run, where) == where
+    (run.parent / "mlflow.db").unlink()
+    for gone in (run.parent / "gone.db", run / "events.jsonl"):
+        note(run, store=f"sqlite:///{gone}")
+        assert in_its_store(run, where) == where
+    assert not (run.parent / "gone.db").exists()
+
+
+def test_a_store_whose_password_is_not_kept_has_to_be_named(run: Path, where: Where) -> None:
+    note(run, store="http://127.0.0.1:5000")
+    assert in_its_store(run, where).tracking_uri == "http://127.0.0.1:5000"
+    note(run, store="http://***@127.0.0.1:5000")
+    with pytest.raises(TrackingUnavailableError, match="user and password are not kept; give --tracking-uri as before"):
+        in_its_store(run, where)
+
+
+def test_a_storage_uri_needs_no_second_naming_of_the_store(run: Path) -> None:
+    where = Where(storage_path=Place("s3://bucket/runs"))
+    note(run, store="http://127.0.0.1:5000")
+    assert in_its_store(run, where).tracking_uri == "http://127.0.0.1:5000"
+    (run / SHIPPED).unlink()
+    with pytest.raises(TrackingUnavailableError, match="tracking uri = None"):
+        in_its_store(run, where)
+
+
+def test_a_search_that_goes_on_stays_one_tree(
+    desk: Desk,  # noqa: F811  # the fixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    task, store = f"{write_module(tmp_path, monkeypatch)}:Blobs", f"sqlite:///{tmp_path / 'own.db'}"
+    words = ("--trials", "1", "--epochs", "1", "--name", "tree", "--margin", "100", "--device", "cpu")
+    assert desk.type("search", task, *words, "--experiment", "foo", "--tracking-uri", store) == 0
+    asked = desk.storage / "tree" / SEARCH
+    asked.write_text(json.dumps({**json.loads(asked.read_text()), "num_trials": 2}))  # as if stopped after the first
+    assert desk.type("resume", "tree") == 0
+
+    trials = [trial.name for trial in read_search(desk.storage / "tree").trials]
+    assert len(trials) == 2
+    tracker = Tracker(store, tmp_path / "artifacts")
+    recorded = {run.name: run for run in runs(tracker, "foo")}
+    assert set(recorded) == {"tree", "fp32", "amp", "probe", *trials}
+    parent = recorded.pop("tree")
+    assert {run.tags["mlflow.parentRunId"] for run in recorded.values()} == {parent.id}
+    assert tracker.client.get_experiment_by_name("triaccel-searches") is None
