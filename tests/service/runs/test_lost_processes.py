@@ -104,4 +104,9 @@ def test_a_run_that_is_lost_too_often_has_failed(tmp_path: Path) -> None:
     assert f"its log and last checkpoint are in {folder}" in str(error)
     run = read_run(folder)
     assert [(each.cause, each.epoch) for each in run.interruptions] == [("preempted", 1)] * MAX_LOSSES
-    assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("unfinished", [1])
+    assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("failed (preempted)", [1])
+    (folder / DOOMED).unlink()
+    run_all(specs, Place(str(tmp_path)), num_gpus=0, on_glance=lambda glance: None, resume=True)
+    again = read_run(folder)
+    assert again.status == "finished"
+    assert len(again.interruptions) == MAX_LOSSES + 1

@@ -20,10 +20,11 @@ from tests.service.own_task import own_spec
 from tests.service.waiting import wait_until
 from trainables.task import Purpose, Splits, Task
 from triaccel_ray.events import End
+from triaccel_ray.service.runs.ending import end_run
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import read_run, runs_below
 from triaccel_ray.service.searches.suggestions import NAME
-from triaccel_ray.service.searches.trial import FAILED_OBJECTIVE, ThresholdTrial, TrialContext, end_run, reopen
+from triaccel_ray.service.searches.trial import FAILED_OBJECTIVE, ThresholdTrial, TrialContext, reopen
 from triaccel_ray.service.storage.layout import DAMAGED, ERROR, EVENTS, SPEC
 from triaccel_ray.service.storage.place import Place
 from triaccel_ray.sources import TensorSource

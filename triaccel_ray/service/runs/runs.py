@@ -20,12 +20,15 @@ from triaccel_ray.service.failures import (
     RunFailedError,
     StoreError,
     cause_of,
+    failed,
 )
 from triaccel_ray.service.runs.actor import original_error, start_actor
+from triaccel_ray.service.runs.ending import end_run
+from triaccel_ray.service.runs.record import has_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Status
-from triaccel_ray.service.storage.mirroring import catch_up
+from triaccel_ray.service.storage.mirroring import catch_up, edited
 from triaccel_ray.service.storage.place import Place
 
 STATUS_INTERVAL_S = 0.5
@@ -150,10 +153,20 @@ class _Drive:
         self._num_lost += 1
         if self._num_lost > MAX_LOSSES:
             text = f"its process was lost {self._num_lost} times, the last time so: {first_line(error)}"
-            return Glance(name=self._name, error=self._outcome(PreemptedError(text)))
+            return Glance(name=self._name, error=self._given_up(PreemptedError(text)))
         self.close()
         self._begin(resume=True)
         return Glance(name=self._name)
+
+    def _given_up(self, error: PreemptedError) -> Exception:
+        """Writes the last record, which there is no process for, and returns the outcome."""
+        try:
+            if has_begun(self._place.folder):
+                with edited(self._place):
+                    end_run(self._place.folder, None, failed(error))
+        except (DiskFullError, StoreError) as unwritten:
+            return self._outcome(unwritten)
+        return self._outcome(error)
 
     def _outcome(self, error: Exception) -> Exception:
         refused = self._epochs_done is None and cause_of(error) == "bug"  # bad input, or a mistake in the set-up

@@ -24,13 +24,14 @@ from search_spaces.thresholds import ANCHOR, Calibration, calibration, search_sp
 from triaccel_ray.config import require, require_integer
 from triaccel_ray.events import Claim, LogError, TakenOverError
 from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, StoreError, failed
+from triaccel_ray.service.runs.ending import end_run
 from triaccel_ray.service.runs.objective import OBJECTIVES, Objective
 from triaccel_ray.service.runs.record import RunRecord, read_if_begun, read_run
 from triaccel_ray.service.runs.runs import OnGlance, run_all
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.searches.suggestions import NAME, Directions, JournaledSearch, quiet_optuna
-from triaccel_ray.service.searches.trial import ThresholdTrial, TrialContext, end_run, reopen
+from triaccel_ray.service.searches.trial import ThresholdTrial, TrialContext, reopen
 from triaccel_ray.service.storage.layout import read_value, require_new, write_value
 from triaccel_ray.service.storage.mirroring import bring_notes, catch_up, edited
 from triaccel_ray.service.storage.place import Place

@@ -12,25 +12,25 @@ from typing import Any
 from ray import tune
 
 from search_spaces.thresholds import Calibration, thresholds
-from triaccel_ray.events import End, EventLog, LogError, Start, TakenOverError, read_events
+from triaccel_ray.events import End, LogError, TakenOverError
 from triaccel_ray.service.failures import (
     RESULTS,
     DiskFullError,
     StoreError,
     cause_of,
     failed,
-    needing_room,
     write_traceback,
 )
+from triaccel_ray.service.runs.ending import end_run
 from triaccel_ray.service.runs.objective import Figures, Objective
 from triaccel_ray.service.runs.orphan import end_with_parent
-from triaccel_ray.service.runs.record import RunRecord, has_begun, read_if_begun
+from triaccel_ray.service.runs.record import RunRecord, read_if_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.warm import keep_libraries
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.searches.suggestions import ENDED, NAME
-from triaccel_ray.service.storage.layout import EVENTS, SPEC, write_value
+from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.storage.mirroring import RunCopy
 from triaccel_ray.service.storage.place import Place
 
@@ -233,26 +233,6 @@ def reopen(folder: Path) -> None:
     end = None if run is None else run.end
     if end is not None and end.status == "failed" and end.cause not in RESULTS:
         end_run(folder, None, replace(end, status="stopped"))
-
-
-def end_run(folder: Path, spec: RunSpec | None, end: End) -> None:
-    """Writes a run's last record where no process trains it, in place of one that is there.
-
-    A run of which there is nothing yet gets `spec` and a beginning.
-
-    Raises:
-        DiskFullError: there is no room.
-    """
-    path, keep = folder / EVENTS, 0
-    if has_begun(folder):
-        records = [event.record for event in read_events(path)]
-        keep = len(records) - isinstance(records[-1], End)
-    folder.mkdir(parents=True, exist_ok=True)
-    with needing_room(folder), contextlib.closing(EventLog(path, keep=keep)) as log:
-        if keep == 0 and spec is not None:
-            write_value(folder / SPEC, spec)
-            log.append(Start(control=spec.method_control, info={"task": spec.task, "method": spec.method}))
-        log.append(end)
 
 
 def _figures_after(run: RunRecord, epoch: int) -> Figures:
