@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.service.build import SimulatedRun
-from tests.service.own_task import write_module
 from tests.service.stores import free_port, runs, ship
 from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
 from triaccel_ray.service.options import Where
@@ -105,12 +104,10 @@ def test_a_storage_uri_needs_no_second_naming_of_the_store(run: Path) -> None:
 def test_a_search_that_goes_on_stays_one_tree(
     desk: Desk,  # noqa: F811  # the fixture
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    task, store = f"{write_module(tmp_path, monkeypatch)}:Blobs", f"sqlite:///{tmp_path / 'own.db'}"
+    store = f"sqlite:///{tmp_path / 'own.db'}"
     words = ("--trials", "1", "--epochs", "1", "--name", "tree", "--margin", "100", "--device", "cpu")
-    assert desk.type("search", task, *words, "--experiment", "foo", "--tracking-uri", store) == 0
+    assert desk.type("search", "digits", *words, "--experiment", "foo", "--tracking-uri", store) == 0
     asked = desk.storage / "tree" / SEARCH
     asked.write_text(json.dumps({**json.loads(asked.read_text()), "num_trials": 2}))  # as if stopped after the first
     assert desk.type("resume", "tree") == 0
