@@ -7,16 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import psutil
+
+from triaccel_ray.service.endings import as_interrupt
 
 GRACE_S = 10.0
 """For a server that was asked to end, before it is killed."""
 ALLOWED_HOSTS = "MLFLOW_SERVER_ALLOWED_HOSTS"
 ALLOWED_ORIGINS = "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"
-_ENDINGS = (signal.SIGTERM, signal.SIGHUP)
-"""Signals that mean what Ctrl-C does: of a service manager, and of a terminal that is closed."""
 
 
 def exposure(host: str, port: int) -> str:
@@ -35,7 +34,7 @@ def serve(store_uri: str, host: str, port: int) -> int:
     # One worker and no job executor: a fifth of the memory, a third of the time to start.
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **os.environ}
     words = ["server", "--backend-store-uri", store_uri, "--host", host, "--port", str(port), "--workers", "1"]
-    with _endings_as_interrupt():
+    with as_interrupt(signal.SIGTERM, signal.SIGHUP):  # of a service manager, and of a terminal that is closed
         server = subprocess.Popen([sys.executable, "-m", "mlflow", *words], env=environment)
         try:
             return server.wait()
@@ -43,18 +42,6 @@ def serve(store_uri: str, host: str, port: int) -> int:
             return 0
         finally:
             _end(server)
-
-
-@contextlib.contextmanager
-def _endings_as_interrupt() -> Iterator[None]:
-    """Has the signals that end a process raise KeyboardInterrupt meanwhile; one that is ignored stays so (nohup)."""
-    heard = [number for number in _ENDINGS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, signal.default_int_handler) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:

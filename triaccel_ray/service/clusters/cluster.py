@@ -9,10 +9,8 @@ import os
 import shlex
 import signal
 import socket
-import threading
 from collections.abc import Iterator
 from tempfile import gettempdir
-from types import FrameType
 
 import psutil
 import ray
@@ -23,6 +21,7 @@ from ray._raylet import setproctitle  # type: ignore[attr-defined]  # compiled, 
 from triaccel_ray.config import require
 from triaccel_ray.out_of_memory import first_line
 from triaccel_ray.service.clusters.head_watch import watching
+from triaccel_ray.service.endings import as_interrupt
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.tracking.tracking import without_credentials, without_passwords
 
@@ -65,34 +64,12 @@ def cluster(address: str | None, *, num_cpus: int | None = None, last_words: str
             f"Ray cannot start on this machine ({first_line(error)}): see that memory and room in {gettempdir()} are "
             "left and that RAY_TMPDIR, if set, is a folder of yours, or name a running cluster with --address"
         ) from error
-    with _termination_as_interrupt(), watching(ray.get_runtime_context().gcs_address, last_words):
+    # Ray's own handling of SIGTERM ends the process with a stack trace, before runs have ended their logs.
+    with as_interrupt(signal.SIGTERM), watching(ray.get_runtime_context().gcs_address, last_words):
         try:
             yield
         finally:
             ray.shutdown()  # watched too: without a head it may wait
-
-
-@contextlib.contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
-    """Has SIGTERM, by which batch systems and containers end a process, do meanwhile what Ctrl-C does.
-
-    Ray's own handling of it ends the process with a stack trace, before runs have ended their logs.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    handler = signal.getsignal(signal.SIGINT)  # Tune's, while it runs trials
-    if not callable(handler):  # as where a shell has what it starts in the background ignore Ctrl-C
-        raise KeyboardInterrupt
-    handler(signal.SIGINT, frame)
 
 
 def _hide_passwords() -> None:

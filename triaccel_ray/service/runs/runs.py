@@ -161,8 +161,8 @@ class _Drive:
     def _given_up(self, error: PreemptedError) -> Exception:
         """Writes the last record, which there is no process for, and returns the outcome."""
         try:
-            if has_begun(self._place.folder):
-                with edited(self._place):
+            with edited(self._place):  # first: a log that another machine wrote comes from the store
+                if has_begun(self._place.folder):
                     end_run(self._place.folder, None, failed(error))
         except (DiskFullError, StoreError) as unwritten:
             return self._outcome(unwritten)
