@@ -3,9 +3,10 @@
 Run `python -m benchmarks.tracking`. A process trains two equal runs in turn, an epoch of the one, an epoch of the
 other: one is recorded as `triaccel run` records it (event log; a thread of this process ships it to a real MLflow
 server), the other writes nothing. The server answers, has been killed, hangs, or a proxy answers 500 in its place; in
-the end it is back and must hold every value of the event log, once. Models of 3 and of 60 layers. Beside the two times,
-which a busy machine blurs, stands what the training process itself spends on records. Needs no GPU; exits with 1 when
-anything is lost, or when records take more than 1% of the training time in any of these states.
+the end it is back and must hold every value of the event log, once. Models of 3 and of 60 layers on a CPU, or with
+`--task` any task, on a GPU where there is one. Beside the two times, which a busy machine blurs, stands what the
+training process itself spends on records. Exits with 1 when anything is lost, or when records take more than 1% of
+the training time in any of these states.
 """
 
 from __future__ import annotations
@@ -46,43 +47,47 @@ class Took:
     """Of the training process, all threads."""
     records: float
     """Within calls that append to the event log."""
+    num_ticks: int
+    """How many of those recorded a tick."""
 
 
-def train(task: str, folder: Path) -> None:
+def train(task: str, folder: Path, data_dir: Path | None, device: str) -> None:
     """Trains an epoch of the run that each line of standard input names, and answers with what it took."""
     import torch
 
-    from triaccel_ray.events import EventLog, Record
+    from triaccel_ray.events import EventLog, Record, Tick
     from triaccel_ray.service.runs.spec import run_spec
     from triaccel_ray.service.runs.worker import Worker
 
-    torch.set_num_threads(1)
-    spent = 0.0
+    if device == "cpu":
+        torch.set_num_threads(1)
+    spent, num_ticks = 0.0, 0
     append = EventLog.append
 
     def timed(log: EventLog, record: Record) -> None:
-        nonlocal spent
+        nonlocal spent, num_ticks
         began = time.perf_counter()
         append(log, record)
         spent += time.perf_counter() - began
+        num_ticks += isinstance(record, Tick)
 
     EventLog.append = timed  # type: ignore[method-assign, assignment]  # timed without a word in the product
-    spec = run_spec(task, data_dir=None, recipe={}, device="cpu")
+    spec = run_spec(task, data_dir=data_dir, recipe={}, device=device)
     workers = {"off": Worker(spec, folder / "off"), "on": Worker(spec, folder / "on")}
     workers["on"].start()
     for line in sys.stdin:
-        spent, began, cpu = 0.0, time.perf_counter(), time.process_time()
+        spent, num_ticks, began, cpu = 0.0, 0, time.perf_counter(), time.process_time()
         workers[line.strip()].train_epoch()
-        took = Took(time.perf_counter() - began, time.process_time() - cpu, spent)
+        took = Took(time.perf_counter() - began, time.process_time() - cpu, spent, num_ticks)
         print(json.dumps(asdict(took)), flush=True)
 
 
 class Trainer:
     """The training process, seen from here."""
 
-    def __init__(self, task: str, folder: Path) -> None:
+    def __init__(self, task: str, folder: Path, options: Sequence[str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.tracking", "--train", task, str(folder)],
+            [sys.executable, "-m", "benchmarks.tracking", "--train", task, str(folder), *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -125,7 +130,7 @@ def show(name: str, off: Sequence[float], on: Sequence[float], unit: str = "s") 
     return f"    {name:10s} off {sides[0]} {unit}   on {sides[1]} {unit}   on/off {ratio:.3f}   n {len(on)}"
 
 
-def measure(task: str, folder: Path, server: Server, proxy: Proxy, rounds: int, states: Sequence[str]) -> float:
+def measure(trainer: Trainer, folder: Path, server: Server, proxy: Proxy, rounds: int, states: Sequence[str]) -> float:
     """Prints one model's figures; returns the largest share of records in the training time over the server's states.
 
     Of each state the median over its epochs: a single epoch is too short to judge by on a busy machine.
@@ -133,7 +138,6 @@ def measure(task: str, folder: Path, server: Server, proxy: Proxy, rounds: int, 
     experiment, tracker = folder.name, Tracker(proxy.uri, folder)
     shipper = Shipper(tracker, folder / "on", experiment=experiment, interval_s=SHIPPING_INTERVAL_S)
     shipper.start()
-    trainer = Trainer(task, folder)
     for which in ("off", "on"):
         trainer.epoch(which)  # to warm up
     share = 0.0
@@ -148,7 +152,7 @@ def measure(task: str, folder: Path, server: Server, proxy: Proxy, rounds: int, 
             off, on = ([float(getattr(each, kind)) for each in took[which]] for which in ("off", "on"))
             print(show(f"{kind} time", off, on))
         shares = [each.records / each.wall for each in took["on"]]
-        per_tick = statistics.median(each.records for each in took["on"]) / 2 * 1e3
+        per_tick = statistics.median(each.records / each.num_ticks for each in took["on"]) * 1e3
         part = f"{statistics.median(shares):.2%} of the time ({max(shares):.2%} at most)"
         print(f"    records    {part}, {per_tick:.2f} ms a tick")
         share = max(share, statistics.median(shares))
@@ -162,16 +166,28 @@ def measure(task: str, folder: Path, server: Server, proxy: Proxy, rounds: int, 
     return share
 
 
+def tasks_of(given: argparse.Namespace) -> list[tuple[str, str, list[str]]]:
+    """Returns a title, a task's name and the training process's options for each thing to be trained."""
+    if given.task is not None:
+        options = ["--device", given.device]
+        return [(given.task, given.task, [*options, *(["--data-dir", str(given.data_dir)] if given.data_dir else [])])]
+    models = [model for model in MODELS if model.num_layers in given.models]
+    return [(f"{each.num_layers} layers", f"{each.__module__}:{each.__name__}", ["--device", "cpu"]) for each in models]
+
+
 def main() -> int:
     """Measures and prints; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10, help="epochs of each run with the server in each state")
     parser.add_argument("--states", nargs="+", default=STATES, choices=STATES)
     parser.add_argument("--models", type=int, nargs="+", default=[3, 60], help="numbers of layers")
+    parser.add_argument("--task", help="a task in place of these models: a bundled one, or package.module:Class")
+    parser.add_argument("--data-dir", type=Path, help="folder of that task's data files")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where that task is trained")
     parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.train is not None:
-        train(given.train[0], Path(given.train[1]))
+        train(given.train[0], Path(given.train[1]), given.data_dir, given.device)
         return 0
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, {given.rounds} epochs a side")
@@ -182,10 +198,11 @@ def main() -> int:
             server.wait()
             shares = []
             with proxy_to(server.uri) as proxy:
-                for model in (each for each in MODELS if each.num_layers in given.models):
-                    print(f"{model.num_layers} layers")
-                    task = f"{model.__module__}:{model.__name__}"
-                    shares.append(measure(task, Path(name) / model.name, server, proxy, given.rounds, given.states))
+                for title, task, options in tasks_of(given):
+                    print(title)
+                    folder = Path(name) / title.replace(" ", "-")
+                    trainer = Trainer(task, folder, options)
+                    shares.append(measure(trainer, folder, server, proxy, given.rounds, given.states))
         finally:
             server.stop()
     if max(shares) > MOST:

@@ -93,7 +93,7 @@ def test_tensors_beyond_a_budget_train_from_the_host() -> None:
         torch.optim.SGD(model.parameters(), lr=1e-4, fused=True),
         nn.functional.cross_entropy,
         (inputs, targets),
-        memory_budget=CudaMemory(torch.device("cuda"), None).sample() + 350 * MIB,
+        memory_budget=CudaMemory(torch.device("cuda", 0), None).sample() + 350 * MIB,
         on_tick=ticks.append,
     )
     assert not loop.feed.source.is_resident

@@ -33,13 +33,15 @@ class Preparation:
     """Pixels by which a random crop may move each way."""
     reflect: bool = False
     """Whether what enters from outside is the image, mirrored at its edge, in place of black."""
+    mirror_views: bool = False
+    """Whether images to be judged are shown to the model mirrored, too, and its two outputs averaged."""
     cutout: int = 0
     """Edge in pixels of the square that is cut out of every augmented image; 0: none."""
     dtype: torch.dtype = torch.float32
     """Of the batches: float32, float16 or bfloat16."""
 
     def __post_init__(self) -> None:
-        for name in ("augment", "alternate", "reflect"):
+        for name in ("augment", "alternate", "reflect", "mirror_views"):
             require_flag(name, getattr(self, name))
         require_integer("padding", self.padding, low=0)
         require_integer("cutout", self.cutout, low=0)
@@ -85,6 +87,10 @@ class ImageSource(TensorSource):
             images = F.interpolate(images, size=how.size, mode="bilinear", align_corners=False)
             images = images.contiguous(memory_format=torch.channels_last)
         return images, self.targets[indices]
+
+    def views(self, inputs: Tensor) -> Sequence[Tensor]:
+        """Returns prepared images and, where the preparation says so, their mirror images."""
+        return (inputs, inputs.flip(-1)) if self.preparation.mirror_views else (inputs,)
 
     def set_epoch(self, epoch: int) -> None:
         """Turns images round, where they alternate."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,13 @@ class DataSource(ABC):
 
         `generator` drives augmentation and lives on the source's device; None asks for the plain samples.
         """
+
+    def views(self, inputs: Any) -> Sequence[Any]:
+        """Returns the forms in which samples to be judged are shown to the model, as they are first.
+
+        The outputs, tensors where there are several forms, are averaged ("test-time augmentation").
+        """
+        return (inputs,)
 
     @abstractmethod
     def to(self, device: torch.device) -> DataSource:

@@ -25,6 +25,27 @@ def test_the_figures_do_not_depend_on_the_batch_size(batch_size: int) -> None:
     assert (result.num_samples, result.faults) == (30, ())
 
 
+class Mirrored(CountingSource):
+    """Shows every sample as it is and the other way round."""
+
+    def views(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return inputs, inputs.flip(1)
+
+
+@pytest.mark.parametrize("batch_size", [7, 30])
+def test_outputs_for_several_views_of_a_sample_are_averaged(batch_size: int) -> None:
+    inputs, linear = blobs(30)[0], nn.Linear(8, 4)
+    one, other = linear(inputs), linear(inputs.flip(1))
+    model, source = nn.Sequential(linear, Limited(15)), Mirrored(inputs, one.argmax(1))
+    right = [(outputs.argmax(1) == source.targets).double().mean().item() * 100 for outputs in (one, one + other)]
+    result = evaluated(model, source, batch_size)
+    assert right[0] != right[1]
+    assert (result.one_view_accuracy, result.accuracy) == pytest.approx(right)
+    assert result.loss == pytest.approx(cross_entropy((one + other) / 2, source.targets).item(), rel=1e-5)
+    assert result.num_samples == 30
+    assert evaluated(model, CountingSource(*blobs(30)), batch_size).one_view_accuracy is None
+
+
 @pytest.mark.parametrize(
     ("limit", "failed", "passed"), [(8, [30, 15], [7, 7, 7, 7, 2]), (15, [30], [15, 15]), (1, [30, 15, 7, 3], [1] * 30)]
 )

@@ -53,6 +53,21 @@ class Blobs(Task):
         return Splits(train=TensorSource(*blobs(160)), held_out=held_out)
 
 
+class Turned(TensorSource):
+    def views(self, inputs):
+        return inputs, -inputs
+
+    def to(self, device):
+        return self
+
+
+class TwoViews(Blobs):
+    name = "two-views"
+
+    def data(self, purpose):
+        return Splits(train=TensorSource(*blobs(160)), held_out=Turned(*blobs(50, seed=1)))
+
+
 class Pictures(Task):
     # convolutions, normalisation, dropout, augmentation: what depends on state and chance
     name = "pictures"

@@ -59,6 +59,18 @@ def test_a_final_run_trains_on_everything_and_is_judged_by_the_test_file(with_te
     assert splits.held_out.inputs.max() == 0
 
 
+def test_test_images_of_the_small_network_are_judged_with_their_mirror_images_too(with_test_file: Path) -> None:
+    images = torch.rand(2, 3, 32, 32)
+    for name, purpose, num_views in (
+        ("cifar10-resnet18", Purpose.FINAL, 2),
+        ("cifar10-resnet18", Purpose.SEARCH, 1),
+        ("cifar10-efficientnet-b0", Purpose.FINAL, 1),
+    ):
+        splits = TASKS[name](with_test_file).data(purpose)
+        assert len(splits.held_out.views(images)) == num_views
+        assert len(splits.train.views(images)) == 1
+
+
 def test_batches_are_prepared_and_augmented_for_training_alone(data_dir: Path) -> None:
     indices = torch.arange(4)
     for name, edge in (("cifar10-resnet18", 32), ("cifar10-efficientnet-b0", 224)):

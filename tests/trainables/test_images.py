@@ -68,6 +68,16 @@ def test_resized_images_keep_their_mean_type_and_memory_format(dtype: torch.dtyp
     assert (large.float().mean() - plain.mean()).abs() < 0.01
 
 
+def test_images_to_be_judged_are_shown_mirrored_too_where_the_preparation_says_so() -> None:
+    source = _source(replace(PLAIN, mirror_views=True)).to(torch.device("cpu"))
+    images, _ = source.batch(INDICES, None)
+    as_they_are, mirrored = source.views(images)
+    assert torch.equal(as_they_are, images)
+    assert torch.equal(mirrored[..., 0], images[..., -1])
+    assert torch.equal(mirrored.flip(-1), images)
+    assert len(_source(PLAIN).views(images)) == 1
+
+
 def test_the_raw_images_keep_shape_type_and_values() -> None:
     source = _source(AUGMENTED).to(torch.device("cpu"))
     source.batch(INDICES, _generator(0))

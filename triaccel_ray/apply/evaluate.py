@@ -29,10 +29,12 @@ class Evaluation:
     """A model's quality on held-out samples."""
 
     accuracy: float
-    """Percent correct."""
+    """Percent correct, by the mean output over the views of each sample."""
     loss: float
-    """Mean over the samples."""
+    """Mean over the samples, of the same outputs."""
     num_samples: int
+    one_view_accuracy: float | None = None
+    """Percent correct by each sample's first view, the sample as it is; None where it has no other."""
     faults: tuple[Fault, ...] = ()
 
 
@@ -48,7 +50,7 @@ def evaluate(
     step: int,
     release_memory: Callable[[], None],
 ) -> Evaluation:
-    """Returns accuracy and loss over all samples of `data`, each seen once, in eval mode and FP32.
+    """Returns accuracy and loss over all samples of `data`, each drawn once, in eval mode and FP32.
 
     On an out-of-memory error the samples that failed are tried again in batches half as large.
 
@@ -57,7 +59,8 @@ def evaluate(
     """
     training = {module: module.training for module in model.modules()}
     model.eval()
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    has_views = False
     faults: list[Fault] = []
     cursor = 0
     source = as_source(data).to(device)
@@ -67,7 +70,8 @@ def evaluate(
             at = device if source.is_resident else torch.device("cpu")
             indices = torch.arange(cursor, min(cursor + batch_size, len(source)), device=at)
             try:
-                totals += _judge(model, loss, source, metric, indices)
+                judged, has_views = _judge(model, loss, source, metric, indices)
+                totals += judged
                 cursor += len(indices)
                 continue
             except (RuntimeError, MemoryError) as error:
@@ -82,18 +86,24 @@ def evaluate(
             module.training = mode
         if source is not data:
             source.close()  # ends the processes that have read ahead
-    num_correct, loss_sum = totals.tolist()
+    num_correct, loss_sum, num_correct_at_first = totals.tolist()
     return Evaluation(
         accuracy=100.0 * num_correct / len(source),
         loss=loss_sum / len(source),
         num_samples=len(source),
+        one_view_accuracy=100.0 * num_correct_at_first / len(source) if has_views else None,
         faults=tuple(faults),
     )
 
 
-def _judge(model: nn.Module, loss: Loss, source: DataSource, metric: Metric, indices: Tensor) -> Tensor:
-    """Returns number of correct samples and sum of losses, fp64 [2]; both or, on an error, neither."""
+def _judge(model: nn.Module, loss: Loss, source: DataSource, metric: Metric, indices: Tensor) -> tuple[Tensor, bool]:
+    """Returns number of correct samples, sum of losses, number correct by the first view, fp64 [3]; and if it had more.
+
+    All of them or, on an error, none.
+    """
     inputs, targets = source.batch(indices, None)
-    outputs = forward(model, inputs)
-    correct = metric(outputs, targets).double()
-    return torch.stack([correct, loss(outputs, targets).double() * len(indices)])
+    first, *others = (forward(model, view) for view in source.views(inputs))
+    outputs = torch.stack([first, *others]).mean(0) if others else first
+    loss_sum = loss(outputs, targets).double() * len(indices)
+    correct, correct_at_first = (metric(each, targets).double() for each in (outputs, first))
+    return torch.stack([correct, loss_sum, correct_at_first]), bool(others)

@@ -195,6 +195,15 @@ def test_table_1_has_mean_and_deviation() -> None:
     assert {len(row) for row in grid.rows} == {len(grid.header)} == {7}
 
 
+def test_table_1_tells_what_one_view_of_a_sample_yields_where_several_are_judged() -> None:
+    rows = [results("amp", 90.0, 91.0, one_view_accuracy=(89.0, 90.0)), results("triaccel")]
+    grid = values_grid(rows)
+    assert grid.header[-1] == "by one view %"
+    assert [row[-1] for row in grid.rows] == ["89.5 ± 0.71", ""]
+    assert "by one view: by the sample as it is" in grid.note
+    assert "view" not in values_grid([*rows, results("fp32", 90.0)]).note
+
+
 def test_differences_to_amp_are_paired_tested_and_corrected() -> None:
     amp = results("amp", 90.0, 91.0, 92.0)
     better = results("triaccel", 91.0, 93.0, 95.0)  # differences 1, 2, 3

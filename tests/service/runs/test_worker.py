@@ -47,6 +47,19 @@ def test_a_final_run_reads_the_held_out_samples_once_at_its_end(
     assert 0.0 <= results["accuracy"] <= 100.0
 
 
+@pytest.mark.parametrize("method", ["triaccel", "fp32"])
+def test_a_final_run_judged_by_several_views_also_tells_what_one_yields(
+    crew: Crew, module: str, tmp_path: Path, method: str
+) -> None:
+    worker = train(crew.start(own_spec(f"{module}:TwoViews", method=method, purpose=Purpose.FINAL), tmp_path))
+    results = worker.finish()
+    # outputs for x and -x together say little of x
+    assert 0.0 <= results["accuracy"] < results["one_view_accuracy"] <= 100.0
+    assert results["score"] == pytest.approx(
+        results["accuracy"] / (results["seconds_per_epoch"] * results["peak_gb"]), rel=1e-6
+    )
+
+
 def test_a_search_run_is_judged_after_every_epoch(crew: Crew, module: str, tmp_path: Path) -> None:
     worker = crew.start(own_spec(f"{module}:Blobs"), tmp_path / "run")
     for epoch in range(1, 4):

@@ -26,7 +26,7 @@ from triaccel_ray.service.comparisons.significance import (
 )
 from triaccel_ray.service.reports.notes import sharing_note
 from triaccel_ray.service.reports.tables import Grid
-from triaccel_ray.service.runs.record import RunRecord
+from triaccel_ray.service.runs.record import ONE_VIEW, RunRecord
 from triaccel_ray.service.runs.spec import RunSpec
 
 TOO_FEW = "too few seeds"
@@ -42,16 +42,20 @@ def label(method: str) -> str:
 
 def values_grid(results: Sequence[MethodResults], labels: Mapping[str, str] | None = None, *, mark: str = "") -> Grid:
     """Returns one row a method, mean and standard deviation over seeds; the note ends with `mark`."""
+    finished = [figures for each in results for figures in each.by_seed.values()]
+    has_views = bool(finished) and all(ONE_VIEW in figures for figures in finished)
+    headings = {**FIGURES, ONE_VIEW: "by one view %"} if has_views else FIGURES
     rows = []
     for each in results:
-        cells = [_mean_and_deviation(each, name) if each.num_runs else "" for name in FIGURES]
+        cells = [_mean_and_deviation(each, name) if each.num_runs else "" for name in headings]
         rows.append([(labels or {}).get(each.method, label(each.method)), str(each.num_runs), *cells])
     note = (
         "mean ± standard deviation over seeds; s/epoch: mean of the last five epochs; "
         "score = accuracy / (s/epoch x process peak GB)"
     )
-    note = "; ".join(filter(None, (note, mark)))
-    return Grid(header=("method", "runs", *FIGURES.values()), rows=rows, note=note)
+    views = "test accuracy: by the mean output over the views of each sample; by one view: by the sample as it is"
+    note = "; ".join(filter(None, (note, views if has_views else "", mark)))
+    return Grid(header=("method", "runs", *headings.values()), rows=rows, note=note)
 
 
 def against_reference_grid(results: Sequence[MethodResults]) -> Grid:

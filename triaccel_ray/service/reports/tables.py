@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from triaccel_ray.service.reports.notes import sharing_note
 from triaccel_ray.service.runs.objective import Figures, Objective
-from triaccel_ray.service.runs.record import RunRecord
+from triaccel_ray.service.runs.record import ONE_VIEW, RunRecord
 from triaccel_ray.service.searches.dimensions import Dimension, dimensions
 from triaccel_ray.service.searches.search import SearchRecord, ranked
 
@@ -87,6 +87,8 @@ def result_grid(results: Mapping[str, float]) -> Grid:
         "allocated_peak_gb": "allocator peak GB",
         "score": "score",
     }
+    if ONE_VIEW in results:
+        names[ONE_VIEW] = "by one view %"
     cells = [f"{results[name]:.4g}" if name in results else "" for name in names]
     return Grid(header=list(names.values()), rows=[cells])
 

@@ -13,6 +13,9 @@ from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import EVENTS, SPEC, read_value
 
+ONE_VIEW = "one_view_accuracy"
+"""Result of runs judged by the mean output over several views of each sample: percent correct by the first alone."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:

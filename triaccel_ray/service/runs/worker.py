@@ -31,6 +31,7 @@ from triaccel_ray.service.failures import (
 from triaccel_ray.service.runs.building import build_loop, seed_everything
 from triaccel_ray.service.runs.gpu_share import hold_to_part
 from triaccel_ray.service.runs.objective import Figures
+from triaccel_ray.service.runs.record import ONE_VIEW
 from triaccel_ray.service.runs.spec import RunSpec, environment
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, SPEC, write_value
 
@@ -209,6 +210,7 @@ class Worker:
         if last is None:
             raise ValueError("epochs = 0: a run is finished after at least one epoch")
         accuracy, loss = last.held_out_accuracy, last.held_out_loss
+        one_view: dict[str, float] = {}
         if accuracy is None or loss is None:
             try:
                 judged = self._evaluate()
@@ -216,10 +218,13 @@ class Worker:
                 self.fail(error)
                 raise
             accuracy, loss = judged.accuracy, judged.loss
+            if judged.one_view_accuracy is not None:
+                one_view = {ONE_VIEW: judged.one_view_accuracy}
         memory = self.loop.memory
         memory.refresh_peaks()
         results = {
             "accuracy": accuracy,
+            **one_view,
             "loss": loss,
             "seconds_per_epoch": mean_epoch_seconds(list(self._epoch_seconds)),
             "peak_gb": memory.peak_bytes / BYTES_PER_GB,
