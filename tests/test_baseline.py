@@ -1,3 +1,4 @@
+import math
 from typing import Any
 
 import psutil
@@ -108,6 +109,32 @@ def test_the_epochs_loss_is_that_of_its_own_steps() -> None:
     first, second = loop.train_epoch(), loop.train_epoch()
     assert first.num_steps == second.num_steps == 6
     assert first.loss < 1.5 * second.loss
+
+
+@pytest.mark.gpu
+def test_amp_on_a_gpu_is_bf16_without_a_scaler_when_asked_for() -> None:
+    model, seen = ConvNet().cuda(), []
+    loop = BaselineLoop(model, sgd(model), cross_entropy, images(45), method="amp", amp="bf16", batch_size=8)
+    model.second.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs.dtype))
+    loop.train_epoch()
+    assert set(seen) == {torch.bfloat16}
+    assert loop.state_dict()["scaler"] == {}
+
+
+@pytest.mark.gpu
+def test_a_step_that_the_scaler_skips_does_not_count_for_the_epochs_loss() -> None:
+    factors = iter([1.0, float("inf"), 1.0, 1.0, 1.0, 1.0])
+    model = ConvNet().cuda()
+    loop = BaselineLoop(
+        model, sgd(model), lambda *given: cross_entropy(*given) * next(factors), images(45), method="amp", batch_size=8
+    )
+    assert 0.0 < loop.train_epoch().loss < 10.0
+
+
+def test_without_a_scaler_a_loss_that_is_no_number_is_the_epochs() -> None:
+    factors = iter([1.0, float("nan"), 1.0, 1.0, 1.0, 1.0])
+    loop = baseline(ConvNet(), "amp", loss=lambda *given: cross_entropy(*given) * next(factors))
+    assert math.isnan(loop.train_epoch().loss)
 
 
 @pytest.mark.gpu

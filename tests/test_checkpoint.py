@@ -62,12 +62,12 @@ def test_garbage_is_damaged(tmp_path: Path, data: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("content", "found"),
-    [({"format": 2, "state": {}}, "2"), ({"format": 1}, "1"), ({"model": {}}, "None"), ([1], "'list'")],
+    [({"format": 1, "state": {}}, "1"), ({"format": 2}, "2"), ({"model": {}}, "None"), ([1], "'list'")],
 )
 def test_another_format_is_refused(tmp_path: Path, content: Any, found: str) -> None:
     path = tmp_path / "checkpoint.pt"
     torch.save(content, path)
-    with pytest.raises(CheckpointError, match=rf"checkpoint {path} has format {found}: this version reads format 1"):
+    with pytest.raises(CheckpointError, match=rf"checkpoint {path} has format {found}: this version reads format 2"):
         load_checkpoint(path)
 
 

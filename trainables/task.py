@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,8 @@ class Recipe:
     2024 raise the rate of norms' biases alone.)"""
     label_smoothing: float = 0.0
     """Probability mass spread evenly over the classes, in [0, 1)."""
+    amp: Literal["fp16", "bf16"] = "fp16"
+    """What the AMP baseline computes in on a GPU: FP16 under a gradient scaler, or BF16 where FP16 overflows."""
 
     def __post_init__(self) -> None:
         require_integer("epochs", self.epochs, low=1)
@@ -69,6 +71,7 @@ class Recipe:
             high=1e6,
         )
         require_number("label_smoothing", self.label_smoothing, "must lie in [0, 1)", low=0.0, high=0.999999)
+        require(self.amp in ("fp16", "bf16"), "amp", self.amp, "must be fp16 or bf16")
         require_flag("nesterov", self.nesterov)
         require(not (self.nesterov and self.momentum == 0), "nesterov", self.nesterov, "needs momentum > 0")
 

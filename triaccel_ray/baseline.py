@@ -9,7 +9,7 @@ from torch import nn
 
 from triaccel_ray.apply.evaluate import Evaluation, Metric, count_top1, evaluate
 from triaccel_ray.apply.feed import Feed
-from triaccel_ray.epochs import EpochStats, Schedule
+from triaccel_ray.epochs import EpochStats, Schedule, mean_loss
 from triaccel_ray.layers import Loss, find_layers, forward
 from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.measure.timing import EpochClock
@@ -18,12 +18,13 @@ from triaccel_ray.random_states import random_states, set_random_states
 from triaccel_ray.sources import as_source
 
 Baseline = Literal["fp32", "amp"]
+Low = Literal["fp16", "bf16"]
 
 
 class BaselineLoop:
     """Trains `model` at one batch size, in FP32 or under `torch.autocast`; nothing adapts.
 
-    AMP is FP16 with `torch.amp.GradScaler` on a GPU, as the tutorial has it, and BF16 without a scaler on a CPU.
+    AMP on a GPU is FP16 with `torch.amp.GradScaler`, as the tutorial has it, or BF16 without one; on a CPU always BF16.
     """
 
     def __init__(
@@ -35,12 +36,15 @@ class BaselineLoop:
         *,
         method: Baseline,
         batch_size: int,
+        amp: Low = "fp16",
         schedule: Schedule | None = None,
         memory_budget: int | None = None,
         memory_headroom: int | None = None,
         seed: int = 0,
     ) -> None:
         """Takes the arguments of `ControlLoop`, with the method and batch size instead of thresholds.
+
+        `amp` is what AMP computes in on a GPU.
 
         Raises:
             ValueError: the budget leaves nothing to compute with.
@@ -52,7 +56,7 @@ class BaselineLoop:
         self.memory = memory_meter(self.device, memory_budget, memory_headroom)
         self.feed = Feed(as_source(data).to(self.device), seed=seed, device=self.device)
         self.memory.require_room()
-        self._dtype = torch.float16 if self.device.type == "cuda" else torch.bfloat16
+        self._dtype = torch.float16 if self.device.type == "cuda" and amp == "fp16" else torch.bfloat16
         self._autocast = method == "amp"
         use_scaler = self._autocast and self._dtype is torch.float16
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=use_scaler)
@@ -61,7 +65,8 @@ class BaselineLoop:
         self.plan = Plan(batch_size=batch_size, precision={layer.name: uniform for layer in find_layers(model)})
         """The plan in force, for reports: constant."""
         self._clock = EpochClock(self.device)
-        self._epoch_loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._epoch_loss = torch.zeros(2, dtype=torch.float64, device=self.device)
+        """Sum and number, over the samples of the present epoch."""
         self._epoch_steps = 0
         self.num_steps = 0
         """Optimizer steps done."""
@@ -96,7 +101,11 @@ class BaselineLoop:
         self.optimizer.zero_grad(set_to_none=True)
         self.num_steps += 1
         self._epoch_steps += 1
-        self._epoch_loss += loss.detach().double() * len(targets)
+        mean = loss.detach().double()
+        added = torch.stack([mean, torch.ones_like(mean)]) * len(targets)
+        if self._scaler.is_enabled():  # which has skipped such a step; the control loop counts no skipped ones either
+            added = torch.where(mean.isfinite(), added, 0.0)
+        self._epoch_loss += added
 
     def train_epoch(self) -> EpochStats:
         """Makes the steps that are left of the present epoch and returns what they amount to."""
@@ -106,7 +115,7 @@ class BaselineLoop:
             self.step()
         return EpochStats(
             epoch=self.feed.epoch,
-            loss=self._epoch_loss.item() / len(self.feed.source),
+            loss=mean_loss(self._epoch_loss),
             num_steps=self._epoch_steps,
             num_samples=len(self.feed.source),
             seconds=self._clock.finish(),

@@ -48,6 +48,7 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("run digits --epochs 0", ("epochs = 0: must be",)),
     ("run digits --lr nan", ("lr = nan: must be",)),
     ("run digits --norm-bias-lr-factor 0", ("norm_bias_lr_factor = 0.0: must be a finite number > 0",)),
+    ("run digits --amp fp8", ("--amp", "fp16", "bf16")),
     ("run digits --batch-size 0", ("batch start = 0: must be",)),
     ("run digits --seed -1", ("seed = -1: must",)),
     ("run digits --memory-budget much", ("amount of memory = 'much'", "such as 2GiB")),

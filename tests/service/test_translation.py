@@ -58,6 +58,7 @@ def test_settings_beside_the_thresholds_are_kept_too() -> None:
             weight_decay=1e-3,
             warmup_epochs=1.5,
             norm_bias_lr_factor=3.0,
+            amp="bf16",
             label_smoothing=0.05,
         ),
         control=ControlConfig(

@@ -17,3 +17,8 @@ def test_norms_and_biases_have_no_decay_and_a_rate_of_their_own() -> None:
 def test_a_factor_that_no_rate_can_have_is_refused(factor: float) -> None:
     with pytest.raises(ValueError, match=r"norm_bias_lr_factor = .*: must be a finite number > 0"):
         Recipe(norm_bias_lr_factor=factor)
+
+
+def test_amp_is_fp16_or_bf16() -> None:
+    with pytest.raises(ValueError, match="must be fp16 or bf16"):
+        Recipe(amp="fp32")  # type: ignore[arg-type]  # as a file may have it

@@ -62,6 +62,8 @@ class Training:
     """Factor on the learning rate of biases and of norms' weights."""
     label_smoothing: Given[float] = None
     """Probability mass spread over the classes, in [0, 1)."""
+    amp: Given[Literal["fp16", "bf16"]] = None
+    """What the AMP baseline computes in on a GPU; bf16 for models that overflow in FP16."""
     batch_size: Given[int] = None
     """Batch size of the first step."""
     memory_budget: Given[str] = None

@@ -25,7 +25,7 @@ def spec_from(
     Raises:
         ValueError: an option breaks its rule; the message names it.
     """
-    recipe_fields = ("epochs", "lr", "weight_decay", "warmup_epochs", "norm_bias_lr_factor", "label_smoothing")
+    recipe_fields = ("epochs", "lr", "weight_decay", "warmup_epochs", "norm_bias_lr_factor", "label_smoothing", "amp")
     control = thresholds.onto(load_task(task, training.data_dir).control, batch_size=training.batch_size)
     control = replace(control, execution=training.execution(control.execution))
     return run_spec(
@@ -165,6 +165,7 @@ def _settings(recipe: Recipe, control: ControlConfig) -> dict[str, object]:
         "warmup-epochs": recipe.warmup_epochs,
         "norm-bias-lr-factor": recipe.norm_bias_lr_factor,
         "label-smoothing": recipe.label_smoothing,
+        "amp": recipe.amp,
         "precision": control.precision.initial.value,
         "batch-size": control.batch.start,
         "batch-min": control.batch.minimum,

@@ -152,6 +152,8 @@ def _accuracy(run: RunRecord) -> float:
 def _settings(spec: RunSpec) -> list[str]:
     control = spec.control
     precision = _UNIFORM.get(spec.method, control.precision.initial.value)
+    if spec.method == "amp" and spec.recipe.amp == "bf16":
+        precision = f"{precision} bf16"
     precision = f"per layer, from {precision}" if spec.method in _ADAPTS_PRECISION else precision
     batch = f"{control.batch.start}"
     if spec.method in _ADAPTS_BATCH:

@@ -53,6 +53,7 @@ def build_loop(
             train,
             method="fp32" if spec.method == "fp32" else "amp",
             batch_size=spec.control.batch.start,
+            amp=spec.recipe.amp,
             schedule=spec.recipe.lr_factor,
             memory_budget=budget_bytes,
             memory_headroom=spec.memory_headroom_bytes,

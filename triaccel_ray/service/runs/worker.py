@@ -176,7 +176,7 @@ class Worker:
         try:
             stats = self.loop.train_epoch()
             if not math.isfinite(stats.loss):
-                raise NonFiniteLossError(f"the training loss of epoch {stats.epoch} is {stats.loss}")
+                raise NonFiniteLossError(f"the training loss of epoch {stats.epoch} is {stats.loss}{self._way_out()}")
             judged = self._evaluate() if self.spec.purpose is Purpose.SEARCH else None
         except (DiskFullError, TakenOverError):
             raise  # there is no room for an end either, or it is not this process's to write
@@ -385,6 +385,10 @@ class Worker:
 
     def _evaluate(self) -> Any:
         return self.loop.evaluate(self._held_out, self._task.num_correct)
+
+    def _way_out(self) -> str:
+        in_fp16 = self.spec.method == "amp" and self.spec.recipe.amp == "fp16" and self.device.type == "cuda"
+        return ": FP16 may be too narrow for this model, try --amp bf16" if in_fp16 else ""
 
     def _score(self, accuracy: float) -> float:
         peak_gb = self.loop.memory.peak_bytes / BYTES_PER_GB
