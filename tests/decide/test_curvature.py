@@ -40,6 +40,25 @@ def test_smoothing_averages_in_descending_order_and_pads_with_zeros(past, measur
     assert smooth_eigenvalues(0.75, past, measured) == expected
 
 
+def averages(*measurements, weight=0.5):
+    past, seen = None, []
+    for measured in measurements:
+        past = smooth_eigenvalues(weight, past, (measured,))
+        seen.append(past[0])
+    return seen
+
+
+def test_a_single_outlier_is_forgotten_within_a_few_measurements():
+    assert averages(1.0, 1e5, 1.0, 1.0, 1.0) == [1.0, 5.5, 3.25, 2.125, 1.5625]
+    assert averages(1e5, 1.0, 1.0, 1.0) == [1e5, 10.0, 5.5, 3.25]
+
+
+def test_a_rise_or_fall_that_lasts_is_followed():
+    assert averages(1.0, *[1e4] * 8)[-1] > 5e3
+    assert averages(1e4, *[1.0] * 8)[-1] < 1.1
+    assert averages(2.0, 18.0, 1.8) == [2.0, 10.0, 5.9]  # nothing here is an outlier
+
+
 def test_no_smoothing_keeps_the_last_measurement():
     assert smooth_eigenvalues(0.0, (9.0, 9.0), (2.0, 1.0)) == (2.0, 1.0)
 

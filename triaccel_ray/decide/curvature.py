@@ -11,6 +11,10 @@ from triaccel_ray.decide.state import LayerState
 from triaccel_ray.plan import Reason, ReasonCode
 from triaccel_ray.signals import LayerSignal, NoiseSignal, Observation
 
+OUTLIER = 10.0
+"""In its first epochs, single measurements of an EfficientNet-B0 lay 200 to 100,000 times above their neighbours; in a
+plain average one of them slowed most layers for 1,600 steps. In ResNet-18 they lie less than 11 times above."""
+
 
 def remember_curvature(
     config: CurvatureConfig, observation: Observation, layers: Mapping[str, LayerState]
@@ -39,12 +43,20 @@ def remember_curvature(
 def smooth_eigenvalues(weight: float, past: tuple[float, ...] | None, measured: tuple[float, ...]) -> tuple[float, ...]:
     """Returns weight * past + (1 - weight) * measured, element by element in descending order; the first as measured.
 
-    A spectrum that is shorter than the other counts as padded with zeros: the missing eigenvalues are zero.
+    No single measurement outweighs the others: it counts as OUTLIER times the past at most, and the average is OUTLIER
+    times the newest at most. A spectrum that is shorter than the other counts as padded with zeros: the missing
+    eigenvalues are zero.
     """
-    if past is None:
+    if past is None or weight == 0.0:
         return tuple(sorted(measured, reverse=True))
     pairs = zip_longest(past, sorted(measured, reverse=True), fillvalue=0.0)
-    return tuple(sorted((weight * old + (1.0 - weight) * new for old, new in pairs), reverse=True))
+    return tuple(sorted((_average(weight, old, new) for old, new in pairs), reverse=True))
+
+
+def _average(weight: float, old: float, new: float) -> float:
+    counted = min(new, OUTLIER * old) if old > 0 else new
+    average = weight * old + (1.0 - weight) * counted
+    return min(average, OUTLIER * new) if new > 0 else average
 
 
 def smooth_noise(weight: float, past: NoiseSignal | None, measured: NoiseSignal | None) -> NoiseSignal | None:
