@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -68,3 +71,12 @@ def test_every_method_is_explained_where_it_can_be_named(
         assert command.method == method
     with pytest.raises(SystemExit):
         cli.parse(["run", "digits", "--method", "probe"])
+
+
+def test_help_that_nobody_reads_to_its_end_says_nothing_else() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as output:
+        words = [sys.executable, "-m", "triaccel_ray.service", "search", "--help"]
+        done = subprocess.run(words, stdout=output, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -271,7 +271,11 @@ def _parse(words: Sequence[str]) -> Command:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command; exits with 0 when done, 1 when something is not ready or failed, 2 on bad input."""
-    command = parse(arguments)
+    try:
+        command = parse(arguments)
+    except BrokenPipeError:  # `triaccel search --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush fails, too
+        sys.exit(1)
     if os.environ.get("RAY_JOB_STOP_SIGNAL") == "SIGINT":
         # What a script starts in the background ignores this signal, and so would the jobs of a head started so.
         signal.signal(signal.SIGINT, signal.default_int_handler)
