@@ -152,7 +152,8 @@ def measure(trainer: Trainer, folder: Path, server: Server, proxy: Proxy, rounds
             off, on = ([float(getattr(each, kind)) for each in took[which]] for which in ("off", "on"))
             print(show(f"{kind} time", off, on))
         shares = [each.records / each.wall for each in took["on"]]
-        per_tick = statistics.median(each.records / each.num_ticks for each in took["on"]) * 1e3
+        num_ticks = sum(each.num_ticks for each in took["on"])
+        per_tick = sum(each.records for each in took["on"]) / max(num_ticks, 1) * 1e3
         part = f"{statistics.median(shares):.2%} of the time ({max(shares):.2%} at most)"
         print(f"    records    {part}, {per_tick:.2f} ms a tick")
         share = max(share, statistics.median(shares))
@@ -186,6 +187,8 @@ def main() -> int:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where that task is trained")
     parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.task is None and given.train is None and (given.data_dir is not None or given.device != "auto"):
+        parser.error("--data-dir and --device are for the task of --task")
     if given.train is not None:
         train(given.train[0], Path(given.train[1]), given.data_dir, given.device)
         return 0

@@ -7,12 +7,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.config import ControlConfig, require, require_flag, require_integer, require_number
+from triaccel_ray.config import AmpPrecision, ControlConfig, require, require_flag, require_integer, require_number
 from triaccel_ray.sources import DataSource
 
 
@@ -54,8 +54,8 @@ class Recipe:
     2024 raise the rate of norms' biases alone.)"""
     label_smoothing: float = 0.0
     """Probability mass spread evenly over the classes, in [0, 1)."""
-    amp: Literal["fp16", "bf16"] = "fp16"
-    """What the AMP baseline computes in on a GPU: FP16 under a gradient scaler, or BF16 where FP16 overflows."""
+    amp: AmpPrecision = "fp16"
+    """Of method `amp` on a GPU: FP16 under a gradient scaler, or BF16 for models that FP16 is too narrow for."""
 
     def __post_init__(self) -> None:
         require_integer("epochs", self.epochs, low=1)

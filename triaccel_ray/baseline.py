@@ -9,6 +9,7 @@ from torch import nn
 
 from triaccel_ray.apply.evaluate import Evaluation, Metric, count_top1, evaluate
 from triaccel_ray.apply.feed import Feed
+from triaccel_ray.config import AmpPrecision
 from triaccel_ray.epochs import EpochStats, Schedule, mean_loss
 from triaccel_ray.layers import Loss, find_layers, forward
 from triaccel_ray.measure.memory import memory_meter
@@ -18,7 +19,6 @@ from triaccel_ray.random_states import random_states, set_random_states
 from triaccel_ray.sources import as_source
 
 Baseline = Literal["fp32", "amp"]
-Low = Literal["fp16", "bf16"]
 
 
 class BaselineLoop:
@@ -36,7 +36,7 @@ class BaselineLoop:
         *,
         method: Baseline,
         batch_size: int,
-        amp: Low = "fp16",
+        amp: AmpPrecision = "fp16",
         schedule: Schedule | None = None,
         memory_budget: int | None = None,
         memory_headroom: int | None = None,
@@ -103,7 +103,7 @@ class BaselineLoop:
         self._epoch_steps += 1
         mean = loss.detach().double()
         added = torch.stack([mean, torch.ones_like(mean)]) * len(targets)
-        if self._scaler.is_enabled():  # which has skipped such a step; the control loop counts no skipped ones either
+        if self._scaler.is_enabled():  # it skips a step whose loss is no number, and one such step says little
             added = torch.where(mean.isfinite(), added, 0.0)
         self._epoch_loss += added
 
@@ -122,7 +122,7 @@ class BaselineLoop:
         )
 
     def evaluate(self, data: Any, metric: Metric = count_top1) -> Evaluation:
-        """Returns accuracy and mean loss on `data`, computed in FP32 and eval mode, each sample seen once.
+        """Returns accuracy and mean loss on `data`, computed in FP32 and eval mode, each sample drawn once.
 
         In batches of the size that trains, so that judging never takes more memory than training.
         """

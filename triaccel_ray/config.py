@@ -13,6 +13,8 @@ MINIMUM_LOSS_SCALE = 1.0
 
 CurvatureMethod = Literal["fisher", "ggn", "hessian"]
 LrRule = Literal["none", "sqrt", "linear", "adascale"]
+AmpPrecision = Literal["fp16", "bf16"]
+"""What automatic mixed precision, a baseline, computes in on a GPU: FP16 under a gradient scaler, or BF16 without."""
 
 
 def require(condition: bool, name: str, value: Any, rule: str) -> None:

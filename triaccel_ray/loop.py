@@ -254,7 +254,7 @@ class ControlLoop:
         )
 
     def evaluate(self, data: Any, metric: Metric = count_top1) -> Evaluation:
-        """Returns accuracy and mean loss on `data`, computed in FP32 and eval mode, each sample seen once.
+        """Returns accuracy and mean loss on `data`, computed in FP32 and eval mode, each sample drawn once.
 
         In batches of the size that trains, so that judging never takes more memory than training; on a GPU, where the
         captured graphs keep theirs meanwhile, in quarters of it.

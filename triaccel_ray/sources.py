@@ -38,7 +38,8 @@ class DataSource(ABC):
     def views(self, inputs: Any) -> Sequence[Any]:
         """Returns the forms in which samples to be judged are shown to the model, as they are first.
 
-        The outputs, tensors where there are several forms, are averaged ("test-time augmentation").
+        The outputs, tensors where there are several forms, are averaged ("test-time augmentation"). The source that is
+        asked is the one that `to` returns; a source around another passes the call on.
         """
         return (inputs,)
 

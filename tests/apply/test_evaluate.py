@@ -43,7 +43,10 @@ def test_outputs_for_several_views_of_a_sample_are_averaged(batch_size: int) -> 
     assert (result.one_view_accuracy, result.accuracy) == pytest.approx(right)
     assert result.loss == pytest.approx(cross_entropy((one + other) / 2, source.targets).item(), rel=1e-5)
     assert result.num_samples == 30
-    assert evaluated(model, CountingSource(*blobs(30)), batch_size).one_view_accuracy is None
+
+
+def test_a_sample_with_one_view_has_one_accuracy() -> None:
+    assert evaluated(mlp(), CountingSource(*blobs(30)), 30).one_view_accuracy is None
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from triaccel_ray.decide.curvature import (
 from triaccel_ray.plan import ReasonCode
 from triaccel_ray.signals import LayerSignal, NoiseSignal
 
+eigenvalues_of_a_layer = st.lists(st.floats(-1e6, 1e30), min_size=1, max_size=5).map(tuple)
+
 
 def remember(config: CurvatureConfig, state: LayerState, eigenvalues: tuple[float, ...] | None):
     signal = LayerSignal(name="conv", eigenvalues=eigenvalues)
@@ -40,23 +42,42 @@ def test_smoothing_averages_in_descending_order_and_pads_with_zeros(past, measur
     assert smooth_eigenvalues(0.75, past, measured) == expected
 
 
-def averages(*measurements, weight=0.5):
-    past, seen = None, []
+def averages(*measurements, smoothing=0.5):
+    state, seen = LayerState(by_variance=BF16), []
     for measured in measurements:
-        past = smooth_eigenvalues(weight, past, (measured,))
-        seen.append(past[0])
+        state, _ = remember(CurvatureConfig(smoothing=smoothing), state, (measured,))
+        seen.append(state.eigenvalues[0])
     return seen
 
 
 def test_a_single_outlier_is_forgotten_within_a_few_measurements():
-    assert averages(1.0, 1e5, 1.0, 1.0, 1.0) == [1.0, 5.5, 3.25, 2.125, 1.5625]
-    assert averages(1e5, 1.0, 1.0, 1.0) == [1e5, 10.0, 5.5, 3.25]
+    assert averages(4.0, 4.0, 1e5, 4.0, 4.0) == [4.0, 4.0, 22.0, 13.0, 8.5]
+    assert averages(4.0, 1e5, 4.0, 4.0) == [4.0, 22.0, 13.0, 8.5]
+    assert averages(1e5, 4.0, 4.0, 4.0) == [1e5, 22.0, 13.0, 8.5]
+    assert averages(0.0, 1e5, 0.0) == [0.0, 5.0, 2.5]
+    assert averages(-3.0, 1e5, -3.0) == [-3.0, 3.5, 0.25]
+    assert averages(1e5, -3.0) == [1e5, 3.5]
 
 
 def test_a_rise_or_fall_that_lasts_is_followed():
     assert averages(1.0, *[1e4] * 8)[-1] > 5e3
-    assert averages(1e4, *[1.0] * 8)[-1] < 1.1
-    assert averages(2.0, 18.0, 1.8) == [2.0, 10.0, 5.9]  # nothing here is an outlier
+    assert averages(1e-10, *[1.0] * 8)[-1] > 0.99
+    assert averages(2.0, 18.0, 1.0) == [2.0, 10.0, 5.5]  # nothing here is an outlier
+
+
+def test_a_single_low_measurement_halves_what_many_have_found_and_no_more():
+    assert averages(100.0, 100.0, 1e-3, 100.0)[2:] == pytest.approx([50.0005, 75.00025])
+
+
+def test_no_smoothing_takes_outliers_as_they_are():
+    assert averages(1.0, 1e5, 1.0, smoothing=0.0) == [1.0, 1e5, 1.0]
+
+
+@given(eigenvalues_of_a_layer, st.floats(-1e6, 1e12), st.floats(-1e6, 1e12), st.booleans())
+def test_the_average_does_not_fall_where_the_measurement_rises(past, one, other, is_second):
+    past = tuple(sorted(past, reverse=True))
+    low, high = (smooth_eigenvalues(0.5, past, (new,), is_second=is_second) for new in sorted((one, other)))
+    assert low[0] <= high[0]
 
 
 def test_no_smoothing_keeps_the_last_measurement():
@@ -180,9 +201,6 @@ def test_a_held_layer_still_follows_its_variance_one_level_up():
         run.step(LayerSignal(name="conv", variance=variance, eigenvalues=eigenvalues))
         seen.append(run.plan.precision["conv"])
     assert seen == [BF16, FP32, BF16, BF16]
-
-
-eigenvalues_of_a_layer = st.lists(st.floats(-1e6, 1e30), min_size=1, max_size=5).map(tuple)
 
 
 @given(st.floats(0.0, 1e6), st.lists(eigenvalues_of_a_layer, max_size=5), st.floats(0.0, 0.99))

@@ -148,6 +148,14 @@ class Diverging(Blobs):
         return super().loss(outputs, targets, recipe) * float("nan")
 
 
+class Poisoned(Blobs):
+    # trains well, and is worth nothing: as after an overflow in the moving averages of a norm
+    name = "poisoned"
+
+    def loss(self, outputs, targets, recipe):
+        return super().loss(outputs, targets, recipe) * (1.0 if torch.is_grad_enabled() else float("nan"))
+
+
 class Failing(nn.Module):
     def __init__(self, error):
         super().__init__()

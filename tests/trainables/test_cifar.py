@@ -71,6 +71,23 @@ def test_test_images_of_the_small_network_are_judged_with_their_mirror_images_to
         assert len(splits.train.views(images)) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "ladder", "amp"),
+    [
+        ("cifar10-resnet18", (96, 192), "fp16"),
+        ("cifar10-resnet18-long", (512, 512), "fp16"),
+        ("cifar10-efficientnet-b0", (96, 96), "bf16"),
+        ("cifar100-efficientnet-b0", (96, 96), "bf16"),
+    ],
+)
+def test_the_batch_sizes_and_the_amp_of_a_task_are_those_that_its_figures_are_of(
+    name: str, ladder: tuple[int, int], amp: str
+) -> None:
+    task = TASKS[name]
+    assert (task.control.batch.start, task.control.batch.maximum) == ladder
+    assert task.recipe.amp == amp
+
+
 def test_batches_are_prepared_and_augmented_for_training_alone(data_dir: Path) -> None:
     indices = torch.arange(4)
     for name, edge in (("cifar10-resnet18", 32), ("cifar10-efficientnet-b0", 224)):

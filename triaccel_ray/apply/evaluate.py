@@ -105,5 +105,6 @@ def _judge(model: nn.Module, loss: Loss, source: DataSource, metric: Metric, ind
     first, *others = (forward(model, view) for view in source.views(inputs))
     outputs = torch.stack([first, *others]).mean(0) if others else first
     loss_sum = loss(outputs, targets).double() * len(indices)
-    correct, correct_at_first = (metric(each, targets).double() for each in (outputs, first))
+    correct = metric(outputs, targets).double()
+    correct_at_first = metric(first, targets).double() if others else correct
     return torch.stack([correct, loss_sum, correct_at_first]), bool(others)

@@ -11,9 +11,10 @@ from triaccel_ray.decide.state import LayerState
 from triaccel_ray.plan import Reason, ReasonCode
 from triaccel_ray.signals import LayerSignal, NoiseSignal, Observation
 
-OUTLIER = 10.0
-"""In its first epochs, single measurements of an EfficientNet-B0 lay 200 to 100,000 times above their neighbours; in a
-plain average one of them slowed most layers for 1,600 steps. In ResNet-18 they lie less than 11 times above."""
+LARGEST_RATIO = 10.0
+"""How many times above the average of the others a single eigenvalue may count; those below 1 count as 1 here. Of an
+EfficientNet-B0 single measurements lay 30 to 100,000 times above it, and one of them, averaged in whole, slowed most
+layers for 1,800 steps; of a ResNet-18 they lie at most 10.4 times above."""
 
 
 def remember_curvature(
@@ -31,32 +32,36 @@ def remember_curvature(
         if not config.enabled or not signal.eigenvalues:
             updated[signal.name] = state
             continue
-        eigenvalues = smooth_eigenvalues(config.smoothing, state.eigenvalues, signal.eigenvalues)
+        is_second = state.num_measurements == 1
+        eigenvalues = smooth_eigenvalues(config.smoothing, state.eigenvalues, signal.eigenvalues, is_second=is_second)
         largest = eigenvalues[0]
         held = largest > config.tau_curv
         if held != state.held:
             reasons.append(_hold_reason(signal, largest, config.tau_curv, held))
-        updated[signal.name] = replace(state, eigenvalues=eigenvalues, held=held)
+        num_measurements = state.num_measurements + 1
+        updated[signal.name] = replace(state, eigenvalues=eigenvalues, held=held, num_measurements=num_measurements)
     return updated, reasons
 
 
-def smooth_eigenvalues(weight: float, past: tuple[float, ...] | None, measured: tuple[float, ...]) -> tuple[float, ...]:
+def smooth_eigenvalues(
+    weight: float, past: tuple[float, ...] | None, measured: tuple[float, ...], *, is_second: bool = False
+) -> tuple[float, ...]:
     """Returns weight * past + (1 - weight) * measured, element by element in descending order; the first as measured.
 
-    No single measurement outweighs the others: it counts as OUTLIER times the past at most, and the average is OUTLIER
-    times the newest at most. A spectrum that is shorter than the other counts as padded with zeros: the missing
-    eigenvalues are zero.
+    Weight 0: the last as measured, whatever it is. Otherwise a measurement far above the past counts as LARGEST_RATIO
+    times it, and so does the past beside the second measurement, for it is a single one, too; one that is far below
+    counts as it is. A spectrum that is shorter than the other counts as padded with zeros: the missing eigenvalues are
+    zero.
     """
     if past is None or weight == 0.0:
         return tuple(sorted(measured, reverse=True))
     pairs = zip_longest(past, sorted(measured, reverse=True), fillvalue=0.0)
-    return tuple(sorted((_average(weight, old, new) for old, new in pairs), reverse=True))
+    limited = ((min(old, _limit(new)) if is_second else old, min(new, _limit(old))) for old, new in pairs)
+    return tuple(sorted((weight * old + (1.0 - weight) * new for old, new in limited), reverse=True))
 
 
-def _average(weight: float, old: float, new: float) -> float:
-    counted = min(new, OUTLIER * old) if old > 0 else new
-    average = weight * old + (1.0 - weight) * counted
-    return min(average, OUTLIER * new) if new > 0 else average
+def _limit(other: float) -> float:
+    return LARGEST_RATIO * max(other, 1.0)
 
 
 def smooth_noise(weight: float, past: NoiseSignal | None, measured: NoiseSignal | None) -> NoiseSignal | None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from triaccel_ray.config import ControlConfig, CurvatureMethod, ExecutionConfig, LrRule
+from triaccel_ray.config import AmpPrecision, ControlConfig, CurvatureMethod, ExecutionConfig, LrRule
 from triaccel_ray.plan import Precision
 from triaccel_ray.service.storage.place import Place
 
@@ -62,8 +62,8 @@ class Training:
     """Factor on the learning rate of biases and of norms' weights."""
     label_smoothing: Given[float] = None
     """Probability mass spread over the classes, in [0, 1)."""
-    amp: Given[Literal["fp16", "bf16"]] = None
-    """What the AMP baseline computes in on a GPU; bf16 for models that overflow in FP16."""
+    amp: Given[AmpPrecision] = None
+    """What method amp computes in on a GPU, bf16 for models that overflow in FP16; of engine-amp: --precision."""
     batch_size: Given[int] = None
     """Batch size of the first step."""
     memory_budget: Given[str] = None

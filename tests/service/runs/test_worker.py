@@ -60,6 +60,18 @@ def test_a_final_run_judged_by_several_views_also_tells_what_one_yields(
     )
 
 
+@pytest.mark.parametrize("purpose", Purpose)
+def test_a_run_whose_held_out_loss_is_no_number_has_diverged(
+    crew: Crew, module: str, tmp_path: Path, purpose: Purpose
+) -> None:
+    worker = crew.start(own_spec(f"{module}:Poisoned", purpose=purpose), tmp_path)
+    with pytest.raises(NonFiniteLossError, match="the loss on held-out samples is nan"):
+        train(worker).finish()
+    end = last_of(tmp_path)
+    assert isinstance(end, End)
+    assert (end.status, end.cause) == ("failed", "non_finite")
+
+
 def test_a_search_run_is_judged_after_every_epoch(crew: Crew, module: str, tmp_path: Path) -> None:
     worker = crew.start(own_spec(f"{module}:Blobs"), tmp_path / "run")
     for epoch in range(1, 4):

@@ -12,6 +12,7 @@ from typing import Any
 
 from trainables.registry import load_task
 from trainables.task import Purpose, Splits
+from triaccel_ray.apply.evaluate import Evaluation
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Record, Start, TakenOverError
@@ -169,7 +170,7 @@ class Worker:
         """Trains one epoch, judges it on the validation samples (not on test samples), and returns the record.
 
         Raises:
-            NonFiniteLossError: the loss is not a number any more; the log says so.
+            NonFiniteLossError: the loss, in training or on validation samples, is not a number; the log says so.
             torch.OutOfMemoryError, MemoryError: not even one sample fits; likewise.
             TakenOverError: another process goes on with the run.
         """
@@ -177,7 +178,7 @@ class Worker:
             stats = self.loop.train_epoch()
             if not math.isfinite(stats.loss):
                 raise NonFiniteLossError(f"the training loss of epoch {stats.epoch} is {stats.loss}{self._way_out()}")
-            judged = self._evaluate() if self.spec.purpose is Purpose.SEARCH else None
+            judged = self._judge() if self.spec.purpose is Purpose.SEARCH else None
         except (DiskFullError, TakenOverError):
             raise  # there is no room for an end either, or it is not this process's to write
         except Exception as error:
@@ -205,7 +206,11 @@ class Worker:
         return record
 
     def finish(self) -> dict[str, float]:
-        """Judges the finished run (for a final run: reads the test set, once), ends the log, returns the results."""
+        """Judges the finished run (for a final run: reads the test set, once), ends the log, returns the results.
+
+        Raises:
+            NonFiniteLossError: the loss on the test samples is not a number.
+        """
         last = self.last
         if last is None:
             raise ValueError("epochs = 0: a run is finished after at least one epoch")
@@ -213,7 +218,7 @@ class Worker:
         one_view: dict[str, float] = {}
         if accuracy is None or loss is None:
             try:
-                judged = self._evaluate()
+                judged = self._judge()
             except Exception as error:
                 self.fail(error)
                 raise
@@ -383,8 +388,11 @@ class Worker:
             parameters={**recipe, "memory_limit_bytes": self.loop.memory.limit_bytes},
         )
 
-    def _evaluate(self) -> Any:
-        return self.loop.evaluate(self._held_out, self._task.num_correct)
+    def _judge(self) -> Evaluation:
+        judged = self.loop.evaluate(self._held_out, self._task.num_correct)
+        if not math.isfinite(judged.loss):  # an overflow in training may have reached the moving averages of a norm
+            raise NonFiniteLossError(f"the loss on held-out samples is {judged.loss}{self._way_out()}")
+        return judged
 
     def _way_out(self) -> str:
         in_fp16 = self.spec.method == "amp" and self.spec.recipe.amp == "fp16" and self.device.type == "cuda"
