@@ -27,6 +27,7 @@ from pathlib import Path
 from benchmarks.trivial import Layers3, Layers60
 from tests.service.proxy import Proxy, proxy_to
 from tests.service.stores import Server, assert_equals_log, only_run
+from trainables.registry import load_task
 from triaccel_ray.service.tracking.shipper import Shipper
 from triaccel_ray.service.tracking.tracking import Tracker
 
@@ -192,6 +193,8 @@ def main() -> int:
     if given.train is not None:
         train(given.train[0], Path(given.train[1]), given.data_dir, given.device)
         return 0
+    if given.task is not None:
+        load_task(given.task, given.data_dir)  # a mistake in its name is told before anything begins
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, {given.rounds} epochs a side")
     with tempfile.TemporaryDirectory() as name:

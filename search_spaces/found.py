@@ -1,6 +1,7 @@
 """Thresholds that searches have found for the bundled tasks, each with what it takes to find them again.
 
-`results/TASK.json` is the file `found.json` that a search leaves in its folder, unchanged.
+`results/TASK.json` is the file `found.json` that a search leaves in its folder. Only `command` is added to, where the
+task's defaults have changed since, and it would repeat another search.
 """
 
 from __future__ import annotations

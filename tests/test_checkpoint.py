@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.build import same
-from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from triaccel_ray.checkpoint import CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
 from triaccel_ray.random_states import random_states, set_random_states
 
 STATE: dict[str, Any] = {"weights": torch.arange(300.0), "counters": [1, 2], "nested": {"name": None, "half": 0.5}}
@@ -62,12 +62,19 @@ def test_garbage_is_damaged(tmp_path: Path, data: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("content", "found"),
-    [({"format": 1, "state": {}}, "1"), ({"format": 2}, "2"), ({"model": {}}, "None"), ([1], "'list'")],
+    [({"format": 1}, "1"), ({"model": {}}, "None"), ([1], "'list'")],
 )
-def test_another_format_is_refused(tmp_path: Path, content: Any, found: str) -> None:
+def test_what_is_no_checkpoint_of_ours_is_refused(tmp_path: Path, content: Any, found: str) -> None:
     path = tmp_path / "checkpoint.pt"
     torch.save(content, path)
-    with pytest.raises(CheckpointError, match=rf"checkpoint {path} has format {found}: this version reads format 2"):
+    with pytest.raises(CheckpointError, match=rf"checkpoint {path} has format {found}: this version reads format 1"):
+        load_checkpoint(path)
+
+
+def test_a_checkpoint_of_another_version_is_told_apart_from_a_damaged_one(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    torch.save({"format": 7, "state": {}}, path)
+    with pytest.raises(OtherFormatError, match="has format 7, this version reads format 1: go on with"):
         load_checkpoint(path)
 
 

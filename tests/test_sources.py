@@ -84,6 +84,34 @@ def test_tensors_that_do_not_fit_on_the_device_are_streamed(monkeypatch: pytest.
     streamed.close()
 
 
+class Negated(TensorSource):
+    def views(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return inputs, -inputs
+
+
+def test_a_source_of_ones_own_keeps_its_views_wherever_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Negated(INPUTS, TARGETS)
+    moved = source.to(CPU)
+    assert isinstance(moved, Negated)
+    assert torch.equal(moved.views(INPUTS)[1], -INPUTS)
+
+    def refuse(tensor: Tensor, device: torch.device) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "to", refuse)
+        streamed = source.to(CPU)
+    assert not streamed.is_resident
+    assert torch.equal(streamed.views(INPUTS)[1], -INPUTS)
+    streamed.close()
+
+    class Shown(DatasetSource):
+        def views(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+            return inputs, -inputs
+
+    assert len(Shown(TensorDataset(INPUTS, TARGETS)).to(CPU).views(INPUTS)) == 2
+
+
 @pytest.mark.gpu
 def test_tensors_beyond_a_budget_train_from_the_host() -> None:
     inputs, targets = torch.randn(6000, 20_000), torch.randint(0, 2, (6000,))  # 458 MiB

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -97,6 +98,9 @@ class ImageSource(TensorSource):
         if self._epoch is not None:
             self._epoch.fill_(epoch)
 
-    def to(self, device: torch.device) -> ImageSource:
-        """Returns a source whose images live on `device`."""
-        return ImageSource(self.inputs.to(device), self.targets.to(device), self.preparation)
+    def to(self, device: torch.device) -> Self:
+        """Returns a source whose images live on `device`, before its first epoch."""
+        moved = self._with(self.inputs.to(device), self.targets.to(device))
+        moved._scale, moved._shift = self._scale.to(device), self._shift.to(device)
+        moved._epoch = None if self._epoch is None else torch.zeros_like(self._epoch, device=device)
+        return moved

@@ -12,11 +12,15 @@ import torch
 from triaccel_ray.durable import sync_folder
 from triaccel_ray.out_of_memory import first_line
 
-FORMAT = 2
+FORMAT = 1
 
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be used; the message names the file, what is wrong and the way out."""
+
+
+class OtherFormatError(CheckpointError):
+    """A checkpoint is whole, and written by a version that this one cannot follow."""
 
 
 def save_checkpoint(
@@ -52,7 +56,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """Returns the state saved at `path`, all tensors on the CPU; `load_state_dict` moves them where they belong.
 
     Raises:
-        CheckpointError: the file is missing, damaged or of another format.
+        CheckpointError: the file is missing or damaged.
+        OtherFormatError: another version has written it.
     """
     if not path.is_file():
         raise CheckpointError(f"checkpoint {path} does not exist: name the folder of a run that has saved one")
@@ -63,8 +68,13 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             f"checkpoint {path} is damaged ({first_line(error)[:120]}): delete it to start over, or restore an older "
             "copy"
         ) from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT or "state" not in content:
-        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+    found = content.get("format") if isinstance(content, dict) else type(content).__name__
+    if isinstance(found, int) and found != FORMAT:
+        raise OtherFormatError(
+            f"checkpoint {path} has format {found}, this version reads format {FORMAT}: go on with the version that "
+            "began the run, or begin a new one"
+        )
+    if found != FORMAT or "state" not in content:
         raise CheckpointError(f"checkpoint {path} has format {found!r}: this version reads format {FORMAT}")
     state: dict[str, Any] = content["state"]
     return state

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -133,12 +134,16 @@ class TensorSource(DataSource):
                 raise
             reason = first_line(error)
         else:
-            return TensorSource(
-                inputs, targets, prepare=self._prepare, augment=self._augment, capturable=self._capturable
-            )
+            return self._with(inputs, targets)
         streamed = DatasetSource(TensorDataset(self.inputs, self.targets), device)
         streamed.streamed_because = reason
+        streamed.views = self.views  # type: ignore[method-assign]  # a subclass may have its own
         return streamed
+
+    def _with(self, inputs: Tensor, targets: Tensor) -> Self:
+        moved = copy.copy(self)
+        moved.inputs, moved.targets = inputs, targets
+        return moved
 
 
 class DatasetSource(DataSource):
@@ -173,9 +178,11 @@ class DatasetSource(DataSource):
         if num_workers is not None and num_workers < 0:
             raise ValueError(f"num_workers = {num_workers}: must be 0 or more")
         self._dataset, self._num_workers = dataset, num_workers
-        self._device = device or torch.device("cpu")
-        workers = _default_workers(self._device) if num_workers is None else num_workers
-        self._stream = SampleStream(dataset, self._device, workers)
+        self._deliver_on(device or torch.device("cpu"))
+
+    def _deliver_on(self, device: torch.device) -> None:
+        workers = _default_workers(device) if self._num_workers is None else self._num_workers
+        self._stream = SampleStream(self._dataset, device, workers)
 
     def __len__(self) -> int:
         """Returns the number of samples."""
@@ -193,9 +200,11 @@ class DatasetSource(DataSource):
         inputs, targets = self._stream.batch(indices)
         return inputs, targets
 
-    def to(self, device: torch.device) -> DatasetSource:
+    def to(self, device: torch.device) -> Self:
         """Returns the same data set with batches delivered on `device`."""
-        return DatasetSource(self._dataset, device, num_workers=self._num_workers)
+        moved = copy.copy(self)
+        moved._deliver_on(device)
+        return moved
 
     def close(self) -> None:
         """Ends the worker processes, as dropping the last reference to this source does too."""

@@ -45,6 +45,24 @@ def test_outputs_for_several_views_of_a_sample_are_averaged(batch_size: int) -> 
     assert result.num_samples == 30
 
 
+@pytest.mark.parametrize(
+    ("views", "message"),
+    [
+        (lambda inputs: inputs, "Shown.views returned a Tensor: must be a tuple or list"),
+        (lambda inputs: (), "Shown.views returned a tuple: must be a tuple or list, not empty"),
+        (lambda inputs: (inputs, inputs[:1]), r"views of Shown are .*\(1, 4\).*: must be tensors of one shape"),
+        (lambda inputs: (inputs[:1], inputs[:1]), "a row for each of 30 samples"),
+    ],
+)
+def test_views_that_do_not_show_every_sample_are_refused(views: Any, message: str) -> None:
+    class Shown(CountingSource):
+        def views(self, inputs: Tensor) -> Any:
+            return views(inputs)
+
+    with pytest.raises(TypeError, match=message):
+        evaluated(mlp(), Shown(*blobs(30)), 30)
+
+
 def test_a_sample_with_one_view_has_one_accuracy() -> None:
     assert evaluated(mlp(), CountingSource(*blobs(30)), 30).one_view_accuracy is None
 

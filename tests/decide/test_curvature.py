@@ -35,7 +35,7 @@ def remember(config: CurvatureConfig, state: LayerState, eigenvalues: tuple[floa
         ((4.0, 2.0), (6.0, 8.0), (5.0, 3.0)),
         ((4.0,), (8.0, 4.0), (5.0, 1.0)),
         ((4.0, 2.0), (8.0,), (5.0, 1.5)),
-        ((1.0, 0.0), (-8.0, -40.0), (-1.25, -10.0)),
+        ((1.0, 0.0), (-8.0, -9.0), (-1.25, -2.25)),
     ],
 )
 def test_smoothing_averages_in_descending_order_and_pads_with_zeros(past, measured, expected):
@@ -57,6 +57,8 @@ def test_a_single_outlier_is_forgotten_within_a_few_measurements():
     assert averages(0.0, 1e5, 0.0) == [0.0, 5.0, 2.5]
     assert averages(-3.0, 1e5, -3.0) == [-3.0, 3.5, 0.25]
     assert averages(1e5, -3.0) == [1e5, 3.5]
+    assert averages(4.0, -1e6, 4.0) == [4.0, -3.0, 0.5]
+    assert averages(-1e6, 4.0, 4.0) == [-1e6, -3.0, 0.5]
 
 
 def test_a_rise_or_fall_that_lasts_is_followed():

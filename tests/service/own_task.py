@@ -57,9 +57,6 @@ class Turned(TensorSource):
     def views(self, inputs):
         return inputs, -inputs
 
-    def to(self, device):
-        return self
-
 
 class TwoViews(Blobs):
     name = "two-views"
@@ -149,8 +146,19 @@ class Diverging(Blobs):
 
 
 class Poisoned(Blobs):
-    # trains well, and is worth nothing: as after an overflow in the moving averages of a norm
+    # trains well, and is worth nothing: an overflow has reached the moving averages of its norm
     name = "poisoned"
+
+    def model(self):
+        norm = nn.BatchNorm1d(8)
+        norm.running_var.fill_(float("inf"))
+        norm.running_mean.fill_(float("inf"))
+        return nn.Sequential(norm, super().model())
+
+
+class Unjudged(Blobs):
+    # trains well, but what its loss makes of samples to be judged is no number
+    name = "unjudged"
 
     def loss(self, outputs, targets, recipe):
         return super().loss(outputs, targets, recipe) * (1.0 if torch.is_grad_enabled() else float("nan"))

@@ -70,7 +70,8 @@ def evaluate(
             at = device if source.is_resident else torch.device("cpu")
             indices = torch.arange(cursor, min(cursor + batch_size, len(source)), device=at)
             try:
-                judged, has_views = _judge(model, loss, source, metric, indices)
+                judged, several = _judge(model, loss, source, metric, indices)
+                has_views |= several
                 totals += judged
                 cursor += len(indices)
                 continue
@@ -102,9 +103,24 @@ def _judge(model: nn.Module, loss: Loss, source: DataSource, metric: Metric, ind
     All of them or, on an error, none.
     """
     inputs, targets = source.batch(indices, None)
-    first, *others = (forward(model, view) for view in source.views(inputs))
-    outputs = torch.stack([first, *others]).mean(0) if others else first
+    views = source.views(inputs)
+    if not isinstance(views, tuple | list) or not views:
+        found = type(views).__name__
+        raise TypeError(f"{type(source).__name__}.views returned a {found}: must be a tuple or list, not empty")
+    first, *others = (forward(model, view) for view in views)
+    outputs = _mean([first, *others], len(indices), source) if others else first
     loss_sum = loss(outputs, targets).double() * len(indices)
     correct = metric(outputs, targets).double()
     correct_at_first = metric(first, targets).double() if others else correct
     return torch.stack([correct, loss_sum, correct_at_first]), bool(others)
+
+
+def _mean(outputs: list[Any], num_samples: int, source: DataSource) -> Tensor:
+    """Returns the mean over the views of outputs [num_samples, ...]."""
+    shapes = {tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in outputs}
+    if len(shapes) > 1 or not isinstance(outputs[0], Tensor) or outputs[0].shape[:1] != (num_samples,):
+        raise TypeError(
+            f"outputs for the views of {type(source).__name__} are {', '.join(map(str, shapes))}: must be tensors of "
+            f"one shape, with a row for each of {num_samples} samples"
+        )
+    return torch.stack(outputs).mean(0)

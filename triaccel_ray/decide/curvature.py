@@ -12,7 +12,7 @@ from triaccel_ray.plan import Reason, ReasonCode
 from triaccel_ray.signals import LayerSignal, NoiseSignal, Observation
 
 LARGEST_RATIO = 10.0
-"""How many times above the average of the others a single eigenvalue may count; those below 1 count as 1 here. Of an
+"""How many times the average of the others a single eigenvalue may count; what is nearer to 0 than 1 is 1 here. Of an
 EfficientNet-B0 single measurements lay 30 to 100,000 times above it, and one of them, averaged in whole, slowed most
 layers for 1,800 steps; of a ResNet-18 they lie at most 10.4 times above."""
 
@@ -32,14 +32,15 @@ def remember_curvature(
         if not config.enabled or not signal.eigenvalues:
             updated[signal.name] = state
             continue
-        is_second = state.num_measurements == 1
-        eigenvalues = smooth_eigenvalues(config.smoothing, state.eigenvalues, signal.eigenvalues, is_second=is_second)
+        eigenvalues = smooth_eigenvalues(
+            config.smoothing, state.eigenvalues, signal.eigenvalues, is_second=state.measured_once
+        )
         largest = eigenvalues[0]
         held = largest > config.tau_curv
         if held != state.held:
             reasons.append(_hold_reason(signal, largest, config.tau_curv, held))
-        num_measurements = state.num_measurements + 1
-        updated[signal.name] = replace(state, eigenvalues=eigenvalues, held=held, num_measurements=num_measurements)
+        measured_once = state.eigenvalues is None
+        updated[signal.name] = replace(state, eigenvalues=eigenvalues, held=held, measured_once=measured_once)
     return updated, reasons
 
 
@@ -48,20 +49,20 @@ def smooth_eigenvalues(
 ) -> tuple[float, ...]:
     """Returns weight * past + (1 - weight) * measured, element by element in descending order; the first as measured.
 
-    Weight 0: the last as measured, whatever it is. Otherwise a measurement far above the past counts as LARGEST_RATIO
-    times it, and so does the past beside the second measurement, for it is a single one, too; one that is far below
-    counts as it is. A spectrum that is shorter than the other counts as padded with zeros: the missing eigenvalues are
-    zero.
+    Weight 0: the last as measured, whatever it is. Otherwise a measurement far above the past, or far below zero,
+    counts as LARGEST_RATIO times it, and so does the past beside the second measurement, for it is a single one, too.
+    One that is merely nearer to zero counts as it is. A spectrum that is shorter than the other counts as padded with
+    zeros: the missing eigenvalues are zero.
     """
     if past is None or weight == 0.0:
         return tuple(sorted(measured, reverse=True))
     pairs = zip_longest(past, sorted(measured, reverse=True), fillvalue=0.0)
-    limited = ((min(old, _limit(new)) if is_second else old, min(new, _limit(old))) for old, new in pairs)
+    limited = ((_limited(old, new) if is_second else old, _limited(new, old)) for old, new in pairs)
     return tuple(sorted((weight * old + (1.0 - weight) * new for old, new in limited), reverse=True))
 
 
-def _limit(other: float) -> float:
-    return LARGEST_RATIO * max(other, 1.0)
+def _limited(value: float, other: float) -> float:
+    return min(max(value, LARGEST_RATIO * min(other, -1.0)), LARGEST_RATIO * max(other, 1.0))
 
 
 def smooth_noise(weight: float, past: NoiseSignal | None, measured: NoiseSignal | None) -> NoiseSignal | None:

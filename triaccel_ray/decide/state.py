@@ -22,8 +22,8 @@ class LayerState:
     """Consecutive ticks whose variance asked for a lower precision."""
     eigenvalues: tuple[float, ...] | None = None
     """Moving average over measurements, descending; None before the first."""
-    num_measurements: int = 0
-    """Measurements of the eigenvalues so far."""
+    measured_once: bool = False
+    """Whether the eigenvalues are those of a single measurement."""
     held: bool = False
     """Whether curvature holds the layer one precision higher."""
     refused: Precision | None = None

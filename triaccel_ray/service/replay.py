@@ -11,6 +11,8 @@ from triaccel_ray.plan import Plan
 from triaccel_ray.service.reports.tables import Grid
 from triaccel_ray.service.runs.record import RunRecord
 
+_OTHER_VERSION = "under its own configuration that means the log was written by another version, or was changed"
+
 
 def reasons_grid(run: RunRecord, *, most: int) -> Grid:
     """Returns the reasons of a run's decisions, oldest first, `most` at most.
@@ -47,6 +49,7 @@ def verdict(run: RunRecord, control: ControlConfig) -> Iterator[str]:
         changed = next((index for index, (now, tick) in enumerate(pairs) if now != tick.decision), None)
         if changed is not None:
             yield f"plans are the same, but at tick {changed} what was remembered or the reasons differ from the log"
+            yield _OTHER_VERSION
             return
     if result.diverged_at is None:
         under = "its own configuration" if same_config else "the other thresholds"
@@ -58,7 +61,7 @@ def verdict(run: RunRecord, control: ControlConfig) -> Iterator[str]:
         "another run, so the replay ends here"
     )
     if same_config:
-        yield "under its own configuration that means the log was written by another version, or was changed"
+        yield _OTHER_VERSION
     yield from _differences(tick.decision.plan, result.decisions[-1].plan)
     for reason in result.decisions[-1].reasons:
         yield f"  because {reason.subject}: {reason.text}"

@@ -201,7 +201,10 @@ def test_table_1_tells_what_one_view_of_a_sample_yields_where_several_are_judged
     assert grid.header[-1] == "by one view %"
     assert [row[-1] for row in grid.rows] == ["89.5 ± 0.71", ""]
     assert "by one view: by the sample as it is" in grid.note
-    assert "view" not in values_grid([*rows, results("fp32", 90.0)]).note
+    mixed = values_grid([*rows, results("fp32", 90.0)])
+    assert mixed.rows[2][-1] == ""
+    assert "only 2 of 3 runs were judged by several views: not comparable" in mixed.note
+    assert "view" not in values_grid([results("fp32", 90.0)]).note
 
 
 def test_differences_to_amp_are_paired_tested_and_corrected() -> None:

@@ -7,16 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.build import same, values
 from tests.service.crew import Crew, last_of, records, train
 from tests.service.own_task import own_spec
 from trainables.task import Purpose
+from triaccel_ray.checkpoint import OtherFormatError
 from triaccel_ray.events import End, Epoch, Start, Tick
 from triaccel_ray.jsonable import decode
 from triaccel_ray.service.failures import DiskFullError, NonFiniteLossError, PreemptedError, cause_of, needing_room
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.storage.layout import ERROR, SPEC, write_atomically
+from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, SPEC, write_atomically
 
 
 def test_the_seed_decides(crew: Crew, module: str, tmp_path: Path) -> None:
@@ -61,7 +63,7 @@ def test_a_final_run_judged_by_several_views_also_tells_what_one_yields(
 
 
 @pytest.mark.parametrize("purpose", Purpose)
-def test_a_run_whose_held_out_loss_is_no_number_has_diverged(
+def test_a_run_whose_model_holds_what_is_no_number_has_diverged(
     crew: Crew, module: str, tmp_path: Path, purpose: Purpose
 ) -> None:
     worker = crew.start(own_spec(f"{module}:Poisoned", purpose=purpose), tmp_path)
@@ -70,6 +72,25 @@ def test_a_run_whose_held_out_loss_is_no_number_has_diverged(
     end = last_of(tmp_path)
     assert isinstance(end, End)
     assert (end.status, end.cause) == ("failed", "non_finite")
+
+
+def test_a_tasks_own_loss_may_be_no_number_on_held_out_samples(crew: Crew, module: str, tmp_path: Path) -> None:
+    results = train(crew.start(own_spec(f"{module}:Unjudged"), tmp_path)).finish()
+    assert math.isnan(results["loss"])
+    assert results["accuracy"] > 50.0
+
+
+def test_a_checkpoint_of_another_version_leaves_the_run_as_it_is(crew: Crew, module: str, tmp_path: Path) -> None:
+    worker = crew.start(own_spec(f"{module}:Blobs"), tmp_path)
+    worker.train_epoch()
+    worker.checkpoint()
+    worker.close()
+    path = tmp_path / CHECKPOINT
+    torch.save({**torch.load(path, weights_only=True), "format": 99}, path)
+    before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    with pytest.raises(OtherFormatError, match="go on with the version that began the run"):
+        crew.build(own_spec(f"{module}:Blobs"), tmp_path).resume()
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
 
 
 def test_a_search_run_is_judged_after_every_epoch(crew: Crew, module: str, tmp_path: Path) -> None:

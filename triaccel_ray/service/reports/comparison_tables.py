@@ -25,7 +25,7 @@ from triaccel_ray.service.comparisons.significance import (
     smallest_effect,
 )
 from triaccel_ray.service.reports.notes import sharing_note
-from triaccel_ray.service.reports.tables import Grid
+from triaccel_ray.service.reports.tables import VIEWS_NOTE, Grid
 from triaccel_ray.service.runs.record import ONE_VIEW, RunRecord
 from triaccel_ray.service.runs.spec import RunSpec
 
@@ -43,18 +43,21 @@ def label(method: str) -> str:
 def values_grid(results: Sequence[MethodResults], labels: Mapping[str, str] | None = None, *, mark: str = "") -> Grid:
     """Returns one row a method, mean and standard deviation over seeds; the note ends with `mark`."""
     finished = [figures for each in results for figures in each.by_seed.values()]
-    has_views = bool(finished) and all(ONE_VIEW in figures for figures in finished)
-    headings = {**FIGURES, ONE_VIEW: "by one view %"} if has_views else FIGURES
+    num_with_views = sum(ONE_VIEW in figures for figures in finished)
+    headings = {**FIGURES, ONE_VIEW: "by one view %"} if num_with_views else FIGURES
     rows = []
     for each in results:
-        cells = [_mean_and_deviation(each, name) if each.num_runs else "" for name in headings]
+        known = [name for name in headings if all(name in figures for figures in each.by_seed.values())]
+        cells = [_mean_and_deviation(each, name) if each.num_runs and name in known else "" for name in headings]
         rows.append([(labels or {}).get(each.method, label(each.method)), str(each.num_runs), *cells])
     note = (
         "mean ± standard deviation over seeds; s/epoch: mean of the last five epochs; "
         "score = accuracy / (s/epoch x process peak GB)"
     )
-    views = "test accuracy: by the mean output over the views of each sample; by one view: by the sample as it is"
-    note = "; ".join(filter(None, (note, views if has_views else "", mark)))
+    views = VIEWS_NOTE if num_with_views else ""
+    if 0 < num_with_views < len(finished):
+        views = f"only {num_with_views} of {len(finished)} runs were judged by several views: not comparable; {views}"
+    note = "; ".join(filter(None, (note, views, mark)))
     return Grid(header=("method", "runs", *headings.values()), rows=rows, note=note)
 
 
@@ -152,7 +155,7 @@ def _accuracy(run: RunRecord) -> float:
 def _settings(spec: RunSpec) -> list[str]:
     control = spec.control
     precision = _UNIFORM.get(spec.method, control.precision.initial.value)
-    if spec.method == "amp" and spec.recipe.amp == "bf16":
+    if spec.method == "amp" and (spec.recipe.amp == "bf16" or spec.device == "cpu"):
         precision = f"{precision} bf16"
     precision = f"per layer, from {precision}" if spec.method in _ADAPTS_PRECISION else precision
     batch = f"{control.batch.start}"

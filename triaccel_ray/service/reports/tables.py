@@ -11,6 +11,7 @@ from triaccel_ray.service.runs.record import ONE_VIEW, RunRecord
 from triaccel_ray.service.searches.dimensions import Dimension, dimensions
 from triaccel_ray.service.searches.search import SearchRecord, ranked
 
+VIEWS_NOTE = "accuracy: by the mean output over the views of each sample; by one view: by the sample as it is"
 FIGURE_COLUMNS = ("accuracy %", "s/epoch", "peak GB", "score")
 
 
@@ -87,10 +88,11 @@ def result_grid(results: Mapping[str, float]) -> Grid:
         "allocated_peak_gb": "allocator peak GB",
         "score": "score",
     }
+    note = ""
     if ONE_VIEW in results:
-        names[ONE_VIEW] = "by one view %"
+        names[ONE_VIEW], note = "by one view %", VIEWS_NOTE
     cells = [f"{results[name]:.4g}" if name in results else "" for name in names]
-    return Grid(header=list(names.values()), rows=[cells])
+    return Grid(header=list(names.values()), rows=[cells], note=note)
 
 
 def _search_row(label: str, run: RunRecord, objective: Objective, scales: Sequence[Dimension]) -> list[str]:

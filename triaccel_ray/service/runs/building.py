@@ -80,6 +80,11 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def is_finite(model: nn.Module) -> bool:
+    """Returns whether no parameter and no buffer of `model` holds an infinity or a NaN."""
+    return all(bool(tensor.isfinite().all()) for tensor in (*model.parameters(), *model.buffers()))
+
+
 def _warm_up(model: nn.Module, loss: Loss, train: DataSource) -> None:
     """Loads everything that loads lazily.
 

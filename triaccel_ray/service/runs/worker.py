@@ -14,7 +14,7 @@ from trainables.registry import load_task
 from trainables.task import Purpose, Splits
 from triaccel_ray.apply.evaluate import Evaluation
 from triaccel_ray.baseline import BaselineLoop
-from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from triaccel_ray.checkpoint import CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
 from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Record, Start, TakenOverError
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.loop import ControlLoop
@@ -29,7 +29,7 @@ from triaccel_ray.service.failures import (
     set_damage_aside,
     write_traceback,
 )
-from triaccel_ray.service.runs.building import build_loop, seed_everything
+from triaccel_ray.service.runs.building import build_loop, is_finite, seed_everything
 from triaccel_ray.service.runs.gpu_share import hold_to_part
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import ONE_VIEW
@@ -78,6 +78,7 @@ class Worker:
         self._log: EventLog | None = None
         self._writing = threading.Lock()
         self._epoch_seconds: deque[float] = deque(maxlen=TIMED_EPOCHS)
+        self._one_view: float | None = None
         self.last: Epoch | None = None
         """The last epoch's record."""
         self.ended = False
@@ -215,7 +216,6 @@ class Worker:
         if last is None:
             raise ValueError("epochs = 0: a run is finished after at least one epoch")
         accuracy, loss = last.held_out_accuracy, last.held_out_loss
-        one_view: dict[str, float] = {}
         if accuracy is None or loss is None:
             try:
                 judged = self._judge()
@@ -223,13 +223,11 @@ class Worker:
                 self.fail(error)
                 raise
             accuracy, loss = judged.accuracy, judged.loss
-            if judged.one_view_accuracy is not None:
-                one_view = {ONE_VIEW: judged.one_view_accuracy}
         memory = self.loop.memory
         memory.refresh_peaks()
         results = {
             "accuracy": accuracy,
-            **one_view,
+            **({} if self._one_view is None else {ONE_VIEW: self._one_view}),
             "loss": loss,
             "seconds_per_epoch": mean_epoch_seconds(list(self._epoch_seconds)),
             "peak_gb": memory.peak_bytes / BYTES_PER_GB,
@@ -307,11 +305,13 @@ class Worker:
         """Goes on from the checkpoint at `path`; the event log is cut back to it.
 
         Raises:
-            CheckpointError: the checkpoint belongs to another run.
+            CheckpointError: the checkpoint belongs to another run, or another version has written it.
             DamagedCheckpointError: it is missing or damaged.
         """
         try:
             state = load_checkpoint(path)
+        except OtherFormatError:
+            raise  # nothing is damaged, and nothing may be begun in its place
         except CheckpointError as error:
             raise DamagedCheckpointError(str(error)) from error
         if not self._is_own(state["spec"]):
@@ -390,8 +390,13 @@ class Worker:
 
     def _judge(self) -> Evaluation:
         judged = self.loop.evaluate(self._held_out, self._task.num_correct)
-        if not math.isfinite(judged.loss):  # an overflow in training may have reached the moving averages of a norm
-            raise NonFiniteLossError(f"the loss on held-out samples is {judged.loss}{self._way_out()}")
+        # An overflow may have reached the moving averages of a norm. The loss alone may be the task's own affair.
+        if not math.isfinite(judged.loss) and not is_finite(self.loop.model):
+            raise NonFiniteLossError(
+                f"the loss on held-out samples is {judged.loss}, and the model holds numbers that are none"
+                f"{self._way_out()}"
+            )
+        self._one_view = judged.one_view_accuracy
         return judged
 
     def _way_out(self) -> str:
