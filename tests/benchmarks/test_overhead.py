@@ -28,10 +28,11 @@ def test_optuna_alone_trains_every_trial(tmp_path: Path) -> None:
 
 
 def test_one_of_two_equal_runs_is_recorded(tmp_path: Path) -> None:
-    trainer = Trainer("benchmarks.trivial:Layers3", tmp_path)
+    trainer = Trainer("benchmarks.trivial:Layers3", tmp_path, ["--device", "cpu"])
     off, on = trainer.epoch("off"), trainer.epoch("on")
     trainer.end()
     assert off.records == 0.0 < on.records < on.wall
+    assert (off.num_ticks, on.num_ticks) == (0, 2)
     (log,) = tmp_path.rglob("events.jsonl")
     records = [event.record for event in read_events(log)]
     assert [type(record) for record in records[1:]] == [Tick, Tick, Epoch]

@@ -81,16 +81,17 @@ def test_a_tasks_own_loss_may_be_no_number_on_held_out_samples(crew: Crew, modul
 
 
 def test_a_checkpoint_of_another_version_leaves_the_run_as_it_is(crew: Crew, module: str, tmp_path: Path) -> None:
-    worker = crew.start(own_spec(f"{module}:Blobs"), tmp_path)
+    folder = tmp_path / "run"
+    worker = crew.start(own_spec(f"{module}:Blobs"), folder)
     worker.train_epoch()
     worker.checkpoint()
     worker.close()
-    path = tmp_path / CHECKPOINT
+    path = folder / CHECKPOINT
     torch.save({**torch.load(path, weights_only=True), "format": 99}, path)
-    before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    before = {each.name: each.read_bytes() for each in folder.iterdir()}
     with pytest.raises(OtherFormatError, match="go on with the version that began the run"):
-        crew.build(own_spec(f"{module}:Blobs"), tmp_path).resume()
-    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
+        crew.build(own_spec(f"{module}:Blobs"), folder).resume()
+    assert {each.name: each.read_bytes() for each in folder.iterdir()} == before
 
 
 def test_a_search_run_is_judged_after_every_epoch(crew: Crew, module: str, tmp_path: Path) -> None:
