@@ -75,7 +75,10 @@ class DataSource(ABC):
 
 
 class TensorSource(DataSource):
-    """Samples held whole in two tensors, on the device that trains if they fit there."""
+    """Samples held whole in two tensors, on the device that trains if they fit there.
+
+    A subclass stays one wherever it moves. If its `batch` draws or waits on the host, its `is_resident` has to say so.
+    """
 
     def __init__(
         self,

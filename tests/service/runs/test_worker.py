@@ -88,6 +88,7 @@ def test_a_checkpoint_of_another_version_leaves_the_run_as_it_is(crew: Crew, mod
     worker.close()
     path = folder / CHECKPOINT
     torch.save({**torch.load(path, weights_only=True), "format": 99}, path)
+    (folder / ERROR).write_text("of the failure that is to be resumed from")
     before = {each.name: each.read_bytes() for each in folder.iterdir()}
     with pytest.raises(OtherFormatError, match="go on with the version that began the run"):
         crew.build(own_spec(f"{module}:Blobs"), folder).resume()

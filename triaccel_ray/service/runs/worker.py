@@ -132,9 +132,8 @@ class Worker:
         not, writes nothing more. Returns the epochs done.
 
         Raises:
-            ValueError: the checkpoint belongs to a run with other settings.
+            CheckpointError: the checkpoint belongs to a run with other settings, or another version has written it.
         """
-        (self.folder / ERROR).unlink(missing_ok=True)  # of a failure that an interruption is about to stand for
         damage = set_damage_aside(self.folder / EVENTS)
         if (self.folder / EVENTS).exists():
             with needing_room(self.folder):
@@ -158,6 +157,7 @@ class Worker:
                 self._drop_loop()  # first: what it holds would count as the memory of the next one
                 self.loop = self._build_loop()
             self.start(replace_existing=True)
+        (self.folder / ERROR).unlink(missing_ok=True)  # of a failure that an interruption is about to stand for
         epoch, num_kept = self.loop.feed.epoch, self._log.num_records if self._log else 0
         for place, record in earlier:
             if place >= num_kept:  # cut off with what came after the checkpoint
@@ -171,7 +171,8 @@ class Worker:
         """Trains one epoch, judges it on the validation samples (not on test samples), and returns the record.
 
         Raises:
-            NonFiniteLossError: the loss, in training or on validation samples, is not a number; the log says so.
+            NonFiniteLossError: the training loss is not a number, or the loss on validation samples and a part of the
+                model are not; the log says so.
             torch.OutOfMemoryError, MemoryError: not even one sample fits; likewise.
             TakenOverError: another process goes on with the run.
         """
@@ -210,7 +211,7 @@ class Worker:
         """Judges the finished run (for a final run: reads the test set, once), ends the log, returns the results.
 
         Raises:
-            NonFiniteLossError: the loss on the test samples is not a number.
+            NonFiniteLossError: the loss on the test samples and a part of the model are not numbers.
         """
         last = self.last
         if last is None:
