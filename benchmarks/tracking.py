@@ -1,12 +1,12 @@
 """What recording a run costs its training: the same epochs with and without, with a tracking server well and ill.
 
-Run `python -m benchmarks.tracking`. A process trains two equal runs in turn, an epoch of the one, an epoch of the
-other: one is recorded as `triaccel run` records it (event log; a thread of this process ships it to a real MLflow
-server), the other writes nothing. The server answers, has been killed, hangs, or a proxy answers 500 in its place; in
-the end it is back and must hold every value of the event log, once. Models of 3 and of 60 layers on a CPU, or with
-`--task` any task, on a GPU where there is one. Beside the two times, which a busy machine blurs, stands what the
-training process itself spends on records. Exits with 1 when anything is lost, or when records take more than 1% of
-the training time in any of these states.
+Run `python -m benchmarks.tracking`. A process trains one run of which every other epoch is recorded as `triaccel run`
+records it (event log; a thread of this process ships it to a real MLflow server), while nothing is written of the rest.
+The server answers, has been killed, hangs, or a proxy answers 500 in its place; in the end it is back and must hold
+every value of the event log, once. Models of 3 and of 60 layers on a CPU, or with `--task` any task, on a GPU where
+there is one. Beside the two times, which a busy machine blurs, stands what the training process itself spends on
+records. State `twice off` records nothing on either side: how far two times differ without a cause. Exits with 1 when
+anything is lost, or when records take more than 1% of the training time in any of the other states.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST = 0.01
 SHIPPING_INTERVAL_S = 0.2
 """A tenth of the product's, so that every recorded epoch has the shipping beside it."""
 MODELS = (Layers3, Layers60)
-STATES = ("answers", "killed", "hangs", "answers 500")
+STATES = ("twice off", "answers", "killed", "hangs", "answers 500")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Took:
 
 
 def train(task: str, folder: Path, data_dir: Path | None, device: str) -> None:
-    """Trains an epoch of the run that each line of standard input names, and answers with what it took."""
+    """Trains an epoch for each line of standard input, recorded where it says `on`, and answers with what it took."""
     import torch
 
     from triaccel_ray.events import EventLog, Record, Tick
@@ -62,11 +62,13 @@ def train(task: str, folder: Path, data_dir: Path | None, device: str) -> None:
 
     if device == "cpu":
         torch.set_num_threads(1)
-    spent, num_ticks = 0.0, 0
+    spent, num_ticks, recorded = 0.0, 0, True
     append = EventLog.append
 
     def timed(log: EventLog, record: Record) -> None:
         nonlocal spent, num_ticks
+        if not recorded:
+            return
         began = time.perf_counter()
         append(log, record)
         spent += time.perf_counter() - began
@@ -74,11 +76,12 @@ def train(task: str, folder: Path, data_dir: Path | None, device: str) -> None:
 
     EventLog.append = timed  # type: ignore[method-assign, assignment]  # timed without a word in the product
     spec = run_spec(task, data_dir=data_dir, recipe={}, device=device)
-    workers = {"off": Worker(spec, folder / "off"), "on": Worker(spec, folder / "on")}
-    workers["on"].start()
+    worker = Worker(spec, folder)
+    worker.start()
     for line in sys.stdin:
+        recorded = line.strip() == "on"
         spent, num_ticks, began, cpu = 0.0, 0, time.perf_counter(), time.process_time()
-        workers[line.strip()].train_epoch()
+        worker.train_epoch()
         took = Took(time.perf_counter() - began, time.process_time() - cpu, spent, num_ticks)
         print(json.dumps(asdict(took)), flush=True)
 
@@ -125,10 +128,12 @@ def state(name: str, server: Server, proxy: Proxy) -> Iterator[None]:
 
 
 def show(name: str, off: Sequence[float], on: Sequence[float], unit: str = "s") -> str:
-    """Returns one line with both sides: median and spread."""
+    """Returns one line with both sides, medians and spreads, and of the pairs' ratios the median and the quartiles."""
     sides = [f"{statistics.median(side):7.3f} ({min(side):.3f} to {max(side):.3f})" for side in (off, on)]
-    ratio = statistics.median(with_ / without for with_, without in zip(on, off, strict=True))
-    return f"    {name:10s} off {sides[0]} {unit}   on {sides[1]} {unit}   on/off {ratio:.3f}   n {len(on)}"
+    ratios = [with_ / without for with_, without in zip(on, off, strict=True)]
+    low, median, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else 3 * ratios
+    ratio = f"on/off {median:.3f} ({low:.3f} to {high:.3f})"
+    return f"    {name:10s} off {sides[0]} {unit}   on {sides[1]} {unit}   {ratio}   n {len(on)}"
 
 
 def measure(trainer: Trainer, folder: Path, server: Server, proxy: Proxy, rounds: int, states: Sequence[str]) -> float:
@@ -137,7 +142,7 @@ def measure(trainer: Trainer, folder: Path, server: Server, proxy: Proxy, rounds
     Of each state the median over its epochs: a single epoch is too short to judge by on a busy machine.
     """
     experiment, tracker = folder.name, Tracker(proxy.uri, folder)
-    shipper = Shipper(tracker, folder / "on", experiment=experiment, interval_s=SHIPPING_INTERVAL_S)
+    shipper = Shipper(tracker, folder / "run", experiment=experiment, interval_s=SHIPPING_INTERVAL_S)
     shipper.start()
     for which in ("off", "on"):
         trainer.epoch(which)  # to warm up
@@ -147,11 +152,13 @@ def measure(trainer: Trainer, folder: Path, server: Server, proxy: Proxy, rounds
         with state(name, server, proxy):
             for number in range(rounds):
                 for which in ("off", "on") if number % 2 else ("on", "off"):
-                    took[which].append(trainer.epoch(which))
+                    took[which].append(trainer.epoch("off" if name == "twice off" else which))
         print(f"  server {name}")
         for kind in ("wall", "cpu"):
             off, on = ([float(getattr(each, kind)) for each in took[which]] for which in ("off", "on"))
             print(show(f"{kind} time", off, on))
+        if name == "twice off":
+            continue
         shares = [each.records / each.wall for each in took["on"]]
         num_ticks = sum(each.num_ticks for each in took["on"])
         per_tick = sum(each.records for each in took["on"]) / max(num_ticks, 1) * 1e3
@@ -163,7 +170,7 @@ def measure(trainer: Trainer, folder: Path, server: Server, proxy: Proxy, rounds
     if not shipper.flush(60.0):
         raise SystemExit(f"LOST: {shipper.last_error}")
     direct = Tracker(server.uri, folder)
-    num_values = assert_equals_log(direct, only_run(direct, experiment), folder / "on" / "events.jsonl")
+    num_values = assert_equals_log(direct, only_run(direct, experiment), folder / "run" / "events.jsonl")
     print(f"  all {num_values} values of the event log are in MLflow, once")
     return share
 
@@ -207,7 +214,7 @@ def main() -> int:
                 for title, task, options in tasks_of(given):
                     print(title)
                     folder = Path(name) / title.replace(" ", "-")
-                    trainer = Trainer(task, folder, options)
+                    trainer = Trainer(task, folder / "run", options)
                     shares.append(measure(trainer, folder, server, proxy, given.rounds, given.states))
         finally:
             server.stop()

@@ -100,7 +100,10 @@ class ImageSource(TensorSource):
 
     def to(self, device: torch.device) -> Self:
         """Returns a source whose images live on `device`, before its first epoch."""
-        moved = self._with(self.inputs.to(device), self.targets.to(device))
+        return self._with(self.inputs.to(device), self.targets.to(device))
+
+    def _with(self, inputs: Tensor, targets: Tensor) -> Self:
+        moved, device = super()._with(inputs, targets), inputs.device
         moved._scale, moved._shift = self._scale.to(device), self._shift.to(device)
         moved._epoch = None if self._epoch is None else torch.zeros_like(self._epoch, device=device)
         return moved

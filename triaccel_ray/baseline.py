@@ -17,6 +17,7 @@ from triaccel_ray.measure.timing import EpochClock
 from triaccel_ray.plan import Plan, Precision
 from triaccel_ray.random_states import random_states, set_random_states
 from triaccel_ray.sources import as_source
+from triaccel_ray.stack_limit import restore_stacks
 
 Baseline = Literal["fp32", "amp"]
 
@@ -53,6 +54,7 @@ class BaselineLoop:
         self.model, self.optimizer, self._loss = model, optimizer, loss
         self._schedule = schedule
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
+        restore_stacks(self.device)  # as any other program has them
         self.memory = memory_meter(self.device, memory_budget, memory_headroom)
         self.feed = Feed(as_source(data).to(self.device), seed=seed, device=self.device)
         self.memory.require_room()

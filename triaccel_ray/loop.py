@@ -33,7 +33,8 @@ from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.pending import PendingTick
 from triaccel_ray.plan import Fault, FaultKind, Plan
 from triaccel_ray.random_states import random_states, set_random_states
-from triaccel_ray.sources import as_source
+from triaccel_ray.sources import as_source, placed
+from triaccel_ray.stack_limit import shrink_stacks
 from triaccel_ray.steps import StepParts, build_steps
 
 
@@ -79,10 +80,13 @@ class ControlLoop:
         self.device = next(model.parameters()).device
         self.model, self._loss = model, loss
         self._schedule = schedule or (lambda epoch: 1.0)
+        if self.config.execution.small_stacks:
+            shrink_stacks(self.device)
         self.memory = memory_meter(self.device, memory_budget, memory_headroom)
         self._pool = GraphPool(self.device)
         self.optimizer = LayerwiseOptimizer(optimizer, self._layers, release_memory=self._make_room)
-        self.feed = Feed(as_source(data).to(self.device), seed=seed, device=self.device)
+        source = placed(as_source(data), self.device, self.config.execution.data_on)
+        self.feed = Feed(source, seed=seed, device=self.device)
         self.loss_scale = LossScale(self.config.loss_scale, self.device)
         self._curvature_samples = torch.Generator().manual_seed(seed)
         self.memory.require_room()
@@ -256,12 +260,12 @@ class ControlLoop:
     def evaluate(self, data: Any, metric: Metric = count_top1) -> Evaluation:
         """Returns accuracy and mean loss on `data`, computed in FP32 and eval mode, each sample drawn once.
 
-        In batches of the size that trains, so that judging never takes more memory than training; on a GPU, where the
-        captured graphs keep theirs meanwhile, in quarters of it.
+        In batches of the size that trains, so that judging never takes more memory than training; on a GPU in quarters
+        of it, in the memory of the captured graphs.
         """
         is_captured = self._pool.holds_graphs
         # On the stream of the steps, whose memory is then used again.
-        with self._steps.on_stream(), self._precision.suspended():
+        with self._steps.on_stream(), self._pool.lent(), self._precision.suspended():
             result = evaluate(
                 self.model,
                 self._loss,
@@ -272,8 +276,6 @@ class ControlLoop:
                 step=self.num_steps,
                 release_memory=self._make_room,
             )
-        if is_captured:
-            torch.cuda.empty_cache()  # else the pool that eager work leaves would stand beside the graphs'
         self.sensors.record_faults(result.faults)
         return result
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+from triaccel_ray.config import DataPlace
+from triaccel_ray.host_memory import in_host_memory
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.stream import SampleStream
 
@@ -47,6 +49,10 @@ class DataSource(ABC):
     @abstractmethod
     def to(self, device: torch.device) -> DataSource:
         """Returns the same samples, delivered on `device`."""
+
+    def kept_on_host(self, device: torch.device) -> DataSource:
+        """Returns the same samples, delivered on `device` and kept, where that can be, in memory of the host."""
+        return self.to(device)
 
     @property
     def is_resident(self) -> bool:
@@ -143,6 +149,16 @@ class TensorSource(DataSource):
         streamed.views = self.views  # type: ignore[method-assign]  # a subclass may have its own
         return streamed
 
+    def kept_on_host(self, device: torch.device) -> DataSource:
+        """Returns a source of which a GPU reads the inputs out of pinned memory; targets lie on `device`.
+
+        Raises:
+            RuntimeError: the host has not as much memory that can be pinned.
+        """
+        if device.type != "cuda" or self.inputs.is_cuda:
+            return self.to(device)
+        return self._with(in_host_memory(self.inputs, device), self.targets.to(device))
+
     def _with(self, inputs: Tensor, targets: Tensor) -> Self:
         moved = copy.copy(self)
         moved.inputs, moved.targets = inputs, targets
@@ -237,3 +253,8 @@ def as_source(data: Any) -> DataSource:
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
         return TensorSource(*data)
     return DatasetSource(data)
+
+
+def placed(source: DataSource, device: torch.device, data_on: DataPlace) -> DataSource:
+    """Returns the same samples, delivered on `device` and kept where `data_on` says."""
+    return source.kept_on_host(device) if data_on == "host" else source.to(device)

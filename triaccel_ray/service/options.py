@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from triaccel_ray.config import AmpPrecision, ControlConfig, CurvatureMethod, ExecutionConfig, LrRule
+from triaccel_ray.config import AmpPrecision, ControlConfig, CurvatureMethod, DataPlace, ExecutionConfig, LrRule
 from triaccel_ray.plan import Precision
 from triaccel_ray.service.storage.place import Place
 
@@ -82,11 +82,17 @@ class Training:
     """Whether a backward pass computes again what --fuse's kernels gave to convolutions: less memory, more time."""
     autotune: Given[Literal["on", "off"]] = None
     """Whether cuDNN times its algorithms for every new batch size: pays in long runs at one size."""
+    small_stacks: Given[Literal["on", "off"]] = None
+    """Whether CUDA sets little memory aside for its threads' stacks; off for kernels of your own that recurse."""
+    data_on: Given[DataPlace] = None
+    """Where samples held in tensors lie while a GPU trains, but for fp32 and amp, which have them on the device: on the
+    host they take none of its memory, and a batch a little more time."""
 
     def execution(self, execution: ExecutionConfig) -> ExecutionConfig:
         """Returns `execution` with what was given."""
-        given = {name: getattr(self, name) for name in ("capture", "fuse", "recompute", "autotune")}
-        return replace(execution, **{name: value == "on" for name, value in given.items() if value is not None})
+        names = ("capture", "fuse", "recompute", "autotune", "small_stacks")
+        switched = {name: value == "on" for name in names if (value := getattr(self, name)) is not None}
+        return replace(execution, **switched, **_given({"data_on": self.data_on}))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from triaccel_ray.layers import Loss, forward
 from triaccel_ray.lent_stream import LentStream
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.sources import DataSource
+from triaccel_ray.sources import DataSource, placed
 
 
 def build_loop(
@@ -40,10 +40,11 @@ def build_loop(
     optimizer = task.optimizer(model, spec.recipe)
     loss = partial(task.loss, recipe=spec.recipe)
     is_baseline = spec.method in ("fp32", "amp")
-    data = train.to(device)  # on the stream where the loop will: it can have the same memory again
+    train = placed(train, device, spec.data_on)
     with contextlib.nullcontext() if is_baseline or device.type == "cpu" else LentStream(device).current():
-        _warm_up(model, loss, data)
-    del data
+        _warm_up(model, loss, train)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # or what the loop keeps for good would take a corner of each block left behind
     seed_everything(spec.seed)
     if is_baseline:
         return BaselineLoop(

@@ -13,7 +13,7 @@ import torch
 
 from trainables.registry import load_task
 from trainables.task import Purpose, Recipe
-from triaccel_ray.config import BatchConfig, ControlConfig, require, require_integer, require_number
+from triaccel_ray.config import BatchConfig, ControlConfig, DataPlace, require, require_integer, require_number
 from triaccel_ray.plan import Precision
 from triaccel_ray.service.runs.methods import METHODS
 
@@ -79,6 +79,11 @@ class RunSpec:
         if available and self.device != "cpu":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
+
+    @property
+    def data_on(self) -> DataPlace:
+        """Where samples lie: for FP32 and AMP, as tutorials write them, on the device."""
+        return "device" if self.method in ("fp32", "amp") else self.control.execution.data_on
 
     @property
     def method_control(self) -> ControlConfig:

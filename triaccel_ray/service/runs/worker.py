@@ -35,6 +35,7 @@ from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import ONE_VIEW
 from triaccel_ray.service.runs.spec import RunSpec, environment
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, SPEC, write_value
+from triaccel_ray.sources import placed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,8 @@ class Worker:
         seed_everything(spec.seed)
         self._task = load_task(spec.task, None if spec.data_dir is None else Path(spec.data_dir))
         self._splits = self._task.data(spec.purpose) if splits is None else splits
-        self._held_out = self._splits.held_out.to(self.device)  # once, not at every evaluation
+        # once, not at every evaluation
+        self._held_out = placed(self._splits.held_out, self.device, spec.data_on)
         self.loop = self._build_loop()
         self._log: EventLog | None = None
         self._writing = threading.Lock()
