@@ -244,16 +244,17 @@ class ExecutionConfig:
     autotune: bool = False
     """Whether cuDNN times its algorithms for every new batch size and precision: 1 to 4 seconds each, for steps that
     are 2 to 7% faster. Pays in runs of minutes at one batch size."""
-    small_stacks: bool = True
-    """Whether CUDA sets aside 256 bytes of stack for each thread of the device in place of 1024, for the whole process:
-    0.2 GB less on an H200. The driver enlarges stacks for kernels that are known to need more; off is for kernels of
-    your own that recurse."""
+    lean_memory: bool = True
+    """Whether the whole process holds less of a GPU that it does not compute with: CUDA sets aside 256 bytes of stack
+    for each thread of the device in place of 1024, 0.2 GB less on an H200, and PyTorch's allocator enlarges its
+    segments in place ("expandable segments"). Off is for kernels of your own that recurse, and for sharing tensors with
+    other processes."""
     data_on: DataPlace = "device"
     """`device`: samples held in tensors lie on the device that trains. `host`: in pinned memory of the host, out of
     which a GPU reads each batch: less memory of the device, and for small samples hardly more time."""
 
     def __post_init__(self) -> None:
-        for name in ("capture", "fuse", "recompute", "autotune", "small_stacks"):
+        for name in ("capture", "fuse", "recompute", "autotune", "lean_memory"):
             require_flag(name, getattr(self, name))
         require(self.data_on in ("device", "host"), "data_on", self.data_on, "must be device or host")
 

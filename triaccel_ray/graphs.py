@@ -95,7 +95,7 @@ class GraphPool:
             return
         before = _tensors_in(memory)
         try:
-            with torch.cuda.use_mem_pool(memory, self._device):
+            with torch.cuda.device(self._device), torch.cuda.use_mem_pool(memory):
                 yield
         finally:
             if memory is self._memory and _tensors_in(memory) - before:

@@ -23,6 +23,7 @@ from triaccel_ray.events import Tick
 from triaccel_ray.graphs import GraphPool
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.layers import Loss, find_layers, require_trainable
+from triaccel_ray.lean_memory import set_lean
 from triaccel_ray.measure.costs import measure_costs
 from triaccel_ray.measure.curvature import CurvatureMeter
 from triaccel_ray.measure.memory import memory_meter
@@ -34,7 +35,6 @@ from triaccel_ray.pending import PendingTick
 from triaccel_ray.plan import Fault, FaultKind, Plan
 from triaccel_ray.random_states import random_states, set_random_states
 from triaccel_ray.sources import as_source, placed
-from triaccel_ray.stack_limit import shrink_stacks
 from triaccel_ray.steps import StepParts, build_steps
 
 
@@ -80,8 +80,7 @@ class ControlLoop:
         self.device = next(model.parameters()).device
         self.model, self._loss = model, loss
         self._schedule = schedule or (lambda epoch: 1.0)
-        if self.config.execution.small_stacks:
-            shrink_stacks(self.device)
+        set_lean(self.device, self.config.execution.lean_memory)
         self.memory = memory_meter(self.device, memory_budget, memory_headroom)
         self._pool = GraphPool(self.device)
         self.optimizer = LayerwiseOptimizer(optimizer, self._layers, release_memory=self._make_room)
@@ -261,9 +260,8 @@ class ControlLoop:
         """Returns accuracy and mean loss on `data`, computed in FP32 and eval mode, each sample drawn once.
 
         In batches of the size that trains, so that judging never takes more memory than training; on a GPU in quarters
-        of it, in the memory of the captured graphs.
+        of it, where there are captured graphs in their memory.
         """
-        is_captured = self._pool.holds_graphs
         # On the stream of the steps, whose memory is then used again.
         with self._steps.on_stream(), self._pool.lent(), self._precision.suspended():
             result = evaluate(
@@ -272,7 +270,7 @@ class ControlLoop:
                 data,
                 metric,
                 device=self.device,
-                batch_size=max(self.plan.batch_size // (4 if is_captured else 1), 1),
+                batch_size=max(self.plan.batch_size // (4 if self._pool.on_gpu else 1), 1),
                 step=self.num_steps,
                 release_memory=self._make_room,
             )

@@ -82,15 +82,16 @@ class Training:
     """Whether a backward pass computes again what --fuse's kernels gave to convolutions: less memory, more time."""
     autotune: Given[Literal["on", "off"]] = None
     """Whether cuDNN times its algorithms for every new batch size: pays in long runs at one size."""
-    small_stacks: Given[Literal["on", "off"]] = None
-    """Whether CUDA sets little memory aside for its threads' stacks; off for kernels of your own that recurse."""
+    lean_memory: Given[Literal["on", "off"]] = None
+    """Whether CUDA's stacks are small and the allocator's segments expandable on a GPU: less memory, but for fp32 and
+    amp; off for kernels of your own that recurse."""
     data_on: Given[DataPlace] = None
     """Where samples held in tensors lie while a GPU trains, but for fp32 and amp, which have them on the device: on the
     host they take none of its memory, and a batch a little more time."""
 
     def execution(self, execution: ExecutionConfig) -> ExecutionConfig:
         """Returns `execution` with what was given."""
-        names = ("capture", "fuse", "recompute", "autotune", "small_stacks")
+        names = ("capture", "fuse", "recompute", "autotune", "lean_memory")
         switched = {name: value == "on" for name in names if (value := getattr(self, name)) is not None}
         return replace(execution, **switched, **_given({"data_on": self.data_on}))
 

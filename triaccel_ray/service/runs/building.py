@@ -16,6 +16,7 @@ from trainables.task import Task
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.events import Tick
 from triaccel_ray.layers import Loss, forward
+from triaccel_ray.lean_memory import set_lean
 from triaccel_ray.lent_stream import LentStream
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.service.runs.spec import RunSpec
@@ -35,18 +36,18 @@ def build_loop(
 
     Whatever was drawn before, two loops of one spec are the same.
     """
+    set_lean(device, spec.lean_memory)  # the loop does so too, when the model is there
     seed_everything(spec.seed)
     model = task.model().to(device)
     optimizer = task.optimizer(model, spec.recipe)
     loss = partial(task.loss, recipe=spec.recipe)
-    is_baseline = spec.method in ("fp32", "amp")
     train = placed(train, device, spec.data_on)
-    with contextlib.nullcontext() if is_baseline or device.type == "cpu" else LentStream(device).current():
+    with contextlib.nullcontext() if spec.is_baseline or device.type == "cpu" else LentStream(device).current():
         _warm_up(model, loss, train)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # or what the loop keeps for good would take a corner of each block left behind
     seed_everything(spec.seed)
-    if is_baseline:
+    if spec.is_baseline:
         return BaselineLoop(
             model,
             optimizer,

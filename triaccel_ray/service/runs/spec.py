@@ -83,7 +83,17 @@ class RunSpec:
     @property
     def data_on(self) -> DataPlace:
         """Where samples lie: for FP32 and AMP, as tutorials write them, on the device."""
-        return "device" if self.method in ("fp32", "amp") else self.control.execution.data_on
+        return "device" if self.is_baseline else self.control.execution.data_on
+
+    @property
+    def lean_memory(self) -> bool:
+        """Whether the process holds less of a GPU than another would."""
+        return not self.is_baseline and self.control.execution.lean_memory
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether the run is FP32 or AMP as a tutorial writes it, without this engine."""
+        return self.method in ("fp32", "amp")
 
     @property
     def method_control(self) -> ControlConfig:
