@@ -43,7 +43,7 @@ def build_loop(
     loss = partial(task.loss, recipe=spec.recipe)
     train = placed(train, device, spec.data_on)
     with contextlib.nullcontext() if spec.is_baseline or device.type == "cpu" else LentStream(device).current():
-        _warm_up(model, loss, train)
+        _warm_up(model, loss, train, device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # or what the loop keeps for good would take a corner of each block left behind
     seed_everything(spec.seed)
@@ -87,13 +87,15 @@ def is_finite(model: nn.Module) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in (*model.parameters(), *model.buffers()))
 
 
-def _warm_up(model: nn.Module, loss: Loss, train: DataSource) -> None:
+def _warm_up(model: nn.Module, loss: Loss, train: DataSource, device: torch.device) -> None:
     """Loads everything that loads lazily.
 
     Two samples pass through a copy of the model: libraries, handles and workspaces take hundreds of MiB at the first
     operation, which would otherwise pass for the memory of the first batch. Workspaces belong to the stream that is
-    current.
+    current, and are there first: what stays must not lie behind what goes.
     """
+    square = torch.ones(2, 2, device=device, requires_grad=True)
+    (square @ square).sum().backward()
     duplicate = copy.deepcopy(model).eval()
     inputs, targets = train.batch(torch.arange(min(2, len(train))), None)
     loss(forward(duplicate, inputs), targets).backward()
