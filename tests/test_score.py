@@ -51,9 +51,10 @@ def test_no_time_or_memory_is_refused(seconds: float, memory_gb: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "mean"), [([3.0], 3.0), ([1.0, 2.0], 1.5), ([100.0, 1.0, 2.0, 3.0, 4.0, 5.0], 3.0)]
+    ("seconds", "mean"),
+    [([3.0], 3.0), ([9.0, 2.0], 2.0), ([9.0, 1.0, 2.0], 1.5), ([9.0, 8.0, 1.0, 2.0, 3.0, 4.0, 5.0], 3.0)],
 )
-def test_the_mean_is_over_the_last_five_epochs(seconds: list[float], mean: float) -> None:
+def test_the_mean_is_over_the_last_five_epochs_without_the_first(seconds: list[float], mean: float) -> None:
     assert mean_epoch_seconds(seconds) == mean
 
 

@@ -108,7 +108,7 @@ class CurvatureConfig:
     """Largest eigenvalue above which a layer is held one precision higher; > 0, infinite: never."""
     smoothing: float = 0.5
     """Weight of the past in the moving average over measurements, in [0, 1): sampling noise between batches of 32 is
-    larger than the error of the cheap estimates."""
+    larger than the error of the cheap estimates. 0: each measurement acts as it is, the first one, too."""
 
     def __post_init__(self) -> None:
         require_flag("curvature enabled", self.enabled)

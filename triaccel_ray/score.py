@@ -8,7 +8,7 @@ BYTES_PER_GB = 1e9
 """Decimal: 1 GB of the score is 10^9 bytes."""
 
 TIMED_EPOCHS = 5
-"""Seconds per epoch are the mean over this many last epochs (section 4.2)."""
+"""Seconds per epoch are the mean over this many last epochs (section 4.2), the run's first left out."""
 
 
 def efficiency_score(accuracy_percent: float, seconds_per_epoch: float, memory_gb: float) -> float:
@@ -30,12 +30,17 @@ def efficiency_score(accuracy_percent: float, seconds_per_epoch: float, memory_g
 
 
 def mean_epoch_seconds(seconds: Sequence[float]) -> float:
-    """Returns the mean of the last five epochs' seconds, of all when there are fewer.
+    """Returns the mean of the last five epochs' seconds, or of as many as there are.
+
+    The first of them is left out where there are others: libraries load in it, kernels compile, steps are captured.
+
+    Args:
+        seconds: of a run's epochs in their order, from the first on; of a long run its last six will do.
 
     Raises:
         ValueError: no epoch was timed.
     """
     if not seconds:
         raise ValueError("seconds = []: at least one epoch must have been timed")
-    last = seconds[-TIMED_EPOCHS:]
+    last = (seconds[1:] or seconds)[-TIMED_EPOCHS:]
     return sum(last) / len(last)

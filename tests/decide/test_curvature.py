@@ -122,6 +122,17 @@ def test_lr_scale_follows_the_largest_eigenvalue(alpha, eigenvalues, expected):
     assert lr_scale(CurvatureConfig(alpha=alpha), LayerState(by_variance=BF16, eigenvalues=eigenvalues)) == expected
 
 
+@pytest.mark.parametrize(("smoothing", "scales"), [(0.5, [1.0, 1 / 1.75, 1 / 1.625]), (0.0, [1 / 2, 1 / 1.5, 1 / 1.5])])
+def test_a_single_measurement_acts_only_where_none_are_averaged(smoothing, scales):
+    config, state, found = CurvatureConfig(alpha=0.5, smoothing=smoothing), LayerState(by_variance=BF16), []
+    for eigenvalue in (2.0, 1.0, 1.0):
+        state, _ = remember(config, state, (eigenvalue,))
+        found.append(lr_scale(config, state))
+        state, _ = remember(config, state, None)  # a tick without a measurement
+        assert lr_scale(config, state) == found[-1]
+    assert found == pytest.approx(scales)
+
+
 def test_lr_scale_is_one_when_disabled():
     state = LayerState(by_variance=BF16, eigenvalues=(50.0,))
     assert lr_scale(CurvatureConfig(enabled=False, alpha=1.0), state) == 1.0

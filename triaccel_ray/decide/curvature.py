@@ -83,8 +83,12 @@ def smooth_noise(weight: float, past: NoiseSignal | None, measured: NoiseSignal 
 
 
 def lr_scale(config: CurvatureConfig, state: LayerState) -> float:
-    """Returns 1 / (1 + alpha max_i lambda_i), rule 4; 1 before a measurement or where the curvature is negative."""
-    if not config.enabled or not state.eigenvalues:
+    """Returns 1 / (1 + alpha max_i lambda_i), rule 4; 1 before a measurement or where the curvature is negative.
+
+    Where measurements are averaged, a single one does not act yet: nothing tells an outlier from it.
+    """
+    is_single = state.measured_once and config.smoothing > 0.0
+    if not config.enabled or not state.eigenvalues or is_single:
         return 1.0
     return 1.0 / (1.0 + config.alpha * max(state.eigenvalues[0], 0.0))
 

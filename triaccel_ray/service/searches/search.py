@@ -291,7 +291,7 @@ def _tuner(spec: SearchSpec, trainable: Any, place: Place, own: Path, claim: Cla
     scheduler: TrialScheduler = FIFOScheduler()
     if not pareto:
         epochs = spec.base.recipe.epochs
-        grace = max(epochs // 4, 1)
+        grace = min(max(epochs // 4, 2), epochs)  # the first epoch says little of a trial's time
         scheduler = ASHAScheduler(
             time_attr="epoch", metric="objective", mode="max", max_t=epochs, grace_period=grace, reduction_factor=3
         )
