@@ -9,6 +9,7 @@ from triaccel_ray.config import (
     BatchConfig,
     ControlConfig,
     CurvatureConfig,
+    ExecutionConfig,
     LossScaleConfig,
     PrecisionConfig,
     require,
@@ -86,6 +87,8 @@ OUT_OF_RANGE = [
         "must be an integer >= 1",
         [2.5, INF, 0, -1, NAN],
     ),
+    (ExecutionConfig, "data_on", "data_on", "must be device or host", ["disk", "", None]),
+    (ExecutionConfig, "lean_memory", "lean_memory", "must be True or False", ["off", 1]),
     (ControlConfig, "every_steps", "every_steps (T_ctrl)", "must be an integer >= 1", [2.5, INF, 0, -50, NAN]),
 ]
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from triaccel_ray.host_memory import in_host_memory
-from triaccel_ray.sources import TensorSource, placed
+from triaccel_ray.sources import TensorSource, delivered
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,9 +36,9 @@ def test_nothing_at_all_is_no_mistake() -> None:
 
 def test_a_source_kept_on_the_host_is_part_of_a_graph() -> None:
     inputs, targets = torch.arange(64.0).view(32, 2), torch.arange(32)
-    source = placed(TensorSource(inputs, targets), CUDA, "host")
+    source = delivered(TensorSource(inputs, targets), CUDA, "host")
     assert source.is_resident
-    assert placed(source, CUDA, "host").batch(torch.tensor([1], device=CUDA), None)[1].item() == 1
+    assert delivered(source, CUDA, "host").batch(torch.tensor([1], device=CUDA), None)[1].item() == 1
     indices = torch.tensor([3, 1], device=CUDA)
     source.batch(indices, None)
     graph = torch.cuda.CUDAGraph()

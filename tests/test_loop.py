@@ -185,6 +185,17 @@ def test_a_model_without_a_layer_is_refused(model: nn.Module) -> None:
         ControlLoop(model, torch.optim.SGD([parameter]), cross_entropy, blobs(8))
 
 
+def test_the_last_judgement_has_the_captured_steps_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, _ = loop_of(mlp(), blobs(40))
+    loop.train_epoch()
+    released: list[bool] = []
+    monkeypatch.setattr(loop._pool, "release", lambda: released.append(True))
+    before = loop.evaluate(blobs(100, seed=1))
+    assert released == []
+    assert loop.evaluate(blobs(100, seed=1), is_last=True) == before
+    assert released == [True]
+
+
 def test_a_budget_without_room_is_refused_and_leaves_the_model_alone() -> None:
     model = mlp()
     with pytest.raises(ValueError, match="the process already holds"):

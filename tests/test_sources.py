@@ -7,11 +7,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from tests.build import CPU, CountingSource, plain
+from triaccel_ray import sources
 from triaccel_ray.apply.feed import Feed
+from triaccel_ray.config import DataPlace
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.memory import MIB, CudaMemory
 from triaccel_ray.plan import FaultKind
-from triaccel_ray.sources import DatasetSource, DataSource, TensorSource, as_source
+from triaccel_ray.sources import DatasetSource, DataSource, TensorSource, as_source, delivered
 
 INPUTS, TARGETS = torch.arange(10.0).view(5, 2), torch.arange(5)
 INDICES = torch.tensor([3, 0])
@@ -129,6 +131,31 @@ def test_tensors_beyond_a_budget_train_from_the_host() -> None:
     loop.close()
     assert loop.memory.peak_bytes <= loop.memory.limit_bytes
     assert FaultKind.DATA_STREAMED in {fault.kind for tick in ticks for fault in tick.observation.faults}
+
+
+class Here(TensorSource):
+    """Stays where it is."""
+
+    def to(self, device: torch.device) -> TensorSource:
+        return self
+
+
+@pytest.mark.parametrize("data_on", ["device", "host"])
+def test_on_a_cpu_samples_are_on_the_host_anyway(data_on: DataPlace) -> None:
+    drawn, targets = delivered(TensorSource(INPUTS, TARGETS), CPU, data_on).batch(INDICES, None)
+    assert torch.equal(drawn, INPUTS[INDICES])
+    assert torch.equal(targets, INDICES)
+    (drawn, *_), _ = delivered(DatasetSource(Items(((1.0, 2.0), 0))), CPU, data_on).batch(torch.tensor([0]), None)
+    assert drawn.tolist() == [1.0]
+
+
+def test_a_host_that_cannot_pin_the_samples_leaves_them_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(tensor: Tensor, device: torch.device) -> Tensor:
+        raise RuntimeError("no memory to pin")
+
+    monkeypatch.setattr(sources, "in_host_memory", refuse)
+    source = Here(INPUTS, TARGETS)
+    assert delivered(source, torch.device("cuda"), "host") is source
 
 
 def test_a_data_set_is_collated() -> None:

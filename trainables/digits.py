@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from search_spaces.found import found
 from trainables.split import stratified_split
 from trainables.task import Purpose, Recipe, Splits, Task
-from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig
 from triaccel_ray.sources import TensorSource
 
 _SPLIT_SEED = 2026
@@ -29,14 +30,14 @@ class Digits(Task):
 
     name: ClassVar[str] = "digits"
     recipe: ClassVar[Recipe] = Recipe(epochs=12, lr=0.1, warmup_epochs=2.0, nesterov=True)
-    control: ClassVar[ControlConfig] = ControlConfig(
-        every_steps=4,  # an epoch has 12 steps
-        # A layer's smoothed variance falls from 3e-3..3e-4 at the first step to 3e-7..4e-9 at the last. Over that,
-        # tau_high is the upper quartile: FP32 ends after two to four epochs, the first layer last. tau_low lets the
-        # deep layers enter FP16 in the last two epochs alone, because a step in FP16 costs a CPU ten in FP32.
-        precision=PrecisionConfig(tau_low=2e-8, tau_high=1e-4),
-        curvature=CurvatureConfig(every_steps=20),
-        batch=BatchConfig(start=96, minimum=32, maximum=256, granularity=32),
+    # Found on a CPU, where a step in FP16 takes ten times as long as one in FP32: BF16 in every layer. A layer's
+    # smoothed variance falls from 3e-3..3e-4 at the first step to 3e-7..4e-9 at the last, below tau_low in the end.
+    control: ClassVar[ControlConfig] = found("digits").onto(
+        ControlConfig(
+            every_steps=4,  # an epoch has 12 steps
+            curvature=CurvatureConfig(every_steps=20),
+            batch=BatchConfig(start=96, minimum=32, maximum=256, granularity=32),
+        )
     )
 
     def model(self) -> nn.Module:

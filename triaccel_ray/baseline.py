@@ -123,10 +123,10 @@ class BaselineLoop:
             seconds=self._clock.finish(),
         )
 
-    def evaluate(self, data: Any, metric: Metric = count_top1) -> Evaluation:
+    def evaluate(self, data: Any, metric: Metric = count_top1, *, is_last: bool = False) -> Evaluation:
         """Returns accuracy and mean loss on `data`, computed in FP32 and eval mode, each sample drawn once.
 
-        In batches of the size that trains, so that judging never takes more memory than training.
+        In batches of the size that trains, so that judging never takes more memory than training, last or not.
         """
         return evaluate(
             self.model,

@@ -245,13 +245,13 @@ class ExecutionConfig:
     """Whether cuDNN times its algorithms for every new batch size and precision: 1 to 4 seconds each, for steps that
     are 2 to 7% faster. Pays in runs of minutes at one batch size."""
     lean_memory: bool = True
-    """Whether the whole process holds less of a GPU that it does not compute with: CUDA sets aside 256 bytes of stack
-    for each thread of the device in place of 1024, 0.2 GB less on an H200, and PyTorch's allocator enlarges its
-    segments in place ("expandable segments"). Off is for kernels of your own that recurse, and for sharing tensors with
-    other processes."""
+    """Whether the process, from the first loop on, holds less of a GPU that it does not compute with: CUDA limits the
+    stack of each thread of the device to 256 bytes in place of 1024, 0.2 GB less on an H200, and PyTorch's allocator
+    enlarges its segments in place ("expandable segments"). Off is for kernels of your own that recurse or call by
+    pointers, and for sharing tensors with other processes."""
     data_on: DataPlace = "device"
-    """`device`: samples held in tensors lie on the device that trains. `host`: in pinned memory of the host, out of
-    which a GPU reads each batch: less memory of the device, and for small samples hardly more time."""
+    """`device`: training samples held in tensors lie on the device. `host`: in pinned memory of the host, out of which
+    a GPU reads each batch ("zero-copy"): less memory of the device, and for small samples hardly more time."""
 
     def __post_init__(self) -> None:
         for name in ("capture", "fuse", "recompute", "autotune", "lean_memory"):

@@ -30,17 +30,13 @@ class GraphPool:
         self._device = device
         self._callbacks: list[Callable[[], None]] = []
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
-        self._memory = self._new_memory()
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether there is a CUDA device."""
-        return self._memory is not None
+        self.handle = self._new_handle()
+        """What `torch.cuda.graph(pool=...)` takes; another one after each release. None without CUDA."""
 
     @property
     def can_capture(self) -> bool:
         """Whether there is a device whose work can be captured."""
-        return self.on_gpu
+        return self.handle is not None
 
     @property
     def holds_graphs(self) -> bool:
@@ -77,39 +73,18 @@ class GraphPool:
     def release(self) -> None:
         """Drops all graphs and gives their memory back to the device; waits for the device."""
         self._drop()
-        self._memory = None
-        if self._device.type == "cuda":
+        if self.handle is not None:
             torch.cuda.empty_cache()
-        self._memory = self._new_memory()
-
-    @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
-        """Has what this thread allocates inside, on the stream that captures, lie in the graphs' memory.
-
-        None of them may replay meanwhile. Tensors that are left behind, which a replay would overwrite, cost the
-        graphs: they are released. Without effect where there are no graphs.
-        """
-        memory = self._memory if self.holds_graphs else None
-        if memory is None:
-            yield
-            return
-        before = _tensors_in(memory)
-        try:
-            with torch.cuda.device(self._device), torch.cuda.use_mem_pool(memory):
-                yield
-        finally:
-            if memory is self._memory and _tensors_in(memory) - before:
-                self.release()
+        self.handle = self._new_handle()
 
     def synchronize(self) -> None:
         """Waits for the device: a graph must not be destroyed, nor its memory go, while it replays."""
-        if self.on_gpu:
+        if self.handle is not None:
             torch.cuda.synchronize(self._device)
 
     def _record(self, work: Callable[[], None], generators: Sequence[torch.Generator]) -> Graph:
-        assert self._memory is not None
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device), _capturing(graph, self._memory.id, generators):
+        with torch.cuda.device(self._device), _capturing(graph, self.handle, generators):
             work()
         return graph
 
@@ -119,15 +94,8 @@ class GraphPool:
             drop_graphs()
         self._graphs.clear()  # one that lingers (in a traceback, say) goes with that: a further release could not help
 
-    def _new_memory(self) -> torch.cuda.MemPool | None:
-        return torch.cuda.MemPool() if self._device.type == "cuda" else None
-
-
-def _tensors_in(memory: torch.cuda.MemPool) -> set[int]:
-    """Returns the addresses of what lies in `memory`."""
-    segments = torch.cuda.memory_snapshot(memory.id)
-    blocks = (block for segment in segments for block in segment["blocks"])
-    return {block["address"] for block in blocks if block["state"] == "active_allocated"}
+    def _new_handle(self) -> Any:
+        return torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
 
 
 @contextlib.contextmanager

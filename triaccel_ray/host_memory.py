@@ -1,4 +1,4 @@
-"""Tensors that a GPU reads out of the host's memory."""
+"""Tensors that a GPU reads out of the host's memory ("zero-copy", mapped pinned memory)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from torch import Tensor
 
 
 def in_host_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns the values of `tensor` as a tensor of the CUDA `device` that takes none of its memory.
+    """Returns a copy of `tensor` that is a tensor of the CUDA `device` and takes none of its memory.
 
-    They are copied to memory of the host that cannot be paged out ("pinned"), which kernels read through the bus as
-    they read their own, at a hundredth of the speed: for what is read a little of at a time.
+    It lies in memory of the host that cannot be paged out ("pinned"), which kernels read through the bus as they read
+    their own, at a hundredth of the speed: for what is read a little of at a time. PyTorch rounds what it pins up to a
+    power of two. The memory may be used again as soon as the last tensor of it is gone: wait for the device before.
 
     Raises:
-        RuntimeError: the host has not as much memory that can be pinned.
+        RuntimeError: the host has not as much memory that can be pinned, or the device cannot read it in place.
     """
-    pinned = tensor.detach().cpu().contiguous().pin_memory()
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
     if not pinned.numel():
         return pinned.to(device)
     with torch.cuda.device(device):

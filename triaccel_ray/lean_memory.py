@@ -11,72 +11,96 @@ from typing import ClassVar
 import torch
 
 DEFAULT_STACK_BYTES = 1024
-"""Set aside for each thread that the device can run at once, 270,336 on an H200: CUDA's own choice."""
+"""CUDA's own limit on the stack of a thread, set aside for each that the device can run at once: 270,336 on an H200."""
 LEAN_STACK_BYTES = 256
-"""What kernels are left with of which the compiler cannot tell how deep they go, those that recurse."""
+"""What is left to kernels of which the compiler cannot tell how deep they go: that recurse, or call by pointers."""
 _STACK_SIZE = 0
 """CU_LIMIT_STACK_SIZE of the driver's interface."""
+_VIRTUAL_MEMORY = 102
+"""CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of it."""
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def set_lean(device: torch.device, lean: bool) -> None:
-    """Has this process hold less of a GPU's memory, or what any other would; waits for the device.
+    """Has this process hold less of a GPU's memory, or again what any other would; waits for the device.
 
-    Without effect on a CPU. Stacks: the driver enlarges them by itself for kernels that are known to need more; a size
-    other than CUDA's own stays, for somebody has chosen it. Segments: PyTorch's allocator enlarges them in place, so
-    that blocks of different sizes can follow one another in the same memory, unless the environment says how it shall
-    work. What has been allocated before stays as it is.
+    Without effect on a CPU. Stacks: the driver enlarges them by itself for kernels that are known to need more; a limit
+    other than CUDA's own stays, for somebody has chosen it. Segments: PyTorch's allocator enlarges them in place
+    ("expandable segments"), so that blocks of different sizes can follow one another in the same memory, unless the
+    environment says how it shall work. What has been allocated before stays as it is.
     """
-    if device.type != "cuda":
-        return
-    stack = _stack_bytes(device)
-    if lean and stack == DEFAULT_STACK_BYTES:
-        _set_stack_bytes(device, LEAN_STACK_BYTES)
-    elif not lean and stack is not None and LEAN_STACK_BYTES <= stack < DEFAULT_STACK_BYTES:
-        _set_stack_bytes(device, DEFAULT_STACK_BYTES)
-    _Segments.expand(lean)
+    if device.type == "cuda":
+        _Process.limit_stacks(device, lean)
+        _Process.expand_segments(device, lean)
 
 
-class _Segments:
-    """The setting of PyTorch's allocator, which is one for the process and cannot be read back."""
+class _Process:
+    """What `set_lean` has changed; stacks and allocator are the process's, hence so is this."""
 
-    are_expandable: ClassVar[bool] = False
+    stacks: ClassVar[set[int]] = set()
+    """Indices of the devices whose stacks are small."""
+    segments: ClassVar[bool] = False
+    """Whether segments are expandable."""
 
     @classmethod
-    def expand(cls, wanted: bool) -> None:
-        """Makes what is allocated from now on expandable, or no longer so; not where the user has settings."""
-        if cls.are_expandable != wanted and not any(map(os.environ.get, _ALLOCATOR_VARIABLES)):
-            _set_allocator(f"expandable_segments:{wanted}")
-            cls.are_expandable = wanted
+    def limit_stacks(cls, device: torch.device, lean: bool) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if lean and _stack_bytes(index) == DEFAULT_STACK_BYTES and _set_stack_bytes(index, LEAN_STACK_BYTES):
+            cls.stacks.add(index)
+        elif not lean and index in cls.stacks and _set_stack_bytes(index, DEFAULT_STACK_BYTES):
+            cls.stacks.remove(index)
+
+    @classmethod
+    def expand_segments(cls, device: torch.device, lean: bool) -> None:
+        if cls.segments == lean or any(map(os.environ.get, _ALLOCATOR_VARIABLES)):
+            return
+        if not lean or _has_virtual_memory(device):
+            cls.segments = lean if _set_allocator(f"expandable_segments:{lean}") else cls.segments
 
 
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-
-def _set_allocator(settings: str) -> None:
+def _set_allocator(settings: str) -> bool:
+    """Returns whether PyTorch's allocator took the settings; there is no public way but the environment."""
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if change is not None:  # there is no public way but the environment, before the process's first tensor
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of platforms that have no such segments
-            change(settings)
+    if change is None:
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of platforms that have no such segments
+        change(settings)
+    return True
 
 
-def _stack_bytes(device: torch.device) -> int | None:
-    """Returns the bytes of stack of each thread; None if the driver does not say."""
+def _stack_bytes(index: int) -> int | None:
+    """Returns the limit on each thread's stack; None if the driver does not say."""
     driver, value = _driver(), ctypes.c_size_t()
     if driver is None:
         return None
-    with torch.cuda.device(device):
+    with torch.cuda.device(index):
         torch.cuda.synchronize()  # makes the device's context the thread's
         status = driver.cuCtxGetLimit(ctypes.byref(value), ctypes.c_int(_STACK_SIZE))
     return None if status else value.value
 
 
-def _set_stack_bytes(device: torch.device, num_bytes: int) -> None:
+def _set_stack_bytes(index: int, num_bytes: int) -> bool:
+    """Returns whether the driver took the limit."""
     driver = _driver()
-    if driver is not None:
-        with torch.cuda.device(device):
-            torch.cuda.synchronize()
-            driver.cuCtxSetLimit(ctypes.c_int(_STACK_SIZE), ctypes.c_size_t(num_bytes))  # a refusal costs memory alone
+    if driver is None:
+        return False
+    with torch.cuda.device(index):
+        torch.cuda.synchronize()
+        status: int = driver.cuCtxSetLimit(ctypes.c_int(_STACK_SIZE), ctypes.c_size_t(num_bytes))
+    return status == 0
+
+
+def _has_virtual_memory(device: torch.device) -> bool:
+    """Returns whether memory can be mapped to addresses bit by bit; not every virtual GPU lets one."""
+    driver, value, ordinal = _driver(), ctypes.c_int(), ctypes.c_int()
+    if driver is None:
+        return False
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        status = driver.cuCtxGetDevice(ctypes.byref(ordinal))
+        status = status or driver.cuDeviceGetAttribute(ctypes.byref(value), ctypes.c_int(_VIRTUAL_MEMORY), ordinal)
+    return status == 0 and value.value == 1
 
 
 @functools.cache

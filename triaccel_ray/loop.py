@@ -34,7 +34,7 @@ from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.pending import PendingTick
 from triaccel_ray.plan import Fault, FaultKind, Plan
 from triaccel_ray.random_states import random_states, set_random_states
-from triaccel_ray.sources import as_source, placed
+from triaccel_ray.sources import as_source, delivered
 from triaccel_ray.steps import StepParts, build_steps
 
 
@@ -56,6 +56,9 @@ class ControlLoop:
         on_tick: Callable[[Tick], None] | None = None,
     ) -> None:
         """Takes over the training of `model` on the device where its parameters are.
+
+        On a GPU it changes how the whole process uses its memory, unless the configuration says otherwise; see
+        `ExecutionConfig.lean_memory`.
 
         Args:
             model: any module; its layers are found by `find_layers`.
@@ -84,7 +87,7 @@ class ControlLoop:
         self.memory = memory_meter(self.device, memory_budget, memory_headroom)
         self._pool = GraphPool(self.device)
         self.optimizer = LayerwiseOptimizer(optimizer, self._layers, release_memory=self._make_room)
-        source = placed(as_source(data), self.device, self.config.execution.data_on)
+        source = delivered(as_source(data), self.device, self.config.execution.data_on)
         self.feed = Feed(source, seed=seed, device=self.device)
         self.loss_scale = LossScale(self.config.loss_scale, self.device)
         self._curvature_samples = torch.Generator().manual_seed(seed)
@@ -256,24 +259,30 @@ class ControlLoop:
             seconds=seconds,
         )
 
-    def evaluate(self, data: Any, metric: Metric = count_top1) -> Evaluation:
+    def evaluate(self, data: Any, metric: Metric = count_top1, *, is_last: bool = False) -> Evaluation:
         """Returns accuracy and mean loss on `data`, computed in FP32 and eval mode, each sample drawn once.
 
-        In batches of the size that trains, so that judging never takes more memory than training; on a GPU in quarters
-        of it, where there are captured graphs in their memory.
+        In batches of the size that trains, so that judging never takes more memory than training; on a GPU, where the
+        captured graphs keep theirs meanwhile, in quarters of it. `is_last` says that no step follows: then they do not
+        keep it.
         """
+        if is_last:
+            self._pool.release()
+        on_gpu = self.device.type == "cuda"
         # On the stream of the steps, whose memory is then used again.
-        with self._steps.on_stream(), self._pool.lent(), self._precision.suspended():
+        with self._steps.on_stream(), self._precision.suspended():
             result = evaluate(
                 self.model,
                 self._loss,
                 data,
                 metric,
                 device=self.device,
-                batch_size=max(self.plan.batch_size // (4 if self._pool.on_gpu else 1), 1),
+                batch_size=max(self.plan.batch_size // (4 if on_gpu else 1), 1),
                 step=self.num_steps,
                 release_memory=self._make_room,
             )
+        if on_gpu:
+            torch.cuda.empty_cache()  # else the pool that eager work leaves would stand beside the graphs'
         self.sensors.record_faults(result.faults)
         return result
 

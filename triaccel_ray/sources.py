@@ -51,7 +51,10 @@ class DataSource(ABC):
         """Returns the same samples, delivered on `device`."""
 
     def kept_on_host(self, device: torch.device) -> DataSource:
-        """Returns the same samples, delivered on `device` and kept, where that can be, in memory of the host."""
+        """Returns the same samples, delivered on `device` and kept, where that can be, in memory of the host.
+
+        A source around another passes the call on; one that moves tensors of its own in `to` does so here, too.
+        """
         return self.to(device)
 
     @property
@@ -152,12 +155,15 @@ class TensorSource(DataSource):
     def kept_on_host(self, device: torch.device) -> DataSource:
         """Returns a source of which a GPU reads the inputs out of pinned memory; targets lie on `device`.
 
-        Raises:
-            RuntimeError: the host has not as much memory that can be pinned.
+        Where the host cannot pin as much, all of it lies on `device`.
         """
         if device.type != "cuda" or self.inputs.is_cuda:
             return self.to(device)
-        return self._with(in_host_memory(self.inputs, device), self.targets.to(device))
+        try:
+            inputs = in_host_memory(self.inputs, device)
+        except RuntimeError:
+            return self.to(device)
+        return self._with(inputs, self.targets.to(device))
 
     def _with(self, inputs: Tensor, targets: Tensor) -> Self:
         moved = copy.copy(self)
@@ -255,6 +261,6 @@ def as_source(data: Any) -> DataSource:
     return DatasetSource(data)
 
 
-def placed(source: DataSource, device: torch.device, data_on: DataPlace) -> DataSource:
+def delivered(source: DataSource, device: torch.device, data_on: DataPlace) -> DataSource:
     """Returns the same samples, delivered on `device` and kept where `data_on` says."""
     return source.kept_on_host(device) if data_on == "host" else source.to(device)

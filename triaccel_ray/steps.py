@@ -80,7 +80,7 @@ def build_steps(parts: StepParts, config: ExecutionConfig) -> tuple[StepCache, t
     """Returns what makes the steps, and as a fault what makes them slower than asked for."""
     copies = fusion = None
     faults: tuple[Fault, ...] = ()
-    if parts.pool.on_gpu:
+    if parts.pool.handle is not None:
         copies = ComputeCopies(parts.layers, parts.optimizer.parameters)
         fused = _fuse(parts, recompute=config.recompute) if config.fuse else None
         if isinstance(fused, Refusal):

@@ -112,11 +112,11 @@ def test_a_replay_tells_where_other_thresholds_differ(
 ) -> None:
     assert desk.type("replay", "one") == 0
     assert "under its own configuration: every decision is the same" in capsys.readouterr().out
-    other = ("--tau-high", "inf")
+    other = ("--tau-high", "1e-4")
     assert desk.type("replay", str(trained), *other) == 0
     said = capsys.readouterr().out
     assert "first difference at tick" in said
-    assert "recorded fp32, now bf16" in said
+    assert "recorded bf16, now fp32" in said
 
 
 def test_resuming_a_finished_run_changes_nothing(desk: Desk, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from search_spaces.thresholds import calibration, thresholds
 from tests.search_spaces.samples import samples
 from trainables.digits import Digits
 from trainables.task import Purpose
-from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.plan import Precision
 from triaccel_ray.service import cli
 from triaccel_ray.service.options import Thresholds, Training
@@ -85,6 +85,13 @@ def test_a_bound_by_the_noise_scale_is_kept() -> None:
     assert typed(command_of(spec)) == spec
     search: Any = tyro.cli(cli.Command, prog="triaccel", args=shlex.split(search_command_of(SearchSpec(base=spec)))[1:])
     assert search_spec(search).base == spec
+
+
+@pytest.mark.parametrize("execution", [ExecutionConfig(lean_memory=False, data_on="host"), ExecutionConfig(fuse=False)])
+def test_how_steps_are_run_is_kept(execution: ExecutionConfig) -> None:
+    spec = replace(BASE, control=replace(BASE.control, execution=execution))
+    assert typed(command_of(spec)) == spec
+    assert ("--data-on host" in command_of(spec)) == ("--lean-memory off" in command_of(spec)) == execution.fuse
 
 
 def test_a_bound_by_the_noise_scale_is_switched_both_ways() -> None:

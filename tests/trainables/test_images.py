@@ -8,7 +8,7 @@ from tests.waiting import no_waiting
 from trainables.images import ImageSource, Preparation
 from triaccel_ray.apply.feed import Feed
 from triaccel_ray.config import DataPlace
-from triaccel_ray.sources import placed
+from triaccel_ray.sources import delivered
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 PLAIN = Preparation(mean=MEAN, std=STD)
@@ -111,7 +111,7 @@ def test_constants_of_other_channels_are_refused(name: str, change: dict[str, tu
 def test_a_captured_batch_is_what_an_eager_one_is(size: int | None, alternate: bool, data_on: DataPlace) -> None:
     device = torch.device("cuda")
     source = _source(replace(AUGMENTED, dtype=torch.float16, size=size, alternate=alternate), 64)
-    source = placed(source, device, data_on)
+    source = delivered(source, device, data_on)
     feed = Feed(source, seed=0, device=device)
     indices = feed.take(16).clone()
     source.batch(indices, feed.generator)
@@ -140,5 +140,5 @@ def test_a_captured_batch_is_what_an_eager_one_is(size: int | None, alternate: b
 @pytest.mark.parametrize("data_on", ["device", "host"])
 def test_a_gpu_makes_what_the_cpu_makes(data_on: DataPlace) -> None:
     on_cpu = _source(PLAIN).batch(INDICES, None)[0]
-    on_gpu = placed(_source(PLAIN), torch.device("cuda"), data_on).batch(INDICES, None)[0]
+    on_gpu = delivered(_source(PLAIN), torch.device("cuda"), data_on).batch(INDICES, None)[0]
     assert (on_gpu.cpu() - on_cpu).abs().max() < 4 * 3 * torch.finfo(torch.float32).eps

@@ -110,7 +110,7 @@ class StepCache:
         """Whether steps may be captured."""
         self._source = step.feed.source
         self._eager_gradients = gradients_of()
-        self._stream = LentStream(step.feed.generator.device) if pool.on_gpu else None
+        self._stream = LentStream(step.feed.generator.device) if pool.handle is not None else None
         self._entries: OrderedDict[_Key, _Captured] = OrderedDict()
         self._warm: set[_Key] = set()
         self._too_large: set[_Key] = set()

@@ -83,11 +83,11 @@ class Training:
     autotune: Given[Literal["on", "off"]] = None
     """Whether cuDNN times its algorithms for every new batch size: pays in long runs at one size."""
     lean_memory: Given[Literal["on", "off"]] = None
-    """Whether CUDA's stacks are small and the allocator's segments expandable on a GPU: less memory, but for fp32 and
-    amp; off for kernels of your own that recurse."""
+    """Whether the process holds little of a GPU beside what it computes with (small stacks, expandable segments); no
+    effect on fp32 and amp. Off for kernels of your own that recurse or call by pointers."""
     data_on: Given[DataPlace] = None
-    """Where samples held in tensors lie while a GPU trains, but for fp32 and amp, which have them on the device: on the
-    host they take none of its memory, and a batch a little more time."""
+    """Where samples held in tensors lie while a GPU trains: on the host they take none of its memory, and a batch a
+    little more time. No effect on fp32 and amp, which have them on the device."""
 
     def execution(self, execution: ExecutionConfig) -> ExecutionConfig:
         """Returns `execution` with what was given."""

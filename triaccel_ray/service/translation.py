@@ -174,5 +174,5 @@ def _settings(recipe: Recipe, control: ControlConfig) -> dict[str, object]:
         "t-curv": control.curvature.every_steps,
         "b-curv": control.curvature.num_samples,
         "curvature": control.curvature.method,
-        **{name: "on" if value else "off" for name, value in switches.items()},
+        **{name.replace("_", "-"): {True: "on", False: "off"}.get(value, value) for name, value in switches.items()},
     }

@@ -12,7 +12,7 @@ import torch
 
 from trainables.digits import Digits
 from trainables.task import Purpose, Recipe
-from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.plan import Precision
 from triaccel_ray.service.runs.methods import METHODS
@@ -51,6 +51,14 @@ def test_a_method_has_its_parts_alone(method: str, precision: Precision | None, 
         assert control.precision.initial is precision
     assert control.curvature.enabled == curvature
     assert control.batch.enabled == batch
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fp32_and_amp_hold_what_any_other_program_would(method: str) -> None:
+    asked = ExecutionConfig(lean_memory=True, data_on="host", autotune=True)
+    usual = ExecutionConfig(lean_memory=False, data_on="device", autotune=True)
+    expected = usual if method in ("fp32", "amp") else asked
+    assert control_of(method, replace(CONTROL, execution=asked)).execution == expected
 
 
 def test_every_method_has_a_control_and_a_description() -> None:

@@ -16,11 +16,10 @@ from trainables.task import Task
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.events import Tick
 from triaccel_ray.layers import Loss, forward
-from triaccel_ray.lean_memory import set_lean
 from triaccel_ray.lent_stream import LentStream
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.sources import DataSource, placed
+from triaccel_ray.sources import DataSource, delivered
 
 
 def build_loop(
@@ -36,12 +35,11 @@ def build_loop(
 
     Whatever was drawn before, two loops of one spec are the same.
     """
-    set_lean(device, spec.lean_memory)  # the loop does so too, when the model is there
     seed_everything(spec.seed)
     model = task.model().to(device)
     optimizer = task.optimizer(model, spec.recipe)
     loss = partial(task.loss, recipe=spec.recipe)
-    train = placed(train, device, spec.data_on)
+    train = delivered(train, device, spec.method_control.execution.data_on)
     with contextlib.nullcontext() if spec.is_baseline or device.type == "cpu" else LentStream(device).current():
         _warm_up(model, loss, train, device)
     if device.type == "cuda":

@@ -13,7 +13,7 @@ import torch
 
 from trainables.registry import load_task
 from trainables.task import Purpose, Recipe
-from triaccel_ray.config import BatchConfig, ControlConfig, DataPlace, require, require_integer, require_number
+from triaccel_ray.config import BatchConfig, ControlConfig, require, require_integer, require_number
 from triaccel_ray.plan import Precision
 from triaccel_ray.service.runs.methods import METHODS
 
@@ -81,16 +81,6 @@ class RunSpec:
         return torch.device("cpu")
 
     @property
-    def data_on(self) -> DataPlace:
-        """Where samples lie: for FP32 and AMP, as tutorials write them, on the device."""
-        return "device" if self.is_baseline else self.control.execution.data_on
-
-    @property
-    def lean_memory(self) -> bool:
-        """Whether the process holds less of a GPU than another would."""
-        return not self.is_baseline and self.control.execution.lean_memory
-
-    @property
     def is_baseline(self) -> bool:
         """Whether the run is FP32 or AMP as a tutorial writes it, without this engine."""
         return self.method in ("fp32", "amp")
@@ -107,7 +97,10 @@ class RunSpec:
         if self.method not in ("dynamic-batch", "dynamic-both"):
             batch = replace(batch, enabled=False, lr_rule="none")
         curvature = replace(self.control.curvature, enabled=False)
-        return replace(self.control, precision=precision, curvature=curvature, batch=batch)
+        execution = self.control.execution
+        if self.is_baseline:
+            execution = replace(execution, lean_memory=False, data_on="device")
+        return replace(self.control, precision=precision, curvature=curvature, batch=batch, execution=execution)
 
 
 def run_spec(task_name: str, *, data_dir: Path | None, recipe: Mapping[str, object], **settings: object) -> RunSpec:

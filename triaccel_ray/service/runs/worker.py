@@ -17,6 +17,7 @@ from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.checkpoint import CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
 from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Record, Start, TakenOverError
 from triaccel_ray.jsonable import decode, encode
+from triaccel_ray.lean_memory import set_lean
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.plan import Precision
 from triaccel_ray.score import BYTES_PER_GB, TIMED_EPOCHS, efficiency_score, mean_epoch_seconds
@@ -35,7 +36,7 @@ from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import ONE_VIEW
 from triaccel_ray.service.runs.spec import RunSpec, environment
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, SPEC, write_value
-from triaccel_ray.sources import placed
+from triaccel_ray.sources import delivered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +70,15 @@ class Worker:
         """
         self.spec, self.folder = spec, folder
         self.device = spec.torch_device
+        execution = spec.method_control.execution
         # Before the first tensor: not even a model that is too large may take a neighbour's memory.
+        set_lean(self.device, execution.lean_memory)
         self._budget_bytes = hold_to_part(self.device, spec.trials_per_gpu, spec.memory_budget_bytes)
         seed_everything(spec.seed)
         self._task = load_task(spec.task, None if spec.data_dir is None else Path(spec.data_dir))
         self._splits = self._task.data(spec.purpose) if splits is None else splits
         # once, not at every evaluation
-        self._held_out = placed(self._splits.held_out, self.device, spec.data_on)
+        self._held_out = delivered(self._splits.held_out, self.device, execution.data_on)
         self.loop = self._build_loop()
         self._log: EventLog | None = None
         self._writing = threading.Lock()
@@ -392,7 +395,7 @@ class Worker:
         )
 
     def _judge(self) -> Evaluation:
-        judged = self.loop.evaluate(self._held_out, self._task.num_correct)
+        judged = self.loop.evaluate(self._held_out, self._task.num_correct, is_last=self.finished)
         # An overflow may have reached the moving averages of a norm. The loss alone may be the task's own affair.
         if not math.isfinite(judged.loss) and not is_finite(self.loop.model):
             raise NonFiniteLossError(
