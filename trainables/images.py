@@ -1,4 +1,4 @@
-"""Data sets of small images that live on the device that trains, whole and raw."""
+"""Data sets of small images, kept whole and raw where the device that trains can read them."""
 
 from __future__ import annotations
 
