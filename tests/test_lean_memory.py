@@ -8,7 +8,7 @@ import torch
 from triaccel_ray import lean_memory
 from triaccel_ray.lean_memory import set_lean
 
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
 
 
 class Machine:
@@ -17,7 +17,6 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, stack: int | None, *, refuses: bool = False) -> None:
         self.stack, self.refuses = stack, refuses
         self.told: list[str] = []
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(lean_memory, "_stack_bytes", lambda index: self.stack)
         monkeypatch.setattr(lean_memory, "_set_stack_bytes", self.set_stack)
         monkeypatch.setattr(lean_memory, "_set_allocator", self.tell)
