@@ -20,7 +20,7 @@ class Machine:
         monkeypatch.setattr(lean_memory, "_stack_bytes", lambda index: self.stack)
         monkeypatch.setattr(lean_memory, "_set_stack_bytes", self.set_stack)
         monkeypatch.setattr(lean_memory, "_set_allocator", self.tell)
-        monkeypatch.setattr(lean_memory, "_has_virtual_memory", lambda device: True)
+        monkeypatch.setattr(lean_memory, "_has_virtual_memory", lambda index: True)
         monkeypatch.setattr(lean_memory._Process, "stacks", set())
         monkeypatch.setattr(lean_memory._Process, "segments", False)
         for name in lean_memory._ALLOCATOR_VARIABLES:
@@ -66,7 +66,7 @@ def test_an_allocator_that_the_user_has_set_up_stays(monkeypatch: pytest.MonkeyP
 
 def test_a_gpu_that_maps_no_memory_keeps_its_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, 1024)
-    monkeypatch.setattr(lean_memory, "_has_virtual_memory", lambda device: False)
+    monkeypatch.setattr(lean_memory, "_has_virtual_memory", lambda index: False)
     for lean in (True, False):
         set_lean(CUDA, lean)
     assert (machine.stack, machine.told) == (1024, [])
@@ -85,7 +85,7 @@ def test_without_a_driver_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(lean_memory, "_driver", lambda: None)
     assert lean_memory._stack_bytes(0) is None
     assert not lean_memory._set_stack_bytes(0, 256)
-    assert not lean_memory._has_virtual_memory(CUDA)
+    assert not lean_memory._has_virtual_memory(0)
 
 
 def test_a_cpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

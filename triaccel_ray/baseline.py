@@ -12,7 +12,6 @@ from triaccel_ray.apply.feed import Feed
 from triaccel_ray.config import AmpPrecision
 from triaccel_ray.epochs import EpochStats, Schedule, mean_loss
 from triaccel_ray.layers import Loss, find_layers, forward
-from triaccel_ray.lean_memory import set_lean
 from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.measure.timing import EpochClock
 from triaccel_ray.plan import Plan, Precision
@@ -54,7 +53,6 @@ class BaselineLoop:
         self.model, self.optimizer, self._loss = model, optimizer, loss
         self._schedule = schedule
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
-        set_lean(self.device, False)
         self.memory = memory_meter(self.device, memory_budget, memory_headroom)
         self.feed = Feed(as_source(data).to(self.device), seed=seed, device=self.device)
         self.memory.require_room()

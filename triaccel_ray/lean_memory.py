@@ -6,7 +6,7 @@ import ctypes
 import functools
 import os
 import warnings
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,8 +30,9 @@ def set_lean(device: torch.device, lean: bool) -> None:
     environment says how it shall work. What has been allocated before stays as it is.
     """
     if device.type == "cuda":
-        _Process.limit_stacks(device, lean)
-        _Process.expand_segments(device, lean)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        _Process.limit_stacks(index, lean)
+        _Process.expand_segments(index, lean)
 
 
 class _Process:
@@ -43,19 +44,18 @@ class _Process:
     """Whether segments are expandable."""
 
     @classmethod
-    def limit_stacks(cls, device: torch.device, lean: bool) -> None:
-        index = torch.cuda.current_device() if device.index is None else device.index
+    def limit_stacks(cls, index: int, lean: bool) -> None:
         if lean and _stack_bytes(index) == DEFAULT_STACK_BYTES and _set_stack_bytes(index, LEAN_STACK_BYTES):
             cls.stacks.add(index)
         elif not lean and index in cls.stacks and _set_stack_bytes(index, DEFAULT_STACK_BYTES):
             cls.stacks.remove(index)
 
     @classmethod
-    def expand_segments(cls, device: torch.device, lean: bool) -> None:
+    def expand_segments(cls, index: int, lean: bool) -> None:
         if cls.segments == lean or any(map(os.environ.get, _ALLOCATOR_VARIABLES)):
             return
-        if not lean or _has_virtual_memory(device):
-            cls.segments = lean if _set_allocator(f"expandable_segments:{lean}") else cls.segments
+        if (not lean or _has_virtual_memory(index)) and _set_allocator(f"expandable_segments:{lean}"):
+            cls.segments = lean
 
 
 def _set_allocator(settings: str) -> bool:
@@ -71,36 +71,33 @@ def _set_allocator(settings: str) -> bool:
 
 def _stack_bytes(index: int) -> int | None:
     """Returns the limit on each thread's stack; None if the driver does not say."""
-    driver, value = _driver(), ctypes.c_size_t()
-    if driver is None:
-        return None
-    with torch.cuda.device(index):
-        torch.cuda.synchronize()  # makes the device's context the thread's
-        status = driver.cuCtxGetLimit(ctypes.byref(value), ctypes.c_int(_STACK_SIZE))
-    return None if status else value.value
+    value = ctypes.c_size_t()
+    return value.value if _drive(index, "cuCtxGetLimit", ctypes.byref(value), ctypes.c_int(_STACK_SIZE)) else None
 
 
 def _set_stack_bytes(index: int, num_bytes: int) -> bool:
     """Returns whether the driver took the limit."""
+    return _drive(index, "cuCtxSetLimit", ctypes.c_int(_STACK_SIZE), ctypes.c_size_t(num_bytes))
+
+
+def _has_virtual_memory(index: int) -> bool:
+    """Returns whether memory can be mapped to addresses bit by bit; not every virtual GPU lets one."""
+    value, ordinal = ctypes.c_int(), ctypes.c_int()
+    known = _drive(index, "cuCtxGetDevice", ctypes.byref(ordinal)) and _drive(
+        index, "cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(_VIRTUAL_MEMORY), ordinal
+    )
+    return known and value.value == 1
+
+
+def _drive(index: int, function: str, *arguments: Any) -> bool:
+    """Returns whether the driver's function succeeded, called with the device's context; waits for the device."""
     driver = _driver()
     if driver is None:
         return False
     with torch.cuda.device(index):
-        torch.cuda.synchronize()
-        status: int = driver.cuCtxSetLimit(ctypes.c_int(_STACK_SIZE), ctypes.c_size_t(num_bytes))
+        torch.cuda.synchronize()  # makes the context the thread's
+        status: int = getattr(driver, function)(*arguments)
     return status == 0
-
-
-def _has_virtual_memory(device: torch.device) -> bool:
-    """Returns whether memory can be mapped to addresses bit by bit; not every virtual GPU lets one."""
-    driver, value, ordinal = _driver(), ctypes.c_int(), ctypes.c_int()
-    if driver is None:
-        return False
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()
-        status = driver.cuCtxGetDevice(ctypes.byref(ordinal))
-        status = status or driver.cuDeviceGetAttribute(ctypes.byref(value), ctypes.c_int(_VIRTUAL_MEMORY), ordinal)
-    return status == 0 and value.value == 1
 
 
 @functools.cache

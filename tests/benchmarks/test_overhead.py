@@ -27,7 +27,7 @@ def test_optuna_alone_trains_every_trial(tmp_path: Path) -> None:
     assert all(gap >= 0.0 for gap in contender.gaps)
 
 
-def test_one_of_two_equal_runs_is_recorded(tmp_path: Path) -> None:
+def test_epochs_are_recorded_where_that_is_asked_for(tmp_path: Path) -> None:
     trainer = Trainer("benchmarks.trivial:Layers3", tmp_path, ["--device", "cpu"])
     off, on = trainer.epoch("off"), trainer.epoch("on")
     trainer.end()

@@ -82,7 +82,7 @@ class Worker:
         self.loop = self._build_loop()
         self._log: EventLog | None = None
         self._writing = threading.Lock()
-        self._epoch_seconds: deque[float] = deque(maxlen=TIMED_EPOCHS + 1)
+        self._epoch_seconds: deque[float] = deque(maxlen=TIMED_EPOCHS + 1)  # with the first of all, not timed
         self._one_view: float | None = None
         self.last: Epoch | None = None
         """The last epoch's record."""

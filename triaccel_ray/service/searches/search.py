@@ -284,6 +284,11 @@ class _EndOfAll(tune.Stopper):
         return self._found
 
 
+def grace_epochs(num_epochs: int) -> int:
+    """Returns after how many epochs a trial may be stopped: a quarter, two at least, for the first tells no time."""
+    return min(max(num_epochs // 4, 2), num_epochs)
+
+
 def _tuner(spec: SearchSpec, trainable: Any, place: Place, own: Path, claim: Claim | None) -> tune.Tuner:
     space = search_space(spec.space, spec.optional)
     pareto = spec.objective == "pareto"
@@ -291,9 +296,13 @@ def _tuner(spec: SearchSpec, trainable: Any, place: Place, own: Path, claim: Cla
     scheduler: TrialScheduler = FIFOScheduler()
     if not pareto:
         epochs = spec.base.recipe.epochs
-        grace = min(max(epochs // 4, 2), epochs)  # the first epoch says little of a trial's time
         scheduler = ASHAScheduler(
-            time_attr="epoch", metric="objective", mode="max", max_t=epochs, grace_period=grace, reduction_factor=3
+            time_attr="epoch",
+            metric="objective",
+            mode="max",
+            max_t=epochs,
+            grace_period=grace_epochs(epochs),
+            reduction_factor=3,
         )
     return tune.Tuner(
         trainable,
