@@ -144,6 +144,7 @@ def test_the_file_for_ray_up_is_one_that_ray_takes() -> None:
     assert prepared["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
     for commands in ("head_start_ray_commands", "worker_start_ray_commands"):
         assert "RAY_AUTH_MODE=token" in prepared[commands][-1]
+    assert "RAY_enable_autoscaler_v2=0" in prepared["head_start_ray_commands"][-1]
     assert config["min_workers"] == config["max_workers"] == len(config["provider"]["worker_ips"])
 
 
