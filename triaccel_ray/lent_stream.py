@@ -14,9 +14,10 @@ import torch
 class LentStream:
     """A CUDA stream of its holder's own; once that is gone, the next holder's.
 
-    For each stream that has multiplied matrices PyTorch keeps workspaces until the process ends, 64 MiB on an H200. A
-    process that trains run after run would hold as much again for each of them, had each a new stream. They are the
-    process's, hence so is the list of streams that nobody holds: runs know nothing of one another.
+    For each stream on which a thread has multiplied matrices PyTorch keeps a workspace until the process ends, 32 MiB
+    on an H200, and cuBLAS 64 MiB for each such thread. A process that trains run after run would hold as much again for
+    each of them, had each a new stream; so would one whose backward passes ran in the thread that PyTorch has for them.
+    Workspaces are the process's, hence so is the list of streams that nobody holds: runs know nothing of one another.
 
     Successive holders have to wait for the same outside stream, the default one as a rule: what one leaves behind is
     ordered before the next one's work by that alone.
@@ -37,11 +38,14 @@ class LentStream:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Has what is inside run on this stream, between what is launched before it and after it."""
+        """Has what is inside run on this stream, between what is launched before it and after it.
+
+        Backward passes run in the calling thread meanwhile.
+        """
         outside = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(outside)
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), torch.autograd.set_multithreading_enabled(False):
                 yield
         finally:
             outside.wait_stream(self._stream)

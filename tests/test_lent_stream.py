@@ -1,0 +1,75 @@
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from triaccel_ray.lent_stream import LentStream
+
+MULTIPLYING = """
+import sys
+import torch
+from triaccel_ray.lent_stream import LentStream
+from triaccel_ray.measure.memory import CudaMemory
+device = torch.device("cuda", 0)
+memory = CudaMemory(device, None)
+layer = torch.nn.Linear(64, 64, device=device)
+def multiply():
+    return layer(torch.ones(64, 64, device=device)).sum()
+def sample():
+    torch.cuda.empty_cache()
+    return memory.sample()
+with LentStream(device).current():
+    multiply()
+    forward = sample()
+    if sys.argv[1] == "as usual":
+        torch.autograd.set_multithreading_enabled(True)
+    multiply().backward()
+    print(int(memory.source == "nvml process"), sample() - forward)
+"""
+
+
+@pytest.fixture
+def device() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.gpu
+def test_a_backward_pass_runs_in_the_calling_thread_and_only_meanwhile(device: torch.device) -> None:
+    threads: list[int] = []
+    weight = torch.ones(4, 4, device=device, requires_grad=True)
+    weight.register_hook(lambda gradient: threads.append(threading.get_ident()))
+    (weight @ weight).sum().backward()
+    with LentStream(device).current():
+        (weight @ weight).sum().backward()
+    (weight @ weight).sum().backward()
+    before, within, after = threads
+    assert within == threading.get_ident() != before == after
+
+
+@pytest.mark.gpu
+def test_a_backward_pass_takes_no_workspaces_of_its_own(device: torch.device) -> None:
+    def grown(how: str) -> int:
+        command = [sys.executable, "-c", MULTIPLYING, how]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        sees_processes, num_bytes = map(int, shown.split())
+        return num_bytes if sees_processes else pytest.skip("NVML hides processes here")
+
+    assert grown("on the stream") <= 24 * 2**20
+    assert grown("as usual") >= 64 * 2**20
+
+
+@pytest.mark.gpu
+def test_a_stream_that_was_given_back_is_lent_again(device: torch.device) -> None:
+    def computed_on(lent: LentStream) -> int:
+        with lent.current():
+            return torch.cuda.current_stream(device).cuda_stream
+
+    first = LentStream(device)
+    used = computed_on(first)
+    assert computed_on(LentStream(device)) != used
+    del first
+    assert computed_on(LentStream(device)) == used
