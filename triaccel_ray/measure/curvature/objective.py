@@ -91,7 +91,8 @@ def measuring(model: nn.Module, *, strict_fp32: bool = False) -> Iterator[None]:
     device_types = {p.device.type for p in model.parameters()}
     is_recurrent = any(isinstance(module, nn.RNNBase) for module, _ in was_training)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
+        if torch.is_inference_mode_enabled():  # else it would also have backward passes run in another thread again
+            stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for device_type in device_types:
             stack.enter_context(torch.autocast(device_type, enabled=False))
