@@ -74,7 +74,7 @@ def test_test_images_of_the_small_network_are_judged_with_their_mirror_images_to
 @pytest.mark.parametrize(
     ("name", "ladder", "amp"),
     [
-        ("cifar10-resnet18", (96, 192), "fp16"),
+        ("cifar10-resnet18", (96, 224), "fp16"),
         ("cifar10-resnet18-long", (512, 512), "fp16"),
         ("cifar10-efficientnet-b0", (96, 96), "bf16"),
         ("cifar100-efficientnet-b0", (96, 96), "bf16"),
