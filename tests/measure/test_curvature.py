@@ -258,3 +258,9 @@ def test_the_host_does_not_wait_for_gram_matrices() -> None:
     fisher_grams(objective, find_layers(model))
     with no_waiting(), measuring(model):
         gradient_noise(fisher_grams(objective, find_layers(model)))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_measuring_leaves_the_choice_of_the_backward_passes_thread(enabled: bool) -> None:
+    with torch.autograd.set_multithreading_enabled(enabled), measuring(nn.Linear(2, 2)):
+        assert torch._C._is_multithreading_enabled() == enabled
