@@ -1,8 +1,9 @@
 import copy
+import threading
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -194,6 +195,35 @@ def test_the_last_judgement_has_the_captured_steps_memory(monkeypatch: pytest.Mo
     assert released == []
     assert loop.evaluate(blobs(100, seed=1), is_last=True) == before
     assert released == [True]
+
+
+class NotingThread(torch.autograd.Function):
+    """Passes outputs on, and notes which thread asks for their gradient."""
+
+    threads: ClassVar[set[int]] = set()
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor) -> Tensor:
+        return outputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        NotingThread.threads.add(threading.get_ident())
+        return gradient
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_steps_and_curvature_go_backward_in_the_thread_that_calls(device: str) -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(NotingThread.apply(outputs), targets)
+
+    NotingThread.threads = set()
+    model = mlp().to(device)
+    config = replace(QUIET, curvature=CurvatureConfig(every_steps=1))
+    loop = ControlLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, blobs(64), config=config)
+    loop.train_epoch()
+    assert NotingThread.threads == {threading.get_ident()}
+    loop.close()
 
 
 def test_a_budget_without_room_is_refused_and_leaves_the_model_alone() -> None:

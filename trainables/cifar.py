@@ -78,8 +78,8 @@ class Cifar10ResNet18(CifarTask):
         label_smoothing=0.1,
     )
     # Found: BF16 in every layer. The noise scale, which that search did not know yet, has the batch grow once a step
-    # can use it, in one move, for each size costs a capture; docs/results.md has what that was worth. `linear` keeps
-    # the path per sample.
+    # can use it, in one move, for each size costs a capture, to the one of five sizes that took an H200 the least time;
+    # docs/results.md has what that was worth. `linear` keeps the path per sample.
     control: ClassVar[ControlConfig] = found("cifar10-resnet18").onto(
         ControlConfig(
             batch=BatchConfig(maximum=224, step_up=128, lr_rule="linear", bound_by_noise_scale=True),

@@ -14,10 +14,10 @@ import torch
 class LentStream:
     """A CUDA stream of its holder's own; once that is gone, the next holder's.
 
-    For each stream on which a thread has multiplied matrices PyTorch keeps a workspace until the process ends, 32 MiB
-    on an H200, and cuBLAS 64 MiB for each such thread. A process that trains run after run would hold as much again for
-    each of them, had each a new stream; so would one whose backward passes ran in the thread that PyTorch has for them.
-    Workspaces are the process's, hence so is the list of streams that nobody holds: runs know nothing of one another.
+    For each pair of a thread and a stream that has multiplied matrices PyTorch keeps a workspace until the process
+    ends, 32 MiB on an H200, and for each such thread a cuBLAS handle, 64 MiB more. So runs that follow one another in a
+    process share a stream, and backward passes run in the thread that calls, not in PyTorch's own. Workspaces are the
+    process's, hence so is the list of streams that nobody holds: runs know nothing of one another.
 
     Successive holders have to wait for the same outside stream, the default one as a rule: what one leaves behind is
     ordered before the next one's work by that alone.

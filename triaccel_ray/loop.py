@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from triaccel_ray.apply.actuators import Actuators
-from triaccel_ray.apply.evaluate import Evaluation, Metric, count_top1, evaluate
+from triaccel_ray.apply.evaluate import Evaluation, Metric, count_top1, evaluate, judged_at_once
 from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
@@ -262,14 +262,12 @@ class ControlLoop:
     def evaluate(self, data: Any, metric: Metric = count_top1, *, is_last: bool = False) -> Evaluation:
         """Returns accuracy and mean loss on `data`, computed in FP32 and eval mode, each sample drawn once.
 
-        In batches of the size that trains, so that judging never takes more memory than training; on a GPU, where the
-        captured graphs keep theirs meanwhile, in quarters of it. `is_last` says that no step follows: then they do not
-        keep it, and eighths take no more than they did.
+        In batches of the size that trains, on a GPU in parts of it (`judged_at_once`). `is_last` says that no step
+        follows: the captured graphs then give back their memory first.
         """
         if is_last:
             self._pool.release()
         on_gpu = self.device.type == "cuda"
-        num_parts = (8 if is_last else 4) if on_gpu else 1
         # On the stream of the steps, whose memory is then used again.
         with self._steps.on_stream(), self._precision.suspended():
             result = evaluate(
@@ -278,7 +276,7 @@ class ControlLoop:
                 data,
                 metric,
                 device=self.device,
-                batch_size=max(self.plan.batch_size // num_parts, 1),
+                batch_size=judged_at_once(self.plan.batch_size, on_gpu=on_gpu, beside_graphs=not is_last),
                 step=self.num_steps,
                 release_memory=self._make_room,
             )

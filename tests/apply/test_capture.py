@@ -215,7 +215,7 @@ def test_a_broken_capture_costs_neither_memory_nor_random_numbers() -> None:
     del loop, model
     gc.collect()
     torch.cuda.empty_cache()
-    # cuBLAS keeps a workspace of 32 MiB for each of two threads and two streams.
+    # PyTorch keeps a workspace of 32 MiB for each thread and stream that has multiplied matrices.
     assert torch.cuda.memory_reserved() <= held + 160 * 2**20
     after = loop_of(network(dropout=0.5), fixed(Precision.FP16, capture=True))
     after.train_epoch()

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.build import CPU, ConvNet, CountingSource, Limited, blobs, cross_entropy, images, mlp, nothing, same, values
-from triaccel_ray.apply.evaluate import Evaluation, count_top1, evaluate
+from triaccel_ray.apply.evaluate import Evaluation, count_top1, evaluate, judged_at_once
 from triaccel_ray.plan import FaultKind
 from triaccel_ray.sources import DataSource
 
@@ -23,6 +23,14 @@ def test_the_figures_do_not_depend_on_the_batch_size(batch_size: int) -> None:
     assert result.accuracy == pytest.approx(100 * (outputs.argmax(1) == source.targets).sum().item() / 30)
     assert result.loss == pytest.approx(cross_entropy(outputs, source.targets).item(), rel=1e-5)
     assert (result.num_samples, result.faults) == (30, ())
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "on_gpu", "beside_graphs", "at_once"),
+    [(96, False, True, 96), (96, True, True, 24), (224, True, False, 28), (4, True, False, 1), (1, False, False, 1)],
+)
+def test_a_gpu_judges_parts_of_a_batch(batch_size: int, on_gpu: bool, beside_graphs: bool, at_once: int) -> None:
+    assert judged_at_once(batch_size, on_gpu=on_gpu, beside_graphs=beside_graphs) == at_once
 
 
 class Mirrored(CountingSource):

@@ -72,19 +72,20 @@ def test_test_images_of_the_small_network_are_judged_with_their_mirror_images_to
 
 
 @pytest.mark.parametrize(
-    ("name", "ladder", "amp"),
+    ("name", "sizes", "amp"),
     [
-        ("cifar10-resnet18", (96, 224), "fp16"),
-        ("cifar10-resnet18-long", (512, 512), "fp16"),
-        ("cifar10-efficientnet-b0", (96, 96), "bf16"),
-        ("cifar100-efficientnet-b0", (96, 96), "bf16"),
+        ("cifar10-resnet18", (96, 128, 224), "fp16"),
+        ("cifar10-resnet18-long", (512, 128, 512), "fp16"),
+        ("cifar10-efficientnet-b0", (96, 32, 96), "bf16"),
+        ("cifar100-efficientnet-b0", (96, 32, 96), "bf16"),
     ],
 )
 def test_the_batch_sizes_and_the_amp_of_a_task_are_those_that_its_figures_are_of(
-    name: str, ladder: tuple[int, int], amp: str
+    name: str, sizes: tuple[int, int, int], amp: str
 ) -> None:
     task = TASKS[name]
-    assert (task.control.batch.start, task.control.batch.maximum) == ladder
+    batch = task.control.batch
+    assert (batch.start, batch.step_up, batch.maximum) == sizes
     assert task.recipe.amp == amp
 
 

@@ -60,7 +60,7 @@ class Backward:
         Args:
             calls: with one output each.
             first: those of them behind which, seen from the root, there is no other: the pass ends there.
-            take: called on the threads of the backward pass.
+            take: called in the course of the backward pass, by the thread that runs it.
         """
 
         def arrived(call: Call, gradient: Tensor | None) -> None:

@@ -91,7 +91,7 @@ def measuring(model: nn.Module, *, strict_fp32: bool = False) -> Iterator[None]:
     device_types = {p.device.type for p in model.parameters()}
     is_recurrent = any(isinstance(module, nn.RNNBase) for module, _ in was_training)
     with contextlib.ExitStack() as stack:
-        if torch.is_inference_mode_enabled():  # else it would also have backward passes run in another thread again
+        if torch.is_inference_mode_enabled():  # only then: it also has PyTorch's own threads run backward passes
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for device_type in device_types:

@@ -90,7 +90,7 @@ def _warm_up(model: nn.Module, loss: Loss, train: DataSource, device: torch.devi
 
     Two samples pass through a copy of the model: libraries, handles and workspaces take hundreds of MiB at the first
     operation, which would otherwise pass for the memory of the first batch. Workspaces belong to the stream that is
-    current, and are there first: what stays must not lie behind what goes.
+    current and the thread that computes, and are there first: what stays must not lie behind what goes.
     """
     square = torch.ones(2, 2, device=device, requires_grad=True)
     (square @ square).sum().backward()
