@@ -141,8 +141,16 @@ def test_a_bad_value_is_refused_with_name_value_and_rule(config, field, name, ru
         ),
         (BatchConfig, {"start": 544}, "batch minimum, start, maximum = (32, 544, 512): must be in ascending order"),
         (BatchConfig, {"maximum": 64}, "batch minimum, start, maximum = (32, 96, 64): must be in ascending order"),
-        (BatchConfig, {"start": 100}, "batch start - minimum = 68: must be a multiple of granularity = 32"),
-        (BatchConfig, {"minimum": 24}, "batch start - minimum = 72: must be a multiple of granularity = 32"),
+        (
+            BatchConfig,
+            {"start": 100},
+            "batch minimum, start = (32, 100): must be a multiple of granularity = 32 apart",
+        ),
+        (
+            BatchConfig,
+            {"minimum": 24},
+            "batch minimum, start = (24, 96): must be a multiple of granularity = 32 apart",
+        ),
         (BatchConfig, {"granularity": 48}, "batch step_up = 32: must be a multiple of granularity = 48"),
     ],
 )

@@ -178,17 +178,19 @@ class BatchConfig:
             (self.minimum, self.start, self.maximum),
             "must be in ascending order",
         )
-        for name, value in (
-            ("step_up", self.step_up),
-            ("step_down", self.step_down),
-            ("start - minimum", self.start - self.minimum),
-        ):
+        for name, value in (("step_up", self.step_up), ("step_down", self.step_down)):
             require(
                 value % self.granularity == 0 and value >= 0,
                 f"batch {name}",
                 value,
                 f"must be a multiple of granularity = {self.granularity}",
             )
+        require(
+            (self.start - self.minimum) % self.granularity == 0,
+            "batch minimum, start",
+            (self.minimum, self.start),
+            f"must be a multiple of granularity = {self.granularity} apart",
+        )
         require_integer("batch step_up", self.step_up, low=1)
         require_integer("batch step_down", self.step_down, low=1)
         require_number("rho_low", self.rho_low, "must lie in [0, 1]", low=0.0, high=1.0)

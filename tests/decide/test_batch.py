@@ -226,10 +226,17 @@ def test_growth_waits_for_the_noise_scale_to_be_known():
         assert decided(NOISY, 96, LOW, replace(READY, noise=known)).batch_size == 128
 
 
-def test_the_noise_scale_neither_keeps_parts_nor_a_fixed_batch_from_returning():
-    state = replace(READY, noise=NoiseSignal(mean_square_norm=1.0, trace_covariance=1.0))
+@pytest.mark.parametrize("noise", [NoiseSignal(mean_square_norm=1.0, trace_covariance=1.0), None])
+def test_the_noise_scale_keeps_neither_parts_nor_the_start_from_returning(noise):
+    state = replace(READY, noise=noise)
     assert decided(NOISY, 32, LOW, state, parts=2).num_micro_batches == 1
     assert decided(replace(NOISY, enabled=False), 32, LOW, state).batch_size == 96
+    assert [decided(NOISY, size, LOW, state).batch_size for size in (32, 64, 96)] == [64, 96, 96]
+
+
+def test_a_wide_step_does_not_leap_over_the_start():
+    wide = replace(CONFIG, step_up=128, maximum=224)
+    assert [decided(wide, size, LOW).batch_size for size in (32, 64, 96, 128)] == [96, 96, 224, 224]
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,9 @@ def test_the_host_does_not_wait_for_gram_matrices() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_measuring_leaves_the_choice_of_the_backward_passes_thread(enabled: bool) -> None:
-    with torch.autograd.set_multithreading_enabled(enabled), measuring(nn.Linear(2, 2)):
+@pytest.mark.parametrize("inference", [True, False])
+def test_backward_passes_run_in_the_calling_thread_while_it_measures(enabled: bool, inference: bool) -> None:
+    with torch.autograd.set_multithreading_enabled(enabled):
+        with torch.inference_mode(inference), measuring(nn.Linear(2, 2)):
+            assert not torch._C._is_multithreading_enabled()
         assert torch._C._is_multithreading_enabled() == enabled

@@ -208,6 +208,8 @@ def test_the_callers_modes_do_not_matter(method: Any) -> None:
         assert torch.equal(measure(), expected)
     with torch.inference_mode():
         assert torch.equal(measure(), expected)
+    with torch._C._AutoDispatchBelowAutograd():  # as inside a custom operator
+        assert torch.equal(measure(), expected)
 
 
 @pytest.mark.parametrize("outputs", ["sequence", "tuple", "flat"])

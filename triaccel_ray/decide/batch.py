@@ -174,8 +174,14 @@ def _step_up(config: BatchConfig, plan: Plan) -> tuple[int, int]:
     """Returns the size and the number of parts that use the next more memory, as if nothing held them back."""
     if plan.num_micro_batches > 1:
         return plan.batch_size, plan.num_micro_batches // 2
-    size = _rung(config, plan.batch_size + config.step_up) if config.enabled else config.start
-    return max(size, plan.batch_size), 1
+    if not config.enabled:
+        size = config.start
+    elif plan.batch_size < config.start:
+        # A wide step would leap over what the run began with, to a size that the noise scale may forbid.
+        size = min(plan.batch_size + config.step_up, config.start)
+    else:
+        size = plan.batch_size + config.step_up
+    return max(_rung(config, size), plan.batch_size), 1
 
 
 def _held(config: BatchConfig, plan: Plan, state: BatchState, size: int, *, enlarged: bool) -> Reason | None:
@@ -186,8 +192,8 @@ def _held(config: BatchConfig, plan: Plan, state: BatchState, size: int, *, enla
     if state.cap is not None and plan.batch_size >= state.cap:
         text = f"capped at {state.cap} for {state.cap_ticks_left} more ticks after too large a batch"
         return Reason(code=ReasonCode.HELD_CAPPED, subject="batch", text=text, threshold=float(state.cap))
-    # What brings back the whole batch, or the start of one that is not elastic, takes the noise scale as it is.
-    if not (config.bound_by_noise_scale and config.enabled and size > plan.batch_size):
+    # What brings back the whole batch, or the start, takes the noise scale as it is.
+    if not (config.bound_by_noise_scale and size > max(plan.batch_size, config.start)):
         return None
     if not _is_known(state.noise):
         text = f"no batch of {size} before the gradient noise scale is known"

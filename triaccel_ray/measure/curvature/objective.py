@@ -81,6 +81,7 @@ class Objective:
 def measuring(model: nn.Module, *, strict_fp32: bool = False) -> Iterator[None]:
     """Holds the model in the state it is measured in: eval mode, no autocast, gradients on; restored after.
 
+    Backward passes run in the calling thread: one of PyTorch's own would have workspaces of its own (see `LentStream`).
     With `strict_fp32`, FP32 on a GPU is TF32 only where `tensor_cores` says so; without, where PyTorch's flags do.
 
     The flag `training` is written module by module rather than through `eval()`, which some models override to act.
@@ -91,8 +92,9 @@ def measuring(model: nn.Module, *, strict_fp32: bool = False) -> Iterator[None]:
     device_types = {p.device.type for p in model.parameters()}
     is_recurrent = any(isinstance(module, nn.RNNBase) for module, _ in was_training)
     with contextlib.ExitStack() as stack:
-        if torch.is_inference_mode_enabled():  # only then: it also has PyTorch's own threads run backward passes
-            stack.enter_context(torch.inference_mode(False))
+        # Whether or not inference mode is on: autograd may be excluded otherwise, too, inside a custom operator, say.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # which the line above has switched on
         stack.enter_context(torch.enable_grad())
         for device_type in device_types:
             stack.enter_context(torch.autocast(device_type, enabled=False))
