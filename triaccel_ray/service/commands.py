@@ -304,6 +304,9 @@ def _compare(spec: ComparisonSpec, place: Place, where: Where, given: str | None
             with RunProgress(f"{spec.base.task}: comparison", todo) as progress:
                 outcomes = run_all(todo, place, num_gpus=num_gpus, on_glance=progress.update, resume=True)
         record = read_comparison(folder)
+        refused = next(iter(outcomes.values()), None)
+        if not record.runs and isinstance(refused, Exception):
+            raise refused  # none could begin: most likely input that only the actors could judge
         failed = {
             name: f"{name} failed: {run.end.message}" for name, run in record.failed.items() if run.end is not None
         }
