@@ -19,11 +19,12 @@ Metric = Callable[[Any, Tensor], Tensor]
 
 
 def judged_at_once(batch_size: int, *, on_gpu: bool, beside_graphs: bool) -> int:
-    """Returns how many samples to judge at once so that it takes no more memory than batches of `batch_size` did.
+    """Returns how many samples to judge at once, where batches of `batch_size` are trained.
 
-    On a CPU as many as are trained at once. On a GPU judging is eager, in FP32, and of several views of each sample. A
-    quarter beside captured graphs, which keep their memory, took 0.07 GB more than they did (ResNet-18, batch 96); in
-    their place, once they are gone, a quarter took up to 0.05 GB more, an eighth none (batches of 96 and 224).
+    On a CPU as many. On a GPU fewer, for judging there is eager, in FP32, and of several views of each sample: an
+    eighth in place of captured graphs, once they are gone, takes no more memory than they did (a quarter up to 0.05 GB
+    more: ResNet-18, batches of 96 and 224). Beside graphs, which keep theirs, a quarter takes 0.07 GB more than they
+    do; less at once would take longer, and there it is done after every epoch.
     """
     parts = (4 if beside_graphs else 8) if on_gpu else 1
     return max(batch_size // parts, 1)

@@ -174,13 +174,9 @@ def _step_up(config: BatchConfig, plan: Plan) -> tuple[int, int]:
     """Returns the size and the number of parts that use the next more memory, as if nothing held them back."""
     if plan.num_micro_batches > 1:
         return plan.batch_size, plan.num_micro_batches // 2
-    if not config.enabled:
-        size = config.start
-    elif plan.batch_size < config.start:
-        # A wide step would leap over what the run began with, to a size that the noise scale may forbid.
-        size = min(plan.batch_size + config.step_up, config.start)
-    else:
-        size = plan.batch_size + config.step_up
+    size = plan.batch_size + config.step_up if config.enabled else config.start
+    if plan.batch_size < config.start:
+        size = min(size, config.start)  # a wide step would leap over it, to a size that the noise scale may forbid
     return max(_rung(config, size), plan.batch_size), 1
 
 

@@ -71,7 +71,7 @@ class Worker:
         self.spec, self.folder = spec, folder
         self.device = spec.torch_device
         execution = spec.method_control.execution
-        # Before the first tensor: not even a model that is too large may take a neighbour's memory.
+        # Both before the first tensor, which would stay as it is; not even a model may take a neighbour's memory.
         set_lean(self.device, execution.lean_memory)
         self._budget_bytes = hold_to_part(self.device, spec.trials_per_gpu, spec.memory_budget_bytes)
         seed_everything(spec.seed)
