@@ -69,14 +69,25 @@ class TensorTable:
         # compiled anew for a pointer of another alignment.
         self._codes_at = num_tensors + num_tensors % 2
         self._packed = torch.zeros(self._codes_at + (num_tensors + 1) // 2, dtype=torch.int64, device=self.device)
-        self.addresses = self._packed[:num_tensors]
-        """Device addresses, int64 [num_tensors]; 0: absent."""
-        self.codes = self._packed[self._codes_at :].view(torch.int32)[:num_tensors]
-        """Values of `DTYPE_CODES`, int32 [num_tensors]; 0: absent."""
+        self._addresses = self._packed[:num_tensors]
+        self._codes = self._packed[self._codes_at :].view(torch.int32)[:num_tensors]
         self.dtypes: frozenset[torch.dtype] = frozenset()
         """The dtypes among the tensors last named."""
         self._last = [0] * num_tensors, [0] * num_tensors
         self._tensors: tuple[Tensor | None, ...] = (None,) * num_tensors
+        self._pending: tuple[Tensor | None, ...] | None = None
+
+    @property
+    def addresses(self) -> Tensor:
+        """Device addresses, int64 [num_tensors]; 0: absent."""
+        self._pack()
+        return self._addresses
+
+    @property
+    def codes(self) -> Tensor:
+        """Values of `DTYPE_CODES`, int32 [num_tensors]; 0: absent."""
+        self._pack()
+        return self._codes
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -103,10 +114,19 @@ class TensorTable:
         for index, tensor in enumerate(tensors):
             if tensor is not None:
                 self._check(index, tensor)
+        self.dtypes = frozenset(tensor.dtype for tensor in tensors if tensor is not None)
+        self._pending = tuple(tensors)
+        if self.device.type == "cpu":
+            self._tensors = self._pending  # nothing reads the table but Triton's interpreter, which asks for it
+        else:
+            self._pack()
+
+    def _pack(self) -> None:
+        tensors, self._pending = self._pending, None
+        if tensors is None:
+            return
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         codes = [0 if tensor is None else DTYPE_CODES[tensor.dtype] for tensor in tensors]
-        if self.device.type == "cpu":
-            self._tensors = tuple(tensors)
         if (addresses, codes) == self._last:
             return
         packed = torch.zeros(self._packed.shape, dtype=torch.int64)
@@ -114,7 +134,6 @@ class TensorTable:
         packed[self._codes_at :].view(torch.int32)[: self.num_tensors] = torch.tensor(codes, dtype=torch.int32)
         upload(packed, self._packed)
         self._last = addresses, codes
-        self.dtypes = frozenset(tensor.dtype for tensor in tensors if tensor is not None)
 
     def _check(self, index: int, tensor: Tensor) -> None:
         if tensor.dtype not in DTYPE_CODES:

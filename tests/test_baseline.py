@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from tests.build import BF16, CPU, FP32, ConvNet, cross_entropy, images, same, shift_and_noise, values
 from triaccel_ray.apply.feed import Feed
 from triaccel_ray.baseline import Baseline, BaselineLoop
-from triaccel_ray.measure.memory import MIB, BudgetExceededError
+from triaccel_ray.measure.memory import MIB
+from triaccel_ray.out_of_memory import BudgetExceededError
 from triaccel_ray.plan import Precision
 from triaccel_ray.sources import TensorSource
 

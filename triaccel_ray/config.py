@@ -54,6 +54,9 @@ class PrecisionConfig:
     """Gradient variance below which a layer computes in FP16; >= 0."""
     tau_high: float = 1e-3
     """Gradient variance from which a layer computes in FP32; > tau_low, may be infinite."""
+    offer_emulated: bool = False
+    """Whether layers may compute in a precision that the device merely emulates: FP16 on most CPUs, at a tenth of
+    FP32's speed."""
     beta: float = 0.9
     """Smoothing of the variance, in [0, 1). The paper gives none; 0.9 averages over about 10 steps, well inside one
     control interval, so that a tick sees the interval it ends and not the ones before."""
@@ -71,6 +74,7 @@ class PrecisionConfig:
     def __post_init__(self) -> None:
         require_flag("precision enabled", self.enabled)
         require_flag("border_aware", self.border_aware)
+        require_flag("offer_emulated", self.offer_emulated)
         require(isinstance(self.initial, Precision), "initial", self.initial, "must be a Precision")
         require_number("tau_low", self.tau_low, "must be a number >= 0", low=0.0)
         require(not math.isinf(self.tau_low), "tau_low", self.tau_low, "must be finite")
@@ -267,6 +271,8 @@ class ControlConfig:
 
     every_steps: int = 50
     """T_ctrl: optimizer steps between ticks; >= 1."""
+    do_no_harm: bool = True
+    """Whether a lower precision, or a larger batch, is undone where steps then take longer per sample."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -275,6 +281,7 @@ class ControlConfig:
 
     def __post_init__(self) -> None:
         require_integer("every_steps (T_ctrl)", self.every_steps, low=1)
+        require_flag("do_no_harm", self.do_no_harm)
         needs_noise = self.batch.lr_rule == "adascale" or self.batch.bound_by_noise_scale
         require(
             not needs_noise or (self.curvature.enabled and self.curvature.method == "fisher"),

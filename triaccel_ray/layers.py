@@ -110,6 +110,16 @@ def require_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, layers
         )
 
 
+def lay_out(model: nn.Module) -> None:
+    """Lays the weights of a model with 2-d convolutions out in channels_last memory, in place; values stay.
+
+    Convolutions and the norms and pools between them are faster so, on a GPU in FP16 and BF16 and on a CPU; the fused
+    norm kernels need it.
+    """
+    if any(isinstance(module, nn.Conv2d) for module in model.modules()):
+        model.to(memory_format=torch.channels_last)
+
+
 Loss = Callable[[Any, Any], Tensor]
 """Maps a model's outputs and the targets to the mean loss over the samples, a scalar. In training, outputs arrive with
 their floating-point tensors in FP32."""

@@ -15,21 +15,21 @@ from triaccel_ray.apply.evaluate import Evaluation, Metric, count_top1, evaluate
 from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
-from triaccel_ray.apply.precision import supported_precisions
+from triaccel_ray.apply.precision import emulated_precisions, supported_precisions
 from triaccel_ray.config import ControlConfig, require_number
 from triaccel_ray.decide import ControlState, decide, initial_decision
 from triaccel_ray.epochs import EpochStats, Schedule, mean_loss
 from triaccel_ray.events import Tick
 from triaccel_ray.graphs import GraphPool
 from triaccel_ray.jsonable import decode, encode
-from triaccel_ray.layers import Loss, find_layers, require_trainable
+from triaccel_ray.layers import Loss, find_layers, lay_out, require_trainable
 from triaccel_ray.lean_memory import set_lean
 from triaccel_ray.measure.costs import measure_costs
 from triaccel_ray.measure.curvature import CurvatureMeter
 from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.measure.sensors import Sensors
-from triaccel_ray.measure.timing import EpochClock
+from triaccel_ray.measure.timing import EpochClock, StepTimer
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.pending import PendingTick
 from triaccel_ray.plan import Fault, FaultKind, Plan
@@ -83,6 +83,7 @@ class ControlLoop:
         self.device = next(model.parameters()).device
         self.model, self._loss = model, loss
         self._schedule = schedule or (lambda epoch: 1.0)
+        lay_out(model)
         set_lean(self.device, self.config.execution.lean_memory)
         self.memory = memory_meter(self.device, memory_budget, memory_headroom)
         self._pool = GraphPool(self.device)
@@ -97,7 +98,10 @@ class ControlLoop:
         self._costs_due = (
             self.device.type == "cuda" and self.config.precision.enabled and self.config.precision.border_aware
         )
-        named = [(layer.name, supported_precisions(layer, self.device)) for layer in self._layers]
+        offered = self.config.precision.offer_emulated
+        named = [
+            (layer.name, supported_precisions(layer, self.device, offer_emulated=offered)) for layer in self._layers
+        ]
         first = initial_decision(self.config, named)
         self.state: ControlState = first.state
         # Every step adds its loss to both: of the epoch, and since the last tick.
@@ -105,7 +109,8 @@ class ControlLoop:
         self._epoch_loss = losses[0]
         moments = GradientMoments(self._layers, self.optimizer.watched, beta=self.config.precision.beta)
         self._supported = dict(named)
-        self.sensors = Sensors(named, moments, self.memory, losses[1])
+        self.timer = StepTimer(self.device)
+        self.sensors = Sensors(named, moments, self.memory, self.timer, losses[1])
         self._steps, faults = build_steps(
             StepParts(
                 model=model,
@@ -124,6 +129,12 @@ class ControlLoop:
         )
         if reason := self.feed.source.streamed_because:
             faults += (Fault(kind=FaultKind.DATA_STREAMED, step=0, phase="data", detail=reason),)
+        if self.config.precision.enabled and not offered:
+            emulated = FaultKind.PRECISION_EMULATED
+            faults += tuple(
+                Fault(kind=emulated, step=0, phase="precision", detail=f"{reason}: it is not offered")
+                for reason in emulated_precisions(self.device.type).values()
+            )
         self.sensors.record_faults(faults)
         self._precision = self._steps.step.precision
         self.curvature = CurvatureMeter(
@@ -169,6 +180,7 @@ class ControlLoop:
         if self.feed.at_epoch_start:
             self._epoch_loss.zero_()
             self._epoch_steps = 0
+            self.timer.interrupt()
         if not self.model.training:
             self.model.train()
         self._precision.refresh_copies()
@@ -180,7 +192,10 @@ class ControlLoop:
         if obstacle is not None:
             self._record_slower("optimizer", obstacle)
         scale = self.loss_scale.factor(self._precision.needs_loss_scale)
-        self.sensors.record_faults(self._steps.run(self.feed.take(plan.batch_size), scale, step=self.num_steps))
+        indices = self.feed.take(plan.batch_size)
+        self.timer.begin()
+        self.sensors.record_faults(self._steps.run(indices, scale, step=self.num_steps))
+        self.timer.end(counts=len(indices) == plan.batch_size)
         if self.optimizer.survived:
             self._record_optimizer_faults()
         self.num_steps += 1
@@ -191,6 +206,7 @@ class ControlLoop:
             self._pending.record()
         if self.config.curvature.enabled and self.num_steps % self.config.curvature.every_steps == 0:
             self._measure_curvature()
+            self.timer.interrupt()
         if self.num_steps % self.config.every_steps == 0:
             self._decide()
             self._observe()
@@ -234,6 +250,8 @@ class ControlLoop:
         decision = decide(self.config, observation, self.state)
         applied = self._actuators.apply(decision.plan, step=self.num_steps)
         self.state = decision.state
+        if not applied.plan.steps_as(observation.plan):
+            self.timer.restart()
         if applied.plan.needs_less_than(observation.plan):
             # Else the allocator's pool would look as full as before, and the batch would shrink at every tick.
             self.memory.begin_window()
@@ -280,8 +298,7 @@ class ControlLoop:
                 step=self.num_steps,
                 release_memory=self._make_room,
             )
-        if on_gpu:
-            torch.cuda.empty_cache()  # else the pool that eager work leaves would stand beside the graphs'
+        self.memory.trim()  # else what judging leaves would stand beside the graphs, and count as the batches'
         self.sensors.record_faults(result.faults)
         return result
 

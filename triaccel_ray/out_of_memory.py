@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 
 
+class BudgetExceededError(MemoryError):
+    """The process grew beyond its memory budget: the CPU's counterpart of `torch.OutOfMemoryError`."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether `error` says that the device, or the budget, has no memory left."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):

@@ -53,6 +53,14 @@ class Plan:
         """Samples that pass through the model at once."""
         return -(-self.batch_size // self.num_micro_batches)
 
+    def steps_as(self, other: Plan) -> bool:
+        """Returns whether a step computes alike under both plans; learning rates aside."""
+        return (self.batch_size, self.num_micro_batches, self.precision) == (
+            other.batch_size,
+            other.num_micro_batches,
+            other.precision,
+        )
+
     def needs_less_than(self, other: Plan) -> bool:
         """Returns whether some part of this plan takes less memory than in `other`."""
         return self.micro_batch_size < other.micro_batch_size or any(
@@ -76,6 +84,8 @@ class ReasonCode(StrEnum):
     MEMORY_LOW = "memory_low"
     MEMORY_HIGH = "memory_high"
     HELD_CAPPED = "held_capped"
+    HELD_UNJUDGED = "held_unjudged"
+    SLOWER = "slower"
     HELD_ENLARGED = "held_enlarged"
     HELD_NOISE_SCALE = "held_noise_scale"
 
@@ -86,7 +96,7 @@ class Reason:
 
     code: ReasonCode
     subject: str
-    """The layer's name, `batch` or `precision`."""
+    """The layer's name, `batch`, `precision` or `throughput`."""
     text: str
     """One sentence for a person, with the values."""
     value: float | None = None
@@ -108,6 +118,11 @@ class FaultKind(StrEnum):
     CAPTURE_FAILED = "capture_failed"
     """A step, its optimizer's part or a measurement could not be captured as a CUDA graph: that runs eagerly, slower.
     Recorded for the user; no rule acts."""
+    BUDGET_EXCEEDED = "budget_exceeded"
+    """On a CPU: the process holds more than its budget, and no smaller batch would change that. Recorded for the user;
+    no rule acts."""
+    PRECISION_EMULATED = "precision_emulated"
+    """The device has no instructions for a precision, which is not offered. Recorded for the user; no rule acts."""
     CAPTURE_OUT_OF_MEMORY = "capture_out_of_memory"
     """A step found no memory as a CUDA graph, or for its batch beside one: it runs eagerly, slower. A batch
     retreats by a rung where it is elastic, and is made in halves where not."""

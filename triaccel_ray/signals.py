@@ -105,6 +105,9 @@ class Observation:
     memory: MemorySignal
     loss: float | None = None
     """Mean training loss since the last tick; None when no step was made."""
+    step_ms: float | None = None
+    """Median milliseconds of a step of a whole batch since the last tick, or since the plan changed; None where no such
+    step was timed. Ticks, measurements and evaluations do not count."""
     loss_scale: float = 1.0
     num_skipped: int = 0
     """Optimizer steps skipped for a non-finite gradient since the run began."""

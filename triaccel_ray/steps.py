@@ -96,6 +96,7 @@ def build_steps(parts: StepParts, config: ExecutionConfig) -> tuple[StepCache, t
         precision,
         check_memory=parts.memory.check,
         release_memory=parts.make_room,
+        is_exceeded_at_rest=lambda: parts.memory.is_exceeded_at_rest,
         fusion=fusion,
     )
     update = TrainingUpdate(precision, parts.moments, parts.optimizer, parts.loss_scale, parts.loss_sums)

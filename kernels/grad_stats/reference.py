@@ -58,17 +58,28 @@ def update(
     loss_scale: Tensor,
 ) -> None:
     """Takes in the gradients of one step; `groups[i]` is the group of tensor i, None for one watched alone."""
-    found = any(not bool(g.isfinite().all()) for g in gradients if g is not None)
+    members: list[list[Tensor]] = [[] for _ in range(len(statistics.average))]
+    alone: list[Tensor] = []
+    for gradient, group in zip(gradients, groups, strict=True):
+        if gradient is not None and gradient.numel():
+            (alone if group is None else members[group]).append(gradient.double().flatten())
+    empty = torch.zeros(0, dtype=torch.float64)
+    elements = [of[0] if len(of) == 1 else torch.cat(of or [empty]) for of in members]
+    sums = torch.stack([x.sum() for x in elements])
+    numbers = torch.tensor([x.numel() for x in elements])
+    centred = [x - mean for x, mean in zip(elements, sums / numbers.clamp(min=1), strict=True)]
+    squares = torch.stack([x.dot(x) for x in centred])
+    largest = [x.abs().amax() if x.numel() else x.sum() for x in elements]
+    nonfinite = torch.zeros_like(numbers)
+    if not sums.isfinite().all():
+        nonfinite = torch.stack([(~x.isfinite()).sum() for x in elements])
+    found = bool(nonfinite.any()) or not bool(torch.cat([*alone, empty]).isfinite().all())
     statistics.found_nonfinite.fill_(float(found))
-    for group in range(len(statistics.average)):
-        members = [g for g, of in zip(gradients, groups, strict=True) if of == group and g is not None]
-        elements = torch.cat([g.double().flatten() for g in members] or [torch.zeros(0, dtype=torch.float64)])
-        mean = elements.sum() / max(elements.numel(), 1)
-        statistics.num_elements[group] = elements.numel()
-        statistics.sum[group] = elements.sum()
-        statistics.sum_squares_about_mean[group] = (elements - mean).square().sum()
-        statistics.largest_magnitude[group] = elements.abs().max() if elements.numel() else 0.0
-        statistics.num_nonfinite[group] = (~elements.isfinite()).sum()
+    statistics.num_elements.copy_(numbers)
+    statistics.sum.copy_(sums)
+    statistics.sum_squares_about_mean.copy_(squares)
+    statistics.largest_magnitude.copy_(torch.stack(largest))
+    statistics.num_nonfinite.copy_(nonfinite)
     variance = statistics.sum_squares_about_mean / statistics.num_elements / loss_scale.double().square()
     usable = variance.isfinite()  # no element: 0 / 0
     smoothed = beta * statistics.average + (1.0 - beta) * variance

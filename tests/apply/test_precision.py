@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.build import BF16, CPU, FP16, FP32, ConvNet, controlled, gradients, images, mlp, same, values
-from triaccel_ray.apply.precision import DTYPES, supported_precisions
+from triaccel_ray.apply.precision import DTYPES, emulated_precisions, supported_precisions
 from triaccel_ray.layers import find_layers
 from triaccel_ray.plan import Precision
 
@@ -209,7 +209,9 @@ def test_recurrent_layers_stay_fp32() -> None:
     model = nn.Sequential(nn.LSTM(4, 3, batch_first=True))
     (layer,) = find_layers(model)
     assert supported_precisions(layer, CPU) == (FP32,)
-    assert supported_precisions(find_layers(nn.Linear(2, 2))[0], CPU) == tuple(Precision)
+    linear = find_layers(nn.Linear(2, 2))[0]
+    assert supported_precisions(linear, CPU, offer_emulated=True) == tuple(Precision)
+    assert supported_precisions(linear, CPU) == tuple(p for p in Precision if p not in emulated_precisions("cpu"))
     precision = controlled(model, FP32)
     tokens = nn.utils.rnn.pack_sequence([torch.ones(3, 4), torch.ones(2, 4)])
     with precision.in_force():

@@ -29,8 +29,8 @@ from tests.build import (
 from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.step import Step
-from triaccel_ray.measure.memory import MIB, BudgetExceededError, ResidentMemory
-from triaccel_ray.out_of_memory import is_out_of_memory
+from triaccel_ray.measure.memory import MIB, ResidentMemory
+from triaccel_ray.out_of_memory import BudgetExceededError, is_out_of_memory
 from triaccel_ray.plan import FaultKind
 from triaccel_ray.sources import TensorSource
 
@@ -159,10 +159,38 @@ def test_parts_stay_until_they_are_set() -> None:
 
 
 @WHERE
-def test_a_single_sample_that_does_not_fit_ends_the_run(where: str) -> None:
+def test_a_single_sample_that_does_not_fit_ends_the_run_where_the_device_refuses_it(where: str) -> None:
     model, check = limited(where, 0, mlp())
-    with pytest.raises((torch.OutOfMemoryError, MemoryError)):
-        step_of(model, blobs(16), check=check).run(ALL, ONE, step=0)
+    step = step_of(model, blobs(16), check=check)
+    if where != "budget":
+        with pytest.raises((torch.OutOfMemoryError, MemoryError)):
+            step.run(ALL, ONE, step=0)
+        return
+    outcome = step.run(ALL, ONE, step=0)
+    (fault,) = outcome.faults
+    assert (fault.kind, fault.phase) == (FaultKind.BUDGET_EXCEEDED, "forward_backward")
+    assert "of a budget of" in fault.detail
+    assert (outcome.num_samples, step.num_micro_batches) == (16, 1)
+    assert step.run(ALL, ONE, step=1).faults == ()  # once an interval
+    step.set_num_micro_batches(1)
+    assert step.run(ALL, ONE, step=2).faults != ()
+
+
+def test_a_budget_that_is_exceeded_without_a_batch_is_waived_at_once() -> None:
+    budget = Budget(8)
+    model = nn.Sequential(mlp(), budget.sizes)
+    step = Step(
+        model,
+        cross_entropy,
+        Feed(TensorSource(*blobs(16)), seed=0, device=CPU),
+        LayerPrecision(model, ()),
+        check_memory=budget.check,
+        release_memory=nothing,
+        is_exceeded_at_rest=lambda: True,
+    )
+    outcome = step.run(ALL, ONE, step=0)
+    assert [fault.kind for fault in outcome.faults] == [FaultKind.BUDGET_EXCEEDED]
+    assert budget.sizes.sizes == [16, 16]
 
 
 class Broken(nn.Module):

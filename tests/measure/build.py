@@ -9,6 +9,7 @@ from triaccel_ray.layers import find_layers
 from triaccel_ray.measure.memory import ResidentMemory
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.measure.sensors import Sensors
+from triaccel_ray.measure.timing import StepTimer
 from triaccel_ray.plan import Plan, Precision
 from triaccel_ray.signals import Observation
 
@@ -21,7 +22,9 @@ def sensors_of() -> Sensors:
     named: list[tuple[str, tuple[Precision, ...]]] = [(layer.name, tuple(Precision)) for layer in layers]
     named[1] = ("2", (FP32,))
     moments = GradientMoments(layers, list(model.parameters()), beta=0.5)
-    sensors = Sensors(named, moments, ResidentMemory(None), torch.zeros(2, dtype=torch.float64))
+    sensors = Sensors(
+        named, moments, ResidentMemory(None), StepTimer(torch.device("cpu")), torch.zeros(2, dtype=torch.float64)
+    )
     model[0].weight.grad = torch.arange(model[0].weight.numel()).view_as(model[0].weight).float()
     moments.update(collected(model), torch.tensor(2.0))
     return sensors

@@ -55,7 +55,11 @@ def measured(model: nn.Module, inputs: Any, **options: Any) -> CostMeasurement:
     layers = find_layers(model)
     device = next(model.parameters()).device
     return measure_costs(
-        model, layers, inputs, {layer.name: supported_precisions(layer, device) for layer in layers}, **options
+        model,
+        layers,
+        inputs,
+        {layer.name: supported_precisions(layer, device, offer_emulated=True) for layer in layers},
+        **options,
     )
 
 
@@ -88,7 +92,9 @@ def test_every_layer_has_its_cost_in_every_precision_and_nothing_else_changes(mo
     found = costs(model, inputs)
     assert list(found) == [layer.name for layer in find_layers(model)]
     for layer in find_layers(model):
-        assert tuple(found[layer.name].compute_ms) == supported_precisions(layer, torch.device("cpu"))
+        assert tuple(found[layer.name].compute_ms) == supported_precisions(
+            layer, torch.device("cpu"), offer_emulated=True
+        )
         assert all(ms > 0.0 for ms in found[layer.name].compute_ms.values())
         assert found[layer.name].border_ms >= 0.0
     assert same(values(model), before)

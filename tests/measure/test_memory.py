@@ -8,11 +8,11 @@ from triaccel_ray.graphs import GraphPool
 from triaccel_ray.measure.memory import (
     LAZY_LOADING_BYTES,
     MIB,
-    BudgetExceededError,
     CudaMemory,
     ResidentMemory,
     memory_meter,
 )
+from triaccel_ray.out_of_memory import BudgetExceededError
 
 CPU = torch.device("cpu")
 

@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from triaccel_ray.measure.timing import EpochClock
+from triaccel_ray.measure.timing import EpochClock, StepTimer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -56,3 +56,33 @@ def test_what_was_timed_before_a_checkpoint_is_carried_over(clock: EpochClock) -
     assert 100.01 <= clock.finish() < 200.0
     clock.start()
     assert clock.finish() < 100.0
+
+
+@pytest.fixture(params=DEVICES)
+def timer(request: pytest.FixtureRequest) -> StepTimer:
+    return StepTimer(torch.device(request.param))
+
+
+def step(timer: StepTimer, seconds: float, *, counts: bool = True) -> None:
+    timer.begin()
+    spend(seconds)
+    timer.end(counts=counts)
+
+
+def test_a_timer_gives_the_median_of_the_steps_that_count(timer: StepTimer) -> None:
+    for seconds in (0.01, 0.01, 0.05, 0.01, 0.01):
+        step(timer, seconds)
+    step(timer, 0.2, counts=False)
+    timer.interrupt()
+    spend(0.1)
+    step(timer, 0.01)
+    median = timer.read()()
+    assert median is not None
+    assert 9.0 < median < 40.0
+    assert timer.read()() is None
+
+
+def test_steps_before_a_restart_do_not_count(timer: StepTimer) -> None:
+    step(timer, 0.05)
+    timer.restart()
+    assert timer.read()() is None

@@ -15,8 +15,8 @@ from triaccel_ray.apply.fuse import Fusion
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.layers import Loss, forward
 from triaccel_ray.obstacles import watched
-from triaccel_ray.out_of_memory import first_line, is_out_of_memory
-from triaccel_ray.plan import Fault
+from triaccel_ray.out_of_memory import BudgetExceededError, first_line, is_out_of_memory
+from triaccel_ray.plan import Fault, FaultKind
 from triaccel_ray.structure import map_tensors
 
 
@@ -37,7 +37,8 @@ class Step:
 
     On an out-of-memory error everything the attempt left is dropped, buffers and random states go back to where they
     were, and the same samples are tried again in twice as many micro-batches: none is lost, none counts twice. Their
-    number stays until it is set anew, so that the steps until the next tick do not fail again.
+    number stays until it is set anew, so that the steps until the next tick do not fail again. A budget that the device
+    does not enforce itself, on a CPU, gives way where no smaller batch would help: a fault says so.
     """
 
     def __init__(
@@ -49,16 +50,20 @@ class Step:
         *,
         check_memory: Callable[[], None],
         release_memory: Callable[[], None],
+        is_exceeded_at_rest: Callable[[], bool] = lambda: False,
         fusion: Fusion | None = None,
     ) -> None:
         """Borrows the model and its surroundings; `check_memory` raises when the process is beyond its budget.
 
-        `fusion` computes in place of `model` for as long as it stands for it.
+        `is_exceeded_at_rest` says whether it is so without a batch in flight. `fusion` computes in place of `model`
+        for as long as it stands for it.
         """
         self.model, self._loss, self.feed, self.precision = model, loss, feed, precision
         self.fusion = fusion
         self._check_memory, self._release_memory = check_memory, release_memory
+        self._is_exceeded_at_rest = is_exceeded_at_rest
         self._num_micro_batches = 1
+        self._is_budget_waived = False
 
     @property
     def num_micro_batches(self) -> int:
@@ -68,6 +73,7 @@ class Step:
     def set_num_micro_batches(self, num_micro_batches: int) -> None:
         """Passes batches through the model in this many parts from now on."""
         self._num_micro_batches = num_micro_batches
+        self._is_budget_waived = False
 
     def run(self, indices: Tensor, loss_scale: Tensor, *, step: int, watch: bool = False) -> StepOutcome:
         """Returns the loss over the samples at `indices`, their mean gradient times `loss_scale` in `.grad`.
@@ -79,7 +85,7 @@ class Step:
         """
         obstacles: list[str] = []
         faults: list[Fault] = []
-        before = _Snapshot(self.model, self.feed)
+        before, num_parts = _Snapshot(self.model, self.feed), self._num_micro_batches
         while True:
             self.zero_grad()
             try:
@@ -90,15 +96,21 @@ class Step:
                     loss_sum=loss_sum, num_samples=len(indices), faults=tuple(faults), obstacles=tuple(obstacles)
                 )
             except (RuntimeError, MemoryError) as error:
-                part_size = -(-len(indices) // self._num_micro_batches)
-                if not is_out_of_memory(error) or part_size == 1:
+                is_soft = isinstance(error, BudgetExceededError)
+                is_smallest = -(-len(indices) // self._num_micro_batches) == 1
+                if not is_out_of_memory(error) or (is_smallest and not is_soft):
                     raise
                 detail = first_line(error)
             # Outside the handler: the traceback no longer holds the attempt's tensors.
-            self._num_micro_batches = min(2 * self._num_micro_batches, len(indices))
             self.zero_grad()
             before.restore(self.model, self.feed)
             self._release_memory()
+            if is_soft and (is_smallest or self._is_exceeded_at_rest()):
+                self._num_micro_batches, self._is_budget_waived = num_parts, True
+                exceeded = FaultKind.BUDGET_EXCEEDED
+                faults = [Fault(kind=exceeded, step=step, phase="forward_backward", detail=detail)]
+                continue
+            self._num_micro_batches = min(2 * self._num_micro_batches, len(indices))
             at_once = -(-len(indices) // self._num_micro_batches)
             faults = [
                 Fault.out_of_memory(
@@ -128,13 +140,17 @@ class Step:
                     outputs = _as_fp32(forward(model, inputs))
                 with torch.autocast(device.type, enabled=False):
                     loss = self._loss(outputs, targets)
-                self._check_memory()
+                self._require_memory()
                 (loss * (loss_scale * (len(targets) / num_samples))).backward()
             if self._num_micro_batches > 1 and self.precision.copies is not None:
                 self.precision.copies.gather_gradients()
             loss_sum += loss.detach().double() * len(targets)
-            self._check_memory()
+            self._require_memory()
         return loss_sum
+
+    def _require_memory(self) -> None:
+        if not self._is_budget_waived:
+            self._check_memory()
 
     def zero_grad(self) -> None:
         """Drops all gradients."""

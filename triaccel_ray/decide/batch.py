@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from triaccel_ray.config import BatchConfig
-from triaccel_ray.decide.state import BatchState
+from triaccel_ray.decide.state import BatchState, Change
 from triaccel_ray.plan import Fault, FaultKind, Plan, Reason, ReasonCode
 from triaccel_ray.signals import MemorySignal, NoiseSignal, Observation
 
@@ -76,12 +76,26 @@ def retreat(config: BatchConfig, observation: Observation, state: BatchState) ->
     )
 
 
-def decide_batch(config: BatchConfig, observation: Observation, state: BatchState, *, enlarged: bool) -> BatchDecision:
+def undo_growth(plan: Plan, change: Change | None, state: BatchState) -> BatchDecision | None:
+    """Returns the batch before a growth that is undone; None where there is none to undo."""
+    if change is None or change.batch_size is None:
+        return None
+    return BatchDecision(
+        batch_size=change.batch_size,
+        num_micro_batches=plan.num_micro_batches,
+        state=replace(state, ticks_since_change=0),
+    )
+
+
+def decide_batch(
+    config: BatchConfig, observation: Observation, state: BatchState, *, enlarged: bool, is_unjudged: bool = False
+) -> BatchDecision:
     """Returns the next interval's batch (Tri-Accel, section 3.3), moved by at most one step.
 
-    `enlarged` says that growth waits this tick: a precision was raised or could not be, so the memory measured is not
-    what the larger batch would meet. A size left because it used too much memory is closed for `cap_ticks`, as after an
-    out-of-memory error: otherwise a ladder step wider than the band between rho_low and rho_high would swing forever.
+    `is_unjudged` says that the last change still has to show that it pays: growth waits. So it does where `enlarged`
+    says that a precision was raised at this tick or could not be: the memory measured is not what the larger batch
+    would meet. A size left because it used too much memory is closed for `cap_ticks`, as after an out-of-memory error:
+    otherwise a ladder step wider than the band between rho_low and rho_high would swing forever.
     """
     plan, memory = observation.plan, observation.memory
     state = replace(
@@ -100,7 +114,7 @@ def decide_batch(config: BatchConfig, observation: Observation, state: BatchStat
     if at_top or state.ticks_since_change < config.dwell_ticks:
         return keep
     size = min(size, state.cap or size)
-    held = _held(config, plan, state, size, enlarged=enlarged)
+    held = _held(config, plan, state, size, enlarged=enlarged, is_unjudged=is_unjudged)
     if held is not None:
         return replace(keep, reasons=(held,))
     return _grow(config, plan, memory, state, size, parts)
@@ -180,8 +194,13 @@ def _step_up(config: BatchConfig, plan: Plan) -> tuple[int, int]:
     return max(_rung(config, size), plan.batch_size), 1
 
 
-def _held(config: BatchConfig, plan: Plan, state: BatchState, size: int, *, enlarged: bool) -> Reason | None:
+def _held(
+    config: BatchConfig, plan: Plan, state: BatchState, size: int, *, enlarged: bool, is_unjudged: bool
+) -> Reason | None:
     """Returns why the batch must not become `size` (or its parts larger) now, or None."""
+    if is_unjudged:
+        text = "waits: the last change was slower, and has one more interval to show that it is not"
+        return Reason(code=ReasonCode.HELD_UNJUDGED, subject="batch", text=text)
     if enlarged:
         text = "waits: at this tick a precision was raised or could not be, so the memory measured is stale"
         return Reason(code=ReasonCode.HELD_ENLARGED, subject="batch", text=text)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from triaccel_ray.config import PrecisionConfig
 from triaccel_ray.decide.borders import Grant, Prediction, Wish, grant
 from triaccel_ray.decide.state import LayerState, nearest_supported
+from triaccel_ray.decide.throughput import barred_precision
 from triaccel_ray.plan import Precision, Reason, ReasonCode
 from triaccel_ray.signals import LayerCost, LayerSignal, Observation
 
@@ -29,12 +30,16 @@ def decide_precision(
     observation: Observation,
     layers: Mapping[str, LayerState],
     costs: Sequence[LayerCost] | None = None,
+    *,
+    may_lower: bool = True,
 ) -> tuple[dict[str, Precision], dict[str, LayerState], list[Reason]]:
     """Returns each layer's precision and state for the next interval, and why any changed.
 
     The variance rule moves in both directions only after `dwell_ticks` at one precision, and downwards only after
     `patience_ticks` votes in a row: a change costs a new step to build, and v crosses a threshold more than once when
     it drifts through. Curvature promotes at once and releases at once, because it is measured rarely anyway.
+
+    Without `may_lower` no layer is demoted by its variance now: the last change of plan is not judged yet.
 
     With `costs`, what they settle on is granted as far as it pays (`borders.grant`). What a neighbour's change brings
     about waits for no dwell of its own: the plan changes at that tick anyway.
@@ -45,7 +50,9 @@ def decide_precision(
         signal.name: replace(layers[signal.name], ticks_since_change=layers[signal.name].ticks_since_change + 1)
         for signal in observation.layers
     }
-    settled = {signal.name: _settle(config, signal, before[signal.name]) for signal in observation.layers}
+    settled = {
+        signal.name: _settle(config, signal, before[signal.name], may_lower=may_lower) for signal in observation.layers
+    }
     granted = _grant(observation, settled, costs if config.border_aware else None)
     plan: dict[str, Precision] = {}
     updated: dict[str, LayerState] = {}
@@ -126,10 +133,13 @@ def _keep_but_leave_fp16(
 
 def _chosen(signal: LayerSignal, state: LayerState) -> Precision:
     wanted = promoted(state.by_variance) if state.held else state.by_variance
+    barred = barred_precision(state)
+    if barred is not None and wanted.rank <= barred.rank:
+        wanted = promoted(barred)
     return nearest_supported(wanted, signal.supported)
 
 
-def _settle(config: PrecisionConfig, signal: LayerSignal, state: LayerState) -> LayerState:
+def _settle(config: PrecisionConfig, signal: LayerSignal, state: LayerState, *, may_lower: bool) -> LayerState:
     """Returns the state after one vote of the variance rule, with dwell and patience."""
     if signal.variance is None:
         return state
@@ -139,7 +149,7 @@ def _settle(config: PrecisionConfig, signal: LayerSignal, state: LayerState) -> 
     lower = wanted.rank < state.by_variance.rank
     votes = state.lower_votes + 1 if lower else 0
     settled_long = state.ticks_since_change >= config.dwell_ticks
-    may_move = settled_long and (not lower or votes >= config.patience_ticks)
+    may_move = settled_long and (not lower or (may_lower and votes >= config.patience_ticks))
     if wanted is state.by_variance or not may_move:
         return replace(state, lower_votes=votes)
     return replace(state, by_variance=wanted, lower_votes=0)
@@ -157,6 +167,11 @@ def _reason(
     change = f"{in_force.value} -> {chosen.value}"
     if in_force is Precision.FP16 and after.fp16_bar_ticks:
         return _overflow_reason(signal, in_force, chosen)
+    if in_force is barred_precision(after):
+        return Reason(code=ReasonCode.SLOWER, subject=signal.name, text=f"{in_force.value} was slower: {change}")
+    if chosen is after.too_slow and chosen is after.by_variance is before.by_variance:
+        text = f"tried again after {chosen.value} was slower: {change}"
+        return Reason(code=ReasonCode.SLOWER, subject=signal.name, text=text)
     if chosen is before.refused:
         text = f"its borders no longer cost more than it saves: {change}"
         return Reason(code=ReasonCode.BORDER_RELEASED, subject=signal.name, text=text)

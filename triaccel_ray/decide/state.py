@@ -30,6 +30,12 @@ class LayerState:
     """The lower precision that the layer was refused because its borders would cost more than it saves."""
     fp16_bar_ticks: int = 0
     """Ticks during which the layer still stays out of FP16 after it overflowed there for good."""
+    too_slow: Precision | None = None
+    """The precision in which steps were last measured to be slower than in the one above."""
+    slow_bar_ticks: int = 0
+    """Ticks during which the layer still stays above `too_slow`."""
+    times_slow: int = 0
+    """How often a lower precision of the layer was undone for its time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +50,32 @@ class BatchState:
     """Ticks until the cap is lifted."""
     noise: NoiseSignal | None = None
     """Moving average over measurements, in units of each one's variance; None before the first."""
+    times_slow: int = 0
+    """How often a larger batch was undone for its time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change of plan that is to show whether it pays."""
+
+    ms_per_sample: float
+    """Milliseconds of a step per sample before it."""
+    precision: Mapping[str, Precision] = field(default_factory=dict)
+    """Layers that it lowered -> their precision before."""
+    batch_size: int | None = None
+    """The batch size before; None where it did not grow."""
+    num_slower: int = 0
+    """Intervals since that were slower."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputState:
+    """What is remembered of the time that steps take."""
+
+    intervals: tuple[float, ...] = ()
+    """Milliseconds of a step per sample, medians of the last intervals under the plan in force."""
+    change: Change | None = None
+    """The change not yet judged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +84,7 @@ class ControlState:
 
     layers: Mapping[str, LayerState]
     batch: BatchState = field(default_factory=BatchState)
+    throughput: ThroughputState = field(default_factory=ThroughputState)
     costs: tuple[LayerCost, ...] | None = None
     """Measured last; None before the first measurement."""
     step: int = 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from triaccel_ray.config import BatchConfig, ControlConfig
-from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batch, retreat
+from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batch, retreat, undo_growth
 from triaccel_ray.decide.curvature import lr_reasons, lr_scale, remember_curvature, smooth_noise
 from triaccel_ray.decide.overflow import bar_overflowing
 from triaccel_ray.decide.precision import decide_precision, keep_precision
 from triaccel_ray.decide.state import ControlState, Decision
+from triaccel_ray.decide.throughput import judge, watch
 from triaccel_ray.plan import FaultKind, Plan, Reason, ReasonCode
 from triaccel_ray.signals import Observation
 
@@ -17,19 +18,25 @@ from triaccel_ray.signals import Observation
 def decide(config: ControlConfig, observation: Observation, state: ControlState) -> Decision:
     """Returns what the next interval is computed with, from what was measured and what is remembered.
 
+    A change that has slowed steps down is undone before anything else is decided.
+
     Pure: the same arguments give the same decision, which is what replaying a log relies on. At most one change a
     tick enlarges memory use (any number of layers promoted together, or the batch grown); retreats are not limited.
     After a plan that could not be applied, precision keeps what is in force and nothing is enlarged for one tick.
     """
     costs = state.costs if observation.costs is None else observation.costs
     layers, hold_reasons = remember_curvature(config.curvature, observation, state.layers)
+    judged = judge(config, observation, state.throughput, layers, state.batch)
+    layers = judged.layers
     apply_failed = any(fault.kind is FaultKind.APPLY_FAILED for fault in observation.faults)
     if apply_failed:
         precision, layers = keep_precision(observation, layers)
         precision_reasons = [_apply_failed_reason(observation)]
     else:
         layers, overflow_reasons = bar_overflowing(config.precision, observation, state, layers)
-        precision, layers, precision_reasons = decide_precision(config.precision, observation, layers, costs)
+        precision, layers, precision_reasons = decide_precision(
+            config.precision, observation, layers, costs, may_lower=not judged.is_open
+        )
         precision_reasons = [*overflow_reasons, *precision_reasons]
     enlarged = any(
         level.bytes_per_element > observation.plan.precision[name].bytes_per_element
@@ -40,9 +47,13 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     scale_reasons = lr_reasons(observation.plan.lr_scale, scales, layers)
 
     noise = smooth_noise(config.batch.noise_smoothing, state.batch.noise, observation.noise)
-    batch_state = replace(state.batch, noise=noise)
-    batch: BatchDecision = retreat(config.batch, observation, batch_state) or decide_batch(
-        config.batch, observation, batch_state, enlarged=enlarged or apply_failed
+    batch_state = replace(judged.batch, noise=noise)
+    batch: BatchDecision = (
+        retreat(config.batch, observation, batch_state)
+        or undo_growth(observation.plan, judged.undo, batch_state)
+        or decide_batch(
+            config.batch, observation, batch_state, enlarged=enlarged or apply_failed, is_unjudged=judged.is_open
+        )
     )
     plan = Plan(
         batch_size=batch.batch_size,
@@ -56,12 +67,14 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
         state=ControlState(
             layers=layers,
             batch=batch.state,
+            throughput=watch(judged.state, observation.plan, plan),
             costs=costs,
             step=observation.step,
             num_skipped=observation.num_skipped,
         ),
         reasons=(
             *hold_reasons,
+            *judged.reasons,
             *precision_reasons,
             *scale_reasons,
             *batch.reasons,

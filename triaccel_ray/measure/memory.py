@@ -12,15 +12,12 @@ import psutil
 import pynvml
 import torch
 
+from triaccel_ray.out_of_memory import BudgetExceededError
 from triaccel_ray.signals import MemorySignal
 
 MIB = 2**20
 LAZY_LOADING_BYTES = 96 * MIB
 """Kept free until the first tick for what libraries, kernels and graphs will take outside the allocator."""
-
-
-class BudgetExceededError(MemoryError):
-    """The process grew beyond its memory budget: the CPU's counterpart of `torch.OutOfMemoryError`."""
 
 
 class MemoryMeter(ABC):
@@ -72,9 +69,21 @@ class MemoryMeter(ABC):
     def check(self) -> None:
         """Raises the device's out-of-memory error when the process is beyond its budget."""
 
+    @property
+    def is_exceeded_at_rest(self) -> bool:
+        """Whether the process is beyond its budget although no batch is in flight: a smaller one would not help.
+
+        Never where the device itself enforces the limit.
+        """
+        return False
+
     @abstractmethod
     def release(self) -> None:
         """Gives freed memory back to the device."""
+
+    @abstractmethod
+    def trim(self) -> None:
+        """Gives back what the allocator keeps and nothing uses, without looking for garbage first."""
 
     @abstractmethod
     def begin_window(self) -> None:
@@ -153,15 +162,24 @@ class ResidentMemory(MemoryMeter):
             idle_bytes=self.idle_bytes,
             free_bytes=int(psutil.virtual_memory().available),
         )
-        _trim_heap()
         _reset_high_water()
         self.window_peak_bytes = self.sample()
         return signal
 
     def check(self) -> None:
         """Raises BudgetExceededError when the resident set is beyond an explicit budget."""
-        if self.has_budget and (used := self.sample()) > self.limit_bytes:
-            raise BudgetExceededError(f"the process holds {mib(used)} of a budget of {mib(self.limit_bytes)}")
+        if not self.has_budget or (used := self.sample()) <= self.limit_bytes:
+            return
+        mapped = int(getattr(self._process.memory_info(), "shared", 0))  # files and shared memory; Linux alone tells
+        raise BudgetExceededError(
+            f"the process holds {mib(used)} of a budget of {mib(self.limit_bytes)}: {mib(used - mapped)} anonymous, "
+            f"{mib(mapped)} file-backed; before its first batch it held {mib(self.idle_bytes)}"
+        )
+
+    @property
+    def is_exceeded_at_rest(self) -> bool:
+        """Whether the process is beyond its budget although no batch is in flight: a smaller one would not help."""
+        return self.has_budget and self.sample() > self.limit_bytes
 
     def begin_window(self) -> None:
         """Gives freed memory back and forgets the peak, the kernel's included."""
@@ -173,7 +191,12 @@ class ResidentMemory(MemoryMeter):
     def release(self) -> None:
         """Returns the heap's free pages to the system, where the C library can."""
         gc.collect()
-        _trim_heap()
+        self.trim()
+
+    def trim(self) -> None:
+        """Returns the heap's free pages to the system, where the C library can."""
+        if _LIBC is not None:
+            _LIBC.malloc_trim(0)
 
 
 class CudaMemory(MemoryMeter):
@@ -244,6 +267,10 @@ class CudaMemory(MemoryMeter):
     def release(self) -> None:
         """Gives the allocator's unused blocks back to the driver."""
         gc.collect()
+        self.trim()
+
+    def trim(self) -> None:
+        """Gives the allocator's unused blocks back to the driver."""
         torch.cuda.empty_cache()
 
     def begin_window(self) -> None:
@@ -288,11 +315,6 @@ def _load_libc() -> ctypes.CDLL | None:
 
 
 _LIBC = _load_libc()
-
-
-def _trim_heap() -> None:
-    if _LIBC is not None:
-        _LIBC.malloc_trim(0)
 
 
 def _high_water() -> int | None:

@@ -15,6 +15,7 @@ from triaccel_ray.measure.curvature import CurvatureEstimate, SpectrumShape
 from triaccel_ray.measure.curvature.spectrum import largest_eigenvalues
 from triaccel_ray.measure.memory import MemoryMeter
 from triaccel_ray.measure.moments import GradientMoments
+from triaccel_ray.measure.timing import StepTimer
 from triaccel_ray.plan import Fault, Plan, Precision
 from triaccel_ray.signals import LayerCost, LayerSignal, NoiseSignal, Observation
 
@@ -49,13 +50,14 @@ class Sensors:
         layers: Sequence[tuple[str, tuple[Precision, ...]]],
         moments: GradientMoments,
         memory: MemoryMeter,
+        timer: StepTimer,
         losses: Tensor,
     ) -> None:
         """Takes the layers' names with what they support, and the instruments.
 
         `losses` (fp64 [2]: sum over the samples, and their number) is added to by every step, and reset here.
         """
-        self._layers, self.moments, self.memory = layers, moments, memory
+        self._layers, self.moments, self.memory, self.timer = layers, moments, memory, timer
         self.losses = losses
         self._curvature: CurvatureEstimate | None = None
         self._costs: tuple[LayerCost, ...] | None = None
@@ -97,7 +99,10 @@ class Sensors:
             costs=self._costs,
             faults=self.take_faults(),
         )
-        reading = Reading(torch.cat(packed), lambda values: self._completed(known, values, shape))
+        step_ms = self.timer.read()
+        reading = Reading(
+            torch.cat(packed), lambda values: self._completed(replace(known, step_ms=step_ms()), values, shape)
+        )
         self.losses.zero_()
         self._curvature = self._costs = None
         return reading

@@ -1,10 +1,14 @@
-"""Wall-clock time of the training part of an epoch."""
+"""Wall-clock time of epochs and of single steps."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from statistics import median
 
 import torch
+
+_Mark = float | torch.cuda.Event
 
 
 class EpochClock:
@@ -45,3 +49,57 @@ class EpochClock:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+class StepTimer:
+    """Times steps between two ticks: on a CPU each by itself, on a GPU from one step's end to the next one's.
+
+    Nothing waits for the device: events are recorded, and read once the device has come that far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Has timed nothing yet."""
+        self._device = device
+        self._last: _Mark | None = None
+        self._spans: list[tuple[_Mark, _Mark]] = []
+
+    def begin(self) -> None:
+        """Notes that a step begins."""
+        if self._last is None or self._device.type == "cpu":
+            self._last = self._mark()
+
+    def end(self, *, counts: bool) -> None:
+        """Notes that a step has ended; `counts` where it was one of a whole batch."""
+        now = self._mark()
+        if counts and self._last is not None:
+            self._spans.append((self._last, now))
+        self._last = now
+
+    def interrupt(self) -> None:
+        """Notes that other work comes before the next step."""
+        self._last = None
+
+    def restart(self) -> None:
+        """Forgets the steps so far: those that follow are of another kind."""
+        self._spans = []
+
+    def read(self) -> Callable[[], float | None]:
+        """Returns what gives the median step in milliseconds, None without steps, once they are done; begins anew."""
+        spans = self._spans
+        self.restart()
+        return lambda: median(_milliseconds(*span) for span in spans) if spans else None
+
+    def _mark(self) -> _Mark:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def _milliseconds(first: _Mark, last: _Mark) -> float:
+    if isinstance(first, torch.cuda.Event):
+        assert isinstance(last, torch.cuda.Event)
+        return float(first.elapsed_time(last))
+    assert not isinstance(last, torch.cuda.Event)
+    return 1e3 * (last - first)

@@ -1,0 +1,158 @@
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.decide.build import BF16, FP16, FP32, memory_of, observation_of
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.decide import ControlState, Decision, decide, initial_decision
+from triaccel_ray.plan import Plan, Precision, ReasonCode
+from triaccel_ray.signals import LayerSignal
+
+CONFIG = ControlConfig(
+    precision=PrecisionConfig(tau_low=1e-6, tau_high=1e-3, dwell_ticks=0, patience_ticks=1, overflow_bar_ticks=6),
+    curvature=CurvatureConfig(enabled=False),
+    batch=BatchConfig(enabled=False, cap_ticks=6),
+)
+GROWING = replace(CONFIG, batch=BatchConfig(cap_ticks=6))
+LOW, MIDDLE, HIGH = (LayerSignal(name="conv", variance=value) for value in (1e-9, 1e-5, 1.0))
+
+
+class Loop:
+    """The policy on a device where a step takes what `cost` says of its plan, in milliseconds."""
+
+    def __init__(self, config: ControlConfig, cost: Callable[[Plan], float], layer: LayerSignal = MIDDLE) -> None:
+        self.config, self.cost, self.layer, self.share = config, cost, layer, 0.8
+        start = initial_decision(config, [("conv", tuple(Precision))])
+        self.plan, self.state = start.plan, start.state
+        self.num_ticks = 0
+
+    def tick(self) -> Decision:
+        observation = observation_of(
+            self.plan, self.layer, memory=memory_of(self.share), tick=self.num_ticks, step_ms=self.cost(self.plan)
+        )
+        decision = decide(self.config, observation, self.state)
+        self.plan, self.state = decision.plan, decision.state
+        self.num_ticks += 1
+        return decision
+
+    def run(self, num_ticks: int) -> list[Decision]:
+        return [self.tick() for _ in range(num_ticks)]
+
+
+def codes(decision: Decision, subject: str) -> list[ReasonCode]:
+    return [reason.code for reason in decision.reasons if reason.subject == subject]
+
+
+def slow_in_fp16(plan: Plan) -> float:
+    return 100.0 if plan.precision["conv"] is FP16 else 10.0
+
+
+def test_a_lower_precision_that_is_slower_is_undone_and_barred():
+    loop = Loop(CONFIG, slow_in_fp16)
+    loop.run(2)
+    loop.layer = LOW
+    assert loop.tick().plan.precision["conv"] is FP16
+    assert loop.tick().plan.precision["conv"] is FP16  # a first slow interval may be chance
+    undone = loop.tick()
+    assert undone.plan.precision["conv"] is BF16
+    assert codes(undone, "throughput") == [ReasonCode.SLOWER]
+    assert codes(undone, "conv") == [ReasonCode.SLOWER]
+    (reason,) = [reason for reason in undone.reasons if reason.subject == "throughput"]
+    assert "lower precision of conv is slower" in reason.text
+    assert (reason.value, reason.threshold) == (pytest.approx(100.0 / 96), pytest.approx(10.0 / 96))
+    barred = [decision.plan.precision["conv"] for decision in loop.run(6)]
+    assert barred[:5] == [BF16] * 5
+    assert barred[5] is FP16  # tried again, once the bar is over
+
+
+def test_the_bar_doubles_each_time():
+    loop = Loop(CONFIG, slow_in_fp16, LOW)
+    slow_ticks = [index for index, decision in enumerate(loop.run(100)) if decision.plan.precision["conv"] is FP16]
+    # Two intervals in FP16 each time, and bars of 6, 12, 24 and 48 ticks.
+    starts = [tick for tick in slow_ticks if tick - 1 not in slow_ticks]
+    assert [later - earlier for earlier, later in pairwise(starts)] == [8, 14, 26, 50]
+
+
+def test_without_the_rule_nothing_is_undone():
+    loop = Loop(replace(CONFIG, do_no_harm=False), slow_in_fp16, LOW)
+    loop.run(3)
+    assert all(decision.plan.precision["conv"] is FP16 for decision in loop.run(20))
+
+
+def test_a_promotion_is_made_for_accuracy_and_stays_however_slow():
+    loop = Loop(CONFIG, lambda plan: 100.0 if plan.precision["conv"] is FP32 else 10.0)
+    loop.run(2)
+    loop.layer = HIGH
+    assert all(decision.plan.precision["conv"] is FP32 for decision in loop.run(20))
+
+
+def test_a_larger_batch_that_is_slower_a_sample_is_undone_and_capped():
+    loop = Loop(GROWING, lambda plan: 10.0 if plan.batch_size == 96 else 40.0)
+    loop.run(2)
+    loop.share = 0.1
+    sizes = [decision.plan.batch_size for decision in loop.run(9)]
+    assert sizes == [128, 128, 96, 96, 96, 96, 96, 96, 128]
+    assert loop.state.batch.times_slow == 1
+
+
+def test_a_larger_batch_that_is_faster_grows_on_without_waiting():
+    loop = Loop(GROWING, lambda plan: 8.0 + plan.batch_size / 50)
+    loop.run(2)
+    loop.share = 0.1
+    assert [decision.plan.batch_size for decision in loop.run(4)] == [128, 160, 192, 224]
+
+
+def test_growth_waits_while_a_change_is_doubtful():
+    costs = iter([10.0, 10.0, 100.0, 10.0, 10.0])
+    loop = Loop(replace(GROWING, batch=BatchConfig(dwell_ticks=0)), lambda plan: next(costs))
+    loop.tick()
+    loop.layer = LOW
+    assert loop.tick().plan.precision["conv"] is FP16
+    loop.share = 0.1
+    held = loop.tick()
+    assert (held.plan.batch_size, codes(held, "batch")) == (96, [ReasonCode.HELD_UNJUDGED])
+    assert loop.tick().plan.batch_size == 128
+
+
+def test_a_promotion_ends_the_judgement():
+    loop = Loop(CONFIG, slow_in_fp16)
+    loop.run(2)
+    loop.layer = LOW
+    loop.tick()
+    loop.layer = HIGH
+    loop.run(3)
+    assert loop.plan.precision["conv"] is FP32
+    assert loop.state.throughput.change is None
+    assert loop.state.layers["conv"].times_slow == 0
+
+
+def test_a_layer_held_by_curvature_is_barred_by_what_it_computes_in():
+    config = replace(CONFIG, curvature=CurvatureConfig(tau_curv=1.0, smoothing=0.0, alpha=0.0))
+    loop = Loop(config, lambda plan: 100.0 if plan.precision["conv"] is BF16 else 10.0)
+    steep = replace(HIGH, eigenvalues=(5.0,))
+    loop.layer = steep
+    loop.run(3)
+    loop.layer = replace(LOW, eigenvalues=(5.0,))
+    loop.run(4)
+    layer = loop.state.layers["conv"]
+    assert (loop.plan.precision["conv"], layer.by_variance, layer.held) == (FP32, FP16, True)
+
+
+@given(noise=st.lists(st.floats(0.9, 1.1), min_size=60, max_size=60))
+def test_noise_of_a_tenth_undoes_nothing(noise: list[float]):
+    factors = iter(noise)
+    loop = Loop(GROWING, lambda plan: 10.0 * plan.batch_size / 96 * next(factors), LOW)
+    loop.share = 0.1
+    decisions = loop.run(60)
+    assert not any(reason.code is ReasonCode.SLOWER for decision in decisions for reason in decision.reasons)
+    assert loop.plan.batch_size == GROWING.batch.maximum
+
+
+def test_state_before_any_time_is_known_judges_nothing():
+    start = initial_decision(CONFIG, [("conv", tuple(Precision))])
+    decision = decide(CONFIG, observation_of(start.plan, LOW, step_ms=None), start.state)
+    assert decision.state.throughput == ControlState(layers={}).throughput

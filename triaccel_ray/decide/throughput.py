@@ -1,0 +1,115 @@
+"""The do-no-harm rule: a lower precision or a larger batch is kept only while samples per second do not fall."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.decide.state import BatchState, Change, LayerState, ThroughputState
+from triaccel_ray.plan import Plan, Precision, Reason, ReasonCode
+from triaccel_ray.signals import Observation
+
+TOLERANCE = 0.25
+"""A plan that takes longer by more than this share of the time per sample counts as slower: above the noise of medians
+on a machine that does other work."""
+_JUDGING_TICKS = 2
+"""Intervals that must both be slower before a change is undone."""
+_NUM_INTERVALS = 5
+"""Intervals under one plan of which the median is what its successor has to reach."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What the rule says at a tick."""
+
+    state: ThroughputState
+    layers: dict[str, LayerState]
+    batch: BatchState
+    undo: Change | None = None
+    """The change to be undone now."""
+    is_open: bool = False
+    """Whether a change still waits for its second interval: no other of its kind is made meanwhile."""
+    reasons: tuple[Reason, ...] = ()
+
+
+def judge(
+    config: ControlConfig,
+    observation: Observation,
+    state: ThroughputState,
+    layers: Mapping[str, LayerState],
+    batch: BatchState,
+) -> Judgement:
+    """Returns whether the last change is kept, undone, or waits for another interval.
+
+    Compared are medians of step times per sample: before, the median over the last intervals under the old plan;
+    after, the better of two intervals. An undone precision, or batch size, is barred for a number of ticks that doubles
+    each time. Promotions are made for accuracy and shrinking for memory: neither is judged.
+    """
+    counted = {
+        name: replace(layer, slow_bar_ticks=layer.slow_bar_ticks - 1) if layer.slow_bar_ticks else layer
+        for name, layer in layers.items()
+    }
+    if not config.do_no_harm or observation.step_ms is None:
+        return Judgement(state=state, layers=counted, batch=batch, is_open=state.change is not None)
+    now = observation.step_ms / observation.plan.batch_size
+    change = state.change
+    if change is None:
+        intervals = (*state.intervals, now)[-_NUM_INTERVALS:]
+        return Judgement(state=replace(state, intervals=intervals), layers=counted, batch=batch)
+    if now <= change.ms_per_sample * (1.0 + TOLERANCE):
+        return Judgement(state=ThroughputState(intervals=(now,)), layers=counted, batch=batch)
+    if change.num_slower + 1 < _JUDGING_TICKS:
+        waiting = replace(state, change=replace(change, num_slower=change.num_slower + 1))
+        return Judgement(state=waiting, layers=counted, batch=batch, is_open=True)
+    barred = dict(counted)
+    for name in change.precision:
+        layer = barred[name]
+        barred[name] = replace(
+            layer,
+            too_slow=observation.plan.precision[name],
+            slow_bar_ticks=config.precision.overflow_bar_ticks * 2**layer.times_slow,
+            times_slow=layer.times_slow + 1,
+        )
+    if change.batch_size is not None:
+        ticks = config.batch.cap_ticks * 2**batch.times_slow
+        batch = replace(batch, cap=change.batch_size, cap_ticks_left=ticks, times_slow=batch.times_slow + 1)
+    return Judgement(
+        state=ThroughputState(),
+        layers=barred,
+        batch=batch,
+        undo=change,
+        reasons=(_reason(observation.plan, change, now),),
+    )
+
+
+def watch(state: ThroughputState, old: Plan, new: Plan) -> ThroughputState:
+    """Returns what to remember once `new` replaces `old`: what it has to reach, if it is to be judged at all."""
+    if new.steps_as(old):
+        return state
+    lowered = {name: level for name, level in old.precision.items() if new.precision[name].rank < level.rank}
+    grown = new.batch_size > old.batch_size
+    if not (lowered or grown) or not state.intervals:
+        return ThroughputState()
+    change = Change(
+        ms_per_sample=median(state.intervals), precision=lowered, batch_size=old.batch_size if grown else None
+    )
+    return ThroughputState(change=change)
+
+
+def _reason(plan: Plan, change: Change, now: float) -> Reason:
+    lowered = sorted(change.precision)
+    parts = []
+    if lowered:
+        shown = ", ".join(lowered[:3]) + (f" and {len(lowered) - 3} more" if len(lowered) > 3 else "")
+        parts.append(f"the lower precision of {shown}")
+    if change.batch_size is not None:
+        parts.append(f"a batch of {plan.batch_size} in place of {change.batch_size}")
+    text = f"{' and '.join(parts)} is slower, {now:.3g} against {change.ms_per_sample:.3g} ms a sample: undone"
+    return Reason(code=ReasonCode.SLOWER, subject="throughput", text=text, value=now, threshold=change.ms_per_sample)
+
+
+def barred_precision(state: LayerState) -> Precision | None:
+    """Returns the precision that a layer must stay above because it was slower there, or None."""
+    return state.too_slow if state.slow_bar_ticks else None
