@@ -6,15 +6,18 @@ lies from it, so that tau_low < tau_high and rho_low < rho_high whatever is draw
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 import numpy as np
 from ray import tune
 
 from triaccel_ray.config import ControlConfig
+from triaccel_ray.decide.precision import precision_for_variance
 
 ABSOLUTE: Mapping[str, Any] = {
     "log10_tau_low": tune.uniform(-10.0, -3.0),
@@ -74,6 +77,8 @@ class Calibration:
 
     variances: tuple[float, ...]
     """v_l(t) of all layers and ticks of the probe, ascending, positive."""
+    layers: Mapping[str, float] = field(default_factory=dict)
+    """Layer name -> median of its variances."""
 
     def quantile(self, q: float) -> float:
         """Returns the variance at quantile q in [0, 1], interpolated on a logarithmic scale.
@@ -91,19 +96,20 @@ class Calibration:
         return float(10.0 ** np.interp(q, quantiles, [seen[0] - BEYOND_DECADES, *seen, seen[-1] + BEYOND_DECADES]))
 
 
-def calibration(variances: Sequence[float]) -> Calibration:
-    """Returns the calibration from all variances a probe recorded.
+def calibration(variances: Mapping[str, Sequence[float]]) -> Calibration:
+    """Returns the calibration from the variances that a probe recorded, by layer.
 
     Raises:
         ValueError: none of them is positive and finite.
     """
-    usable = tuple(sorted(v for v in variances if v > 0 and math.isfinite(v)))
+    by_layer = {name: [v for v in of if v > 0 and math.isfinite(v)] for name, of in variances.items()}
+    usable = tuple(sorted(itertools.chain.from_iterable(by_layer.values())))
     if not usable:
         raise ValueError(
-            f"variances = {len(variances)} values, none positive: the probe was shorter than one control interval, or "
-            "its gradients vanish; use the space thresholds-absolute"
+            f"variances = {sum(map(len, variances.values()))} values, none positive: the probe was shorter than one "
+            "control interval, or its gradients vanish; use the space thresholds-absolute"
         )
-    return Calibration(variances=usable)
+    return Calibration(variances=usable, layers={name: median(of) for name, of in by_layer.items() if of})
 
 
 def search_space(name: str, optional: Sequence[str] = ()) -> dict[str, Any]:
@@ -134,6 +140,9 @@ def thresholds(
             raise ValueError("calibration = None: a sample of quantiles has no meaning without the probe's variances")
         tau_low, tau_high = _taus(sample, calibrated_on)
         precision = replace(precision, tau_low=tau_low, tau_high=tau_high)
+        # Else the first epochs would be judged in a precision that the thresholds leave later.
+        initial = {name: precision_for_variance(precision, v) for name, v in calibrated_on.layers.items()}
+        precision = replace(precision, initial_layers=initial)
     if "rho_high" in sample:
         rho_high = sample["rho_high"]
         batch = replace(batch, rho_low=rho_high * sample["rho_ratio"], rho_high=rho_high)

@@ -35,7 +35,7 @@ class Digits(Task):
     control: ClassVar[ControlConfig] = found("digits").onto(
         ControlConfig(
             every_steps=4,  # an epoch has 12 steps
-            curvature=CurvatureConfig(every_steps=20),
+            curvature=CurvatureConfig(every_steps=40),
             batch=BatchConfig(start=96, minimum=32, maximum=256, granularity=32),
         )
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -50,6 +51,8 @@ class PrecisionConfig:
     """False: every layer stays at `initial`, except when FP16 overflows for good."""
     initial: Precision = Precision.BF16
     """Precision before any statistic exists, and of every layer when not enabled."""
+    initial_layers: Mapping[str, Precision] = field(default_factory=dict)
+    """Layer name -> its own precision before any statistic, in place of `initial`."""
     tau_low: float = 1e-7
     """Gradient variance below which a layer computes in FP16; >= 0."""
     tau_high: float = 1e-3
@@ -75,7 +78,8 @@ class PrecisionConfig:
         require_flag("precision enabled", self.enabled)
         require_flag("border_aware", self.border_aware)
         require_flag("offer_emulated", self.offer_emulated)
-        require(isinstance(self.initial, Precision), "initial", self.initial, "must be a Precision")
+        for level in (self.initial, *self.initial_layers.values()):
+            require(isinstance(level, Precision), "initial", level, "must be a Precision")
         require_number("tau_low", self.tau_low, "must be a number >= 0", low=0.0)
         require(not math.isinf(self.tau_low), "tau_low", self.tau_low, "must be finite")
         require_number("tau_high", self.tau_high, "must be a number >= 0", low=0.0)

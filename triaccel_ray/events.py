@@ -78,7 +78,10 @@ class Epoch:
     num_skipped: int | None
     """Optimizer steps skipped for an overflow; None where that is not known."""
     score: float | None
-    """Accuracy / (mean seconds of the last five epochs x peak GB)."""
+    """Accuracy / (typical seconds x peak GB)."""
+    typical_seconds: float | None = None
+    """Median seconds of the last epochs, at most five, under the plan in force: what its steps take, whatever the
+    machine did in one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

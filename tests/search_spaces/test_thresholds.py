@@ -46,7 +46,7 @@ def test_calibrated_samples_are_ordered_thresholds(sample: dict[str, Any], calib
 @pytest.mark.parametrize("space", SPACES)
 def test_what_tune_itself_samples_are_ordered_thresholds(space: str) -> None:
     chance = np.random.RandomState(0)
-    calibrated_on = calibration([1e-7, 1e-5, 1e-5, 1e-3])
+    calibrated_on = calibration({"conv": [1e-7, 1e-5], "head": [1e-5, 1e-3]})
     for _ in range(200):
         sample = {name: domain.sample(random_state=chance) for name, domain in search_space(space, ALL).items()}
         assert_ordered(thresholds(sample, CONTROL, calibrated_on))
@@ -54,7 +54,7 @@ def test_what_tune_itself_samples_are_ordered_thresholds(space: str) -> None:
 
 @given(sample=samples("thresholds"), variance=st.floats(1e-40, 1e30), count=st.integers(1, 9))
 def test_equal_variances_still_make_two_thresholds(sample: dict[str, Any], variance: float, count: int) -> None:
-    assert_ordered(thresholds(sample, CONTROL, calibration([variance] * count)))
+    assert_ordered(thresholds(sample, CONTROL, calibration({"conv": [variance] * count})))
 
 
 @given(sample=samples("thresholds-absolute"))
@@ -116,7 +116,7 @@ def test_quantiles_reach_beyond_what_was_seen_at_either_end(calibrated_on: Calib
 
 
 def test_quantiles_interpolate_on_a_logarithmic_scale() -> None:
-    calibrated_on = calibration([1e-2, 1e-6, 1e-4])
+    calibrated_on = calibration({"conv": [1e-2, 1e-6, 1e-4]})
     assert calibrated_on.variances == (1e-6, 1e-4, 1e-2)
     found = [calibrated_on.quantile(q) for q in (0.0625, 0.125, 0.3125, 0.5, 0.875, 0.9375)]
     assert found == pytest.approx([1e-7, 1e-6, 1e-5, 1e-4, 1e-2, 1e-1])
@@ -125,12 +125,12 @@ def test_quantiles_interpolate_on_a_logarithmic_scale() -> None:
 @pytest.mark.parametrize("q", [-0.1, 1.1, math.nan])
 def test_what_is_no_quantile_is_refused(q: float) -> None:
     with pytest.raises(ValueError, match=r"q = .*: must lie in \[0, 1\]"):
-        calibration([1e-3]).quantile(q)
+        calibration({"conv": [1e-3]}).quantile(q)
 
 
 def test_many_samples_use_one_precision_alone_or_leave_one_out() -> None:
     chance = np.random.RandomState(0)
-    calibrated_on = calibration([1e-7, 1e-6, 1e-5, 1e-4, 1e-3])
+    calibrated_on = calibration({"conv": [1e-7, 1e-6, 1e-5, 1e-4, 1e-3]})
     space = search_space("thresholds")
     draws = [{name: domain.sample(random_state=chance) for name, domain in space.items()} for _ in range(2000)]
     found = [thresholds(sample, CONTROL, calibrated_on).precision for sample in draws]
@@ -144,13 +144,13 @@ def test_many_samples_use_one_precision_alone_or_leave_one_out() -> None:
 
 
 def test_unusable_variances_are_left_out() -> None:
-    assert calibration([0.0, 1e-3, math.inf, math.nan, -1.0]).variances == (1e-3,)
+    assert calibration({"conv": [0.0, 1e-3, math.inf, math.nan, -1.0]}).variances == (1e-3,)
 
 
 @pytest.mark.parametrize("variances", [[], [0.0, 0.0], [math.nan, math.inf]])
 def test_a_probe_without_variances_is_refused(variances: list[float]) -> None:
     with pytest.raises(ValueError, match=rf"variances = {len(variances)} values, none positive.*thresholds-absolute"):
-        calibration(variances)
+        calibration({"conv": variances})
 
 
 @given(calibrated_on=VARIANCES)

@@ -38,7 +38,7 @@ def typed(command: str) -> RunSpec:
 @settings(max_examples=15)
 @given(sample=samples("thresholds"))
 def test_a_pasted_command_has_the_same_thresholds(sample: dict[str, Any]) -> None:
-    control = thresholds(sample, Digits.control, calibration([2e-9, 3e-7, 3e-7, 1e-4]))
+    control = thresholds(sample, Digits.control, calibration({"conv1": [2e-9, 3e-7], "linear": [3e-7, 1e-4]}))
     assert typed(command_of(replace(BASE, control=control))) == replace(BASE, control=control)
 
 

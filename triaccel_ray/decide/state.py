@@ -104,7 +104,8 @@ class Decision:
 
 def initial_decision(config: ControlConfig, layers: Iterable[tuple[str, tuple[Precision, ...]]]) -> Decision:
     """Returns the plan and state of the first step, from the layers' names and supported precisions."""
-    precision = {name: nearest_supported(config.precision.initial, supported) for name, supported in layers}
+    own, shared = config.precision.initial_layers, config.precision.initial
+    precision = {name: nearest_supported(own.get(name, shared), supported) for name, supported in layers}
     plan = Plan(batch_size=config.batch.start, precision=precision, lr_scale=dict.fromkeys(precision, 1.0))
     # A fresh layer has kept its precision long enough: the first statistic may act at the first tick.
     state = LayerState(by_variance=config.precision.initial, ticks_since_change=config.precision.dwell_ticks)

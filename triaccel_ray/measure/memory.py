@@ -7,6 +7,7 @@ import gc
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pynvml
@@ -36,9 +37,9 @@ class MemoryMeter(ABC):
                 f"memory budget = {mib(budget_bytes)}: must be positive and at most the {mib(total)} of {self.name}"
             )
         self.has_budget = budget_bytes is not None
-        self.limit_bytes = budget_bytes or total
+        self.limit_bytes = self._most_bytes = budget_bytes or total
         self.idle_bytes = 0
-        """What the process holds before its first batch; set by `require_room`."""
+        """What the process holds without a batch; set by `require_room`."""
         self.window_peak_bytes = self.peak_bytes = 0
         self.sample()
 
@@ -103,7 +104,7 @@ class MemoryMeter(ABC):
         self.release()
         used = self.idle_bytes = self.sample()
         if self._headroom_bytes is not None:
-            self.limit_bytes, self.has_budget = min(used + self._headroom_bytes, self.limit_bytes), True
+            self.limit_bytes, self.has_budget = min(used + self._headroom_bytes, self._most_bytes), True
         if used >= self.limit_bytes:
             raise ValueError(
                 f"memory budget = {mib(self.limit_bytes)}: the process already holds {mib(used)} on {self.name} with "
@@ -134,6 +135,7 @@ class ResidentMemory(MemoryMeter):
     def __init__(self, budget_bytes: int | None, headroom_bytes: int | None = None) -> None:
         """Starts a new high-water mark."""
         self._process = psutil.Process()
+        self._idle_heap_bytes, self._first_idle_bytes = _heap_bytes(), 0
         _reset_high_water()
         super().__init__(budget_bytes, headroom_bytes)
 
@@ -151,8 +153,20 @@ class ResidentMemory(MemoryMeter):
         self._remember(_high_water() or used)
         return used
 
+    def require_room(self) -> None:
+        """Checks that the budget leaves anything to compute with, and notes what the heap holds before any batch."""
+        super().require_room()
+        self._idle_heap_bytes, self._first_idle_bytes = _heap_bytes(), self.idle_bytes
+
     def read(self) -> MemorySignal:
-        """Returns the window's figures and begins a new window at the present resident set."""
+        """Returns the window's figures and begins a new window at the present resident set.
+
+        To be called between steps. What the heap then holds more than before the first batch is no batch's: code and
+        buffers that libraries keep for every shape that they have met. It counts as idle, and a headroom goes on top.
+        """
+        self.idle_bytes = self._first_idle_bytes + max(_heap_bytes() - self._idle_heap_bytes, 0)
+        if self._headroom_bytes is not None:
+            self.limit_bytes = min(self.idle_bytes + self._headroom_bytes, self._most_bytes)
         used = self.refresh_peaks()
         signal = MemorySignal(
             used_bytes=used,
@@ -315,6 +329,27 @@ def _load_libc() -> ctypes.CDLL | None:
 
 
 _LIBC = _load_libc()
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def _heap_bytes() -> int:
+    """Returns the bytes that are allocated on the heap, 0 where the C library does not say."""
+    if _LIBC is None or not hasattr(_LIBC, "mallinfo2"):
+        return 0
+    _LIBC.mallinfo2.restype = _Mallinfo
+    info = _LIBC.mallinfo2()
+    return int(info.uordblks + info.hblkhd)
 
 
 def _high_water() -> int | None:

@@ -37,7 +37,7 @@ def context_of(task: str, folder: Path, **settings: Any) -> TrialContext:
     return TrialContext(
         spec=own_spec(task, **settings),
         objective=Objective(name="accuracy"),
-        calibration=calibration([1e-6, 1e-4]),
+        calibration=calibration({"conv1": [1e-6, 1e-4]}),
         place=Place(str(folder)),
     )
 

@@ -101,11 +101,22 @@ class RunActor:
         return self._worker
 
 
+def cpus_of_a_run(num_gpus: float) -> int:
+    """Returns how many CPUs a run reserves: one beside a GPU; without, most of the cluster's smallest machine.
+
+    Runs that share a machine's cores lengthen each other's steps, by which they are judged.
+    """
+    if num_gpus > 0:
+        return 1
+    cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    return min((count for count in cpus if count), default=1) // 2 + 1
+
+
 def start_actor(spec: RunSpec, place: Place, *, num_gpus: float, shared: SharedSplits | None = None) -> Any:
-    """Returns a handle to a new actor for the run, with `num_gpus` GPUs and one CPU of its own."""
+    """Returns a handle to a new actor for the run, with `num_gpus` GPUs and the CPUs that it reserves."""
     remote: Any = ray.remote  # its types do not know the argument
     actor = remote(concurrency_groups={_WATCH: 1})(RunActor)
-    return actor.options(num_cpus=1, num_gpus=num_gpus).remote(spec, place, shared)
+    return actor.options(num_cpus=cpus_of_a_run(num_gpus), num_gpus=num_gpus).remote(spec, place, shared)
 
 
 def original_error(error: Exception) -> Exception:

@@ -6,18 +6,23 @@ import contextlib
 import copy
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainables.task import Task
-from triaccel_ray.baseline import BaselineLoop
+from triaccel_ray.apply.precision import emulated_precisions
+from triaccel_ray.baseline import Baseline, BaselineLoop
+from triaccel_ray.config import ControlConfig
 from triaccel_ray.events import Tick
 from triaccel_ray.layers import Loss, forward
 from triaccel_ray.lent_stream import LentStream
 from triaccel_ray.loop import ControlLoop
+from triaccel_ray.plan import Precision
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.sources import DataSource, delivered
 
@@ -27,11 +32,12 @@ def build_loop(
     task: Task,
     train: DataSource,
     *,
+    control: ControlConfig,
     device: torch.device,
     budget_bytes: int | None,
     on_tick: Callable[[Tick], None],
 ) -> ControlLoop | BaselineLoop:
-    """Returns the loop that trains `task` on `train` as `spec` says, with a model drawn from the run's seed.
+    """Returns the loop that trains `task` on `train` as `spec` and `control` say, its model drawn from the run's seed.
 
     Whatever was drawn before, two loops of one spec are the same.
     """
@@ -39,9 +45,12 @@ def build_loop(
     model = task.model().to(device)
     optimizer = task.optimizer(model, spec.recipe)
     loss = partial(task.loss, recipe=spec.recipe)
-    train = delivered(train, device, spec.method_control.execution.data_on)
-    with contextlib.nullcontext() if spec.is_baseline or device.type == "cpu" else LentStream(device).current():
-        _warm_up(model, loss, train, device)
+    train = delivered(train, device, control.execution.data_on)
+    if device.type == "cpu":
+        _rehearse(spec, control, task, loss, train)
+    else:
+        with contextlib.nullcontext() if spec.is_baseline else LentStream(device).current():
+            _warm_up(model, loss, train, device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # or what the loop keeps for good would take a corner of each block left behind
     seed_everything(spec.seed)
@@ -64,12 +73,26 @@ def build_loop(
         optimizer,
         loss,
         train,
-        config=spec.method_control,
+        config=control,
         schedule=spec.recipe.lr_factor,
         memory_budget=budget_bytes,
         memory_headroom=spec.memory_headroom_bytes,
         seed=spec.seed,
         on_tick=on_tick,
+    )
+
+
+def fitted_control(spec: RunSpec, num_samples: int) -> ControlConfig:
+    """Returns the run's control configuration, with more frequent ticks and measurements where it is a short one.
+
+    A run has at least twenty control intervals and five between measurements of curvature, or one a step.
+    """
+    control = spec.method_control
+    num_steps = spec.recipe.epochs * -(-num_samples // control.batch.start)
+    return replace(
+        control,
+        every_steps=min(control.every_steps, max(num_steps // 20, 1)),
+        curvature=replace(control.curvature, every_steps=min(control.curvature.every_steps, max(num_steps // 5, 1))),
     )
 
 
@@ -83,6 +106,57 @@ def seed_everything(seed: int) -> None:
 def is_finite(model: nn.Module) -> bool:
     """Returns whether no parameter and no buffer of `model` holds an infinity or a NaN."""
     return all(bool(tensor.isfinite().all()) for tensor in (*model.parameters(), *model.buffers()))
+
+
+class _Rehearsal(DataSource):
+    """The first samples of a source, plain, each time."""
+
+    def __init__(self, source: DataSource, num_samples: int) -> None:
+        self._source, self._num_samples = source, min(num_samples, len(source))
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Any, Tensor]:
+        return self._source.batch(indices, None)
+
+    def to(self, device: torch.device) -> DataSource:
+        return self
+
+
+def _rehearse(spec: RunSpec, control: ControlConfig, task: Task, loss: Loss, train: DataSource) -> None:
+    """Trains a model of its own for two steps in each precision, measures its curvature, judges it, and drops it.
+
+    A process's resident set grows by tens of MiB when the libraries' code is first used. Before a run's first batch,
+    that is part of what the idle process holds; after it, it would pass for the batches' memory. So a run's decisions
+    do not depend on what its process has done before.
+    """
+    batch_size = control.batch.start if spec.is_baseline else control.batch.minimum
+    source = _Rehearsal(train, 2 * batch_size)
+    levels = [control.precision.initial]
+    if control.precision.enabled:
+        emulated = () if control.precision.offer_emulated else emulated_precisions("cpu")
+        levels = [level for level in Precision if level not in emulated]
+    for level in levels:
+        model = task.model()
+        optimizer = task.optimizer(model, spec.recipe)
+        loop: ControlLoop | BaselineLoop
+        if spec.is_baseline:
+            method: Baseline = "fp32" if spec.method == "fp32" else "amp"
+            loop = BaselineLoop(model, optimizer, loss, source, method=method, batch_size=batch_size)
+        else:
+            config = replace(
+                control,
+                every_steps=1,
+                precision=replace(control.precision, enabled=False, initial=level),
+                curvature=replace(control.curvature, every_steps=2),
+                batch=replace(control.batch, enabled=False, start=batch_size),
+            )
+            loop = ControlLoop(model, optimizer, loss, source, config=config)
+        loop.step()
+        loop.step()
+        loop.evaluate(source, task.num_correct, is_last=True)
+        loop.close()
 
 
 def _warm_up(model: nn.Module, loss: Loss, train: DataSource, device: torch.device) -> None:

@@ -13,6 +13,6 @@ METHODS: Mapping[str, str] = {
     "dynamic-both": "precision per layer and elastic batch size, no curvature, hence no bound by the noise scale",
     "triaccel": "the full control loop",
     "fixed": "one precision and batch size on this product's engine, nothing adapted",
-    "probe": "one low precision, statistics recorded, nothing adapted",
+    "probe": "one low precision, statistics and curvature recorded, batch size and precision kept",
 }
 """Name of a training method -> what it is."""

@@ -30,6 +30,9 @@ _VALUES: Final[Mapping[str, Callable[[Figures], float]]] = {
     "memory": lambda figures: 1.0 / figures.peak_gb,
 }
 
+_CHANCE: Final = 1.0
+"""Percentage points by which accuracies of a few hundred samples differ from epoch to epoch."""
+
 OBJECTIVES: Final = (*_VALUES, "pareto")
 """Names on the command line."""
 
@@ -72,6 +75,13 @@ class Objective:
             return 0.0
         baseline = self.reference[min(epoch, len(self.reference)) - 1]
         return max(baseline - self.margin - accuracy, 0.0)
+
+    def is_hopeless(self, epoch: int, figures: Figures) -> bool:
+        """Returns whether the accuracy lies below what is feasible by more than the margin once more.
+
+        Less than that may be the chance of one epoch.
+        """
+        return self.name != "pareto" and self.shortfall(epoch, figures.accuracy) > max(self.margin, _CHANCE)
 
     def value(self, epoch: int, figures: Figures) -> float:
         """Returns what the search maximises: the figure, positive; or minus the shortfall, which is below every figure.

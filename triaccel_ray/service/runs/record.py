@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from triaccel_ray.events import End, Epoch, Interruption, LogError, Start, Tick, read_events
 from triaccel_ray.score import BYTES_PER_GB, efficiency_score, mean_epoch_seconds
@@ -51,21 +52,25 @@ class RunRecord:
     @property
     def figures(self) -> Figures | None:
         """The figures of the whole run, with the accuracy that it ended with; None before it was first judged."""
-        return _figures(self.epochs, self.end.results.get("accuracy") if self.end else None)
+        return _figures(self.epochs, self.end.results if self.end else {})
 
     def figures_after(self, epoch: int) -> Figures | None:
         """Returns the figures as they were after `epoch` epochs; None where the run was not judged then."""
         return _figures([each for each in self.epochs if each.epoch <= epoch])
 
 
-def _figures(epochs: Sequence[Epoch], accuracy: float | None = None) -> Figures | None:
-    """Returns the figures after these epochs, with the last one's accuracy unless another is known."""
+def _figures(epochs: Sequence[Epoch], results: Mapping[str, float] = MappingProxyType({})) -> Figures | None:
+    """Returns the figures after these epochs; accuracy and seconds as the run's results have them, where there are."""
     if not epochs:
         return None
-    accuracy = epochs[-1].held_out_accuracy if accuracy is None else accuracy
+    accuracy = results.get("accuracy", epochs[-1].held_out_accuracy)
     if accuracy is None:
         return None
-    seconds = mean_epoch_seconds([epoch.seconds for epoch in epochs])
+    seconds = (
+        results.get("seconds_per_epoch")
+        or epochs[-1].typical_seconds
+        or mean_epoch_seconds([epoch.seconds for epoch in epochs])
+    )
     peak_gb = epochs[-1].peak_bytes / BYTES_PER_GB
     score = efficiency_score(accuracy, seconds, peak_gb)
     return Figures(accuracy=accuracy, seconds=seconds, peak_gb=peak_gb, score=score)

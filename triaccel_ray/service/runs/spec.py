@@ -96,7 +96,7 @@ class RunSpec:
             precision = replace(precision, enabled=False, initial=initial)
         if self.method not in ("dynamic-batch", "dynamic-both"):
             batch = replace(batch, enabled=False, lr_rule="none")
-        curvature = replace(self.control.curvature, enabled=False)
+        curvature = replace(self.control.curvature, enabled=self.method == "probe" and self.control.curvature.enabled)
         execution = self.control.execution
         if self.is_baseline:
             execution = replace(execution, lean_memory=False, data_on="device")

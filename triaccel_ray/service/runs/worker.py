@@ -8,13 +8,17 @@ import threading
 from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+import torch
 
 from trainables.registry import load_task
 from trainables.task import Purpose, Splits
 from triaccel_ray.apply.evaluate import Evaluation
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.checkpoint import CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
+from triaccel_ray.epochs import EpochStats
 from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Record, Start, TakenOverError
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.lean_memory import set_lean
@@ -30,7 +34,7 @@ from triaccel_ray.service.failures import (
     set_damage_aside,
     write_traceback,
 )
-from triaccel_ray.service.runs.building import build_loop, is_finite, seed_everything
+from triaccel_ray.service.runs.building import build_loop, fitted_control, is_finite, seed_everything
 from triaccel_ray.service.runs.gpu_share import hold_to_part
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import ONE_VIEW
@@ -74,15 +78,20 @@ class Worker:
         # Both before the first tensor, which would stay as it is; not even a model may take a neighbour's memory.
         set_lean(self.device, execution.lean_memory)
         self._budget_bytes = hold_to_part(self.device, spec.trials_per_gpu, spec.memory_budget_bytes)
+        if self.device.type == "cpu":
+            torch.set_num_threads(1)  # a thread that waits for one beside a busy neighbour loses more than it gains
         seed_everything(spec.seed)
         self._task = load_task(spec.task, None if spec.data_dir is None else Path(spec.data_dir))
         self._splits = self._task.data(spec.purpose) if splits is None else splits
         # once, not at every evaluation
         self._held_out = delivered(self._splits.held_out, self.device, execution.data_on)
+        self._control = fitted_control(spec, len(self._splits.train))
         self.loop = self._build_loop()
         self._log: EventLog | None = None
         self._writing = threading.Lock()
         self._epoch_seconds: deque[float] = deque(maxlen=TIMED_EPOCHS + 1)  # with the first of all, not timed
+        self._settled_seconds: deque[float] = deque(maxlen=TIMED_EPOCHS)
+        self._has_changed_plan = False
         self._one_view: float | None = None
         self.last: Epoch | None = None
         """The last epoch's record."""
@@ -101,7 +110,7 @@ class Worker:
             raise ValueError("figures: no epoch of this run has been judged on validation samples")
         return Figures(
             accuracy=last.held_out_accuracy,
-            seconds=mean_epoch_seconds(list(self._epoch_seconds)),
+            seconds=last.typical_seconds or last.seconds,
             peak_gb=last.peak_bytes / BYTES_PER_GB,
             score=last.score,
         )
@@ -181,6 +190,7 @@ class Worker:
             torch.OutOfMemoryError, MemoryError: not even one sample fits; likewise.
             TakenOverError: another process goes on with the run.
         """
+        plan = self.loop.plan
         try:
             stats = self.loop.train_epoch()
             if not math.isfinite(stats.loss):
@@ -192,6 +202,7 @@ class Worker:
             self.fail(error)
             raise
         self._epoch_seconds.append(stats.seconds)
+        typical = self._typical_seconds(stats, has_changed_plan=not self.loop.plan.steps_as(plan))
         memory = self.loop.memory
         memory.refresh_peaks()
         record = Epoch(
@@ -206,7 +217,8 @@ class Worker:
             peak_bytes=memory.peak_bytes,
             allocated_peak_bytes=memory.allocated_peak_bytes,
             num_skipped=self.loop.num_skipped,
-            score=None if judged is None else self._score(judged.accuracy),
+            score=None if judged is None else self._score(judged.accuracy, typical),
+            typical_seconds=typical,
         )
         self._append(record)
         self.last = record
@@ -231,14 +243,18 @@ class Worker:
             accuracy, loss = judged.accuracy, judged.loss
         memory = self.loop.memory
         memory.refresh_peaks()
+        # Of a run on validation samples as its trials are judged; of a final run as the paper has it.
+        seconds = mean_epoch_seconds(list(self._epoch_seconds))
+        if self.spec.purpose is Purpose.SEARCH:
+            seconds = last.typical_seconds or seconds
         results = {
             "accuracy": accuracy,
             **({} if self._one_view is None else {ONE_VIEW: self._one_view}),
             "loss": loss,
-            "seconds_per_epoch": mean_epoch_seconds(list(self._epoch_seconds)),
+            "seconds_per_epoch": seconds,
             "peak_gb": memory.peak_bytes / BYTES_PER_GB,
             "allocated_peak_gb": memory.allocated_peak_bytes / BYTES_PER_GB,
-            "score": self._score(accuracy),
+            "score": self._score(accuracy, seconds),
             "idle_gb": memory.idle_bytes / BYTES_PER_GB,
             "limit_gb": memory.limit_bytes / BYTES_PER_GB,
             "epochs": float(last.epoch),
@@ -300,6 +316,7 @@ class Worker:
             "num_records": num_records,
             "log_checksum": checksum,
             "epoch_seconds": list(self._epoch_seconds),
+            "settled_seconds": [list(self._settled_seconds), self._has_changed_plan],
             "last": None if self.last is None else encode(self.last),
         }
         with needing_room(path.parent):
@@ -329,6 +346,8 @@ class Worker:
         except (LogError, RuntimeError, ValueError, KeyError) as error:
             raise DamagedCheckpointError(f"checkpoint {path} does not fit its run: {error}") from error
         self._epoch_seconds.extend(state["epoch_seconds"])
+        settled, self._has_changed_plan = state["settled_seconds"]
+        self._settled_seconds.extend(settled)
         if state["last"] is not None:
             self.last = decode(Epoch, state["last"])
 
@@ -364,6 +383,7 @@ class Worker:
             self.spec,
             self._task,
             self._splits.train,
+            control=self._control,
             device=self.device,
             budget_bytes=self._budget_bytes,
             on_tick=self._append,
@@ -389,7 +409,7 @@ class Worker:
             info["trials_per_gpu"] = str(spec.trials_per_gpu)
         info["memory_source"] = self.loop.memory.source
         return Start(
-            control=spec.method_control,
+            control=self._control,
             info={**info, **environment(self.device)},
             parameters={**recipe, "memory_limit_bytes": self.loop.memory.limit_bytes},
         )
@@ -409,9 +429,19 @@ class Worker:
         in_fp16 = self.spec.method == "amp" and self.spec.recipe.amp == "fp16" and self.device.type == "cuda"
         return ": FP16 may be too narrow for this model, try --amp bf16" if in_fp16 else ""
 
-    def _score(self, accuracy: float) -> float:
-        peak_gb = self.loop.memory.peak_bytes / BYTES_PER_GB
-        return efficiency_score(accuracy, mean_epoch_seconds(list(self._epoch_seconds)), peak_gb)
+    def _typical_seconds(self, stats: EpochStats, *, has_changed_plan: bool) -> float:
+        """Returns the median of the epochs under the plan in force; one in which it changed alone, where no other is.
+
+        The run's first epoch is none of them: libraries load in it, kernels compile, steps are captured.
+        """
+        if has_changed_plan or self._has_changed_plan or stats.epoch == 2:
+            self._settled_seconds.clear()
+        self._has_changed_plan = has_changed_plan
+        self._settled_seconds.append(stats.seconds)
+        return median(self._settled_seconds)
+
+    def _score(self, accuracy: float, seconds: float) -> float:
+        return efficiency_score(accuracy, seconds, self.loop.memory.peak_bytes / BYTES_PER_GB)
 
     def _write_spec(self) -> None:
         with needing_room(self.folder):

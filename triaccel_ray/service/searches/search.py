@@ -24,6 +24,7 @@ from search_spaces.thresholds import ANCHOR, Calibration, calibration, search_sp
 from triaccel_ray.config import require, require_integer
 from triaccel_ray.events import Claim, LogError, TakenOverError
 from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, StoreError, failed
+from triaccel_ray.service.runs.actor import cpus_of_a_run
 from triaccel_ray.service.runs.ending import end_run
 from triaccel_ray.service.runs.objective import OBJECTIVES, Objective
 from triaccel_ray.service.runs.record import RunRecord, read_if_begun, read_run
@@ -31,7 +32,7 @@ from triaccel_ray.service.runs.runs import OnGlance, run_all
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.searches.suggestions import NAME, Directions, JournaledSearch, quiet_optuna
-from triaccel_ray.service.searches.trial import ThresholdTrial, TrialContext, reopen
+from triaccel_ray.service.searches.trial import ThresholdTrial, TrialContext, grace_epochs, reopen
 from triaccel_ray.service.storage.layout import read_value, require_new, write_value
 from triaccel_ray.service.storage.mirroring import bring_notes, catch_up, edited
 from triaccel_ray.service.storage.place import Place
@@ -47,7 +48,7 @@ PROBE_EPOCHS = 10
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN")
 _ANNOUNCEMENTS = (DeprecationWarning, FutureWarning, optuna.exceptions.ExperimentalWarning)
 """What Tune and Optuna say of their own plans to whoever uses them."""
-MIN_HEADROOM_BYTES = 32 * 2**20
+MIN_HEADROOM_BYTES = 64 * 2**20
 """Below this the noise of a resident set would decide about batch sizes."""
 
 
@@ -178,7 +179,8 @@ def tune_trials(
         place=trials,
         shared=shared,
     )
-    trainable = tune.with_resources(tune.with_parameters(ThresholdTrial, context=context), {"cpu": 1, "gpu": num_gpus})
+    reserved = {"cpu": cpus_of_a_run(num_gpus), "gpu": num_gpus}
+    trainable = tune.with_resources(tune.with_parameters(ThresholdTrial, context=context), reserved)
     if resume:
         for trial in trials.folder.glob("*"):
             with edited(trials / trial.name):
@@ -252,19 +254,28 @@ def best_trial(record: SearchRecord) -> RunRecord | None:
 def _prepared(spec: SearchSpec, runs: Mapping[str, RunRecord]) -> Prepared:
     amp = runs["amp"]
     objective = Objective.against(amp.epochs, name=spec.objective, margin=spec.margin)
-    results = amp.end.results if amp.end else {}
-    idle_bytes = int(results["idle_gb"] * 1e9)
     headroom = spec.base.memory_headroom_bytes
     if spec.base.memory_budget_bytes is None and headroom is None:
-        # Room to grow, not the whole device: on a large one no threshold would ever be met.
-        headroom = max(2 * (amp.epochs[-1].peak_bytes - idle_bytes), MIN_HEADROOM_BYTES)
+        headroom = _headroom_bytes(spec.base, runs.get("probe", amp))
     calibrated_on = None
     if "probe" in runs:
-        variances = [
-            layer.variance for tick in runs["probe"].ticks for layer in tick.observation.layers if layer.variance
-        ]
+        variances: dict[str, list[float]] = {}
+        for tick in runs["probe"].ticks:
+            for layer in tick.observation.layers:
+                if layer.variance is not None:
+                    variances.setdefault(layer.name, []).append(layer.variance)
         calibrated_on = calibration(variances)
     return Prepared(objective=objective, calibration=calibrated_on, headroom_bytes=headroom)
+
+
+def _headroom_bytes(base: RunSpec, run: RunRecord) -> int:
+    """Returns the room that the ladder's largest batch takes, by what the start took in `run`.
+
+    Not the whole device: on a large one no threshold would ever be met. Within it rho chooses among all rungs.
+    """
+    idle_bytes = int(run.end.results["idle_gb"] * 1e9) if run.end else 0
+    taken, batch = run.epochs[-1].peak_bytes - idle_bytes, base.control.batch
+    return max(taken * batch.maximum // batch.start, MIN_HEADROOM_BYTES)
 
 
 _ENDS_ALL: Mapping[str, type[ValueError]] = {"disk_full": DiskFullError, "taken_over": TakenOverError}
@@ -284,9 +295,12 @@ class _EndOfAll(tune.Stopper):
         return self._found
 
 
-def grace_epochs(num_epochs: int) -> int:
-    """Returns after how many epochs a trial may be stopped: a quarter, two at least, for the first tells no time."""
-    return min(max(num_epochs // 4, 2), num_epochs)
+class _Pruner(ASHAScheduler):
+    """Successive halving that stops a trial out of reach of the AMP baseline, however few came as far before it."""
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        action: str = super().on_trial_result(tune_controller, trial, result)
+        return self.STOP if result["hopeless"] else action
 
 
 def _tuner(spec: SearchSpec, trainable: Any, place: Place, own: Path, claim: Claim | None) -> tune.Tuner:
@@ -296,7 +310,7 @@ def _tuner(spec: SearchSpec, trainable: Any, place: Place, own: Path, claim: Cla
     scheduler: TrialScheduler = FIFOScheduler()
     if not pareto:
         epochs = spec.base.recipe.epochs
-        scheduler = ASHAScheduler(
+        scheduler = _Pruner(
             time_attr="epoch",
             metric="objective",
             mode="max",

@@ -26,6 +26,10 @@ ENDED = "ended"
 """Key of a configuration: whether the trial has ended, as far as the search knew when it was broken off."""
 
 
+FINISHED = "finished"
+"""Key of a result: whether the trial has come to its own end, by its last epoch or by failing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Suggestions:
     """The content of a journal: what was suggested, in order, and which of it has ended."""
@@ -95,13 +99,26 @@ class JournaledSearch(Searcher):
         self._trials[trial_id] = name, trial
         return {**trial.params, NAME: name, ENDED: name in self._before.ended}
 
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        """Learns how a trial stands: should it be pruned, the sampler goes by that."""
+        _, trial = self._trials[trial_id]
+        step = result["epoch"]
+        # A trial that was lost tells again what it told before.
+        if len(self._directions) == 1 and step not in self._study.trials[trial.number].intermediate_values:
+            (metric,) = self._directions
+            trial.report(result[metric], step=step)
+
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Learns how a trial ended, and notes it unless the trial is to be done again."""
         name, trial = self._trials[trial_id]
         if error or not result or result.get("unfinished"):
             self._study.tell(trial, state=TrialState.FAIL)
             return
-        self._study.tell(trial, [result[metric] for metric in self._directions])
+        if result[FINISHED] or len(self._directions) > 1:
+            self._study.tell(trial, [result[metric] for metric in self._directions])
+        else:
+            self.on_trial_result(trial_id, result)
+            self._study.tell(trial, state=TrialState.PRUNED)
         if name not in self._before.ended:
             self._note({NAME: name, "ended": True})
 

@@ -24,12 +24,13 @@ from triaccel_ray.service.failures import (
 from triaccel_ray.service.runs.ending import end_run
 from triaccel_ray.service.runs.objective import Figures, Objective
 from triaccel_ray.service.runs.orphan import end_with_parent
+from triaccel_ray.service.runs.pace import Pace
 from triaccel_ray.service.runs.record import RunRecord, read_if_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.warm import keep_libraries
 from triaccel_ray.service.runs.worker import Worker
-from triaccel_ray.service.searches.suggestions import ENDED, NAME
+from triaccel_ray.service.searches.suggestions import ENDED, FINISHED, NAME
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.storage.mirroring import RunCopy
 from triaccel_ray.service.storage.place import Place
@@ -45,7 +46,16 @@ _FAILED = {
     "score": 0.0,
     "objective": FAILED_OBJECTIVE,
     "done": True,
+    FINISHED: True,
 }
+
+
+def grace_epochs(num_epochs: int) -> int:
+    """Returns after how many epochs a trial may be stopped: half, two at least.
+
+    Variances fall over the epochs and thresholds act late: what a quarter showed was up to 20 times off in the end.
+    """
+    return min(max(num_epochs // 2, 2), num_epochs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +89,7 @@ class ThresholdTrial(tune.Trainable):
         if context is None:
             raise TypeError("context = None: pass one by tune.with_parameters(ThresholdTrial, context=...)")
         self._context = context
+        self._saving = Pace()
         end_with_parent()
         keep_libraries()
         self._take(config)
@@ -149,6 +160,7 @@ class ThresholdTrial(tune.Trainable):
             return [*told, {**_FAILED, "epoch": len(told), "unfinished": cause, "message": run.end.message}]
         if (self._ended or (run.end is not None and run.end.status == "finished")) and told:
             told[-1]["done"] = True
+            told[-1][FINISHED] = run.end is not None and run.end.status == "finished"
             if run.end is None:  # stopped by the scheduler, and lost before it could say so
                 end_run(folder, None, End(status="stopped"))
         return told
@@ -163,24 +175,28 @@ class ThresholdTrial(tune.Trainable):
             worker.resume()
         if not worker.finished:
             worker.train_epoch()
-            if worker.loop.feed.epoch % max(self._spec.recipe.epochs // 4, 1) == 0:
-                worker.checkpoint()
+            if self._saving.is_due:
+                with self._saving.timed():
+                    worker.checkpoint()
         figures, epoch = worker.figures, worker.loop.feed.epoch
         if worker.finished:
             worker.finish()
             self._copy.close()
         self._copy.push_soon()
-        return {**self._result(epoch, figures), "done": worker.finished}
+        return {**self._result(epoch, figures), "done": worker.finished, FINISHED: worker.finished}
 
     def _result(self, epoch: int, figures: Figures) -> dict[str, Any]:
+        objective = self._context.objective
         return {
             "epoch": epoch,
             "accuracy": figures.accuracy,
             "seconds_per_epoch": figures.seconds,
             "peak_gb": figures.peak_gb,
             "score": figures.score,
-            "objective": self._context.objective.value(epoch, figures),
+            "objective": objective.value(epoch, figures),
+            "hopeless": epoch >= grace_epochs(self._spec.recipe.epochs) and objective.is_hopeless(epoch, figures),
             "done": False,
+            FINISHED: False,
         }
 
     def _note(self, error: Exception, folder: Path) -> None:
