@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import singledispatch
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from triaccel_ray.events import End, EventLog, LogError, Start, TakenOverError
 from triaccel_ray.service import cli
 from triaccel_ray.service.clusters.cluster import (
     cluster,
+    display_address,
     gpu_fraction,
     gpus_available,
     is_loopback,
@@ -32,7 +34,7 @@ from triaccel_ray.service.comparisons.comparison import (
     read_comparison,
     summary_metrics,
 )
-from triaccel_ray.service.console import RunProgress, TrialProgress, err, out, rich_table
+from triaccel_ray.service.console import err, out, rich_table
 from triaccel_ray.service.doctor import Verdict, examine
 from triaccel_ray.service.failures import RunFailedError, StoreError, cause_of, needing_room
 from triaccel_ray.service.jobs import job_commands
@@ -40,6 +42,7 @@ from triaccel_ray.service.locating import find, storage_of
 from triaccel_ray.service.mlflow_ui import exposure, serve
 from triaccel_ray.service.next_steps import ONCE_IT_IS_BACK, point_to, resumable, resume_words, say_how_it_ended
 from triaccel_ray.service.options import Where
+from triaccel_ray.service.progress import RunProgress, TrialProgress
 from triaccel_ray.service.recorded import experiment_of, in_its_store
 from triaccel_ray.service.replay import reasons_grid, verdict
 from triaccel_ray.service.reports.comparison_view import view_comparison
@@ -227,13 +230,13 @@ def _train(spec: RunSpec, place: Place, where: Where, given: str | None, *, resu
                 out.print(f"{folder.name} is {before.status}; what was not yet recorded is being recorded")
             return int(before.status != "finished")
     with (
-        resumable(words),
+        resumable(words, place),
         mirrored(place, has_own_log=False),
-        cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}"),
+        _ray(where, words),
         recording(tracker, folder, words, experiment=experiment),
     ):
         specs, num_gpus = {folder.name: spec}, _num_gpus(spec, where.address)
-        with RunProgress(f"{spec.task}: {METHODS[spec.method]}", specs) as progress:
+        with RunProgress(f"{spec.task}: {METHODS[spec.method]}", specs, each_epoch=True) as progress:
             outcomes = run_all(specs, place.parent, num_gpus=num_gpus, on_glance=progress.update, resume=resume)
     outcome = outcomes[folder.name]
     if isinstance(outcome, Exception):  # or input that only the actor could judge
@@ -258,12 +261,13 @@ def _search(spec: SearchSpec, place: Place, where: Where, given: str | None, *, 
     info = {"task": spec.base.task, "kind": "search", "space": spec.space, "objective": spec.objective}
     words = resume_words(place, where, experiment, cli.Search.experiment)
     mirror = mirrored(place, has_own_log=True)
-    with resumable(words), mirror, _parent(tracker, folder, words, experiment, spec.base.control, info) as log:
-        with cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}"):
+    with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, info) as log:
+        with _ray(where, words):
             num_gpus, shared = _num_gpus(spec.base, where.address), _shared(spec.base)
             with RunProgress(f"{spec.base.task}: baselines and probe") as progress:
                 prepared = prepare(spec, place, num_gpus=num_gpus, on_glance=progress.update, shared=shared)
-            with TrialProgress(f"{spec.base.task}: {spec.num_trials} trials", spec.num_trials, folder / TRIALS):
+            title = f"{spec.base.task}: {spec.num_trials} trials"
+            with TrialProgress(title, spec.num_trials, folder / TRIALS, prepared.objective):
                 tune_trials(spec, prepared, place, num_gpus=num_gpus, resume=resume, shared=shared, claim=log.claim)
         record = read_search(folder)
         view_search(record)
@@ -295,8 +299,8 @@ def _compare(spec: ComparisonSpec, place: Place, where: Where, given: str | None
     info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
     words = resume_words(place, where, experiment, cli.Compare.experiment)
     mirror = mirrored(place, has_own_log=True)
-    with resumable(words), mirror, _parent(tracker, folder, words, experiment, spec.base.control, info) as log:
-        with cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}"):
+    with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, info) as log:
+        with _ray(where, words):
             num_gpus = _num_gpus(spec.base, where.address)
             if read_comparison(folder).choices is None:
                 _choose(spec, place, num_gpus)
@@ -325,6 +329,13 @@ def _compare(spec: ComparisonSpec, place: Place, where: Where, given: str | None
             err.print("".join(traceback.format_exception(error)), markup=False, soft_wrap=True)
     point_to(place, where)
     return 1 if failed else 0
+
+
+def _ray(where: Where, words: str) -> AbstractContextManager[None]:
+    """Connects to Ray, which takes seconds, and says so at once; `words` resume what is broken off."""
+    text = "starting Ray ..." if where.address is None else f"joining Ray at {display_address(where.address)} ..."
+    err.print(text, soft_wrap=True)
+    return cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}")
 
 
 def _choose(spec: ComparisonSpec, place: Place, num_gpus: float) -> None:
