@@ -35,7 +35,7 @@ from triaccel_ray.service.comparisons.comparison import (
     summary_metrics,
 )
 from triaccel_ray.service.console import err, out, rich_table
-from triaccel_ray.service.doctor import Verdict, examine
+from triaccel_ray.service.doctor import show_findings
 from triaccel_ray.service.failures import RunFailedError, StoreError, cause_of, needing_room
 from triaccel_ray.service.jobs import job_commands
 from triaccel_ray.service.locating import find, storage_of
@@ -51,7 +51,7 @@ from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.runs.record import has_begun, read_if_begun, read_run, read_spec
 from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
-from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.spec import RunSpec, require_budget
 from triaccel_ray.service.searches.search import (
     SEARCH,
     TRIALS,
@@ -78,7 +78,6 @@ from triaccel_ray.service.translation import comparison_spec, search_spec, spec_
 
 MISTAKES = ("bug", "preempted", "store")
 """Causes of failures that have nothing to do with what was tried."""
-_VERDICT_STYLE: Mapping[Verdict, str] = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}
 
 
 @singledispatch
@@ -184,13 +183,7 @@ def _(command: cli.Doctor) -> int:
             task = load_task(name, None)
             out.print(f"{name:40} {task.recipe.epochs} epochs, batch {task.control.batch.start}")
         return 0
-    worst = Verdict.OK
-    for finding in examine(command.where.storage_path, command.where.tracking_uri, command.where.address):
-        style = _VERDICT_STYLE[finding.verdict]
-        out.print(f"{finding.verdict.value:8}", style=style, end="")
-        out.print(f" {finding.subject:22} {finding.text}", soft_wrap=True)
-        worst = Verdict.PROBLEM if Verdict.PROBLEM in (worst, finding.verdict) else worst
-    return 1 if worst is Verdict.PROBLEM else 0
+    return show_findings(command.where.storage_path, command.where.tracking_uri, command.where.address)
 
 
 @execute.register
@@ -213,15 +206,28 @@ def _(command: cli.Stop) -> int:
     return job_commands.stop(command.job, address=command.address)
 
 
-def _train(spec: RunSpec, place: Place, where: Where, given: str | None, *, resume: bool) -> int:
+def _prepare(
+    spec: RunSpec, place: Place, where: Where, given: str | None, usual: str, *, resume: bool
+) -> tuple[Tracker, str, str]:
+    """Returns the tracker, the experiment and the command that resumes, once all is checked that needs no Ray.
+
+    A mistake must not use up the name: nothing is written at `place`.
+    """
     require_experiment(given)
-    folder = place.folder
     if not resume:
         require_unused(place)
-    require_reachable(where.address)  # first of all: a mistyped address must not use up the name
+    require_reachable(where.address)
+    require_gpu_to_share(where.address, spec)
+    if where.address is None:
+        require_budget(spec)
     tracker = open_tracker(where.storage_path, where.tracking_uri)
-    experiment = experiment_of(tracker, folder, given=given, usual=cli.Run.experiment)
-    words = resume_words(place, where, experiment, cli.Run.experiment)
+    experiment = experiment_of(tracker, place.folder, given=given, usual=usual)
+    return tracker, experiment, resume_words(place, where, experiment, usual)
+
+
+def _train(spec: RunSpec, place: Place, where: Where, given: str | None, *, resume: bool) -> int:
+    folder = place.folder
+    tracker, experiment, words = _prepare(spec, place, where, given, cli.Run.experiment, resume=resume)
     before = read_if_begun(folder) if resume else None
     if before is not None and before.has_outcome:
         say_how_it_ended(before)
@@ -248,18 +254,11 @@ def _train(spec: RunSpec, place: Place, where: Where, given: str | None, *, resu
 
 
 def _search(spec: SearchSpec, place: Place, where: Where, given: str | None, *, resume: bool) -> int:
-    require_experiment(given)
     folder = place.folder
-    if not resume:
-        require_unused(place)
-    require_reachable(where.address)  # first of all: a mistyped address must not use up the name
-    require_gpu_to_share(where.address, spec.base)
-    tracker = open_tracker(where.storage_path, where.tracking_uri)
-    experiment = experiment_of(tracker, folder, given=given, usual=cli.Search.experiment)
+    tracker, experiment, words = _prepare(spec.base, place, where, given, cli.Search.experiment, resume=resume)
     if not resume:
         begin_search(spec, folder)
     info = {"task": spec.base.task, "kind": "search", "space": spec.space, "objective": spec.objective}
-    words = resume_words(place, where, experiment, cli.Search.experiment)
     mirror = mirrored(place, has_own_log=True)
     with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, info) as log:
         with _ray(where, words):
@@ -286,18 +285,11 @@ def _search(spec: SearchSpec, place: Place, where: Where, given: str | None, *, 
 
 
 def _compare(spec: ComparisonSpec, place: Place, where: Where, given: str | None, *, resume: bool) -> int:
-    require_experiment(given)
     folder = place.folder
-    if not resume:
-        require_unused(place)
-    require_reachable(where.address)  # first of all: a mistyped address must not use up the name
-    require_gpu_to_share(where.address, spec.base)
-    tracker = open_tracker(where.storage_path, where.tracking_uri)
-    experiment = experiment_of(tracker, folder, given=given, usual=cli.Compare.experiment)
+    tracker, experiment, words = _prepare(spec.base, place, where, given, cli.Compare.experiment, resume=resume)
     if not resume:
         begin_comparison(spec, folder)
     info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
-    words = resume_words(place, where, experiment, cli.Compare.experiment)
     mirror = mirrored(place, has_own_log=True)
     with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, info) as log:
         with _ray(where, words):

@@ -45,5 +45,5 @@ def format_exactly(num_bytes: int) -> str:
     Where they are so in none, the largest that leaves at least one whole, to four digits.
     """
     amounts = [(num_bytes / factor, unit) for unit, factor in _BINARY if num_bytes >= factor]
-    texts = [f"{amount:.4g}{unit}" if amount < 9999.5 else f"{amount:.0f}{unit}" for amount, unit in amounts]
-    return next((text for text in texts if parse_bytes(text) == num_bytes), texts[0])
+    texts = [f"{amount:.4g}{unit}" for amount, unit in amounts if amount < 9999.5]
+    return next((text for text in texts if parse_bytes(text) == num_bytes), [*texts, f"{amounts[0][0]:.0f}GiB"][0])
