@@ -170,7 +170,7 @@ def _ray(address: str | None) -> Finding:
 def _leaving_nothing() -> Iterator[None]:
     """Has a Ray that starts meanwhile keep its files in a temporary folder, and its token out of ~/.ray."""
     before = {name: os.environ.get(name) for name in ("RAY_TMPDIR", "RAY_AUTH_TOKEN")}
-    with TemporaryDirectory(prefix="ray-", dir=before["RAY_TMPDIR"], ignore_cleanup_errors=True) as folder:
+    with TemporaryDirectory(prefix="d", dir=before["RAY_TMPDIR"], ignore_cleanup_errors=True) as folder:
         os.environ["RAY_TMPDIR"] = folder
         os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))
         try:
