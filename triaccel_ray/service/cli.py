@@ -15,11 +15,12 @@ import tyro
 from trainables.registry import require_name
 from triaccel_ray.service.endings import nothing_begun
 from triaccel_ray.service.options import (
+    Flag,
     Flat,
-    Given,
     JobName,
     JobsAddress,
     Name,
+    NewName,
     ReplayThresholds,
     RunName,
     SearchThresholds,
@@ -74,11 +75,11 @@ class Run:
     method: Annotated[Method, tyro.conf.arg(metavar="METHOD", help=METHOD_HELP)] = "triaccel"
     seed: int = 0
     """Seed of initialization, sample order and augmentation."""
-    final: bool = False
+    final: Flag = False
     """Train on training and validation samples, and read the test set once, at the end."""
     name: Name = None
     """Name of the run. Default: task, method and time."""
-    experiment: str = "triaccel-runs"
+    experiment: NewName = "triaccel-runs"
     """MLflow experiment to record in."""
     training: Flat[Training] = field(default_factory=Training)
     thresholds: Flat[Thresholds] = field(default_factory=Thresholds)
@@ -93,8 +94,10 @@ class Search:
     """A bundled task (`triaccel doctor --tasks` lists them) or your own, as package.module:Class."""
     space: Literal["thresholds", "thresholds-absolute"] = "thresholds"
     """Search space: scaled to the variances of a short probe, or absolute."""
-    also: tuple[Literal["alpha", "tau_curv", "t_ctrl", "batch_steps"], ...] = ()
-    """Further settings to search."""
+    also: Annotated[
+        tuple[Literal["alpha", "tau_curv", "t_ctrl", "batch_steps"], ...], tyro.conf.arg(help_behavior_hint="")
+    ] = ()
+    """Settings to search besides tau_low, tau_high, rho_low and rho_high."""
     trials: int = 16
     """Configurations to try."""
     objective: Annotated[
@@ -107,7 +110,7 @@ class Search:
     """Seed of the sampler and of every run."""
     name: Name = None
     """Name of the search. Default: task, space and time."""
-    experiment: str = "triaccel-searches"
+    experiment: NewName = "triaccel-searches"
     """MLflow experiment to record in."""
     training: Flat[Training] = field(default_factory=Training)
     thresholds: Flat[SearchThresholds] = field(default_factory=SearchThresholds)
@@ -122,7 +125,7 @@ class Compare:
     """A bundled task (`triaccel doctor --tasks` lists them) or your own, as package.module:Class."""
     methods: Annotated[str, tyro.conf.arg(metavar="METHOD,...")] = "fp32,amp,engine-amp,triaccel"
     """Methods to compare; `triaccel run --help` explains them."""
-    ablation: bool = False
+    ablation: Flag = False
     """Add a table of ablations: FP32, dynamic-batch, dynamic-precision, dynamic-both, triaccel."""
     fixed: Annotated[int, tyro.conf.arg(help=FIXED_HELP)] = 0
     tune_baselines: Annotated[int, tyro.conf.arg(help=TUNE_HELP)] = 0
@@ -131,7 +134,7 @@ class Compare:
     trials_per_gpu: Annotated[int, tyro.conf.arg(help=f"Runs {SHARING}")] = 1
     name: Name = None
     """Name of the comparison. Default: task and time."""
-    experiment: str = "triaccel-comparisons"
+    experiment: NewName = "triaccel-comparisons"
     """MLflow experiment to record in."""
     training: Flat[Training] = field(default_factory=Training)
     thresholds: Flat[Thresholds] = field(default_factory=Thresholds)
@@ -161,11 +164,11 @@ class Replay:
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """Go on with a run, search or comparison, and record what a tracking outage left behind."""
+    """Resume a run, search or comparison, and record what a tracking outage left behind."""
 
     name: tyro.conf.Positional[RunName]
     """Name in the storage folder, or a folder."""
-    experiment: Given[str] = None
+    experiment: Name = None
     """MLflow experiment, if nothing is recorded yet. Default: the one it is recorded in."""
     where: Flat[Where] = field(default_factory=Where)
 
@@ -174,7 +177,7 @@ class Resume:
 class Ui:
     """Open the MLflow UI on the recorded runs."""
 
-    host: str = "127.0.0.1"
+    host: Annotated[str, tyro.conf.arg(metavar="ADDRESS")] = "127.0.0.1"
     """Address to listen on; 0.0.0.0 opens the UI to the network."""
     port: int = 5000
     """Port to listen on."""
@@ -185,7 +188,7 @@ class Ui:
 class Doctor:
     """Check that this machine is ready: versions, GPU, Triton, Ray, MLflow. Writes nothing."""
 
-    tasks: bool = False
+    tasks: Flag = False
     """List the bundled tasks instead."""
     where: Flat[Where] = field(default_factory=Where)
 
@@ -215,7 +218,7 @@ class Logs:
 
     job: tyro.conf.Positional[JobName]
     """The job's name, as `triaccel jobs` lists it."""
-    follow: bool = False
+    follow: Flag = False
     """Follow until the job ends; exit with 1 unless it succeeds."""
     address: JobsAddress = None
 

@@ -31,8 +31,11 @@ Given = Annotated[_T | None, tyro.conf.arg(help_behavior_hint="")]
 """An option that is None where it is not given; its group, or its own text, says what then holds."""
 Size = Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")]
 """An amount of memory."""
+Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
+"""An option without a value."""
 Name = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 """What a user calls a result."""
+NewName = Annotated[str, tyro.conf.arg(metavar="NAME")]
 TaskName = Annotated[str, tyro.conf.arg(metavar="TASK")]
 RunName = Annotated[str, tyro.conf.arg(metavar="NAME")]
 JobName = Annotated[str, tyro.conf.arg(metavar="JOB")]
