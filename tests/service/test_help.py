@@ -45,6 +45,13 @@ def test_help_is_short_and_help_all_has_the_rest(
         assert not {"--tracking-uri", "--noise-bound"} & brief
 
 
+def test_help_is_shown_beside_other_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.parse(["run", "digits", "--noise-bound", "on", "--help"])
+    assert ended.value.code == 0
+    assert "--memory-budget" in capsys.readouterr().out
+
+
 def test_the_words_of_a_job_ask_for_no_help_of_submit() -> None:
     command = cli.parse(["submit", "--", "run", "digits", "--help"])
     assert isinstance(command, cli.Submit)

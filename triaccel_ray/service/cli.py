@@ -274,10 +274,11 @@ def parse(arguments: Sequence[str] | None) -> Command:
         if own[:1] == ["--version"]:
             sys.stdout.write(f"triaccel {version('triaccel-ray')}\n")
             sys.exit(0)
+        command = [word for word in own[:1] if not word.startswith("-")]
         if "--help-all" in own:
-            _parse(Command, ["--help" if word == "--help-all" else word for word in own])
-        if own[:1] in (["run"], ["search"], ["compare"], ["replay"]) and {"-h", "--help"} & {*own}:
-            _parse(_briefly(Command), words)
+            _parse(Command, [*command, "--help"])
+        if "--help" in own or "-h" in own:
+            _parse(_briefly(Command) if command else Command, [*command, "--help"])
         shown = [without_credentials(word) for word in words]
         if shown != words:
             _parse(Command, shown)  # what is wrong with the words is said here, of words that hold no password
@@ -288,7 +289,7 @@ def parse(arguments: Sequence[str] | None) -> Command:
 
 
 def _parse(commands: Any, words: Sequence[str]) -> Command:
-    return tyro.cli(
+    parsed: Command = tyro.cli(
         commands,
         prog="triaccel",
         description=(
@@ -298,6 +299,7 @@ def _parse(commands: Any, words: Sequence[str]) -> Command:
         args=words,
         config=(tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
     )
+    return parsed
 
 
 def _briefly(commands: Any) -> Any:
