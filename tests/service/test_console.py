@@ -135,7 +135,7 @@ def test_without_a_terminal_each_of_several_runs_has_a_line_at_its_end(piped: St
 
 
 def test_without_a_terminal_each_trial_has_a_line_with_score_and_reason(piped: StringIO, tmp_path: Path) -> None:
-    write_trial(tmp_path / "a", End(status="finished"))
+    write_trial(tmp_path / "a", End(status="finished", results=RESULTS))
     write_trial(tmp_path / "b", End(status="stopped"))
     write_trial(tmp_path / "c", End(status="finished"), accuracy=80.0)
     write_trial(tmp_path / "d", End(status="failed", cause="out_of_memory", message="not even one sample fits"))
@@ -144,7 +144,7 @@ def test_without_a_terminal_each_trial_has_a_line_with_score_and_reason(piped: S
     figures = "score 60.83, accuracy 91.25 %, 1.5 s/epoch, 1 GB, batch 64"
     assert piped.getvalue().splitlines() == [
         "searching",
-        f"1/5 a finished: {figures}",
+        "1/5 a finished: score 702.2, accuracy 97.49 %, 0.132 s/epoch, 1.05 GB, batch 64",
         f"2/5 b stopped after epoch 2: {figures}; others had more at epoch 2",
         f"3/5 c finished: {figures.replace('91.25', '80.00')}; 11.00 points of accuracy short of the margin",
         "4/5 d failed: not even one sample fits",

@@ -197,8 +197,13 @@ class TrialProgress(Progress):
             return f"failed: {end.message}"
         if last is None or last.held_out_accuracy is None:
             return end.status
-        figures = f"score {last.score or 0.0:.4g}, accuracy {last.held_out_accuracy:.2f} %, {last.seconds:.3g} s/epoch"
-        figures += f", {last.peak_bytes / BYTES_PER_GB:.4g} GB, batch {last.batch_size}"
+        so_far = {
+            "score": last.score or 0.0,
+            "accuracy": last.held_out_accuracy,
+            "seconds_per_epoch": last.seconds,
+            "peak_gb": last.peak_bytes / BYTES_PER_GB,
+        }
+        figures = f"{_figures(end.results or so_far)}, batch {last.batch_size}"
         shortfall = self._objective.shortfall(last.epoch, last.held_out_accuracy)
         why = f"; {shortfall:.2f} points of accuracy short of the margin" if shortfall else ""
         if end.status == "stopped":
