@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_type_hints
 
 import tyro
@@ -272,7 +273,10 @@ def parse(arguments: Sequence[str] | None) -> Command:
     own = words[: words.index("--")] if "--" in words else words  # what follows is another command's
     try:
         if own[:1] == ["--version"]:
-            sys.stdout.write(f"triaccel {version('triaccel-ray')}\n")
+            number = "(not installed)"
+            with contextlib.suppress(PackageNotFoundError):
+                number = version("triaccel-ray")
+            sys.stdout.write(f"triaccel {number}\n")
             sys.exit(0)
         command = [word for word in own[:1] if not word.startswith("-")]
         if "--help-all" in own:

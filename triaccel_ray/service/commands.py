@@ -62,12 +62,7 @@ from triaccel_ray.service.searches.search import (
     read_search,
     tune_trials,
 )
-from triaccel_ray.service.session import (
-    new_name,
-    open_tracker,
-    recording,
-    require_experiment,
-)
+from triaccel_ray.service.session import new_name, open_tracker, recording, require_experiment
 from triaccel_ray.service.storage.layout import ERROR, EVENTS
 from triaccel_ray.service.storage.mirror import push_commands, require_unused
 from triaccel_ray.service.storage.mirroring import mirrored
