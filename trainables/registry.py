@@ -7,32 +7,69 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 
-from trainables import cifar
-from trainables.digits import Digits
 from trainables.task import Task
 
-TASKS: Mapping[str, type[Task]] = MappingProxyType(
-    {
-        task.name: task
-        for task in (
-            Digits,
-            cifar.Cifar10ResNet18,
-            cifar.Cifar10ResNet18Long,
-            cifar.Cifar10ResNet18ImagenetStem,
-            cifar.Cifar10EfficientNetB0,
-            cifar.Cifar100ResNet18,
-            cifar.Cifar100ResNet18ImagenetStem,
-            cifar.Cifar100EfficientNetB0,
-        )
-    }
-)
+_PLACES: Mapping[str, tuple[str, str]] = {
+    "digits": ("digits", "Digits"),
+    "cifar10-resnet18": ("cifar", "Cifar10ResNet18"),
+    "cifar10-resnet18-long": ("cifar", "Cifar10ResNet18Long"),
+    "cifar10-resnet18-imagenet-stem": ("cifar", "Cifar10ResNet18ImagenetStem"),
+    "cifar10-efficientnet-b0": ("cifar", "Cifar10EfficientNetB0"),
+    "cifar100-resnet18": ("cifar", "Cifar100ResNet18"),
+    "cifar100-resnet18-imagenet-stem": ("cifar", "Cifar100ResNet18ImagenetStem"),
+    "cifar100-efficientnet-b0": ("cifar", "Cifar100EfficientNetB0"),
+}
+"""Name of a bundled task -> its module among the trainables, and its class."""
+
+
+class _Bundled(Mapping[str, type[Task]]):
+    """Knows the tasks' names at once, and imports the module of one that is asked for, with PyTorch."""
+
+    def __getitem__(self, name: str) -> type[Task]:
+        module, class_name = _PLACES[name]
+        found: type[Task] = getattr(importlib.import_module(f"trainables.{module}"), class_name)
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in _PLACES
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_PLACES)
+
+    def __len__(self) -> int:
+        return len(_PLACES)
+
+
+TASKS: Mapping[str, type[Task]] = _Bundled()
 """The bundled tasks by name."""
 
 _OWN_FORM = "package.module:Class"
+
+
+def require_name(name: str) -> None:
+    """Returns if `name` is that of a bundled task, or has the form of a user's own; imports nothing.
+
+    Raises:
+        ValueError: it is neither; the message lists the bundled ones.
+    """
+    if name in TASKS:
+        return
+    if ":" not in name:
+        close = difflib.get_close_matches(name, TASKS, n=1)
+        raise ValueError(
+            f"task = {name!r}: no such task{f', did you mean {close[0]}?' if close else '.'} Bundled are "
+            f"{', '.join(TASKS)}; a task of your own is named {_OWN_FORM}"
+        )
+    module_name, _, class_name = name.partition(":")
+    if module_name.endswith(".py") or not all(part.isidentifier() for part in (*module_name.split("."), class_name)):
+        raise ValueError(
+            f"task = {name!r}: must be {_OWN_FORM}, with the name by which Python imports the module, not its file: "
+            "for ./my_package/my_module.py that is my_package.my_module:MyTask"
+        )
 
 
 def load_task(name: str, data_dir: Path | None) -> Task:
@@ -41,13 +78,8 @@ def load_task(name: str, data_dir: Path | None) -> Task:
     Raises:
         ValueError: there is no such task, or what the name leads to is not a complete one; the message says why.
     """
-    task_class = _import_class(name) if ":" in name else TASKS.get(name)
-    if task_class is None:
-        close = difflib.get_close_matches(name, TASKS, n=1)
-        raise ValueError(
-            f"task = {name!r}: no such task{f', did you mean {close[0]}?' if close else '.'} Bundled are "
-            f"{', '.join(TASKS)}; a task of your own is named {_OWN_FORM}"
-        )
+    require_name(name)
+    task_class = _import_class(name) if ":" in name else TASKS[name]
     try:
         return task_class(data_dir)
     except TypeError as error:
@@ -59,11 +91,6 @@ def load_task(name: str, data_dir: Path | None) -> Task:
 def _import_class(name: str) -> type[Task]:
     """Returns the class that `package.module:Class` names, after checking that it is a complete task."""
     module_name, _, class_name = name.partition(":")
-    if module_name.endswith(".py") or not all(part.isidentifier() for part in (*module_name.split("."), class_name)):
-        raise ValueError(
-            f"task = {name!r}: must be {_OWN_FORM}, with the name by which Python imports the module, not its file: "
-            "for ./my_package/my_module.py that is my_package.my_module:MyTask"
-        )
     module = _import_module(name, module_name)
     found = getattr(module, class_name, None)
     if found is None:

@@ -1,4 +1,7 @@
-"""What an experiment has to say about itself: model, loss, data, recipe. Everything else is the service's."""
+"""What an experiment has to say about itself: model, loss, data, recipe. Everything else is the service's.
+
+PyTorch is imported where it is used: a command checks its options by `Recipe` before it waits for that.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,15 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from triaccel_ray.config import AmpPrecision, ControlConfig, require, require_flag, require_integer, require_number
-from triaccel_ray.sources import DataSource
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from triaccel_ray.sources import DataSource
 
 
 class Purpose(StrEnum):
@@ -121,7 +126,9 @@ class Task(ABC):
 
     def loss(self, outputs: Any, targets: Tensor, recipe: Recipe) -> Tensor:
         """Returns the mean loss over the batch, a scalar; cross-entropy unless overridden."""
-        return nn.functional.cross_entropy(outputs.float(), targets, label_smoothing=recipe.label_smoothing)
+        from torch.nn import functional as F
+
+        return F.cross_entropy(outputs.float(), targets, label_smoothing=recipe.label_smoothing)
 
     def num_correct(self, outputs: Any, targets: Tensor) -> Tensor:
         """Returns how many samples of the batch are right, a scalar tensor; top-1 unless overridden."""
@@ -130,6 +137,8 @@ class Task(ABC):
 
     def optimizer(self, model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         """Returns the optimizer: SGD with momentum, weight decay on weights of two or more dimensions alone."""
+        import torch
+
         parameters = [p for p in model.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": recipe.weight_decay},

@@ -1,7 +1,8 @@
-"""What a terminal shows while work goes on; elsewhere nothing."""
+"""What is shown while work goes on: a table on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from tests.service.waiting import wait_until
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.events import End, Epoch, EventLog, Start
 from triaccel_ray.service import console
-from triaccel_ray.service.console import RunProgress, TrialProgress, rich_table
+from triaccel_ray.service.console import rich_table
+from triaccel_ray.service.progress import RunProgress, TrialProgress
 from triaccel_ray.service.reports.tables import Grid
+from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.runs import Glance
 from triaccel_ray.service.runs.worker import Status
 from triaccel_ray.service.storage.layout import EVENTS
@@ -28,6 +31,31 @@ STATUS = Status(
     layers_per_precision={"fp16": 1, "bf16": 2, "fp32": 0},
     accuracy=97.5,
 )
+RESULTS = {"score": 702.24, "accuracy": 97.49, "seconds_per_epoch": 0.1322, "peak_gb": 1.05}
+
+
+def epoch_record(epoch: int, accuracy: float = 91.25) -> Epoch:
+    return Epoch(
+        epoch=epoch,
+        step=10 * epoch,
+        train_loss=0.1,
+        held_out_accuracy=accuracy,
+        held_out_loss=0.3,
+        seconds=1.5,
+        images_per_second=100.0,
+        batch_size=64,
+        peak_bytes=10**9,
+        allocated_peak_bytes=0,
+        num_skipped=0,
+        score=60.83,
+    )
+
+
+def write_trial(folder: Path, end: End, accuracy: float = 91.25) -> None:
+    log = EventLog(folder / EVENTS)
+    for record in (Start(control=ControlConfig()), epoch_record(2, accuracy), end):
+        log.append(record)
+    log.close()
 
 
 @pytest.fixture
@@ -38,49 +66,89 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> StringIO:
     return written
 
 
+@pytest.fixture
+def piped(monkeypatch: pytest.MonkeyPatch) -> StringIO:
+    """Standard error as a file."""
+    written = StringIO()
+    monkeypatch.setattr(console, "err", Console(file=written, force_terminal=False, width=80))
+    return written
+
+
+def test_a_terminal_shows_the_title_and_who_waits_at_once(terminal: StringIO) -> None:
+    with RunProgress("training", ["one"]):
+        shown = terminal.getvalue()
+    assert all(part in shown for part in ("training", "one", "starting"))
+
+
 def test_a_run_shows_epochs_speed_batch_memory_and_precisions(terminal: StringIO) -> None:
     with RunProgress("training", ["one", "two"]) as progress:
         progress.update(Glance(name="one", status=STATUS))
     shown = terminal.getvalue()
-    for part in ("1.5/3", "1,234", "96", "1 GiB of 2 GiB", "1 fp16 2 bf16", "97.50 %", "two", "waiting"):
+    for part in ("1.5/3", "1,234", "96", "1 GiB of 2 GiB", "1 fp16 2 bf16", "97.50 %", "two", "starting"):
         assert part in shown
 
 
 def test_a_search_shows_its_trials_from_their_logs(terminal: StringIO, tmp_path: Path) -> None:
     for name, status in (("good", "finished"), ("lame", "stopped")):
-        log = EventLog(tmp_path / name / EVENTS)
-        log.append(Start(control=ControlConfig()))
-        log.append(
-            Epoch(
-                epoch=2,
-                step=20,
-                train_loss=0.1,
-                held_out_accuracy=91.25,
-                held_out_loss=0.3,
-                seconds=1.5,
-                images_per_second=100.0,
-                batch_size=64,
-                peak_bytes=10**9,
-                allocated_peak_bytes=0,
-                num_skipped=0,
-                score=60.83,
-            )
-        )
-        log.append(End(status=status))
-        log.close()
-    with TrialProgress("searching", 5, tmp_path):
+        write_trial(tmp_path / name, End(status=status))
+    with TrialProgress("searching", 5, tmp_path, Objective()):
         wait_until(lambda: "2 of 5 trials done" in terminal.getvalue())
     shown = terminal.getvalue()
     for part in ("good", "lame", "finished", "stopped", "91.25", "60.83", "2 of 5 trials done"):
         assert part in shown
 
 
-def test_nothing_is_shown_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with RunProgress("training", ["one"]) as progress:
+def test_without_a_terminal_a_run_has_a_line_for_each_epoch(piped: StringIO) -> None:
+    with RunProgress("training", ["one"], each_epoch=True) as progress:
+        assert piped.getvalue() == "training\n"
         progress.update(Glance(name="one", status=STATUS))
-    with TrialProgress("searching", 1, tmp_path):
-        pass
-    assert capsys.readouterr().err == ""
+        progress.update(Glance(name="one", last=epoch_record(2)))
+        progress.update(Glance(name="one", results=RESULTS))
+    assert piped.getvalue().splitlines()[1:] == [
+        "epoch 2/3, loss 0.1000, accuracy 91.25 %, batch 64, 1 fp16 2 bf16, 954 MiB of 2 GiB, 1.5 s"
+    ]
+
+
+@pytest.mark.parametrize(("num_epochs", "num_lines"), [(7, 7), (100, 100), (101, 51), (1000, 101)])
+def test_a_long_run_has_a_hundred_lines(piped: StringIO, num_epochs: int, num_lines: int) -> None:
+    with RunProgress("training", ["one"], each_epoch=True) as progress:
+        progress.update(Glance(name="one", status=replace(STATUS, num_epochs=num_epochs)))
+        for epoch in range(1, num_epochs + 1):
+            progress.update(Glance(name="one", last=epoch_record(epoch)))
+    lines = piped.getvalue().splitlines()[1:]
+    assert lines[0].startswith(f"epoch 1/{num_epochs},")
+    assert lines[-1].startswith(f"epoch {num_epochs}/{num_epochs},")
+    assert num_lines <= len(lines) <= num_lines + 1
+
+
+def test_without_a_terminal_each_of_several_runs_has_a_line_at_its_end(piped: StringIO) -> None:
+    with RunProgress("baselines") as progress:
+        progress.update(Glance(name="fp32", status=STATUS))
+        progress.update(Glance(name="fp32", last=epoch_record(1)))
+        progress.update(Glance(name="fp32", results=RESULTS))
+        progress.update(Glance(name="amp", error=RuntimeError("no memory is left\nat all")))
+    assert piped.getvalue().splitlines() == [
+        "baselines",
+        "fp32 finished: score 702.2, accuracy 97.49 %, 0.132 s/epoch, 1.05 GB",
+        "amp failed: no memory is left",
+    ]
+
+
+def test_without_a_terminal_each_trial_has_a_line_with_score_and_reason(piped: StringIO, tmp_path: Path) -> None:
+    write_trial(tmp_path / "a", End(status="finished", results=RESULTS))
+    write_trial(tmp_path / "b", End(status="stopped"))
+    write_trial(tmp_path / "c", End(status="finished"), accuracy=80.0)
+    write_trial(tmp_path / "d", End(status="failed", cause="out_of_memory", message="not even one sample fits"))
+    with TrialProgress("searching", 5, tmp_path, Objective(margin=1.0, reference=(92.0, 92.0))):
+        pass  # the logs are read to their ends
+    figures = "score 60.83, accuracy 91.25 %, 1.5 s/epoch, 1 GB, batch 64"
+    assert piped.getvalue().splitlines() == [
+        "searching",
+        "1/5 a finished: score 702.2, accuracy 97.49 %, 0.132 s/epoch, 1.05 GB, batch 64",
+        f"2/5 b stopped after epoch 2: {figures}; others had more at epoch 2",
+        f"3/5 c finished: {figures.replace('91.25', '80.00')}; 11.00 points of accuracy short of the margin",
+        "4/5 d failed: not even one sample fits",
+    ]
 
 
 @pytest.mark.parametrize(("width", "left_out"), [(40, ""), (15, "second"), (8, "second, third")])

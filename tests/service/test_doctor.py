@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -34,6 +39,23 @@ def test_every_check_goes_by_its_name(findings: dict[str, Finding]) -> None:
         assert findings[subject].text.startswith(text)
     names = {"python", *doctor.PACKAGES, *(f"name {name}" for name in doctor.TOP_LEVEL), "gpu", "nvml", "disk"}
     assert set(findings) == names | set(problems)
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    """A process of its own, in a home of its own: Ray reads its settings once."""
+    home, work = tmp_path / "home", tmp_path / "work"
+    for folder in (home, work):
+        folder.mkdir()
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
+    words = [sys.executable, "-m", "triaccel_ray.service", "doctor", "--storage-path", "new/storage"]
+    with TemporaryDirectory(prefix="t") as temporary:  # Ray's sockets need a short path
+        environment = {**kept, "HOME": str(home), "RAY_TMPDIR": temporary, "PYTHONPATH": os.getcwd()}
+        done = subprocess.run(words, cwd=work, env=environment, capture_output=True, text=True, timeout=300)
+        assert not list(Path(temporary).iterdir())
+    for subject in ("ray starts", "mlflow store"):
+        assert re.search(rf"^ok +{subject}", done.stdout, flags=re.MULTILINE), done.stdout + done.stderr
+    assert not list(work.iterdir())
+    assert not (home / ".ray").exists()
 
 
 def test_without_nvml_a_gpu_is_of_no_use_and_a_cpu_does_without() -> None:

@@ -305,21 +305,14 @@ def _plans(folder: Path) -> list[object]:
     return [replace(record.decision, reasons=()) for record in records if isinstance(record, Tick)]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("digits", "--memory-budget", "1MiB"), "memory budget = 1 MiB: the process already holds"),
-        (("cifar10-resnet18", "--data-dir", "{tmp}/nowhere"), "nowhere is not an existing folder"),
-    ],
-)
 def test_what_only_the_actor_can_know_is_bad_input_too(
-    desk: Desk, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: Sequence[str], message: str
+    desk: Desk, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written = [word.format(tmp=tmp_path) for word in words]
+    words = ("cifar10-resnet18", "--data-dir", str(tmp_path / "nowhere"))
     before = set(desk.storage.iterdir())
-    assert desk.type("run", *written, "--device", "cpu", "--name", "impossible") == 2
+    assert desk.type("run", *words, "--device", "cpu", "--name", "impossible") == 2
     said = capsys.readouterr()
-    assert message in said.err
+    assert "nowhere is not an existing folder" in said.err
     assert "Traceback" not in said.err
     assert set(desk.storage.iterdir()) == before
 

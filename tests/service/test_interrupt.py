@@ -161,6 +161,19 @@ def test_ctrl_c_and_sigterm_end_everything_and_say_how_to_go_on(
     assert set(recorded) == {"hunt", "fp32", "amp", "probe", *(run.name for run in record.trials)}
 
 
+@pytest.mark.parametrize("moment", ["loading", "starting Ray"])
+def test_ctrl_c_before_anything_has_begun_is_one_line(
+    tmp_path: Path, terminal: Callable[..., Terminal], moment: str
+) -> None:
+    early = terminal(tmp_path, "run", "digits", "--name", "early", "--storage-path", "kept")
+    early.wait_until(lambda: moment in early.shown)
+    assert early.press_ctrl_c() == 130
+    last = early.shown.replace("^C", "").split()[-4:]
+    assert last == ["stopped;", "nothing", "had", "begun"]
+    assert "Traceback" not in early.shown
+    assert not (tmp_path / "kept" / "early").exists()
+
+
 @pytest.mark.parametrize("ending", [Terminal.press_ctrl_c, Terminal.terminate, Terminal.hang_up])
 def test_a_signal_is_the_end_of_the_ui_and_nothing_to_go_on_with(
     tmp_path: Path, terminal: Callable[..., Terminal], ending: Callable[[Terminal], int]

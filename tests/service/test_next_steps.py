@@ -9,7 +9,7 @@ import pytest
 from tests.service.build import SimulatedRun
 from tests.service.stores import free_port
 from triaccel_ray.service import session
-from triaccel_ray.service.next_steps import resume_words
+from triaccel_ray.service.next_steps import point_to, resumable, resume_words
 from triaccel_ray.service.options import Where
 from triaccel_ray.service.session import recording
 from triaccel_ray.service.storage.place import Place
@@ -34,3 +34,25 @@ def test_what_could_not_be_recorded_comes_with_the_whole_command_that_records_it
     with recording(tracker, run, words, experiment="x"):
         pass
     assert f"`{words}` records the rest once the store answers" in capsys.readouterr().err
+
+
+def test_what_to_type_next_names_the_result_and_its_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    storage = Place(str(tmp_path))
+    point_to(storage / "hunt", Where(storage_path=storage))
+    said = capsys.readouterr().out
+    for command in ("report hunt", "ui"):
+        assert f"triaccel {command} --storage-path {tmp_path}\n" in said
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_only_what_has_begun_can_be_gone_on_with(
+    begun: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if begun:
+        (tmp_path / "hunt").mkdir()
+    with pytest.raises(SystemExit) as ended, resumable("triaccel resume hunt", Place(str(tmp_path), "hunt")):
+        raise KeyboardInterrupt
+    assert ended.value.code == 130
+    said = capsys.readouterr().err
+    assert ("triaccel resume hunt" in said) == begun
+    assert ("nothing had begun" in said) != begun

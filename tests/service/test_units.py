@@ -6,13 +6,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from triaccel_ray.service.units import format_bytes, parse_bytes
+from triaccel_ray.service.units import format_bytes, format_exactly, parse_bytes
 
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
     [
-        ("1", 1),
         ("512B", 512),
         ("1kB", 1000),
         ("2GiB", 2 * 2**30),
@@ -33,7 +32,24 @@ def test_amounts_that_people_write(text: str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "GiB", "0", "0GiB", "0.4B", "-1GiB", "2,5GiB", "1e9", "nan", "inf", "2 G i B", "2GiBB", "2Gi", "9" * 400],
+    [
+        "",
+        "GiB",
+        "0",
+        "0GiB",
+        "0.4B",
+        "-1GiB",
+        "2,5GiB",
+        "1e9",
+        "nan",
+        "inf",
+        "2 G i B",
+        "2GiBB",
+        "2Gi",
+        "9" * 400,
+        "2",
+        "2048",
+    ],
 )
 def test_other_texts_are_refused(text: str) -> None:
     message = f"amount of memory = {text!r}: must be a positive number with a unit, such as 2GiB or 1500MB"
@@ -65,3 +81,24 @@ def test_amounts_that_people_read(num_bytes: float, text: str) -> None:
 def test_what_is_written_is_read_back_to_three_digits(num_bytes: int) -> None:
     # half a unit of the third digit, and a fraction of a byte that is dropped
     assert abs(parse_bytes(format_bytes(num_bytes)) - num_bytes) <= 0.005 * num_bytes + 1
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (1, "1B"),
+        (2 * 2**30, "2GiB"),
+        (3 * 2**29, "1.5GiB"),
+        (1048 * 2**20, "1048MiB"),
+        (33_825_587, "32.26MiB"),
+        (10_240 * 2**30, "10240GiB"),
+        (10 * 2**20 + 1, "10MiB"),
+    ],
+)
+def test_amounts_in_a_command(num_bytes: int, text: str) -> None:
+    assert format_exactly(num_bytes) == text
+
+
+@given(num_bytes=st.integers(1, 2**50))
+def test_a_command_is_read_back_to_four_digits(num_bytes: int) -> None:
+    assert abs(parse_bytes(format_exactly(num_bytes)) - num_bytes) <= 0.0005 * num_bytes + 1

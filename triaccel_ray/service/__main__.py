@@ -1,5 +1,11 @@
-"""`python -m triaccel_ray.service` is `triaccel`, where the package is on the path but not installed."""
+"""The entry point: `triaccel`, and `python -m triaccel_ray.service` where the package is not installed."""
 
-from triaccel_ray.service.cli import main
+from __future__ import annotations
 
-main()
+from triaccel_ray.service.endings import nothing_begun
+
+with nothing_begun():  # before anything that takes long to import
+    from triaccel_ray.service.cli import main
+
+if __name__ == "__main__":
+    main()

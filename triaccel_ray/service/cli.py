@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeAlias, get_args
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_type_hints
 
 import tyro
 
+from trainables.registry import require_name
+from triaccel_ray.service.endings import nothing_begun
 from triaccel_ray.service.options import (
+    Flag,
     Flat,
-    Given,
     JobName,
+    JobsAddress,
+    Name,
+    NewName,
     ReplayThresholds,
     RunName,
     SearchThresholds,
@@ -42,35 +49,39 @@ Method = Literal["triaccel", "fp32", "amp", "engine-amp", "fixed", "dynamic-batc
 # Long ones: of a field's docstring tyro would keep the line breaks.
 METHOD_HELP = "How to train. " + "; ".join(f"{name}: {METHODS[name]}" for name in get_args(Method)) + "."
 OBJECTIVE_HELP = (
-    "What to maximise, among configurations within --margin of the AMP baseline's accuracy. With pareto, trials are "
-    "drawn for accuracy, time and memory at once, with no such condition; the one that is printed as a command has the "
-    "best score within --margin."
+    "What to maximize among trials within --margin of AMP's accuracy. pareto draws trials for accuracy, time and "
+    "memory at once, and ranks them by score."
 )
 FIXED_HELP = (
-    "How many pairs of a precision and a batch size to try on validation samples, each kept from the first step to the "
-    "last; the best pair becomes the row `fixed`. Give as many as the search for Tri-Accel's thresholds had trials."
+    "Fixed settings to try on validation samples: pairs of precision and batch size. The best becomes the row `fixed`. "
+    "Give as many as the search had trials."
 )
 TUNE_HELP = (
-    "How many samples of learning rate and weight decay to try for every method on validation samples, its own "
-    "recipe being one."
+    "Learning rates and weight decays to try for each method on validation samples. The task's recipe counts as one."
 )
+SUBMIT_HELP = (
+    "The command after `--`, such as `triaccel submit -- search digits --trials 8`. The working directory travels with "
+    "the job, without .git, virtual environments, caches, data, results, ignored files and files over 20 MiB. The "
+    "cluster's Python needs triaccel-ray."
+)
+SHARING = "that share a GPU. Each gets an equal part of its memory, and its timings are marked."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Train one job on one actor that owns one GPU, or the CPU."""
+    """Train one job on a GPU or the CPU."""
 
     task: tyro.conf.Positional[TaskName]
-    """A bundled task (`triaccel doctor --tasks` lists them), or package.module:Class."""
+    """A bundled task (`triaccel doctor --tasks` lists them) or your own, as package.module:Class."""
     method: Annotated[Method, tyro.conf.arg(metavar="METHOD", help=METHOD_HELP)] = "triaccel"
     seed: int = 0
-    """Of initialisation, order and augmentation."""
-    final: bool = False
-    """Train on training and validation samples together, and read the test set once, at the end."""
-    name: Given[str] = None
-    """The run's name. Default: made of task, method and time."""
-    experiment: str = "triaccel-runs"
-    """MLflow experiment."""
+    """Seed of initialization, sample order and augmentation."""
+    final: Flag = False
+    """Train on training and validation samples, and read the test set once, at the end."""
+    name: Name = None
+    """Name of the run. Default: task, method and time."""
+    experiment: NewName = "triaccel-runs"
+    """MLflow experiment to record in."""
     training: Flat[Training] = field(default_factory=Training)
     thresholds: Flat[Thresholds] = field(default_factory=Thresholds)
     where: Flat[Where] = field(default_factory=Where)
@@ -78,29 +89,30 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Find thresholds on the validation split: FP32 and AMP baselines first, then Tri-Accel trials under Ray Tune."""
+    """Find thresholds on the validation split, against FP32 and AMP baselines."""
 
     task: tyro.conf.Positional[TaskName]
-    """A bundled task, or package.module:Class."""
+    """A bundled task (`triaccel doctor --tasks` lists them) or your own, as package.module:Class."""
     space: Literal["thresholds", "thresholds-absolute"] = "thresholds"
-    """Calibrated from a short probe's variances, or on absolute scales."""
-    also: tuple[Literal["alpha", "tau_curv", "t_ctrl", "batch_steps"], ...] = ()
-    """Further dimensions to search."""
+    """Search space: scaled to the variances of a short probe, or absolute."""
+    also: Annotated[
+        tuple[Literal["alpha", "tau_curv", "t_ctrl", "batch_steps"], ...], tyro.conf.arg(help_behavior_hint="")
+    ] = ()
+    """Settings to search besides tau_low, tau_high, rho_low and rho_high."""
     trials: int = 16
     """Configurations to try."""
     objective: Annotated[
         Literal["score", "accuracy", "time", "memory", "pareto"], tyro.conf.arg(help=OBJECTIVE_HELP)
     ] = "score"
     margin: float = 1.0
-    """Percentage points of validation accuracy that may be given up."""
-    trials_per_gpu: int = 1
-    """Trials that share a GPU, each held to its part of the memory; their timings are marked as such."""
+    """Validation accuracy that a trial may lose against AMP, in percentage points."""
+    trials_per_gpu: Annotated[int, tyro.conf.arg(help=f"Trials {SHARING}")] = 1
     seed: int = 0
-    """Of the sampler and of every run."""
-    name: Given[str] = None
-    """The search's name. Default: made of task, space and time."""
-    experiment: str = "triaccel-searches"
-    """MLflow experiment."""
+    """Seed of the sampler and of every run."""
+    name: Name = None
+    """Name of the search. Default: task, space and time."""
+    experiment: NewName = "triaccel-searches"
+    """MLflow experiment to record in."""
     training: Flat[Training] = field(default_factory=Training)
     thresholds: Flat[SearchThresholds] = field(default_factory=SearchThresholds)
     where: Flat[Where] = field(default_factory=Where)
@@ -108,24 +120,23 @@ class Search:
 
 @dataclass(frozen=True, kw_only=True)
 class Compare:
-    """Compare FP32, AMP, Tri-Accel and its ablations over seeds; the test set is read once, by each final run."""
+    """Compare FP32, AMP and Tri-Accel on the test set, over several seeds."""
 
     task: tyro.conf.Positional[TaskName]
-    """A bundled task, or package.module:Class."""
-    methods: str = "fp32,amp,engine-amp,triaccel"
-    """Methods, separated by commas; `triaccel run --help` says what each is."""
-    ablation: bool = False
-    """Also the ablation, as a second table: FP32, dynamic-batch, dynamic-precision, dynamic-both, triaccel."""
+    """A bundled task (`triaccel doctor --tasks` lists them) or your own, as package.module:Class."""
+    methods: Annotated[str, tyro.conf.arg(metavar="METHOD,...")] = "fp32,amp,engine-amp,triaccel"
+    """Methods to compare; `triaccel run --help` explains them."""
+    ablation: Flag = False
+    """Add a table of ablations: FP32, dynamic-batch, dynamic-precision, dynamic-both, triaccel."""
     fixed: Annotated[int, tyro.conf.arg(help=FIXED_HELP)] = 0
     tune_baselines: Annotated[int, tyro.conf.arg(help=TUNE_HELP)] = 0
     seeds: int = 3
-    """Runs of each method, with seeds from 0."""
-    trials_per_gpu: int = 1
-    """Runs that share a GPU, each held to its part of the memory; their timings are marked as such."""
-    name: Given[str] = None
-    """The comparison's name. Default: made of task and time."""
-    experiment: str = "triaccel-comparisons"
-    """MLflow experiment."""
+    """Runs of each method; seeds count from 0."""
+    trials_per_gpu: Annotated[int, tyro.conf.arg(help=f"Runs {SHARING}")] = 1
+    name: Name = None
+    """Name of the comparison. Default: task and time."""
+    experiment: NewName = "triaccel-comparisons"
+    """MLflow experiment to record in."""
     training: Flat[Training] = field(default_factory=Training)
     thresholds: Flat[Thresholds] = field(default_factory=Thresholds)
     where: Flat[Where] = field(default_factory=Where)
@@ -133,7 +144,7 @@ class Compare:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Show a run, a search or a comparison: tables here, pictures and one page in its folder."""
+    """Show a run, search or comparison: tables here, pictures and a page in its folder."""
 
     name: tyro.conf.Positional[RunName]
     """Name in the storage folder, or a folder."""
@@ -142,33 +153,33 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Show why a run decided what it did; with other thresholds, where it would have decided otherwise."""
+    """Show why a run decided as it did, and what other thresholds would have changed."""
 
     name: tyro.conf.Positional[RunName]
     """Name in the storage folder, or a run's folder."""
     reasons: int = 20
-    """Reasons shown at most."""
+    """Reasons to show at most."""
     thresholds: Flat[ReplayThresholds] = field(default_factory=ReplayThresholds)
     where: Flat[Where] = field(default_factory=Where)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """Go on with a run, search or comparison that was cut off; records what a tracking outage left behind."""
+    """Resume a run, search or comparison, and record what a tracking outage left behind."""
 
     name: tyro.conf.Positional[RunName]
     """Name in the storage folder, or a folder."""
-    experiment: Given[str] = None
-    """MLflow experiment, where nothing is recorded yet. Default: the one that it is recorded in."""
+    experiment: Name = None
+    """MLflow experiment, if nothing is recorded yet. Default: the one it is recorded in."""
     where: Flat[Where] = field(default_factory=Where)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ui:
-    """Open the MLflow UI on what is recorded, on this machine alone unless told otherwise."""
+    """Open the MLflow UI on the recorded runs."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on."""
+    host: Annotated[str, tyro.conf.arg(metavar="ADDRESS")] = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 opens the UI to the network."""
     port: int = 5000
     """Port to listen on."""
     where: Flat[Where] = field(default_factory=Where)
@@ -176,58 +187,50 @@ class Ui:
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Check GPU, NVML, Triton, Ray, MLflow, versions, and the names of our packages."""
+    """Check that this machine is ready: versions, GPU, Triton, Ray, MLflow. Writes nothing."""
 
-    tasks: bool = False
+    tasks: Flag = False
     """List the bundled tasks instead."""
     where: Flat[Where] = field(default_factory=Where)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submit:
-    """Hand run, search, compare or resume to a cluster and go home: `triaccel submit -- search digits --trials 8`.
+    """Hand a run, search, comparison or resume to a cluster and go home."""
 
-    The working directory travels with the job, with a task module of your own in it; not .git, virtual environments,
-    caches, the storage folder, the data folder, what .gitignore and .rayignore name, and files over 20 MiB. The
-    `python` of the cluster's machines must have triaccel-ray installed.
-    """
-
-    words: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="-- COMMAND ...")]] = ()
-    """The command and its options, after `--`."""
-    name: Given[str] = None
-    """The job's name, and that of what it trains unless COMMAND has a --name. Default: of command, task and time."""
-    address: Given[str] = None
-    """Ray cluster: http://HOST:8265, HOST:PORT or `auto`. Default: RAY_ADDRESS, or the cluster on this machine."""
+    words: tyro.conf.Positional[
+        Annotated[tuple[str, ...], tyro.conf.arg(metavar="-- COMMAND ...", help=SUBMIT_HELP, help_behavior_hint="")]
+    ] = ()
+    name: Name = None
+    """Name of the job, and of its result unless COMMAND has a --name. Default: command, task and time."""
+    address: JobsAddress = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Jobs:
     """List the jobs of a cluster, newest first."""
 
-    address: Given[str] = None
-    """Ray cluster: http://HOST:8265, HOST:PORT or `auto`. Default: RAY_ADDRESS, or the cluster on this machine."""
+    address: JobsAddress = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Logs:
-    """Show what a job has printed."""
+    """Show the output of a job."""
 
     job: tyro.conf.Positional[JobName]
     """The job's name, as `triaccel jobs` lists it."""
-    follow: bool = False
-    """Go on until the job ends; exits with 1 unless it succeeds."""
-    address: Given[str] = None
-    """Ray cluster: http://HOST:8265, HOST:PORT or `auto`. Default: RAY_ADDRESS, or the cluster on this machine."""
+    follow: Flag = False
+    """Follow until the job ends; exit with 1 unless it succeeds."""
+    address: JobsAddress = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """Stop a job as Ctrl-C would; it can be resumed."""
+    """Stop a job, as Ctrl-C would. It can be resumed."""
 
     job: tyro.conf.Positional[JobName]
     """The job's name, as `triaccel jobs` lists it."""
-    address: Given[str] = None
-    """Ray cluster: http://HOST:8265, HOST:PORT or `auto`. Default: RAY_ADDRESS, or the cluster on this machine."""
+    address: JobsAddress = None
 
 
 Command: TypeAlias = (
@@ -246,67 +249,139 @@ Command: TypeAlias = (
 )
 
 
+MOST_USED: Mapping[type, str] = {
+    Run: "task method name seed epochs lr batch_size memory_budget device storage_path address",
+    Search: "task trials objective margin name seed epochs memory_budget device storage_path address",
+    Compare: "task methods seeds ablation name epochs memory_budget device data_dir storage_path address",
+    Replay: "name reasons tau_low tau_high rho_low rho_high tau_curv alpha storage_path",
+}
+"""Command -> what its --help shows; --help-all shows all options. The other commands have few."""
+LOADING: Mapping[type, str] = {
+    **dict.fromkeys((Run, Search, Compare, Resume), "loading PyTorch, Ray and MLflow ...\n"),
+    Ui: "loading MLflow ...\n",
+}
+"""Command -> what is said at once, before imports that take seconds."""
+
+
 def parse(arguments: Sequence[str] | None) -> Command:
     """Returns the command that the arguments mean, the process's own when None.
 
     Raises:
         SystemExit: they mean none, or ask for help; what there is to say has been printed, without passwords.
     """
-    words = sys.argv[1:] if arguments is None else arguments
-    shown = [without_credentials(word) for word in words]
-    if shown != list(words):
-        _parse(shown)  # what is wrong with the words is said here, of words that hold no password
-    return _parse(words)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    own = words[: words.index("--")] if "--" in words else words  # what follows is another command's
+    try:
+        if own[:1] == ["--version"]:
+            number = "(not installed)"
+            with contextlib.suppress(PackageNotFoundError):
+                number = version("triaccel-ray")
+            sys.stdout.write(f"triaccel {number}\n")
+            sys.exit(0)
+        command = [word for word in own[:1] if not word.startswith("-")]
+        if "--help-all" in own:
+            _parse(Command, [*command, "--help"])
+        if "--help" in own or "-h" in own:
+            _parse(_briefly(Command) if command else Command, [*command, "--help"])
+        shown = [without_credentials(word) for word in words]
+        if shown != words:
+            _parse(Command, shown)  # what is wrong with the words is said here, of words that hold no password
+        return _parse(Command, words)
+    except BrokenPipeError:  # `triaccel search --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush fails, too
+        sys.exit(1)
 
 
-def _parse(words: Sequence[str]) -> Command:
-    return tyro.cli(
-        Command,
+def _parse(commands: Any, words: Sequence[str]) -> Command:
+    parsed: Command = tyro.cli(
+        commands,
         prog="triaccel",
-        description="An elastic experiment service on Ray.",
+        description=(
+            "An elastic experiment service on Ray.\n"
+            "`triaccel COMMAND --help` explains a command, `triaccel --version` shows the version."
+        ),
         args=words,
-        config=(tyro.conf.DisallowNone,),
+        config=(tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
     )
+    return parsed
+
+
+def _briefly(commands: Any) -> Any:
+    """Returns the union of commands with the options that are used most; to show help, not to parse with."""
+    brief = []
+    for kind, subcommand in map(get_args, get_args(commands)):
+        names = MOST_USED.get(kind)
+        brief.append(Annotated[_only(kind, names.split()) if names else kind, subcommand])
+    return Union[tuple(brief)]  # noqa: UP007  # of a tuple
+
+
+def _only(kind: Any, names: Sequence[str]) -> Any:
+    """Returns the dataclass `kind` with all options suppressed but those of these names, in its groups as well."""
+    members: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    hints = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        group, *marks = get_args(hint) or (hint,)
+        if tyro.conf.OmitArgPrefixes in marks:
+            inner = _only(group, names)
+            hints[name] = Annotated[(inner, *marks)]
+            members[name] = field(default_factory=inner)
+        elif name not in names:
+            hints[name] = Annotated[hint, tyro.conf.Suppress]
+    if kind in MOST_USED:
+        members["__doc__"] += "\n--help-all shows all options."
+    return dataclass(frozen=True, kw_only=True)(type(kind.__name__, (kind,), {**members, "__annotations__": hints}))
+
+
+def check(command: Command) -> None:
+    """Returns if nothing is wrong with the options that can be seen without PyTorch, which takes seconds to load.
+
+    Raises:
+        ValueError: an option breaks its rule; the message names it.
+    """
+    if isinstance(command, Run | Search | Compare):
+        require_name(command.task)
+        command.training.check()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command; exits with 0 when done, 1 when something is not ready or failed, 2 on bad input."""
-    try:
-        command = parse(arguments)
-    except BrokenPipeError:  # `triaccel search --help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush fails, too
-        sys.exit(1)
     if os.environ.get("RAY_JOB_STOP_SIGNAL") == "SIGINT":
         # What a script starts in the background ignores this signal, and so would the jobs of a head started so.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Tune's own tables, even when told to be silent
-    # After parsing: help and mistakes in options should not wait for Ray and MLflow to load.
     try:
-        from triaccel_ray.service import commands
-        from triaccel_ray.service.console import err
-        from triaccel_ray.service.failures import RunFailedError, is_disk_full
-    except KeyboardInterrupt:  # before anything has begun
-        sys.exit(130)
-
-    try:
+        with nothing_begun():
+            command = parse(arguments)
+            check(command)
+            sys.stderr.write(LOADING.get(type(command), ""))
+            sys.stderr.flush()
+            from triaccel_ray.service import commands
         sys.exit(commands.execute(command))
-    except RunFailedError as error:
-        if os.environ.get("TRIACCEL_TRACEBACK"):
-            raise
-        err.print("triaccel:", without_passwords(str(error)), style="red", soft_wrap=True)
-        sys.exit(1)
-    except USER_ERRORS as error:
-        if os.environ.get("TRIACCEL_TRACEBACK"):
-            raise
-        err.print("triaccel:", without_passwords(str(error)), style="red", soft_wrap=True)
-        sys.exit(2)
-    except OSError as error:
-        if not is_disk_full(error):
-            raise
-        text = f"triaccel: {error}: make room, then go on with `triaccel resume`; nothing that was complete is lost"
-        err.print(text, style="red", markup=False, soft_wrap=True)
-        sys.exit(2)
     except KeyboardInterrupt:
-        trains = isinstance(command, Run | Search | Compare | Resume)
-        err.print("stopped" + "; what had begun goes on with `triaccel resume NAME`" * trains, style="yellow")
+        sys.stderr.write("stopped\n")
         sys.exit(130)
+    except Exception as error:
+        status = None if os.environ.get("TRIACCEL_TRACEBACK") else _explain(error)
+        if status is None:
+            raise
+        sys.exit(status)
+
+
+def _explain(error: Exception) -> int | None:
+    """Says what a user can mend, and returns the exit status; None for a bug, of which nothing has been said."""
+    if isinstance(error, USER_ERRORS):
+        text, status = str(error), 2
+    else:
+        from triaccel_ray.service.failures import RunFailedError, is_disk_full
+
+        if isinstance(error, RunFailedError):
+            text, status = str(error), 1
+        elif isinstance(error, OSError) and is_disk_full(error):
+            text = f"{error}: make room, then go on with `triaccel resume`; nothing that was complete is lost"
+            status = 2
+        else:
+            return None
+    from triaccel_ray.service.console import err
+
+    err.print("triaccel:", without_passwords(text), style="red", soft_wrap=True)
+    return status

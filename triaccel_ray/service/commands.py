@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import singledispatch
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from triaccel_ray.events import End, EventLog, LogError, Start, TakenOverError
 from triaccel_ray.service import cli
 from triaccel_ray.service.clusters.cluster import (
     cluster,
+    display_address,
     gpu_fraction,
     gpus_available,
     is_loopback,
@@ -32,14 +34,15 @@ from triaccel_ray.service.comparisons.comparison import (
     read_comparison,
     summary_metrics,
 )
-from triaccel_ray.service.console import RunProgress, TrialProgress, err, out, rich_table
-from triaccel_ray.service.doctor import Verdict, examine
+from triaccel_ray.service.console import err, out, rich_table
+from triaccel_ray.service.doctor import show_findings
 from triaccel_ray.service.failures import RunFailedError, StoreError, cause_of, needing_room
 from triaccel_ray.service.jobs import job_commands
 from triaccel_ray.service.locating import find, storage_of
 from triaccel_ray.service.mlflow_ui import exposure, serve
 from triaccel_ray.service.next_steps import ONCE_IT_IS_BACK, point_to, resumable, resume_words, say_how_it_ended
 from triaccel_ray.service.options import Where
+from triaccel_ray.service.progress import RunProgress, TrialProgress
 from triaccel_ray.service.recorded import experiment_of, in_its_store
 from triaccel_ray.service.replay import reasons_grid, verdict
 from triaccel_ray.service.reports.comparison_view import view_comparison
@@ -48,7 +51,7 @@ from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.runs.record import has_begun, read_if_begun, read_run, read_spec
 from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
-from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.spec import RunSpec, require_budget
 from triaccel_ray.service.searches.search import (
     SEARCH,
     TRIALS,
@@ -59,12 +62,7 @@ from triaccel_ray.service.searches.search import (
     read_search,
     tune_trials,
 )
-from triaccel_ray.service.session import (
-    new_name,
-    open_tracker,
-    recording,
-    require_experiment,
-)
+from triaccel_ray.service.session import new_name, open_tracker, recording, require_experiment
 from triaccel_ray.service.storage.layout import ERROR, EVENTS
 from triaccel_ray.service.storage.mirror import push_commands, require_unused
 from triaccel_ray.service.storage.mirroring import mirrored
@@ -75,7 +73,6 @@ from triaccel_ray.service.translation import comparison_spec, search_spec, spec_
 
 MISTAKES = ("bug", "preempted", "store")
 """Causes of failures that have nothing to do with what was tried."""
-_VERDICT_STYLE: Mapping[Verdict, str] = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}
 
 
 @singledispatch
@@ -181,13 +178,7 @@ def _(command: cli.Doctor) -> int:
             task = load_task(name, None)
             out.print(f"{name:40} {task.recipe.epochs} epochs, batch {task.control.batch.start}")
         return 0
-    worst = Verdict.OK
-    for finding in examine(command.where.storage_path, command.where.tracking_uri, command.where.address):
-        style = _VERDICT_STYLE[finding.verdict]
-        out.print(f"{finding.verdict.value:8}", style=style, end="")
-        out.print(f" {finding.subject:22} {finding.text}", soft_wrap=True)
-        worst = Verdict.PROBLEM if Verdict.PROBLEM in (worst, finding.verdict) else worst
-    return 1 if worst is Verdict.PROBLEM else 0
+    return show_findings(command.where.storage_path, command.where.tracking_uri, command.where.address)
 
 
 @execute.register
@@ -210,15 +201,28 @@ def _(command: cli.Stop) -> int:
     return job_commands.stop(command.job, address=command.address)
 
 
-def _train(spec: RunSpec, place: Place, where: Where, given: str | None, *, resume: bool) -> int:
+def _prepare(
+    spec: RunSpec, place: Place, where: Where, given: str | None, usual: str, *, resume: bool
+) -> tuple[Tracker, str, str]:
+    """Returns the tracker, the experiment and the command that resumes, once all is checked that needs no Ray.
+
+    A mistake must not use up the name: nothing is written at `place`.
+    """
     require_experiment(given)
-    folder = place.folder
     if not resume:
         require_unused(place)
-    require_reachable(where.address)  # first of all: a mistyped address must not use up the name
+    require_reachable(where.address)
+    require_gpu_to_share(where.address, spec)
+    if where.address is None:
+        require_budget(spec)
     tracker = open_tracker(where.storage_path, where.tracking_uri)
-    experiment = experiment_of(tracker, folder, given=given, usual=cli.Run.experiment)
-    words = resume_words(place, where, experiment, cli.Run.experiment)
+    experiment = experiment_of(tracker, place.folder, given=given, usual=usual)
+    return tracker, experiment, resume_words(place, where, experiment, usual)
+
+
+def _train(spec: RunSpec, place: Place, where: Where, given: str | None, *, resume: bool) -> int:
+    folder = place.folder
+    tracker, experiment, words = _prepare(spec, place, where, given, cli.Run.experiment, resume=resume)
     before = read_if_begun(folder) if resume else None
     if before is not None and before.has_outcome:
         say_how_it_ended(before)
@@ -227,13 +231,13 @@ def _train(spec: RunSpec, place: Place, where: Where, given: str | None, *, resu
                 out.print(f"{folder.name} is {before.status}; what was not yet recorded is being recorded")
             return int(before.status != "finished")
     with (
-        resumable(words),
+        resumable(words, place),
         mirrored(place, has_own_log=False),
-        cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}"),
+        _ray(where, words),
         recording(tracker, folder, words, experiment=experiment),
     ):
         specs, num_gpus = {folder.name: spec}, _num_gpus(spec, where.address)
-        with RunProgress(f"{spec.task}: {METHODS[spec.method]}", specs) as progress:
+        with RunProgress(f"{spec.task}: {METHODS[spec.method]}", specs, each_epoch=True) as progress:
             outcomes = run_all(specs, place.parent, num_gpus=num_gpus, on_glance=progress.update, resume=resume)
     outcome = outcomes[folder.name]
     if isinstance(outcome, Exception):  # or input that only the actor could judge
@@ -245,25 +249,19 @@ def _train(spec: RunSpec, place: Place, where: Where, given: str | None, *, resu
 
 
 def _search(spec: SearchSpec, place: Place, where: Where, given: str | None, *, resume: bool) -> int:
-    require_experiment(given)
     folder = place.folder
-    if not resume:
-        require_unused(place)
-    require_reachable(where.address)  # first of all: a mistyped address must not use up the name
-    require_gpu_to_share(where.address, spec.base)
-    tracker = open_tracker(where.storage_path, where.tracking_uri)
-    experiment = experiment_of(tracker, folder, given=given, usual=cli.Search.experiment)
+    tracker, experiment, words = _prepare(spec.base, place, where, given, cli.Search.experiment, resume=resume)
     if not resume:
         begin_search(spec, folder)
     info = {"task": spec.base.task, "kind": "search", "space": spec.space, "objective": spec.objective}
-    words = resume_words(place, where, experiment, cli.Search.experiment)
     mirror = mirrored(place, has_own_log=True)
-    with resumable(words), mirror, _parent(tracker, folder, words, experiment, spec.base.control, info) as log:
-        with cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}"):
+    with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, info) as log:
+        with _ray(where, words):
             num_gpus, shared = _num_gpus(spec.base, where.address), _shared(spec.base)
             with RunProgress(f"{spec.base.task}: baselines and probe") as progress:
                 prepared = prepare(spec, place, num_gpus=num_gpus, on_glance=progress.update, shared=shared)
-            with TrialProgress(f"{spec.base.task}: {spec.num_trials} trials", spec.num_trials, folder / TRIALS):
+            title = f"{spec.base.task}: {spec.num_trials} trials"
+            with TrialProgress(title, spec.num_trials, folder / TRIALS, prepared.objective):
                 tune_trials(spec, prepared, place, num_gpus=num_gpus, resume=resume, shared=shared, claim=log.claim)
         record = read_search(folder)
         view_search(record)
@@ -282,21 +280,14 @@ def _search(spec: SearchSpec, place: Place, where: Where, given: str | None, *, 
 
 
 def _compare(spec: ComparisonSpec, place: Place, where: Where, given: str | None, *, resume: bool) -> int:
-    require_experiment(given)
     folder = place.folder
-    if not resume:
-        require_unused(place)
-    require_reachable(where.address)  # first of all: a mistyped address must not use up the name
-    require_gpu_to_share(where.address, spec.base)
-    tracker = open_tracker(where.storage_path, where.tracking_uri)
-    experiment = experiment_of(tracker, folder, given=given, usual=cli.Compare.experiment)
+    tracker, experiment, words = _prepare(spec.base, place, where, given, cli.Compare.experiment, resume=resume)
     if not resume:
         begin_comparison(spec, folder)
     info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
-    words = resume_words(place, where, experiment, cli.Compare.experiment)
     mirror = mirrored(place, has_own_log=True)
-    with resumable(words), mirror, _parent(tracker, folder, words, experiment, spec.base.control, info) as log:
-        with cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}"):
+    with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, info) as log:
+        with _ray(where, words):
             num_gpus = _num_gpus(spec.base, where.address)
             if read_comparison(folder).choices is None:
                 _choose(spec, place, num_gpus)
@@ -325,6 +316,13 @@ def _compare(spec: ComparisonSpec, place: Place, where: Where, given: str | None
             err.print("".join(traceback.format_exception(error)), markup=False, soft_wrap=True)
     point_to(place, where)
     return 1 if failed else 0
+
+
+def _ray(where: Where, words: str) -> AbstractContextManager[None]:
+    """Connects to Ray, which takes seconds, and says so at once; `words` resume what is broken off."""
+    text = "starting Ray ..." if where.address is None else f"joining Ray at {display_address(where.address)} ..."
+    err.print(text, soft_wrap=True)
+    return cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}")
 
 
 def _choose(spec: ComparisonSpec, place: Place, num_gpus: float) -> None:

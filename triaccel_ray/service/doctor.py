@@ -1,19 +1,24 @@
-"""Is this machine ready? One check a line, each with what to do when it fails."""
+"""Is this machine ready? One check a line, each with what to do when it fails; nothing is left behind."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
+from secrets import token_hex
+from tempfile import TemporaryDirectory
 
 from triaccel_ray.out_of_memory import first_line
+from triaccel_ray.service.console import out
 from triaccel_ray.service.storage.place import Place
 
 PACKAGES = ("torch", "torchvision", "triton", "ray", "mlflow", "optuna", "nvidia-ml-py", "scikit-learn", "rich")
@@ -30,6 +35,9 @@ class Verdict(StrEnum):
     PROBLEM = "problem"
 
 
+_STYLES: Mapping[Verdict, str] = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """One check's result."""
@@ -37,6 +45,16 @@ class Finding:
     subject: str
     verdict: Verdict
     text: str
+
+
+def show_findings(storage: Place, tracking_uri: str | None, address: str | None) -> int:
+    """Shows the findings as they come, and returns the exit status: 1 where one is a problem."""
+    status = 0
+    for finding in examine(storage, tracking_uri, address):
+        out.print(f"{finding.verdict.value:8}", style=_STYLES[finding.verdict], end="")
+        out.print(f" {finding.subject:22} {finding.text}", soft_wrap=True)
+        status = 1 if finding.verdict is Verdict.PROBLEM else status
+    return status
 
 
 def examine(storage: Place, tracking_uri: str | None, address: str | None) -> Iterator[Finding]:
@@ -142,18 +160,34 @@ def _ray(address: str | None) -> Finding:
     from triaccel_ray.service.clusters.cluster import ClusterUnavailableError, cluster, describe
 
     try:
-        with cluster(address):
+        with _leaving_nothing() if address is None else contextlib.nullcontext(), cluster(address):
             return Finding(subject="ray starts", verdict=Verdict.OK, text=describe())
     except ClusterUnavailableError as error:
         return Finding(subject="ray starts", verdict=Verdict.PROBLEM, text=str(error))
 
 
+@contextlib.contextmanager
+def _leaving_nothing() -> Iterator[None]:
+    """Has a Ray that starts meanwhile keep its files in a temporary folder, and its token out of ~/.ray."""
+    before = {name: os.environ.get(name) for name in ("RAY_TMPDIR", "RAY_AUTH_TOKEN")}
+    with TemporaryDirectory(prefix="d", dir=before["RAY_TMPDIR"], ignore_cleanup_errors=True) as folder:
+        os.environ["RAY_TMPDIR"] = folder
+        os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                del os.environ[name]
+                os.environ |= {} if value is None else {name: value}
+
+
 def _tracking(storage: Place, tracking_uri: str | None) -> Finding:
-    from triaccel_ray.service.session import open_tracker
+    from triaccel_ray.service.session import tracker_of
     from triaccel_ray.service.tracking.tracking import TrackingUnavailableError
 
     try:
-        tracker = open_tracker(storage, tracking_uri)
+        tracker = tracker_of(storage, tracking_uri)
+        tracker.check()
     except TrackingUnavailableError as error:
         return Finding(subject="mlflow store", verdict=Verdict.PROBLEM, text=str(error))
     return Finding(subject="mlflow store", verdict=Verdict.OK, text=tracker.display_uri)
@@ -164,10 +198,10 @@ def _store(uri: str) -> Finding:
     from triaccel_ray.service.storage.store import Store
 
     try:
-        Store(uri).check(writable=True)
+        Store(uri).check(writable=False)
     except StoreError as error:
         return Finding(subject="storage", verdict=Verdict.PROBLEM, text=str(error))
-    return Finding(subject="storage", verdict=Verdict.OK, text=f"{uri} can be listed, read and written")
+    return Finding(subject="storage", verdict=Verdict.OK, text=f"{uri} can be listed and read; writing was not tried")
 
 
 def _disk(storage: Path) -> Finding:

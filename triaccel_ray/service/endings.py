@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -25,6 +26,28 @@ def as_interrupt(*numbers: signal.Signals) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def nothing_begun() -> Iterator[None]:
+    """Has Ctrl-C end the process at once meanwhile, with one line and status 130; ignored, it stays so.
+
+    Raised as an exception it would come out of whatever module is being imported, or be lost there.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"stopped; nothing had begun\n")
+    os._exit(130)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

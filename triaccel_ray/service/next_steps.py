@@ -29,13 +29,16 @@ def resume_words(place: Place, where: Where, experiment: str, usual: str) -> str
 
 
 @contextlib.contextmanager
-def resumable(words: str) -> Iterator[None]:
-    """Turns Ctrl-C into exit status 130, a lost head into 1, and says which command goes on."""
+def resumable(words: str, place: Place) -> Iterator[None]:
+    """Turns Ctrl-C into exit status 130, a lost head into 1, and says which command goes on with what is at `place`."""
     try:
         yield
     except (KeyboardInterrupt, HeadLostError) as error:
         stopped = isinstance(error, KeyboardInterrupt)
-        reason = "stopped; to go on from the last checkpoints:" if stopped else f"{error}{ONCE_IT_IS_BACK}"
+        if stopped and not place.folder.exists():
+            err.print("stopped; nothing had begun", style="yellow")
+            sys.exit(130)
+        reason = "stopped; to go on from the last checkpoint:" if stopped else f"{error}{ONCE_IT_IS_BACK}"
         err.print(reason, style="yellow", markup=False, soft_wrap=True)
         err.print(words, markup=False, soft_wrap=True)
         sys.exit(130 if stopped else 1)
@@ -56,14 +59,14 @@ def say_how_it_ended(run: RunRecord) -> None:
 
 
 def point_to(place: Place, where: Where) -> None:
-    """Says where everything is and how to look at it."""
+    """Says where everything is and what to type next."""
     shown = without_credentials(tracking_uri_of(where.storage_path, where.tracking_uri))
     storage = _storage_words(where)
-    look = shlex.join(["triaccel", "ui", *storage, *_tracking_words(where)])
-    again = shlex.join(["triaccel", "report", place.base_name, *storage])
     copy = "" if place.uri is None else f" (working copy: {place.folder})"
-    out.print(f"files: {place}{copy}\nrecorded in: {shown}", soft_wrap=True)
-    out.print(f"look: {look}    again: {again}", soft_wrap=True)
+    report = shlex.join(["triaccel", "report", place.base_name, *storage])
+    runs = shlex.join(["triaccel", "ui", *storage, *_tracking_words(where)])
+    out.print(f"files:    {place}{copy}\nrecorded: {shown}", soft_wrap=True)
+    out.print(f"next:     {report}\n          {runs}", soft_wrap=True)
 
 
 def _storage_words(where: Where) -> tuple[str, ...]:

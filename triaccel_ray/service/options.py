@@ -10,9 +10,11 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
+from trainables.task import Recipe
 from triaccel_ray.config import AmpPrecision, ControlConfig, CurvatureMethod, DataPlace, ExecutionConfig, LrRule
 from triaccel_ray.plan import Precision
 from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.units import parse_bytes
 
 DEFAULT_STORAGE = Place("triaccel-runs")
 _PLACE: PrimitiveConstructorSpec[Place] = PrimitiveConstructorSpec(
@@ -27,67 +29,114 @@ Flat = Annotated[_T, tyro.conf.OmitArgPrefixes]
 """A group of options without a prefix to their names."""
 Given = Annotated[_T | None, tyro.conf.arg(help_behavior_hint="")]
 """An option that is None where it is not given; its group, or its own text, says what then holds."""
+Size = Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")]
+"""An amount of memory."""
+Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
+"""An option without a value."""
+Name = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
+"""What a user calls a result."""
+NewName = Annotated[str, tyro.conf.arg(metavar="NAME")]
 TaskName = Annotated[str, tyro.conf.arg(metavar="TASK")]
 RunName = Annotated[str, tyro.conf.arg(metavar="NAME")]
 JobName = Annotated[str, tyro.conf.arg(metavar="JOB")]
+JobsAddress = Annotated[
+    str | None,
+    tyro.conf.arg(
+        metavar="ADDRESS",
+        help="Ray cluster: http://HOST:8265, HOST:PORT or auto. Default: RAY_ADDRESS, or this machine's cluster.",
+        help_behavior_hint="",
+    ),
+]
+
+
+# Texts of more than one line: of a field's docstring tyro would keep the line breaks.
+LEAN_HELP = (
+    "Hold less GPU memory outside of tensors: small stacks, expandable segments. Turn off for kernels of your own that "
+    "recurse or call by pointers. No effect on fp32 and amp. Default: on."
+)
+DATA_HELP = (
+    "Where samples held in tensors stay while a GPU trains. host saves GPU memory and costs a little time. No effect "
+    "on fp32 and amp. Default: device."
+)
+STORAGE_HELP = (
+    "Folder for runs, searches and checkpoints; all machines of a cluster must share it. Or the URI of a store: "
+    "s3://BUCKET/FOLDER, gs://, abfs://, hdfs:// or file:///FOLDER."
+)
+TRACKING_HELP = (
+    "MLflow store: http://HOST:PORT of a server, or sqlite:///FILE. Default: mlflow.db in the storage folder. Required "
+    "where the storage path is a URI."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """Where work is done and recorded."""
+    """Where results are kept, and where work is done."""
 
-    storage_path: Annotated[Place, _PLACE] = DEFAULT_STORAGE
-    """Folder of runs, searches and checkpoints, shared by all machines of a cluster; or the URI of a store, such as
-    s3://BUCKET/FOLDER, gs://, abfs://, hdfs://HOST:PORT/FOLDER or file:///FOLDER, of which each has a working copy."""
-    tracking_uri: Given[str] = None
-    """MLflow store: http://HOST:PORT of a server, or sqlite:///FILE. Default: mlflow.db in the storage folder;
-    has to be given where that is a URI. What is resumed goes on in the store in which it is recorded."""
-    address: Given[str] = None
-    """Ray cluster: HOST:PORT or `auto`. Default: Ray is started on this machine."""
+    storage_path: Annotated[Place, _PLACE, tyro.conf.arg(help=STORAGE_HELP)] = DEFAULT_STORAGE
+    tracking_uri: Annotated[str | None, tyro.conf.arg(metavar="URI", help=TRACKING_HELP, help_behavior_hint="")] = None
+    address: Annotated[str | None, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="")] = None
+    """Ray cluster to join: HOST:PORT or auto. Default: starts Ray on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a run trains; what is not given comes from the task."""
+    """How a run trains. Defaults are the task's."""
 
     epochs: Given[int] = None
     """Passes over the training samples."""
     lr: Given[float] = None
     """Peak learning rate at the starting batch size."""
     weight_decay: Given[float] = None
-    """L2 penalty on weights."""
+    """L2 penalty on weights of two or more dimensions."""
     warmup_epochs: Given[float] = None
     """Epochs of linear warm-up."""
     norm_bias_lr_factor: Given[float] = None
-    """Factor on the learning rate of biases and of norms' weights."""
+    """Factor on the learning rate of norms and biases."""
     label_smoothing: Given[float] = None
-    """Probability mass spread over the classes, in [0, 1)."""
+    """Label smoothing, in [0, 1)."""
     amp: Given[AmpPrecision] = None
-    """What method amp computes in on a GPU, bf16 for models that overflow in FP16; of engine-amp: --precision."""
+    """Precision of --method amp on a GPU. Use bf16 for models that overflow in FP16."""
     batch_size: Given[int] = None
-    """Batch size of the first step."""
-    memory_budget: Given[str] = None
-    """Memory the process may hold on its device, e.g. 2GiB; the CUDA context counts."""
-    memory_headroom: Given[str] = None
-    """In place of a budget: memory on top of what the process holds before its first batch, e.g. 500MiB."""
-    data_dir: Given[Path] = None
-    """Folder of data files, in torchvision's layout or CIFAR's binary one."""
+    """Samples in the first batch."""
+    memory_budget: Size = None
+    """Memory limit of the process on its device, such as 2GiB. The CUDA context counts. Default: the whole device."""
+    memory_headroom: Size = None
+    """Memory limit above what the idle process holds, such as 500MiB. Replaces the budget."""
+    data_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """Folder of the data files, in torchvision's layout or CIFAR's binary one. Default: the task's cache."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train."""
+    """Device to train on; auto takes a GPU if there is one."""
     capture: Given[Literal["on", "off"]] = None
-    """Whether steps on a GPU are captured as CUDA graphs; off for models whose Python code acts at every step."""
+    """Run steps on a GPU as CUDA graphs. Turn off if the model's Python code must run at every step. Default: on."""
     fuse: Given[Literal["on", "off"]] = None
-    """Whether batch normalisation and what follows it become one kernel on a GPU."""
+    """Fuse batch normalization with the operations after it, on a GPU. Default: on."""
     recompute: Given[Literal["on", "off"]] = None
-    """Whether a backward pass computes again what --fuse's kernels gave to convolutions: less memory, more time."""
+    """Recompute the fused outputs in the backward pass: less memory, more time. Default: on."""
     autotune: Given[Literal["on", "off"]] = None
-    """Whether cuDNN times its algorithms for every new batch size: pays in long runs at one size."""
-    lean_memory: Given[Literal["on", "off"]] = None
-    """Whether the process holds little of a GPU beside what it computes with (small stacks, expandable segments); no
-    effect on fp32 and amp. Off for kernels of your own that recurse or call by pointers."""
-    data_on: Given[DataPlace] = None
-    """Where samples held in tensors lie while a GPU trains: on the host they take none of its memory, and a batch a
-    little more time. No effect on fp32 and amp, which have them on the device."""
+    """Let cuDNN time its algorithms at every new batch size. Pays in long runs at one size. Default: off."""
+    lean_memory: Annotated[Literal["on", "off"] | None, tyro.conf.arg(help=LEAN_HELP, help_behavior_hint="")] = None
+    data_on: Annotated[DataPlace | None, tyro.conf.arg(help=DATA_HELP, help_behavior_hint="")] = None
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The fields of the task's recipe that were given."""
+        names = ("epochs", "lr", "weight_decay", "warmup_epochs", "norm_bias_lr_factor", "label_smoothing", "amp")
+        return _given({name: getattr(self, name) for name in names})
+
+    @property
+    def memory(self) -> dict[str, int | None]:
+        """The limits on memory that were given, in bytes, by the names of `RunSpec`."""
+        amounts = {"memory_budget_bytes": self.memory_budget, "memory_headroom_bytes": self.memory_headroom}
+        return {name: None if text is None else parse_bytes(text) for name, text in amounts.items()}
+
+    def check(self) -> None:
+        """Returns if these options can be used with any task; does not wait for PyTorch.
+
+        Raises:
+            ValueError: one breaks its rule; the message names it.
+        """
+        Recipe(**self.recipe)
+        _ = self.memory
 
     def execution(self, execution: ExecutionConfig) -> ExecutionConfig:
         """Returns `execution` with what was given."""
@@ -98,42 +147,42 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """The control loop's thresholds; what is not given comes from the task."""
+    """Thresholds and intervals of the control loop. Defaults are the task's."""
 
     precision: Given[Literal["fp16", "bf16", "fp32"]] = None
-    """Precision of all layers before anything is measured; to the end, with the methods fixed and engine-amp."""
+    """Precision of all layers at the start. Methods fixed and engine-amp keep it."""
     tau_low: Given[float] = None
-    """Gradient variance below which a layer computes in FP16."""
+    """A layer computes in FP16 while its gradient variance is below this."""
     tau_high: Given[float] = None
-    """Gradient variance from which a layer computes in FP32."""
+    """A layer computes in FP32 from this gradient variance on."""
     rho_low: Given[float] = None
-    """Share of the memory limit below which the batch grows."""
+    """The batch grows below this share of the memory limit, in [0, 1]."""
     rho_high: Given[float] = None
-    """Share of the memory limit above which the batch shrinks."""
+    """The batch shrinks above this share of the memory limit, in [0, 1]."""
     tau_curv: Given[float] = None
-    """Largest eigenvalue above which a layer is held one precision higher."""
+    """A layer gets the next higher precision above this eigenvalue of its curvature."""
     alpha: Given[float] = None
-    """Strength of the curvature's effect on learning rates."""
+    """How much curvature lowers a layer's learning rate: lr / (1 + alpha * eigenvalue)."""
     t_ctrl: Given[int] = None
-    """Optimizer steps between ticks."""
+    """Optimizer steps between decisions."""
     t_curv: Given[int] = None
     """Optimizer steps between curvature measurements."""
     b_curv: Given[int] = None
-    """Samples a curvature measurement uses."""
+    """Samples in a curvature measurement."""
     curvature: Given[CurvatureMethod] = None
-    """How curvature is measured."""
+    """How to measure curvature."""
     batch_min: Given[int] = None
     """Smallest batch size."""
     batch_max: Given[int] = None
     """Largest batch size."""
     step_up: Given[int] = None
-    """Samples added when memory use is low."""
+    """Samples added when the batch grows."""
     step_down: Given[int] = None
-    """Samples removed when memory use is high."""
+    """Samples removed when the batch shrinks."""
     lr_rule: Given[LrRule] = None
     """How the learning rate follows the batch size."""
     noise_bound: Given[Literal["on", "off"]] = None
-    """Whether the batch also stops growing at the gradient noise scale; needs curvature method fisher."""
+    """Stop growing the batch at the gradient noise scale. Needs --curvature fisher."""
 
     def onto(self, control: ControlConfig, *, batch_size: int | None = None) -> ControlConfig:
         """Returns `control` with the thresholds that were given.
@@ -183,7 +232,7 @@ _Hidden = Annotated[_T | None, tyro.conf.Suppress]
 
 @dataclass(frozen=True, kw_only=True)
 class SearchThresholds(Thresholds):
-    """Thresholds that a search does not look for; what is not given comes from the task."""
+    """Settings that the search keeps fixed. Defaults are the task's."""
 
     tau_low: _Hidden[float] = None
     tau_high: _Hidden[float] = None
@@ -193,11 +242,9 @@ class SearchThresholds(Thresholds):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayThresholds(Thresholds):
-    """Thresholds to decide by; what is not given comes from the run.
+    """Thresholds to decide by. Defaults are the run's."""
 
-    When it ticked and how it measured curvature is in its log, and no decision depends on it otherwise.
-    """
-
+    # When it ticked and how it measured curvature is in its log, and no decision depends on it otherwise.
     t_ctrl: _Hidden[int] = None
     t_curv: _Hidden[int] = None
     b_curv: _Hidden[int] = None

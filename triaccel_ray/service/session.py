@@ -39,11 +39,20 @@ def open_tracker(storage: Place, tracking_uri: str | None) -> Tracker:
     Raises:
         TrackingUnavailableError: it is not.
     """
-    uri = tracking_uri_of(storage, tracking_uri)
-    home = storage.folder if storage.uri is None else Path(uri.removeprefix("sqlite:///")).absolute().parent
-    tracker = Tracker(uri, home / "artifacts")
+    tracker = tracker_of(storage, tracking_uri)
     tracker.prepare()
     return tracker
+
+
+def tracker_of(storage: Place, tracking_uri: str | None) -> Tracker:
+    """Returns the tracker of the store given, else of the SQLite file in the storage folder; opens nothing.
+
+    Raises:
+        TrackingUnavailableError: none is given, and the storage is no folder.
+    """
+    uri = tracking_uri_of(storage, tracking_uri)
+    home = storage.folder if storage.uri is None else Path(uri.removeprefix("sqlite:///")).absolute().parent
+    return Tracker(uri, home / "artifacts")
 
 
 def new_name(given: str | None, *parts: str) -> str:

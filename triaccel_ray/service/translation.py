@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 
 from trainables.registry import TASKS, load_task
@@ -14,7 +15,7 @@ from triaccel_ray.service.options import Thresholds, Training
 from triaccel_ray.service.runs.spec import RunSpec, run_spec
 from triaccel_ray.service.searches.dimensions import dimensions
 from triaccel_ray.service.searches.search import SearchSpec
-from triaccel_ray.service.units import parse_bytes
+from triaccel_ray.service.units import format_exactly
 
 
 def spec_from(
@@ -25,20 +26,18 @@ def spec_from(
     Raises:
         ValueError: an option breaks its rule; the message names it.
     """
-    recipe_fields = ("epochs", "lr", "weight_decay", "warmup_epochs", "norm_bias_lr_factor", "label_smoothing", "amp")
     control = thresholds.onto(load_task(task, training.data_dir).control, batch_size=training.batch_size)
     control = replace(control, execution=training.execution(control.execution))
     return run_spec(
         task,
         data_dir=training.data_dir,
-        recipe={name: getattr(training, name) for name in recipe_fields},
+        recipe=training.recipe,
         method=method,
         purpose=purpose,
         seed=seed,
         control=control,
-        memory_budget_bytes=None if training.memory_budget is None else parse_bytes(training.memory_budget),
-        memory_headroom_bytes=None if training.memory_headroom is None else parse_bytes(training.memory_headroom),
         device=training.device,
+        **training.memory,
     )
 
 
@@ -84,14 +83,13 @@ def comparison_spec(command: cli.Compare) -> ComparisonSpec:
 
 
 def command_of(spec: RunSpec) -> str:
-    """Returns the command, ready to paste, that trains with method and thresholds of `spec` again, to the last digit.
+    """Returns the command, ready to paste, that trains with method and thresholds of `spec` again, to four digits.
 
     Of its other settings it has those that differ from the task's own.
     """
     words = ["triaccel", "run", spec.task, "--epochs", str(spec.recipe.epochs)]
     words += ["--method", spec.method] if spec.method != "triaccel" else []
-    for name, value in {**_thresholds(spec.control), **_not_default(spec)}.items():
-        words += [f"--{name}", str(value)]
+    words += _option_words({**_thresholds(spec.control), **_not_default(spec)})
     words += _memory_words(spec)
     if spec.data_dir is not None:
         words += ["--data-dir", spec.data_dir]
@@ -107,13 +105,20 @@ def search_command_of(spec: SearchSpec) -> str:
     settings = {name: value for name, value in asked.items() if value != usual[name]}
     if spec.base.trials_per_gpu > 1:
         settings["trials-per-gpu"] = spec.base.trials_per_gpu
-    for name, value in settings.items():
-        words += [f"--{name}", str(value)]
+    words += _option_words(settings)
     if spec.optional:
         words += ["--also", *spec.optional]
-    for name, value in {**_fixed_thresholds(spec), **_not_default(spec.base)}.items():
-        words += [f"--{name}", str(value)]
+    words += _option_words({**_fixed_thresholds(spec), **_not_default(spec.base)})
     return shlex.join([*words, *_memory_words(spec.base)])
+
+
+def _option_words(values: Mapping[str, object]) -> list[str]:
+    """Returns options and their values, numbers to four digits unless that would make the two of a pair equal."""
+    shown = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in values.items()}
+    for low, high in (("tau-low", "tau-high"), ("rho-low", "rho-high")):
+        if low in shown and shown[low] == shown.get(high):
+            shown |= {low: str(values[low]), high: str(values[high])}
+    return [word for name, text in shown.items() for word in (f"--{name}", text)]
 
 
 def _fixed_thresholds(spec: SearchSpec) -> dict[str, float]:
@@ -140,9 +145,9 @@ def _thresholds(control: ControlConfig) -> dict[str, float]:
 
 def _memory_words(spec: RunSpec) -> list[str]:
     if spec.memory_budget_bytes is not None:
-        return ["--memory-budget", f"{spec.memory_budget_bytes}B"]
+        return ["--memory-budget", format_exactly(spec.memory_budget_bytes)]
     if spec.memory_headroom_bytes is not None:
-        return ["--memory-headroom", f"{spec.memory_headroom_bytes}B"]
+        return ["--memory-headroom", format_exactly(spec.memory_headroom_bytes)]
     return []
 
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Final
 
 _FACTORS: Final[Mapping[str, int]] = {
-    "": 1,
     "B": 1,
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", start=1)},
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
+_BINARY: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 def parse_bytes(text: str) -> int:
@@ -31,9 +31,19 @@ def parse_bytes(text: str) -> int:
 
 def format_bytes(num_bytes: float) -> str:
     """Returns `num_bytes` in the largest binary unit that leaves at least one whole, to three digits."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, factor in _BINARY[:-1]:
         if num_bytes >= factor:
             return (
                 f"{num_bytes / factor:.3g} {unit}" if num_bytes < 999.5 * factor else f"{num_bytes / factor:.0f} {unit}"
             )
     return f"{num_bytes:.0f} B"
+
+
+def format_exactly(num_bytes: int) -> str:
+    """Returns `num_bytes` for a command: in the largest binary unit in which four digits are exact.
+
+    Where they are so in none, the largest that leaves at least one whole, to four digits.
+    """
+    amounts = [(num_bytes / factor, unit) for unit, factor in _BINARY if num_bytes >= factor]
+    texts = [f"{amount:.4g}{unit}" for amount, unit in amounts if amount < 9999.5]
+    return next((text for text in texts if parse_bytes(text) == num_bytes), [*texts, f"{amounts[0][0]:.0f}GiB"][0])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,6 +73,27 @@ def test_a_run_whose_model_holds_what_is_no_number_has_diverged(
     end = last_of(tmp_path)
     assert isinstance(end, End)
     assert (end.status, end.cause) == ("failed", "non_finite")
+
+
+@pytest.mark.parametrize("method", ["engine-amp", "fp32"])
+def test_a_rate_counts_no_batch_that_is_under_way(crew: Crew, module: str, tmp_path: Path, method: str) -> None:
+    worker = crew.start(own_spec(f"{module}:Blobs", method=method), tmp_path)
+    rates = []
+
+    def glance() -> None:
+        status = worker.status()
+        assert status is not None
+        rates.append(status.images_per_second)
+
+    def compute_slowly(*_: object) -> None:
+        glance()
+        time.sleep(0.3)
+        glance()
+
+    worker.loop.model.register_forward_pre_hook(compute_slowly)
+    worker.train_epoch()
+    assert 0.0 < max(rates[:10]) <= 32 / 0.3
+    assert rates[0] == 0.0  # nothing is done yet
 
 
 def test_a_tasks_own_loss_may_be_no_number_on_held_out_samples(crew: Crew, module: str, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_search_reaches_the_store_and_is_reported_and_resumed_elsewhere(desk: 
     time.sleep(3.0)  # whatever is done meanwhile, nothing may be lost; how much it is does not matter
     (desk.folder / "out-of-reach").rename(desk.store)
     said = done(command)
-    assert f"files: {desk.store.as_uri()}/hunt (working copy: {desk.folder / 'a'}" in said
+    assert f"files:    {desk.store.as_uri()}/hunt (working copy: {desk.folder / 'a'}" in said
     record = read_search(desk.store / "hunt")
     assert [trial.status for trial in record.trials].count("finished") >= 1
     assert len(record.trials) == 2

@@ -10,7 +10,7 @@ METHODS: Mapping[str, str] = {
     "engine-amp": "one low precision for all layers, on this product's engine",
     "dynamic-batch": "FP32 with the elastic batch size alone",
     "dynamic-precision": "precision per layer alone",
-    "dynamic-both": "precision per layer and elastic batch size, no curvature, hence no bound by the noise scale",
+    "dynamic-both": "precision per layer and elastic batch size, without curvature",
     "triaccel": "the full control loop",
     "fixed": "one precision and batch size on this product's engine, nothing adapted",
     "probe": "one low precision, statistics and curvature recorded, batch size and precision kept",

@@ -14,9 +14,13 @@ import torch
 from trainables.registry import load_task
 from trainables.task import Purpose, Recipe
 from triaccel_ray.config import BatchConfig, ControlConfig, require, require_integer, require_number
+from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.plan import Precision
 from triaccel_ray.service.runs.methods import METHODS
+from triaccel_ray.service.units import format_bytes
 
+CUDA_CONTEXT_BYTES = 100 * 2**20
+"""What a process holds of a GPU at least before its first tensor; 200 to 500 MiB on most."""
 MAX_TRIALS_PER_GPU = 16
 """With more, CUDA contexts alone would fill the smaller GPUs."""
 
@@ -118,6 +122,28 @@ def run_spec(task_name: str, *, data_dir: Path | None, recipe: Mapping[str, obje
         recipe=replace(task.recipe, **given),  # type: ignore[arg-type]  # names checked by the dataclass
         **settings,  # type: ignore[arg-type]  # likewise
     )
+
+
+def require_budget(spec: RunSpec) -> None:
+    """Returns if the memory budget of a run on this machine may be enough: before Ray starts, which takes seconds.
+
+    On a CPU this process, with PyTorch and Ray loaded, holds less than a worker will. A CUDA context is not made here.
+
+    Raises:
+        ValueError: the budget is smaller, or larger than the machine's memory.
+    """
+    budget = spec.memory_budget_bytes
+    if budget is None:
+        return
+    if spec.device != "cpu" and torch.cuda.is_available():
+        floor, holder = CUDA_CONTEXT_BYTES, "a CUDA context"
+    else:
+        floor, holder = memory_meter(torch.device("cpu"), budget).sample(), "a process with PyTorch and Ray"
+    if budget <= floor:
+        raise ValueError(
+            f"memory budget = {format_bytes(budget)}: {holder} alone takes {format_bytes(floor)}; give more, or "
+            "--memory-headroom 500MiB for memory on top of that"
+        )
 
 
 def environment(device: torch.device) -> dict[str, str]:

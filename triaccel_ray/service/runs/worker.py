@@ -42,6 +42,9 @@ from triaccel_ray.service.runs.spec import RunSpec, environment
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, SPEC, write_value
 from triaccel_ray.sources import delivered
 
+MIN_RATE_SECONDS = 1.0
+"""Below this, batches that are under way make up most of a rate; the last epoch's is shown."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
@@ -357,9 +360,12 @@ class Worker:
         if loop is None:
             return None
         levels = list(loop.plan.precision.values())
+        # Positions count the samples taken, of which the last batch is under way, and on a GPU a few more.
         elapsed = loop.epoch_seconds_so_far
-        done = (loop.feed.position - int(loop.feed.position)) * len(loop.feed.source)
-        rate = done / elapsed if done and elapsed else (self.last.images_per_second if self.last else 0.0)
+        done = (loop.feed.position - int(loop.feed.position)) * len(loop.feed.source) - loop.plan.batch_size
+        rate = self.last.images_per_second if self.last else 0.0
+        if done > 0 and elapsed > MIN_RATE_SECONDS:
+            rate = done / elapsed
         return Status(
             epoch=loop.feed.position,
             num_epochs=self.spec.recipe.epochs,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import getpass
 import http.client
 import logging
@@ -229,9 +230,11 @@ class Tracker:
 
     def _check_file(self, path: Path) -> None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
-                writable = os.access(path.parent, os.W_OK)
+                parent = next(each for each in path.parents if each.exists())
+                if not parent.is_dir():
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+                writable = os.access(parent, os.W_OK)
             elif path.is_file():
                 writable = os.access(path, os.W_OK)
             else:
