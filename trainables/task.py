@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from triaccel_ray.apply.evaluate import count_top1
 from triaccel_ray.config import AmpPrecision, ControlConfig, require, require_flag, require_integer, require_number
-from triaccel_ray.sources import DataSource
+from triaccel_ray.sources import DataSource, as_source
 
 
 class Purpose(StrEnum):
@@ -27,10 +28,17 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """The samples a run trains on and those it is judged by; disjoint."""
+    """The samples a run trains on and those it is judged by; disjoint.
+
+    Each is a `DataSource`, or what `as_source` makes one of: a pair of tensors, or a map-style data set.
+    """
 
     train: DataSource
     held_out: DataSource
+
+    def __post_init__(self) -> None:
+        for name in ("train", "held_out"):
+            object.__setattr__(self, name, as_source(getattr(self, name)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +67,18 @@ class Recipe:
 
     def __post_init__(self) -> None:
         require_integer("epochs", self.epochs, low=1)
-        require_number("lr", self.lr, "must be a finite number > 0", low=math.nextafter(0.0, 1.0), high=1e6)
+        require_number("lr", self.lr, "must lie in (0, 1e6]", low=math.nextafter(0.0, 1.0), high=1e6)
         require_number("warmup_epochs", self.warmup_epochs, "must be >= 0", low=0.0)
         require_number("momentum", self.momentum, "must lie in [0, 1)", low=0.0, high=math.nextafter(1.0, 0.0))
-        require_number("weight_decay", self.weight_decay, "must be a finite number >= 0", low=0.0, high=1e6)
+        require_number("weight_decay", self.weight_decay, "must lie in [0, 1e6]", low=0.0, high=1e6)
         require_number(
             "norm_bias_lr_factor",
             self.norm_bias_lr_factor,
-            "must be a finite number > 0",
+            "must lie in (0, 1e6]",
             low=math.nextafter(0.0, 1.0),
             high=1e6,
         )
-        require_number("label_smoothing", self.label_smoothing, "must lie in [0, 1)", low=0.0, high=0.999999)
+        require_number("label_smoothing", self.label_smoothing, "must lie in [0, 0.999999]", low=0.0, high=0.999999)
         require(self.amp in ("fp16", "bf16"), "amp", self.amp, "must be fp16 or bf16")
         require_flag("nesterov", self.nesterov)
         require(not (self.nesterov and self.momentum == 0), "nesterov", self.nesterov, "needs momentum > 0")
@@ -123,10 +131,9 @@ class Task(ABC):
         """Returns the mean loss over the batch, a scalar; cross-entropy unless overridden."""
         return nn.functional.cross_entropy(outputs.float(), targets, label_smoothing=recipe.label_smoothing)
 
-    def num_correct(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Returns how many samples of the batch are right, a scalar tensor; top-1 unless overridden."""
-        correct: Tensor = outputs.argmax(dim=-1) == targets
-        return correct.sum()
+    def num_correct(self, outputs: Any, targets: Tensor) -> Tensor | float:
+        """Returns how many samples of the batch are right, a scalar tensor or a number; top-1 unless overridden."""
+        return count_top1(outputs, targets)
 
     def optimizer(self, model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         """Returns the optimizer: SGD with momentum, weight decay on weights of two or more dimensions alone."""

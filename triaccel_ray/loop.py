@@ -16,8 +16,9 @@ from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.apply.precision import supported_precisions
-from triaccel_ray.config import ControlConfig, require_number
+from triaccel_ray.config import ControlConfig, require_instance, require_number
 from triaccel_ray.decide import ControlState, decide, initial_decision
+from triaccel_ray.dry_run import require_working
 from triaccel_ray.epochs import EpochStats, Schedule, mean_loss
 from triaccel_ray.events import Tick
 from triaccel_ray.graphs import GraphPool
@@ -74,10 +75,11 @@ class ControlLoop:
             on_tick: called with each tick, in order, each once; `EventLog.append` keeps them.
 
         Raises:
-            ValueError: the model has no layer, the loop cannot train it (`require_trainable`), or the budget leaves
-                nothing to compute with.
+            TypeError: an argument is of the wrong kind.
+            ValueError: the model has no layer, the loop cannot train it (`require_trainable`), two samples cannot pass
+                through model and loss (`require_working`), or the budget leaves nothing to compute with.
         """
-        self.config = config or ControlConfig()
+        self.config = ControlConfig() if config is None else require_instance("config", config, ControlConfig)
         self._layers = find_layers(model)
         require_trainable(model, optimizer, self._layers)
         self.device = next(model.parameters()).device
@@ -88,6 +90,7 @@ class ControlLoop:
         self._pool = GraphPool(self.device)
         self.optimizer = LayerwiseOptimizer(optimizer, self._layers, release_memory=self._make_room)
         source = delivered(as_source(data), self.device, self.config.execution.data_on)
+        require_working(model, loss, source)
         self.feed = Feed(source, seed=seed, device=self.device)
         self.loss_scale = LossScale(self.config.loss_scale, self.device)
         self._curvature_samples = torch.Generator().manual_seed(seed)

@@ -25,8 +25,14 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("run {module}:Mine", ("has no Mine", "Blobs")),
     ("run {module}.py:Blobs", ("must be package.module:Class", "not its file")),
     # thresholds
-    ("run digits --tau-low 1 --tau-high 0.1", ("tau_low, tau_high = (1.0, 0.1)", "must be smaller", "exchange them")),
-    ("run digits --rho-low 0.9 --rho-high 0.8", ("rho_low, rho_high = (0.9, 0.8)", "must be smaller")),
+    (
+        "run digits --tau-low 1 --tau-high 0.1",
+        ("tau_low, tau_high = (1.0, 0.1)", "must be smaller", "exchange them", "--method engine-amp"),
+    ),
+    (
+        "run digits --rho-low 0.9 --rho-high 0.8",
+        ("rho_low, rho_high = (0.9, 0.8)", "must be smaller", "--method dynamic-precision"),
+    ),
     ("run digits --tau-low nan", ("tau_low = nan: must be a number",)),
     ("run digits --rho-high inf", ("rho_high = inf: must lie in",)),
     ("search digits --alpha -1", ("alpha = -1.0: must be a finite number >= 0",)),
@@ -47,7 +53,11 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     # training
     ("run digits --epochs 0", ("epochs = 0: must be",)),
     ("run digits --lr nan", ("lr = nan: must be",)),
-    ("run digits --norm-bias-lr-factor 0", ("norm_bias_lr_factor = 0.0: must be a finite number > 0",)),
+    ("run digits --norm-bias-lr-factor 0", ("norm_bias_lr_factor = 0.0: must lie in (0, 1e6]",)),
+    *(
+        (f"run digits --{name.replace('_', '-')} 1e9", (f"{name} = 1000000000.0: must lie in {range_}",))
+        for name, range_ in (("lr", "(0, 1e6]"), ("weight_decay", "[0, 1e6]"), ("norm_bias_lr_factor", "(0, 1e6]"))
+    ),
     ("run digits --amp fp8", ("--amp", "fp16", "bf16")),
     ("run digits --batch-size 0", ("batch start = 0: must be",)),
     ("run digits --seed -1", ("seed = -1: must",)),

@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainables.task import Task
+from trainables.task import Purpose, Splits, Task
 from triaccel_ray.baseline import BaselineLoop
+from triaccel_ray.config import require
+from triaccel_ray.dry_run import blaming, described, require_working
 from triaccel_ray.events import Tick
-from triaccel_ray.layers import Loss, forward
+from triaccel_ray.layers import Loss, find_layers, forward, require_trainable
 from triaccel_ray.lent_stream import LentStream
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.service.runs.spec import RunSpec
@@ -33,13 +35,24 @@ def build_loop(
 ) -> ControlLoop | BaselineLoop:
     """Returns the loop that trains `task` on `train` as `spec` says, with a model drawn from the run's seed.
 
-    Whatever was drawn before, two loops of one spec are the same.
+    Whatever was drawn before, two loops of one spec are the same. What one method could not train, no method begins.
+
+    Raises:
+        UserCodeError: the task's own code raised.
+        TypeError, ValueError: something that it returned cannot be trained; the message says why.
     """
+    start = spec.control.batch.start
+    rule = f"must be at most the number of training samples, {len(train)}; give --batch-size {len(train)} or less"
+    require(start <= len(train), "batch size", start, rule)
     seed_everything(spec.seed)
-    model = task.model().to(device)
-    optimizer = task.optimizer(model, spec.recipe)
+    model = _model_of(task).to(device)
+    layers = find_layers(model)
+    with blaming(f"{type(task).__name__}.optimizer()"):
+        optimizer = task.optimizer(model, spec.recipe)
+    require_trainable(model, optimizer, layers)
     loss = partial(task.loss, recipe=spec.recipe)
     train = delivered(train, device, spec.method_control.execution.data_on)
+    require_working(model, loss, train, task.num_correct)
     with contextlib.nullcontext() if spec.is_baseline or device.type == "cpu" else LentStream(device).current():
         _warm_up(model, loss, train, device)
     if device.type == "cuda":
@@ -71,6 +84,30 @@ def build_loop(
         seed=spec.seed,
         on_tick=on_tick,
     )
+
+
+def splits_of(task: Task, purpose: Purpose) -> Splits:
+    """Returns the task's samples.
+
+    Raises:
+        UserCodeError: its `data` raised something else than FileNotFoundError.
+        TypeError: it returned something else.
+    """
+    what = f"{type(task).__name__}.data()"
+    with blaming(what):
+        splits = task.data(purpose)
+    if not isinstance(splits, Splits):
+        raise TypeError(f"{what} returned {described(splits)}: must return Splits(train=..., held_out=...)")
+    return splits
+
+
+def _model_of(task: Task) -> nn.Module:
+    what = f"{type(task).__name__}.model()"
+    with blaming(what):
+        model = task.model()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{what} returned {described(model)}: must return a torch.nn.Module")
+    return model
 
 
 def seed_everything(seed: int) -> None:

@@ -15,6 +15,7 @@ from trainables.task import Purpose, Splits
 from triaccel_ray.apply.evaluate import Evaluation
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.checkpoint import CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
+from triaccel_ray.dry_run import refusing_exits, users_lines
 from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Record, Start, TakenOverError
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.lean_memory import set_lean
@@ -30,7 +31,7 @@ from triaccel_ray.service.failures import (
     set_damage_aside,
     write_traceback,
 )
-from triaccel_ray.service.runs.building import build_loop, is_finite, seed_everything
+from triaccel_ray.service.runs.building import build_loop, is_finite, seed_everything, splits_of
 from triaccel_ray.service.runs.gpu_share import hold_to_part
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import ONE_VIEW
@@ -76,7 +77,7 @@ class Worker:
         self._budget_bytes = hold_to_part(self.device, spec.trials_per_gpu, spec.memory_budget_bytes)
         seed_everything(spec.seed)
         self._task = load_task(spec.task, None if spec.data_dir is None else Path(spec.data_dir))
-        self._splits = self._task.data(spec.purpose) if splits is None else splits
+        self._splits = splits_of(self._task, spec.purpose) if splits is None else splits
         # once, not at every evaluation
         self._held_out = delivered(self._splits.held_out, self.device, execution.data_on)
         self.loop = self._build_loop()
@@ -182,7 +183,8 @@ class Worker:
             TakenOverError: another process goes on with the run.
         """
         try:
-            stats = self.loop.train_epoch()
+            with refusing_exits():
+                stats = self.loop.train_epoch()
             if not math.isfinite(stats.loss):
                 raise NonFiniteLossError(f"the training loss of epoch {stats.epoch} is {stats.loss}{self._way_out()}")
             judged = self._judge() if self.spec.purpose is Purpose.SEARCH else None
@@ -252,6 +254,8 @@ class Worker:
 
     def fail(self, error: Exception) -> None:
         """Ends the log of a run that `error` has ended, and leaves the traceback beside it."""
+        if lines := users_lines(error):
+            error.add_note(lines)  # it travels to the driver, the traceback does not
         if self.begun and not self.ended:
             write_traceback(self.folder, error)
         self._append(failed(error))
@@ -395,7 +399,8 @@ class Worker:
         )
 
     def _judge(self) -> Evaluation:
-        judged = self.loop.evaluate(self._held_out, self._task.num_correct, is_last=self.finished)
+        with refusing_exits():
+            judged = self.loop.evaluate(self._held_out, self._task.num_correct, is_last=self.finished)
         # An overflow may have reached the moving averages of a norm. The loss alone may be the task's own affair.
         if not math.isfinite(judged.loss) and not is_finite(self.loop.model):
             raise NonFiniteLossError(
