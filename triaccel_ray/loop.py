@@ -20,7 +20,7 @@ from triaccel_ray.config import ControlConfig, require_instance, require_number
 from triaccel_ray.decide import ControlState, decide, initial_decision
 from triaccel_ray.dry_run import require_working
 from triaccel_ray.epochs import EpochStats, Schedule, mean_loss
-from triaccel_ray.events import Tick
+from triaccel_ray.events import EventLog, Start, Tick
 from triaccel_ray.graphs import GraphPool
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.layers import Loss, find_layers, require_trainable
@@ -72,7 +72,8 @@ class ControlLoop:
             memory_budget: bytes this process may hold on the device; the whole device when None.
             memory_headroom: bytes on top of what the process holds before its first batch; a budget is a bound on it.
             seed: of the order of the samples, the augmentation and the curvature's samples.
-            on_tick: called with each tick, in order, each once; `EventLog.append` keeps them.
+            on_tick: called with each tick, in order, each once; `EventLog.append` keeps them, after a start record
+                with the configuration if the log is empty: `triaccel report` and `triaccel replay` read it.
 
         Raises:
             TypeError: an argument is of the wrong kind.
@@ -144,6 +145,9 @@ class ControlLoop:
         self.num_steps = 0
         """Optimizer steps done, skipped ones included."""
         self.num_ticks = 0
+        log = getattr(on_tick, "__self__", None)
+        if isinstance(log, EventLog) and log.num_records == 0:
+            log.append(Start(control=self.config))
         self._pending = PendingTick(on_tick, decides_late=self.device.type == "cuda")
         self._curvature_told = False
 

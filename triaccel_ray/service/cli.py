@@ -11,7 +11,9 @@ from typing import Annotated, Literal, TypeAlias, get_args
 
 import tyro
 
+from triaccel_ray.service.endings import end_at_once
 from triaccel_ray.service.options import (
+    CHOICES,
     Flat,
     Given,
     JobName,
@@ -266,6 +268,7 @@ def _parse(words: Sequence[str]) -> Command:
         description="An elastic experiment service on Ray.",
         args=words,
         config=(tyro.conf.DisallowNone,),
+        registry=CHOICES,
     )
 
 
@@ -285,10 +288,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from triaccel_ray.service import commands
         from triaccel_ray.service.console import err
         from triaccel_ray.service.failures import RunFailedError, is_disk_full
-    except KeyboardInterrupt:  # before anything has begun
-        sys.exit(130)
+    except KeyboardInterrupt:
+        sys.exit("interrupted: nothing had begun")
+    except USER_ERRORS as error:  # of a file that is read when its module loads
+        if os.environ.get("TRIACCEL_TRACEBACK"):
+            raise
+        sys.stderr.write(f"triaccel: {error}\n")
+        sys.exit(2)
 
     try:
+        if signal.getsignal(signal.SIGINT) is end_at_once:  # from here on there is something to end in good order
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(commands.execute(command))
     except RunFailedError as error:
         if os.environ.get("TRIACCEL_TRACEBACK"):
@@ -308,5 +318,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         trains = isinstance(command, Run | Search | Compare | Resume)
-        err.print("stopped" + "; what had begun goes on with `triaccel resume NAME`" * trains, style="yellow")
+        err.print("interrupted" + "; what had begun goes on with `triaccel resume NAME`" * trains, style="yellow")
         sys.exit(130)

@@ -227,7 +227,7 @@ def _train(spec: RunSpec, place: Place, where: Where, given: str | None, *, resu
                 out.print(f"{folder.name} is {before.status}; what was not yet recorded is being recorded")
             return int(before.status != "finished")
     with (
-        resumable(words),
+        resumable(words, folder),
         mirrored(place, has_own_log=False),
         cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}"),
         recording(tracker, folder, words, experiment=experiment),
@@ -258,7 +258,7 @@ def _search(spec: SearchSpec, place: Place, where: Where, given: str | None, *, 
     info = {"task": spec.base.task, "kind": "search", "space": spec.space, "objective": spec.objective}
     words = resume_words(place, where, experiment, cli.Search.experiment)
     mirror = mirrored(place, has_own_log=True)
-    with resumable(words), mirror, _parent(tracker, folder, words, experiment, spec.base.control, info) as log:
+    with resumable(words, folder), mirror, _parent(tracker, folder, words, experiment, spec.base.control, info) as log:
         with cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}"):
             num_gpus, shared = _num_gpus(spec.base, where.address), _shared(spec.base)
             with RunProgress(f"{spec.base.task}: baselines and probe") as progress:
@@ -295,7 +295,7 @@ def _compare(spec: ComparisonSpec, place: Place, where: Where, given: str | None
     info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
     words = resume_words(place, where, experiment, cli.Compare.experiment)
     mirror = mirrored(place, has_own_log=True)
-    with resumable(words), mirror, _parent(tracker, folder, words, experiment, spec.base.control, info) as log:
+    with resumable(words, folder), mirror, _parent(tracker, folder, words, experiment, spec.base.control, info) as log:
         with cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}"):
             num_gpus = _num_gpus(spec.base, where.address)
             if read_comparison(folder).choices is None:

@@ -80,6 +80,8 @@ class RunProgress(Progress):
 
     def update(self, glance: Glance) -> None:
         """Takes in what is newly known of one run."""
+        if glance.notice:
+            err.print(f"{glance.name}: {glance.notice}", style="yellow", soft_wrap=True)
         before = self._glances.get(glance.name, glance)
         self._glances[glance.name] = Glance(
             name=glance.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -25,6 +26,12 @@ def as_interrupt(*numbers: signal.Signals) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def end_at_once(number: int, frame: FrameType | None) -> None:
+    """Ends a process that still loads: any module being imported could catch an exception, or report it."""
+    os.write(2, b"\ninterrupted: nothing had begun\n")
+    os._exit(130)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -24,9 +24,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from triaccel_ray.dry_run import IN_YOUR_CODE
-from triaccel_ray.events import End, EventLog, Interruption, LogError, Start, TakenOverError, read_events
+from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Start, TakenOverError, read_events
 from triaccel_ray.out_of_memory import is_out_of_memory
-from triaccel_ray.service.storage.layout import DAMAGED, ERROR
+from triaccel_ray.service.storage.layout import DAMAGED, ERROR, REPLACED
 
 MAX_LOSSES = 3
 """Processes that a run may lose before it counts as failed."""
@@ -146,6 +146,15 @@ def set_damage_aside(path: Path) -> str:
         shutil.copyfile(path, path.with_name(DAMAGED))
         EventLog(path, keep=num_whole).close()
     return f"its log is damaged after {num_whole} records; all of it is in {DAMAGED}"
+
+
+def keep_replaced(path: Path) -> bool:
+    """Copies a log with epochs in it to REPLACED, before its run begins again; returns whether there was one."""
+    if not path.exists() or not any(isinstance(event.record, Epoch) for event in read_events(path)):
+        return False
+    with needing_room(path.parent):
+        shutil.copyfile(path, path.with_name(REPLACED))
+    return True
 
 
 def broken_off(path: Path) -> tuple[list[tuple[int, Interruption]], Interruption | None]:

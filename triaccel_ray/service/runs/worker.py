@@ -27,6 +27,7 @@ from triaccel_ray.service.failures import (
     NonFiniteLossError,
     broken_off,
     failed,
+    keep_replaced,
     needing_room,
     set_damage_aside,
     write_traceback,
@@ -36,7 +37,7 @@ from triaccel_ray.service.runs.gpu_share import hold_to_part
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import ONE_VIEW
 from triaccel_ray.service.runs.spec import RunSpec, environment
-from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, SPEC, write_value
+from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, REPLACED, SPEC, write_value
 from triaccel_ray.sources import delivered
 
 
@@ -134,6 +135,8 @@ class Worker:
     def resume(self) -> int:
         """Goes on from the newest checkpoint that is whole, or begins anew where there is none; the log says which.
 
+        The log of a run that begins anew because its checkpoints are damaged is kept, as REPLACED.
+
         First of all it sets a damaged log aside and takes the log over: a process that was given up for lost, and is
         not, writes nothing more. Returns the epochs done.
 
@@ -162,6 +165,8 @@ class Worker:
             if unusable:
                 self._drop_loop()  # first: what it holds would count as the memory of the next one
                 self.loop = self._build_loop()
+            if keep_replaced(self.folder / EVENTS):
+                unusable.append(f"no checkpoint can be read, and what was recorded is in {REPLACED}")
             self.start(replace_existing=True)
         (self.folder / ERROR).unlink(missing_ok=True)  # of a failure that an interruption is about to stand for
         epoch, num_kept = self.loop.feed.epoch, self._log.num_records if self._log else 0
