@@ -113,6 +113,16 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("resume badcomparison", ("badcomparison/comparison.json cannot be read", "begin a new comparison")),
     ("report empty", ("empty holds no run (events.jsonl is missing)",)),
     ("resume empty", ("empty/spec.json cannot be read",)),
+    # storage
+    *(
+        (
+            f"{command} digits --storage-path {{storage}}/notes.txt{below}",
+            ("storage path = ", "notes.txt is not a folder"),
+        )
+        for command in ("run", "search", "compare")
+        for below in ("", "/runs")
+    ),
+    ("run digits --storage-path /dev/null/runs", ("storage path = '/dev/null/runs'", "give --storage-path a folder")),
     # addresses
     (
         "run digits --address 127.0.0.1:1",
@@ -137,7 +147,8 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("run digits --method sgd", ("--method", "triaccel")),
     ("run digits --lr None", ("--lr", "None")),
     ("run digits --epochs three", ("--epochs", "three")),
-    ("run digits --precision fp8", ("--precision", "bf16")),
+    ("run digits --precision fp8", ("--precision", "Expected one of ('fp16', 'bf16', 'fp32')")),
+    ("run digits --amp None", ("--amp", "Expected one of ('fp16', 'bf16')")),
     ("run digits --noise-bound maybe", ("'maybe'", "--noise-bound", "'on'", "'off'")),
     ("search digits --trials-per-gpu 2.5", ("--trials-per-gpu", "2.5")),
     ("compare digits --fixed two", ("--fixed", "two")),
@@ -192,7 +203,7 @@ def test_bad_input_is_named_and_nothing_is_touched(
     places = {"storage": storage, "module": module}
     words = ["" if word == "''" else word.format(**places) for word in command.split()]
     if words[0] != "sing":
-        words += ["--storage-path", str(storage)]
+        words += [] if "--storage-path" in words else ["--storage-path", str(storage)]
         words += [] if "--tracking-uri" in words else ["--tracking-uri", sqlite_tracker.uri]
     before = snapshot(storage.parent)
     with pytest.raises(SystemExit) as ended:

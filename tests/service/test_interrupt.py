@@ -161,6 +161,31 @@ def test_ctrl_c_and_sigterm_end_everything_and_say_how_to_go_on(
     assert set(recorded) == {"hunt", "fp32", "amp", "probe", *(run.name for run in record.trials)}
 
 
+INTERRUPTED = """
+import builtins, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+load, module, sys.argv[1:] = builtins.__import__, sys.argv[1], ["doctor", "--tasks"]
+
+def press_ctrl_c(name, *arguments, **options):
+    if name == module:
+        os.kill(os.getpid(), signal.SIGINT)
+    return load(name, *arguments, **options)
+
+builtins.__import__ = press_ctrl_c
+from triaccel_ray.service.__main__ import main
+main()
+"""
+"""A command during which Ctrl-C is pressed when it imports the module that is named."""
+
+
+@pytest.mark.parametrize("module", ["tyro", "torch"])
+def test_ctrl_c_in_the_first_seconds_is_one_line(module: str) -> None:
+    words = [sys.executable, "-c", INTERRUPTED, module]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert ended.stderr.strip() == "interrupted: nothing had begun"
+
+
 @pytest.mark.parametrize("ending", [Terminal.press_ctrl_c, Terminal.terminate, Terminal.hang_up])
 def test_a_signal_is_the_end_of_the_ui_and_nothing_to_go_on_with(
     tmp_path: Path, terminal: Callable[..., Terminal], ending: Callable[[Terminal], int]

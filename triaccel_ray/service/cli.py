@@ -318,5 +318,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         trains = isinstance(command, Run | Search | Compare | Resume)
-        err.print("interrupted" + "; what had begun goes on with `triaccel resume NAME`" * trains, style="yellow")
+        err.print(
+            "interrupted" + "; what had begun, if anything, goes on with `triaccel resume NAME`" * trains,
+            style="yellow",
+        )
         sys.exit(130)
