@@ -289,7 +289,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from triaccel_ray.service.console import err
         from triaccel_ray.service.failures import RunFailedError, is_disk_full
     except KeyboardInterrupt:
-        sys.exit("interrupted: nothing had begun")
+        sys.stderr.write("interrupted: nothing had begun\n")
+        sys.exit(130)
     except USER_ERRORS as error:  # of a file that is read when its module loads
         if os.environ.get("TRIACCEL_TRACEBACK"):
             raise

@@ -121,7 +121,7 @@ def _drive_all(
     return outcomes
 
 
-def _how_it_goes_on(folder: Path) -> str:
+def how_it_goes_on(folder: Path) -> str:
     """Returns what the log says of its last interruption, with which a resumed run begins; empty without one."""
     try:
         records = [event.record for event in read_events(folder / EVENTS)]
@@ -155,7 +155,7 @@ class _Drive:
             return Glance(name=self._name, error=self._outcome(original_error(error)))
         if self._finishing:
             return Glance(name=self._name, results=result)
-        notice = _how_it_goes_on(self._place.folder) if self._epochs_done is None and self._resumes else ""
+        notice = how_it_goes_on(self._place.folder) if self._epochs_done is None and self._resumes else ""
         last = result if isinstance(result, Epoch) else None
         self._epochs_done = result.epoch if isinstance(result, Epoch) else int(result)
         self._finishing = self._epochs_done >= self._num_epochs
