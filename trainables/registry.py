@@ -51,6 +51,7 @@ def load_task(name: str, data_dir: Path | None) -> Task:
         )
     try:
         task = task_class(data_dir)
+        recipe, control = task.recipe, task.control
     except TypeError as error:
         raise ValueError(
             f"task = {name!r}: must be constructible as {task_class.__name__}(data_dir): {error}{_line_of(error)}"
@@ -59,8 +60,8 @@ def load_task(name: str, data_dir: Path | None) -> Task:
         raise ValueError(
             f"task = {name!r}: {task_class.__name__}(data_dir) raised {type(error).__name__}: {error}{_line_of(error)}"
         ) from error
-    require_instance(f"{task_class.__name__}.recipe", task.recipe, Recipe)
-    require_instance(f"{task_class.__name__}.control", task.control, ControlConfig)
+    require_instance(f"{task_class.__name__}.recipe", recipe, Recipe)
+    require_instance(f"{task_class.__name__}.control", control, ControlConfig)
     return task
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from triaccel_ray.apply.evaluate import count_top1
 from triaccel_ray.config import AmpPrecision, ControlConfig, require, require_flag, require_integer, require_number
+from triaccel_ray.dry_run import described
 from triaccel_ray.sources import DataSource, as_source
 
 
@@ -67,8 +68,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         require_integer("epochs", self.epochs, low=1)
+        require(self.epochs <= 1_000_000, "epochs", self.epochs, "must be at most 1,000,000")
         require_number("lr", self.lr, "must lie in (0, 1e6]", low=math.nextafter(0.0, 1.0), high=1e6)
-        require_number("warmup_epochs", self.warmup_epochs, "must be >= 0", low=0.0)
+        require_number("warmup_epochs", self.warmup_epochs, "must lie in [0, 1e6]", low=0.0, high=1e6)
         require_number("momentum", self.momentum, "must lie in [0, 1)", low=0.0, high=math.nextafter(1.0, 0.0))
         require_number("weight_decay", self.weight_decay, "must lie in [0, 1e6]", low=0.0, high=1e6)
         require_number(
@@ -129,6 +131,11 @@ class Task(ABC):
 
     def loss(self, outputs: Any, targets: Tensor, recipe: Recipe) -> Tensor:
         """Returns the mean loss over the batch, a scalar; cross-entropy unless overridden."""
+        if not isinstance(outputs, Tensor):
+            raise TypeError(
+                f"outputs {described(outputs)}: cross-entropy needs a tensor of scores; have the model return that "
+                "alone, or define loss(outputs, targets, recipe) in the task"
+            )
         return nn.functional.cross_entropy(outputs.float(), targets, label_smoothing=recipe.label_smoothing)
 
     def num_correct(self, outputs: Any, targets: Tensor) -> Tensor | float:

@@ -67,6 +67,10 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("run digits --memory-budget 1GiB --memory-headroom 1GiB", ("give a budget or a headroom, not both",)),
     # searches and comparisons
     ("search digits --trials 0", ("trials = 0: must be",)),
+    ("search digits --trials 100001", ("trials = 100001: must be at most 100,000",)),
+    ("compare digits --seeds 1001", ("seeds = 1001: must be at most 1000",)),
+    ("run digits --epochs 1000001", ("epochs = 1000001: must be at most 1,000,000",)),
+    ("run digits --warmup-epochs inf", ("warmup_epochs = inf: must lie in [0, 1e6]",)),
     *(
         (f"{command} digits --trials-per-gpu {count}", (f"trials-per-gpu = {count}: must be",))
         for command in ("search", "compare")

@@ -112,6 +112,32 @@ class FewClasses(Blobs):
         return nn.Linear(8, 3)
 
 
+class TupleOutputs(Blobs):
+    def model(self):
+        class Two(nn.Linear):
+            def forward(self, inputs):
+                return super().forward(inputs), None
+
+        return Two(8, 4)
+
+
+class Meta(Blobs):
+    def model(self):
+        return nn.Linear(8, 4, device="meta")
+
+
+class OtherHeldOut(Blobs):
+    def data(self, purpose):
+        inputs, targets = blobs(50)
+        return Splits(train=blobs(160), held_out=(inputs, targets + 5))
+
+
+class Triples(Blobs):
+    def data(self, purpose):
+        inputs, targets = blobs(160)
+        return Splits(train=torch.utils.data.TensorDataset(inputs, targets, targets), held_out=blobs(50))
+
+
 class Few(Blobs):
     def data(self, purpose):
         return Splits(train=blobs(40), held_out=blobs(50))
@@ -173,6 +199,10 @@ BAD: tuple[tuple[str, type[Exception], tuple[str, ...]], ...] = (
     ("VectorLoss", ValueError, ("the loss returned float32 (2,): must be a scalar",)),
     ("Regression", TypeError, ("targets float32 (2, 1): accuracy and score count", "define num_correct")),
     ("FewClasses", UserCodeError, ("the loss raised IndexError: Target 3 is out of bounds",)),
+    ("TupleOutputs", TypeError, ("outputs tuple of float32 (2, 4), None: cross-entropy needs a tensor",)),
+    ("Meta", UserCodeError, ("Meta.model().to('cpu') raised NotImplementedError",)),
+    ("OtherHeldOut", UserCodeError, ("the loss raised IndexError: Target ",)),
+    ("Triples", TypeError, ("item 0 of TensorDataset is a tuple of 3: must be a pair (input, target)",)),
     ("Exits", UserCodeError, ("Exits.model() raised SystemExit: no licence", 'sys.exit("no licence")')),
 )
 

@@ -28,6 +28,7 @@ def build_loop(
     spec: RunSpec,
     task: Task,
     train: DataSource,
+    held_out: DataSource | None = None,
     *,
     device: torch.device,
     budget_bytes: int | None,
@@ -37,6 +38,8 @@ def build_loop(
 
     Whatever was drawn before, two loops of one spec are the same. What one method could not train, no method begins.
 
+    Samples that are `held_out` for validation are tried beforehand, too.
+
     Raises:
         UserCodeError: the task's own code raised.
         TypeError, ValueError: something that it returned cannot be trained; the message says why.
@@ -45,14 +48,15 @@ def build_loop(
     rule = f"must be at most the number of training samples, {len(train)}; give --batch-size {len(train)} or less"
     require(start <= len(train), "batch size", start, rule)
     seed_everything(spec.seed)
-    model = _model_of(task).to(device)
+    model = _model_of(task, device)
     layers = find_layers(model)
     with blaming(f"{type(task).__name__}.optimizer()"):
         optimizer = task.optimizer(model, spec.recipe)
     require_trainable(model, optimizer, layers)
     loss = partial(task.loss, recipe=spec.recipe)
     train = delivered(train, device, spec.method_control.execution.data_on)
-    require_working(model, loss, train, task.num_correct)
+    for source in (train, *([] if held_out is None else [held_out])):
+        require_working(model, loss, source, task.num_correct)
     with contextlib.nullcontext() if spec.is_baseline or device.type == "cpu" else LentStream(device).current():
         _warm_up(model, loss, train, device)
     if device.type == "cuda":
@@ -101,13 +105,14 @@ def splits_of(task: Task, purpose: Purpose) -> Splits:
     return splits
 
 
-def _model_of(task: Task) -> nn.Module:
+def _model_of(task: Task, device: torch.device) -> nn.Module:
     what = f"{type(task).__name__}.model()"
     with blaming(what):
         model = task.model()
     if not isinstance(model, nn.Module):
         raise TypeError(f"{what} returned {described(model)}: must return a torch.nn.Module")
-    return model
+    with blaming(f"{what}.to({str(device)!r})"):
+        return model.to(device)
 
 
 def seed_everything(seed: int) -> None:

@@ -373,6 +373,7 @@ class Worker:
             self.spec,
             self._task,
             self._splits.train,
+            self._held_out if self.spec.purpose is Purpose.SEARCH else None,  # test samples are read at the end alone
             device=self.device,
             budget_bytes=self._budget_bytes,
             on_tick=self._append,
