@@ -52,7 +52,7 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("replay run1 --reasons -1", ("reasons = -1: must be",)),
     # training
     ("run digits --epochs 0", ("epochs = 0: must be",)),
-    ("run digits --lr nan", ("lr = nan: must be",)),
+    ("run digits --lr nan", ("lr = nan: must lie in (0, 1e6]",)),
     ("run digits --norm-bias-lr-factor 0", ("norm_bias_lr_factor = 0.0: must lie in (0, 1e6]",)),
     *(
         (f"run digits --{name.replace('_', '-')} 1e9", (f"{name} = 1000000000.0: must lie in {range_}",))
