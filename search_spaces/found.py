@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 
-from triaccel_ray.config import ControlConfig
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig, require
 from triaccel_ray.jsonable import decode
 
 
@@ -58,6 +58,12 @@ class Found:
     trials_per_gpu: int = 1
     """Trials that shared a GPU: with more than one, seconds and scores are not those of a GPU of one's own."""
 
+    def __post_init__(self) -> None:
+        for name, kind in (("precision", PrecisionConfig), ("batch", BatchConfig), ("curvature", CurvatureConfig)):
+            known = [field.name for field in fields(kind)]
+            for key in getattr(self, name):
+                require(key in known, f"{name} of {self.task}", key, f"must be a threshold, one of {', '.join(known)}")
+
     def onto(self, control: ControlConfig) -> ControlConfig:
         """Returns `control` with the thresholds that were found; what was not searched stays as it is."""
         return replace(
@@ -74,5 +80,10 @@ def found(task: str) -> Found:
 
     Raises:
         FileNotFoundError: no search of it is kept here.
+        ValueError: the file holds something else; the message names it.
     """
-    return decode(Found, json.loads(files("search_spaces").joinpath("results", f"{task}.json").read_text()))
+    file = files("search_spaces").joinpath("results", f"{task}.json")
+    try:
+        return decode(Found, json.loads(file.read_text()))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no result of a search ({error}): copy found.json of a search there") from error

@@ -113,26 +113,26 @@ def test_a_bad_value_is_refused_with_name_value_and_rule(config, field, name, ru
         (
             PrecisionConfig,
             {"tau_low": 1e-3, "tau_high": 1e-6},
-            "tau_low, tau_high = (0.001, 1e-06): tau_low must be smaller than tau_high; exchange them, or set "
-            "precision off to keep one precision",
+            "tau_low, tau_high = (0.001, 1e-06): tau_low must be smaller than tau_high; exchange them. To "
+            "keep one precision: --method engine-amp, or PrecisionConfig(enabled=False)",
         ),
         (
             PrecisionConfig,
             {"tau_low": 1e-3, "tau_high": 1e-3},
-            "tau_low, tau_high = (0.001, 0.001): tau_low must be smaller than tau_high; exchange them, or set "
-            "precision off to keep one precision",
+            "tau_low, tau_high = (0.001, 0.001): tau_low must be smaller than tau_high; exchange them. To "
+            "keep one precision: --method engine-amp, or PrecisionConfig(enabled=False)",
         ),
         (
             BatchConfig,
             {"rho_low": 0.9, "rho_high": 0.7},
-            "rho_low, rho_high = (0.9, 0.7): rho_low must be smaller than rho_high; exchange them, or set batch off to "
-            "keep one size",
+            "rho_low, rho_high = (0.9, 0.7): rho_low must be smaller than rho_high; exchange them. To keep one size: "
+            "--method dynamic-precision, or BatchConfig(enabled=False)",
         ),
         (
             BatchConfig,
             {"rho_low": 0.8, "rho_high": 0.8},
-            "rho_low, rho_high = (0.8, 0.8): rho_low must be smaller than rho_high; exchange them, or set batch off to "
-            "keep one size",
+            "rho_low, rho_high = (0.8, 0.8): rho_low must be smaller than rho_high; exchange them. To keep one size: "
+            "--method dynamic-precision, or BatchConfig(enabled=False)",
         ),
         (
             BatchConfig,

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
-from trainables.task import Task
+from trainables.task import Recipe, Task
+from triaccel_ray.config import ControlConfig, require_instance
 
 _PLACES: Mapping[str, tuple[str, str]] = {
     "digits": ("digits", "Digits"),
@@ -81,11 +82,19 @@ def load_task(name: str, data_dir: Path | None) -> Task:
     require_name(name)
     task_class = _import_class(name) if ":" in name else TASKS[name]
     try:
-        return task_class(data_dir)
+        task = task_class(data_dir)
+        recipe, control = task.recipe, task.control
     except TypeError as error:
         raise ValueError(
-            f"task = {name!r}: must be constructible as {task_class.__name__}(data_dir): {error}"
+            f"task = {name!r}: must be constructible as {task_class.__name__}(data_dir): {error}{_line_of(error)}"
         ) from error
+    except (Exception, SystemExit) as error:  # as of a module that cannot be imported
+        raise ValueError(
+            f"task = {name!r}: {task_class.__name__}(data_dir) raised {type(error).__name__}: {error}{_line_of(error)}"
+        ) from error
+    require_instance(f"{task_class.__name__}.recipe", recipe, Recipe)
+    require_instance(f"{task_class.__name__}.control", control, ControlConfig)
+    return task
 
 
 def _import_class(name: str) -> type[Task]:
@@ -101,8 +110,8 @@ def _import_class(name: str) -> type[Task]:
     if inspect.isabstract(found):
         absent = ", ".join(sorted(found.__abstractmethods__))
         raise ValueError(f"task = {name!r}: {class_name} must define the method(s) {absent}")
-    if not found.name:
-        raise ValueError(f"task = {name!r}: {class_name} must set the attribute name, e.g. name = 'my-task'")
+    if not found.name or not isinstance(found.name, str):
+        raise ValueError(f"task = {name!r}: {class_name} must set the attribute name to a text, e.g. name = 'my-task'")
     return found
 
 

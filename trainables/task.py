@@ -32,10 +32,19 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """The samples a run trains on and those it is judged by; disjoint."""
+    """The samples a run trains on and those it is judged by; disjoint.
+
+    Each is a `DataSource`, or what `as_source` makes one of: a pair of tensors, or a map-style data set.
+    """
 
     train: DataSource
     held_out: DataSource
+
+    def __post_init__(self) -> None:
+        from triaccel_ray.sources import as_source
+
+        for name in ("train", "held_out"):
+            object.__setattr__(self, name, as_source(getattr(self, name)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,18 +73,19 @@ class Recipe:
 
     def __post_init__(self) -> None:
         require_integer("epochs", self.epochs, low=1)
-        require_number("lr", self.lr, "must be a finite number > 0", low=math.nextafter(0.0, 1.0), high=1e6)
-        require_number("warmup_epochs", self.warmup_epochs, "must be >= 0", low=0.0)
+        require(self.epochs <= 1_000_000, "epochs", self.epochs, "must be at most 1,000,000")
+        require_number("lr", self.lr, "must lie in (0, 1e6]", low=math.nextafter(0.0, 1.0), high=1e6)
+        require_number("warmup_epochs", self.warmup_epochs, "must lie in [0, 1e6]", low=0.0, high=1e6)
         require_number("momentum", self.momentum, "must lie in [0, 1)", low=0.0, high=math.nextafter(1.0, 0.0))
-        require_number("weight_decay", self.weight_decay, "must be a finite number >= 0", low=0.0, high=1e6)
+        require_number("weight_decay", self.weight_decay, "must lie in [0, 1e6]", low=0.0, high=1e6)
         require_number(
             "norm_bias_lr_factor",
             self.norm_bias_lr_factor,
-            "must be a finite number > 0",
+            "must lie in (0, 1e6]",
             low=math.nextafter(0.0, 1.0),
             high=1e6,
         )
-        require_number("label_smoothing", self.label_smoothing, "must lie in [0, 1)", low=0.0, high=0.999999)
+        require_number("label_smoothing", self.label_smoothing, "must lie in [0, 0.999999]", low=0.0, high=0.999999)
         require(self.amp in ("fp16", "bf16"), "amp", self.amp, "must be fp16 or bf16")
         require_flag("nesterov", self.nesterov)
         require(not (self.nesterov and self.momentum == 0), "nesterov", self.nesterov, "needs momentum > 0")
@@ -126,14 +136,23 @@ class Task(ABC):
 
     def loss(self, outputs: Any, targets: Tensor, recipe: Recipe) -> Tensor:
         """Returns the mean loss over the batch, a scalar; cross-entropy unless overridden."""
+        import torch
         from torch.nn import functional as F
 
+        from triaccel_ray.dry_run import described
+
+        if not isinstance(outputs, torch.Tensor):
+            raise TypeError(
+                f"outputs {described(outputs)}: cross-entropy needs a tensor of scores; have the model return that "
+                "alone, or define loss(outputs, targets, recipe) in the task"
+            )
         return F.cross_entropy(outputs.float(), targets, label_smoothing=recipe.label_smoothing)
 
-    def num_correct(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Returns how many samples of the batch are right, a scalar tensor; top-1 unless overridden."""
-        correct: Tensor = outputs.argmax(dim=-1) == targets
-        return correct.sum()
+    def num_correct(self, outputs: Any, targets: Tensor) -> Tensor | float:
+        """Returns how many samples of the batch are right, a scalar tensor or a number; top-1 unless overridden."""
+        from triaccel_ray.apply.evaluate import count_top1
+
+        return count_top1(outputs, targets)
 
     def optimizer(self, model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         """Returns the optimizer: SGD with momentum, weight decay on weights of two or more dimensions alone."""

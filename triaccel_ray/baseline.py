@@ -47,8 +47,9 @@ class BaselineLoop:
         `amp` is what AMP computes in on a GPU.
 
         Raises:
-            ValueError: the budget leaves nothing to compute with.
+            ValueError: the model has no layer, or the budget leaves nothing to compute with.
         """
+        layers = find_layers(model)
         self.device = next(model.parameters()).device
         self.model, self.optimizer, self._loss = model, optimizer, loss
         self._schedule = schedule
@@ -62,7 +63,7 @@ class BaselineLoop:
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=use_scaler)
         low = Precision.FP16 if self._dtype is torch.float16 else Precision.BF16
         uniform = low if self._autocast else Precision.FP32
-        self.plan = Plan(batch_size=batch_size, precision={layer.name: uniform for layer in find_layers(model)})
+        self.plan = Plan(batch_size=batch_size, precision={layer.name: uniform for layer in layers})
         """The plan in force, for reports: constant."""
         self._clock = EpochClock(self.device)
         self._epoch_loss = torch.zeros(2, dtype=torch.float64, device=self.device)

@@ -59,9 +59,8 @@ def read(dataset: Dataset[Any], indices: Sequence[int], seed: int | None) -> lis
             _seed_generators(_mix(seed, index))
         sample = dataset[index]
         if not isinstance(sample, tuple | list) or len(sample) != 2:
-            raise TypeError(
-                f"item {index} of {type(dataset).__name__} is a {type(sample).__name__}: must be a pair (input, target)"
-            )
+            kind = type(sample).__name__ + (f" of {len(sample)}" if isinstance(sample, tuple | list) else "")
+            raise TypeError(f"item {index} of {type(dataset).__name__} is a {kind}: must be a pair (input, target)")
         samples.append(sample)
     pair: list[Any] = default_collate(samples)
     return pair

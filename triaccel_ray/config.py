@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from triaccel_ray.plan import Precision
+
+T = TypeVar("T")
 
 MINIMUM_LOSS_SCALE = 1.0
 """Smallest loss scale: below it a gradient would be made smaller, against overflow in the backward pass alone."""
@@ -41,6 +43,18 @@ def require_integer(name: str, value: int, *, low: int) -> None:
 def require_flag(name: str, value: bool) -> None:
     """Raises ValueError unless `value` is True or False."""
     require(isinstance(value, bool), name, value, "must be True or False")
+
+
+def require_instance(name: str, value: T, kind: type[T]) -> T:
+    """Returns `value` if it is a `kind`.
+
+    Raises:
+        TypeError: it is something else; the message shows how a mapping is given instead.
+    """
+    if not isinstance(value, kind):
+        way_out = f"; write {kind.__name__}(**{name})" if isinstance(value, dict) else ""
+        raise TypeError(f"{name} = {value!r}: must be a {kind.__name__}, not a {type(value).__name__}{way_out}")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +101,8 @@ class PrecisionConfig:
             self.tau_low < self.tau_high,
             "tau_low, tau_high",
             (self.tau_low, self.tau_high),
-            "tau_low must be smaller than tau_high; exchange them, or set precision off to keep one precision",
+            "tau_low must be smaller than tau_high; exchange them. To keep one precision: --method engine-amp, or "
+            "PrecisionConfig(enabled=False)",
         )
         require_number("beta", self.beta, "must lie in [0, 1)", low=0.0, high=math.nextafter(1.0, 0.0))
         require_integer("dwell_ticks", self.dwell_ticks, low=0)
@@ -187,8 +202,9 @@ class BatchConfig:
             "must be in ascending order",
         )
         for name, value in (("step_up", self.step_up), ("step_down", self.step_down)):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
             require(
-                value % self.granularity == 0 and value >= 0,
+                is_number and value % self.granularity == 0 and value >= 0,
                 f"batch {name}",
                 value,
                 f"must be a multiple of granularity = {self.granularity}",
@@ -199,16 +215,17 @@ class BatchConfig:
             (self.minimum, self.start),
             f"must be a multiple of granularity = {self.granularity} apart",
         )
-        require_integer("batch step_up", self.step_up, low=1)
-        require_integer("batch step_down", self.step_down, low=1)
         require_number("rho_low", self.rho_low, "must lie in [0, 1]", low=0.0, high=1.0)
         require_number("rho_high", self.rho_high, "must lie in [0, 1]", low=0.0, high=1.0)
         require(
             self.rho_low < self.rho_high,
             "rho_low, rho_high",
             (self.rho_low, self.rho_high),
-            "rho_low must be smaller than rho_high; exchange them, or set batch off to keep one size",
+            "rho_low must be smaller than rho_high; exchange them. To keep one size: --method dynamic-precision, or "
+            "BatchConfig(enabled=False)",
         )
+        require_integer("batch step_up", self.step_up, low=1)
+        require_integer("batch step_down", self.step_down, low=1)
         require_integer("batch dwell_ticks", self.dwell_ticks, low=0)
         require_integer("batch cap_ticks", self.cap_ticks, low=1)
         require_number(
@@ -286,6 +303,11 @@ class ControlConfig:
     def __post_init__(self) -> None:
         require_integer("every_steps (T_ctrl)", self.every_steps, low=1)
         require_flag("do_no_harm", self.do_no_harm)
+        require_instance("precision", self.precision, PrecisionConfig)
+        require_instance("curvature", self.curvature, CurvatureConfig)
+        require_instance("batch", self.batch, BatchConfig)
+        require_instance("loss_scale", self.loss_scale, LossScaleConfig)
+        require_instance("execution", self.execution, ExecutionConfig)
         needs_noise = self.batch.lr_rule == "adascale" or self.batch.bound_by_noise_scale
         require(
             not needs_noise or (self.curvature.enabled and self.curvature.method == "fisher"),

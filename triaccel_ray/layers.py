@@ -45,8 +45,14 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
     weights itself.
 
     Raises:
-        ValueError: the model has no trainable weight of two or more dimensions.
+        TypeError: `model` is no module.
+        ValueError: the model has no trainable weight of two or more dimensions, or one whose shape is not known yet.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model = {model!r:.80}: must be a torch.nn.Module, not a {type(model).__name__}")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name} has no shape yet: pass one batch through the model first")
     found: dict[int, tuple[str, list[nn.Module], tuple[nn.Parameter, ...]]] = {}
     swallowed: set[int] = set()
     for name, module in model.named_modules():
@@ -88,9 +94,12 @@ def require_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, layers
     """Checks that the loop can train the model with this optimizer.
 
     Raises:
+        TypeError: `optimizer` is no PyTorch optimizer.
         ValueError: trainable parameters are not FP32, gradients are sparse, or the optimizer needs a closure or updates
             no layer of the model.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer = {optimizer!r:.80}: must be a torch.optim.Optimizer, a new one for this model")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("optimizer LBFGS needs a closure, which evaluates a batch more than once: use another one")
     for name, parameter in model.named_parameters():

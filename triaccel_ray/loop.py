@@ -16,10 +16,11 @@ from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.apply.precision import emulated_precisions, supported_precisions
-from triaccel_ray.config import ControlConfig, require_number
+from triaccel_ray.config import ControlConfig, require_instance, require_number
 from triaccel_ray.decide import ControlState, decide, initial_decision
+from triaccel_ray.dry_run import require_working
 from triaccel_ray.epochs import EpochStats, Schedule, mean_loss
-from triaccel_ray.events import Tick
+from triaccel_ray.events import EventLog, Start, Tick
 from triaccel_ray.graphs import GraphPool
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.layers import Loss, find_layers, lay_out, require_trainable
@@ -71,13 +72,15 @@ class ControlLoop:
             memory_budget: bytes this process may hold on the device; the whole device when None.
             memory_headroom: bytes on top of what the process holds before its first batch; a budget is a bound on it.
             seed: of the order of the samples, the augmentation and the curvature's samples.
-            on_tick: called with each tick, in order, each once; `EventLog.append` keeps them.
+            on_tick: called with each tick, in order, each once; `EventLog.append` keeps them, after a start record
+                with the configuration if the log is empty: `triaccel report` and `triaccel replay` read it.
 
         Raises:
-            ValueError: the model has no layer, the loop cannot train it (`require_trainable`), or the budget leaves
-                nothing to compute with.
+            TypeError: an argument is of the wrong kind.
+            ValueError: the model has no layer, the loop cannot train it (`require_trainable`), two samples cannot pass
+                through model and loss (`require_working`), or the budget leaves nothing to compute with.
         """
-        self.config = config or ControlConfig()
+        self.config = ControlConfig() if config is None else require_instance("config", config, ControlConfig)
         self._layers = find_layers(model)
         require_trainable(model, optimizer, self._layers)
         self.device = next(model.parameters()).device
@@ -89,6 +92,7 @@ class ControlLoop:
         self._pool = GraphPool(self.device)
         self.optimizer = LayerwiseOptimizer(optimizer, self._layers, release_memory=self._make_room)
         source = delivered(as_source(data), self.device, self.config.execution.data_on)
+        require_working(model, loss, source)
         self.feed = Feed(source, seed=seed, device=self.device)
         self.loss_scale = LossScale(self.config.loss_scale, self.device)
         self._curvature_samples = torch.Generator().manual_seed(seed)
@@ -152,6 +156,9 @@ class ControlLoop:
         self.num_steps = 0
         """Optimizer steps done, skipped ones included."""
         self.num_ticks = 0
+        log = getattr(on_tick, "__self__", None)
+        if isinstance(log, EventLog) and log.num_records == 0:
+            log.append(Start(control=self.config))
         self._pending = PendingTick(on_tick, decides_late=self.device.type == "cuda")
         self._curvature_told = False
 

@@ -104,6 +104,11 @@ class TensorSource(DataSource):
         it. `capturable` says that both, where given, work on the device alone, without the host's waiting or
         drawing; they may then become part of a CUDA graph.
         """
+        for name, part in (("inputs", inputs), ("targets", targets)):
+            if not isinstance(part, Tensor):
+                raise TypeError(f"{name} are a {type(part).__name__}: must be a tensor; use torch.as_tensor({name})")
+            if part.dim() == 0:
+                raise ValueError(f"{name} are a single number: must be a tensor with one row for each sample")
         if len(inputs) != len(targets):
             raise ValueError(f"inputs and targets hold {len(inputs)} and {len(targets)} samples: must be as many")
         if len(inputs) == 0:
@@ -256,7 +261,7 @@ def as_source(data: Any) -> DataSource:
             f"{type(data).__name__} has a method batch, but is no DataSource: derive it from "
             "triaccel_ray.sources.DataSource"
         )
-    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
+    if isinstance(data, tuple) and len(data) == 2 and not all(isinstance(part, tuple | list) for part in data):
         return TensorSource(*data)
     return DatasetSource(data)
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +54,26 @@ def test_only_what_was_searched_is_replaced() -> None:
         curvature=CurvatureConfig(tau_curv=7.0, alpha=0.3),
     )
     assert replace(kept, every_steps=None).onto(before).every_steps == before.every_steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precision": {"tau_lo": 1e-8}}, "precision of digits = 'tau_lo': must be a threshold, one of enabled"),
+        ({"batch": {"rho": 0.5}}, "batch of digits = 'rho': must be a threshold"),
+        ({"batch": 3}, "Found.batch = 3: must be an object"),
+        ({"colour": "red"}, r"\['colour'\]: must be only the fields"),
+    ],
+)
+def test_a_file_with_wrong_keys_is_named(
+    changes: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = json.loads(files("search_spaces").joinpath("results", "digits.json").read_text())
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "digits.json").write_text(json.dumps({**kept, **changes}))
+    monkeypatch.setattr("search_spaces.found.files", lambda package: tmp_path)
+    with pytest.raises(ValueError, match=rf"digits.json is no result of a search \(.*{message}.*copy found.json"):
+        found("digits")
 
 
 def test_a_task_that_was_never_searched() -> None:

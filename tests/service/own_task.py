@@ -170,7 +170,7 @@ class Failing(nn.Module):
         self.linear, self.error = nn.Linear(8, 4), error
 
     def forward(self, inputs):
-        if self.training:
+        if self.training and (len(inputs) > 2 or isinstance(self.error, torch.OutOfMemoryError)):
             raise self.error
         return self.linear(inputs)
 

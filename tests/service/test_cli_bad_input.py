@@ -25,8 +25,14 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("run {module}:Mine", ("has no Mine", "Blobs")),
     ("run {module}.py:Blobs", ("must be package.module:Class", "not its file")),
     # thresholds
-    ("run digits --tau-low 1 --tau-high 0.1", ("tau_low, tau_high = (1.0, 0.1)", "must be smaller", "exchange them")),
-    ("run digits --rho-low 0.9 --rho-high 0.8", ("rho_low, rho_high = (0.9, 0.8)", "must be smaller")),
+    (
+        "run digits --tau-low 1 --tau-high 0.1",
+        ("tau_low, tau_high = (1.0, 0.1)", "exchange them", "--method engine-amp"),
+    ),
+    (
+        "run digits --rho-low 0.9 --rho-high 0.8",
+        ("rho_low, rho_high = (0.9, 0.8)", "--method dynamic-precision"),
+    ),
     ("run digits --tau-low nan", ("tau_low = nan: must be a number",)),
     ("run digits --rho-high inf", ("rho_high = inf: must lie in",)),
     ("search digits --alpha -1", ("alpha = -1.0: must be a finite number >= 0",)),
@@ -46,8 +52,12 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("replay run1 --reasons -1", ("reasons = -1: must be",)),
     # training
     ("run digits --epochs 0", ("epochs = 0: must be",)),
-    ("run digits --lr nan", ("lr = nan: must be",)),
-    ("run digits --norm-bias-lr-factor 0", ("norm_bias_lr_factor = 0.0: must be a finite number > 0",)),
+    ("run digits --lr nan", ("lr = nan: must lie in (0, 1e6]",)),
+    ("run digits --norm-bias-lr-factor 0", ("norm_bias_lr_factor = 0.0: must lie in (0, 1e6]",)),
+    *(
+        (f"run digits --{name.replace('_', '-')} 1e9", (f"{name} = 1000000000.0: must lie in {range_}",))
+        for name, range_ in (("lr", "(0, 1e6]"), ("weight_decay", "[0, 1e6]"), ("norm_bias_lr_factor", "(0, 1e6]"))
+    ),
     ("run digits --amp fp8", ("--amp", "fp16", "bf16")),
     ("run digits --batch-size 0", ("batch start = 0: must be",)),
     ("run digits --seed -1", ("seed = -1: must",)),
@@ -63,6 +73,10 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("run digits --memory-budget 1GiB --memory-headroom 1GiB", ("give a budget or a headroom, not both",)),
     # searches and comparisons
     ("search digits --trials 0", ("trials = 0: must be",)),
+    ("search digits --trials 100001", ("trials = 100001: must be at most 100,000",)),
+    ("compare digits --seeds 1001", ("seeds = 1001: must be at most 1000",)),
+    ("run digits --epochs 1000001", ("epochs = 1000001: must be at most 1,000,000",)),
+    ("run digits --warmup-epochs inf", ("warmup_epochs = inf: must lie in [0, 1e6]",)),
     *(
         (f"{command} digits --trials-per-gpu {count}", (f"trials-per-gpu = {count}: must be",))
         for command in ("search", "compare")
@@ -109,6 +123,16 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("resume badcomparison", ("badcomparison/comparison.json cannot be read", "begin a new comparison")),
     ("report empty", ("empty holds no run (events.jsonl is missing)",)),
     ("resume empty", ("empty/spec.json cannot be read",)),
+    # storage
+    *(
+        (
+            f"{command} digits --storage-path {{storage}}/notes.txt{below}",
+            ("storage path = ", "notes.txt is not a folder"),
+        )
+        for command in ("run", "search", "compare")
+        for below in ("", "/runs")
+    ),
+    ("run digits --storage-path /dev/null/runs", ("storage path = '/dev/null/runs'", "give --storage-path a folder")),
     # addresses
     (
         "run digits --address 127.0.0.1:1",
@@ -133,7 +157,8 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("run digits --method sgd", ("--method", "triaccel")),
     ("run digits --lr None", ("--lr", "None")),
     ("run digits --epochs three", ("--epochs", "three")),
-    ("run digits --precision fp8", ("--precision", "bf16")),
+    ("run digits --precision fp8", ("--precision", "Expected one of ('fp16', 'bf16', 'fp32')")),
+    ("run digits --amp None", ("--amp", "Expected one of ('fp16', 'bf16')")),
     ("run digits --noise-bound maybe", ("'maybe'", "--noise-bound", "'on'", "'off'")),
     ("search digits --trials-per-gpu 2.5", ("--trials-per-gpu", "2.5")),
     ("compare digits --fixed two", ("--fixed", "two")),
@@ -188,7 +213,7 @@ def test_bad_input_is_named_and_nothing_is_touched(
     places = {"storage": storage, "module": module}
     words = ["" if word == "''" else word.format(**places) for word in command.split()]
     if words[0] != "sing":
-        words += ["--storage-path", str(storage)]
+        words += [] if "--storage-path" in words else ["--storage-path", str(storage)]
         words += [] if "--tracking-uri" in words else ["--tracking-uri", sqlite_tracker.uri]
     before = snapshot(storage.parent)
     with pytest.raises(SystemExit) as ended:

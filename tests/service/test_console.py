@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -11,13 +12,13 @@ from rich.console import Console
 
 from tests.service.waiting import wait_until
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.events import End, Epoch, EventLog, Start
+from triaccel_ray.events import End, Epoch, EventLog, Interruption, Start
 from triaccel_ray.service import console
 from triaccel_ray.service.console import rich_table
 from triaccel_ray.service.progress import RunProgress, TrialProgress
 from triaccel_ray.service.reports.tables import Grid
 from triaccel_ray.service.runs.objective import Objective
-from triaccel_ray.service.runs.runs import Glance
+from triaccel_ray.service.runs.runs import Glance, how_it_goes_on
 from triaccel_ray.service.runs.worker import Status
 from triaccel_ray.service.storage.layout import EVENTS
 
@@ -158,3 +159,15 @@ def test_a_narrow_terminal_goes_without_columns(monkeypatch: pytest.MonkeyPatch,
     table = rich_table(Grid(header=header, rows=[("a", "b", "c")], spare=("second", "third")))
     assert [column.header for column in table.columns] == [name for name in header if name not in left_out]
     assert table.caption == (f"left out for want of width: {left_out}; the page has them" if left_out else None)
+
+
+def test_how_a_run_goes_on_that_was_broken_off_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = "the process or its node was lost; begins again; what was recorded is in events.replaced.jsonl"
+    with contextlib.closing(EventLog(tmp_path / EVENTS)) as log:
+        log.append(Start(control=ControlConfig()))
+        assert how_it_goes_on(tmp_path) == ""
+        log.append(Interruption(cause="preempted", message=message, epoch=0))
+    assert how_it_goes_on(tmp_path / "elsewhere") == ""
+    with RunProgress("a run") as progress:
+        progress.update(Glance(name="hunt", notice=how_it_goes_on(tmp_path)))
+    assert f"hunt: {message}" in " ".join(capsys.readouterr().err.split())

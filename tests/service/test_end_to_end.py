@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from triaccel_ray.events import End, Start, Tick, read_events
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.service import cli
 from triaccel_ray.service.comparisons.comparison import read_comparison
-from triaccel_ray.service.failures import SetupError
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.searches.finding import FOUND
@@ -180,14 +178,16 @@ def test_a_search_end_to_end(
     assert len(runs(desk.tracker, "triaccel-searches")) == 1 + len(recorded)
 
 
-def test_a_mistake_in_a_task_is_no_bad_input_and_its_traceback_is_kept(
+def test_a_mistake_in_a_task_is_told_by_its_own_lines_and_its_traceback_is_kept(
     desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     module = write_module(tmp_path, monkeypatch)
-    with pytest.raises(SetupError) as caught:
-        desk.type("run", f"{module}:Unbuildable", "--name", "unbuildable", "--device", "cpu")
-    assert "in model" in "".join(traceback.format_exception(caught.value))
+    assert desk.type("run", f"{module}:Unbuildable", "--name", "unbuildable", "--device", "cpu") == 2
+    said = capsys.readouterr().err
+    assert "Unbuildable.model() raised TypeError" in said
+    assert 'return nn.Linear("eight", 4)' in said
+    assert "Traceback" not in said
     assert not (desk.storage / "unbuildable").exists()
 
     assert desk.type("search", f"{module}:Mistaken", "--trials", "1", "--name", "mistaken", "--device", "cpu") == 1

@@ -12,6 +12,7 @@ from triaccel_ray.service import session
 from triaccel_ray.service.next_steps import point_to, resumable, resume_words
 from triaccel_ray.service.options import Where
 from triaccel_ray.service.session import recording
+from triaccel_ray.service.storage.layout import SPEC
 from triaccel_ray.service.storage.place import Place
 from triaccel_ray.service.tracking.tracking import Tracker
 
@@ -22,6 +23,20 @@ def test_a_run_of_a_comparison_is_named_in_its_storage_folder(tmp_path: Path) ->
     elsewhere = Place.of(tmp_path / "other" / "versus")
     path = tmp_path / "other" / "versus"
     assert resume_words(elsewhere, where, "x", "x") == f"triaccel resume {path} --storage-path {tmp_path}"
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_ctrl_c_says_what_there_is_to_go_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], begun: bool
+) -> None:
+    if begun:
+        (tmp_path / SPEC).write_text("{}")
+    with pytest.raises(SystemExit) as ended, resumable("triaccel resume hunt", tmp_path):
+        raise KeyboardInterrupt
+    assert ended.value.code == 130
+    said = capsys.readouterr().err
+    assert said.startswith("interrupted")
+    assert ("triaccel resume hunt" in said) == begun == ("nothing was trained" not in said)
 
 
 def test_what_could_not_be_recorded_comes_with_the_whole_command_that_records_it(

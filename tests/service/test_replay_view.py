@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.build import CONFIG, blobs, cross_entropy, mlp
 from tests.service.build import CONTROL, SimulatedRun
 from tests.service.records import RUN_SPEC
-from triaccel_ray.events import End, LogError, Start, Tick
+from triaccel_ray.events import End, EventLog, LogError, Start, Tick
+from triaccel_ray.loop import ControlLoop
 from triaccel_ray.plan import Precision
 from triaccel_ray.service import cli
 from triaccel_ray.service.replay import reasons_grid, verdict
@@ -33,6 +37,25 @@ def test_its_own_configuration_decides_the_same(run: RunRecord) -> None:
     assert list(verdict(run, CONTROL)) == [
         f"{NUM_TICKS} ticks replayed under its own configuration: every decision is the same"
     ]
+
+
+def test_the_log_of_a_loop_of_ones_own_is_reported_and_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with contextlib.closing(EventLog(Path("events.jsonl"))) as log:
+        optimizer = torch.optim.SGD((model := mlp()).parameters(), lr=0.05)
+        loop = ControlLoop(model, optimizer, cross_entropy, blobs(64), config=CONFIG, on_tick=log.append)
+        loop.train_epoch()
+        loop.close()
+    for words in ("report ./", "report events.jsonl", "replay events.jsonl"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*words.split(), "--storage-path", str(tmp_path)])
+        said = capsys.readouterr()
+        assert (ended.value.code, said.err) == (0, "")
+    assert "replayed under its own configuration: every decision is the same" in said.out
+    assert (tmp_path / "report.html").exists()
+    assert (tmp_path / "figures" / "precision.png").exists()
 
 
 def test_other_thresholds_that_change_nothing_say_so(run: RunRecord) -> None:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from triaccel_ray.dry_run import described, num_correct
 from triaccel_ray.layers import Loss, forward
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.plan import Fault
 from triaccel_ray.sources import DataSource, as_source
 
-Metric = Callable[[Any, Tensor], Tensor]
-"""Maps outputs and targets to the number of correct samples, a scalar tensor."""
+Metric = Callable[[Any, Tensor], Tensor | float]
+"""Maps outputs and targets to the number of correct samples: a scalar tensor, which waits for nothing, or a number."""
 
 
 def judged_at_once(batch_size: int, *, on_gpu: bool, beside_graphs: bool) -> int:
@@ -31,7 +32,17 @@ def judged_at_once(batch_size: int, *, on_gpu: bool, beside_graphs: bool) -> int
 
 
 def count_top1(outputs: Any, targets: Tensor) -> Tensor:
-    """Returns how many samples have their largest output at the target's index."""
+    """Returns how many samples have their largest output at the target's index.
+
+    Raises:
+        TypeError: the targets are no classes, one for each sample.
+    """
+    if not isinstance(outputs, Tensor) or targets.is_floating_point() or targets.shape != outputs.shape[:-1]:
+        raise TypeError(
+            f"outputs {described(outputs)}, targets {described(targets)}: accuracy and score count the samples whose "
+            "largest output is at the target's class. Without classes, define num_correct(outputs, targets) in the "
+            "task, or give evaluate() a metric: how many samples are right, such as those within a tolerance"
+        )
     correct: Tensor = (outputs.argmax(dim=-1) == targets).sum()
     return correct
 
@@ -68,6 +79,7 @@ def evaluate(
 
     Raises:
         torch.OutOfMemoryError, MemoryError: not even a single sample fits.
+        ValueError: `metric` counts more samples right than there are.
     """
     training = {module: module.training for module in model.modules()}
     model.eval()
@@ -99,12 +111,17 @@ def evaluate(
             module.training = mode
         if source is not data:
             source.close()  # ends the processes that have read ahead
-    num_correct, loss_sum, num_correct_at_first = totals.tolist()
+    num_right, loss_sum, num_right_at_first = totals.tolist()
+    if not 0 <= num_right <= len(source):
+        raise ValueError(
+            f"num_correct = {num_right:g} of {len(source)} samples: must count samples, each once; of several values a "
+            "sample, such as tokens, count the sample right by a rule of yours, or return their mean times its samples"
+        )
     return Evaluation(
-        accuracy=100.0 * num_correct / len(source),
+        accuracy=100.0 * num_right / len(source),
         loss=loss_sum / len(source),
         num_samples=len(source),
-        one_view_accuracy=100.0 * num_correct_at_first / len(source) if has_views else None,
+        one_view_accuracy=100.0 * num_right_at_first / len(source) if has_views else None,
         faults=tuple(faults),
     )
 
@@ -122,8 +139,8 @@ def _judge(model: nn.Module, loss: Loss, source: DataSource, metric: Metric, ind
     first, *others = (forward(model, view) for view in views)
     outputs = _mean([first, *others], len(indices), source) if others else first
     loss_sum = loss(outputs, targets).double() * len(indices)
-    correct = metric(outputs, targets).double()
-    correct_at_first = metric(first, targets).double() if others else correct
+    correct = num_correct(metric, outputs, targets)
+    correct_at_first = num_correct(metric, first, targets) if others else correct
     return torch.stack([correct, loss_sum, correct_at_first]), bool(others)
 
 

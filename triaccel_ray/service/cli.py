@@ -16,6 +16,7 @@ import tyro
 from trainables.registry import require_name
 from triaccel_ray.service.endings import nothing_begun
 from triaccel_ray.service.options import (
+    CHOICES,
     Flag,
     Flat,
     JobName,
@@ -302,6 +303,7 @@ def _parse(commands: Any, words: Sequence[str]) -> Command:
         ),
         args=words,
         config=(tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
+        registry=CHOICES,
     )
     return parsed
 

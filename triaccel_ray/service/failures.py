@@ -23,9 +23,10 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from triaccel_ray.events import End, EventLog, Interruption, LogError, Start, TakenOverError, read_events
+from triaccel_ray.dry_run import IN_YOUR_CODE
+from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Start, TakenOverError, read_events
 from triaccel_ray.out_of_memory import is_out_of_memory
-from triaccel_ray.service.storage.layout import DAMAGED, ERROR
+from triaccel_ray.service.storage.layout import DAMAGED, ERROR, REPLACED
 
 MAX_LOSSES = 3
 """Processes that a run may lose before it counts as failed."""
@@ -33,8 +34,6 @@ MAX_LOSSES = 3
 RESULTS = ("out_of_memory", "non_finite")
 """Causes that say something about what was tried: trying the same again would end the same way."""
 
-
-OWN_PACKAGES = ("triaccel_ray", "trainables", "kernels", "search_spaces")
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -55,10 +54,6 @@ class StoreError(ValueError):
     """A store cannot be used, or not now; the message names it, the reason and the way out."""
 
 
-class SetupError(RuntimeError):
-    """A run could not be set up for a mistake in code, most likely the task's own, not in what was asked for."""
-
-
 class RunFailedError(RuntimeError):
     """A run has failed after it had begun; the message names it, the cause and where to look."""
 
@@ -68,9 +63,9 @@ class RunFailedError(RuntimeError):
         known = isinstance(error, NonFiniteLossError | PreemptedError)
         text = str(error) if known else f"{type(error).__name__}: {error}"
         trace = f", the traceback in {ERROR}" if (folder / ERROR).exists() else ""
-        super().__init__(
-            f"{folder.name} failed ({self.cause}): {text[:500]}; its log and last checkpoint are in {folder}{trace}"
-        )
+        where = [note for note in getattr(error, "__notes__", ()) if note.startswith(IN_YOUR_CODE)]
+        said = f"{folder.name} failed ({self.cause}): {text[:500]}; its log and last checkpoint are in {folder}{trace}"
+        super().__init__("\n".join([said, *where[:1]]))
         self.__cause__ = error
 
 
@@ -101,22 +96,6 @@ def write_traceback(folder: Path, error: BaseException) -> None:
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ERROR).write_text("".join(traceback.format_exception(error)))
-
-
-@contextlib.contextmanager
-def telling_mistakes() -> Iterator[None]:
-    """Inside, a run is set up: what this product refuses there is bad input, what other code raises is a mistake in it.
-
-    Raises:
-        SetupError: in place of a ValueError or TypeError that was not raised by this product's code.
-    """
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__", "").partition(".")[0] in OWN_PACKAGES:
-            raise
-        raise SetupError(f"{type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -167,6 +146,15 @@ def set_damage_aside(path: Path) -> str:
         shutil.copyfile(path, path.with_name(DAMAGED))
         EventLog(path, keep=num_whole).close()
     return f"its log is damaged after {num_whole} records; all of it is in {DAMAGED}"
+
+
+def keep_replaced(path: Path) -> bool:
+    """Copies a log with epochs in it to REPLACED, before its run begins again; returns whether there was one."""
+    if not path.exists() or not any(isinstance(event.record, Epoch) for event in read_events(path)):
+        return False
+    with needing_room(path.parent):
+        shutil.copyfile(path, path.with_name(REPLACED))
+    return True
 
 
 def broken_off(path: Path) -> tuple[list[tuple[int, Interruption]], Interruption | None]:

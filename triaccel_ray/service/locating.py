@@ -10,7 +10,7 @@ from triaccel_ray.events import LogError
 from triaccel_ray.service.comparisons.comparison import COMPARISON
 from triaccel_ray.service.options import Where
 from triaccel_ray.service.searches.search import SEARCH
-from triaccel_ray.service.session import checked_name, is_inside, links_out_of, tracking_uri_of
+from triaccel_ray.service.session import checked_name, is_inside, links_out_of, require_storage, tracking_uri_of
 from triaccel_ray.service.storage.layout import EVENTS, SPEC
 from triaccel_ray.service.storage.mirror import pull_all
 from triaccel_ray.service.storage.place import Place
@@ -29,19 +29,25 @@ def storage_of(where: Where) -> Place:
 
 def _reached(place: Place, *, writable: bool) -> Place:
     if place.uri is None:
+        if writable:
+            require_storage(place.folder)
         return Place(str(place.folder))
     Store(place.uri).check(writable=writable)
     return place
 
 
 def find(name: str, where: Where, *, writable: bool = False) -> Place:
-    """Returns the place that `name` means: a path, else one in the storage folder, out of which no link leads.
+    """Returns the place that `name` means: a path, also of the log itself, else one in the storage folder.
+
+    No link leads out of that one.
 
     What a store has of it, checkpoints apart, has been taken.
 
     Raises:
         ValueError: there is none, the name is none, or a link leads out of it.
     """
+    if os.path.basename(name) == EVENTS and os.path.isfile(name):
+        name = os.path.dirname(os.path.abspath(name))
     require("://" not in name, "name", name, "is a URI; the URI of a store is given as --storage-path, beside a name")
     if os.sep in name and os.path.isdir(name):
         place = Place.of(Path(name).absolute())

@@ -9,10 +9,13 @@ from collections.abc import Iterator
 
 from triaccel_ray.service.clusters.cluster import display_address
 from triaccel_ray.service.clusters.head_watch import HeadLostError
+from triaccel_ray.service.comparisons.comparison import COMPARISON
 from triaccel_ray.service.console import err, out
 from triaccel_ray.service.options import Where
 from triaccel_ray.service.runs.record import RunRecord
+from triaccel_ray.service.searches.search import SEARCH
 from triaccel_ray.service.session import tracking_uri_of
+from triaccel_ray.service.storage.layout import SPEC
 from triaccel_ray.service.storage.place import Place
 from triaccel_ray.service.tracking.tracking import Tracker, without_credentials
 
@@ -30,13 +33,16 @@ def resume_words(place: Place, where: Where, experiment: str, usual: str) -> str
 
 @contextlib.contextmanager
 def resumable(words: str, place: Place) -> Iterator[None]:
-    """Turns Ctrl-C into exit status 130, a lost head into 1, and says which command goes on with what is at `place`."""
+    """Turns Ctrl-C into exit status 130, a lost head into 1, and says which command goes on with what is at `place`.
+
+    A run that has not written its settings there has nothing to go on with.
+    """
     try:
         yield
     except (KeyboardInterrupt, HeadLostError) as error:
         stopped = isinstance(error, KeyboardInterrupt)
-        if stopped and not place.folder.exists():
-            err.print("stopped; nothing had begun", style="yellow")
+        if stopped and not any((place.folder / name).exists() for name in (SPEC, SEARCH, COMPARISON)):
+            err.print(f"stopped; nothing was trained, and there is no {place.base_name} yet", style="yellow")
             sys.exit(130)
         reason = "stopped; to go on from the last checkpoint:" if stopped else f"{error}{ONCE_IT_IS_BACK}"
         err.print(reason, style="yellow", markup=False, soft_wrap=True)

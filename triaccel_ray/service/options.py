@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import tyro
-from tyro.constructors import PrimitiveConstructorSpec
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from trainables.task import Recipe
 from triaccel_ray.config import AmpPrecision, ControlConfig, CurvatureMethod, DataPlace, ExecutionConfig, LrRule
@@ -36,6 +37,27 @@ Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 Name = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 """What a user calls a result."""
 NewName = Annotated[str, tyro.conf.arg(metavar="NAME")]
+CHOICES = ConstructorRegistry()
+"""How options are read beside tyro's own rules."""
+
+
+@CHOICES.primitive_rule
+def _choice(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[str | None] | None:
+    """Reads an option that is one of several words where it is given; None, which is not typed, is no choice."""
+    literals = [kind for kind in get_args(info.type) if get_origin(kind) is Literal]
+    if len(literals) != 1 or set(get_args(info.type)) != {*literals, NoneType}:
+        return None
+    words: tuple[str, ...] = get_args(literals[0])
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=f"{{{','.join(words)}}}",
+        instance_from_str=lambda given: given[0],
+        is_instance=lambda value: value is None or value in words,
+        str_from_instance=lambda value: [str(value)],
+        choices=words,
+    )
+
+
 TaskName = Annotated[str, tyro.conf.arg(metavar="TASK")]
 RunName = Annotated[str, tyro.conf.arg(metavar="NAME")]
 JobName = Annotated[str, tyro.conf.arg(metavar="JOB")]

@@ -83,6 +83,8 @@ class RunProgress(Progress):
 
     def update(self, glance: Glance) -> None:
         """Takes in what is newly known of one run."""
+        if glance.notice:
+            self.say(f"{glance.name}: {glance.notice}")
         before = self._glances.get(glance.name, Glance(name=glance.name))
         now = replace(
             before,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import time
@@ -37,8 +38,11 @@ def open_tracker(storage: Place, tracking_uri: str | None) -> Tracker:
     """Returns the tracker, its store reachable and in existence.
 
     Raises:
-        TrackingUnavailableError: it is not.
+        ValueError: the storage folder cannot be written.
+        TrackingUnavailableError: the store cannot be reached.
     """
+    if tracking_uri is None and storage.uri is None:
+        require_storage(storage.folder, create=True)  # the store lies there
     tracker = tracker_of(storage, tracking_uri)
     tracker.prepare()
     return tracker
@@ -53,6 +57,25 @@ def tracker_of(storage: Place, tracking_uri: str | None) -> Tracker:
     uri = tracking_uri_of(storage, tracking_uri)
     home = storage.folder if storage.uri is None else Path(uri.removeprefix("sqlite:///")).absolute().parent
     return Tracker(uri, home / "artifacts")
+
+
+def require_storage(folder: Path, *, create: bool = False) -> None:
+    """Returns if the storage folder can be written, or made where it is missing; with `create` it is there then.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    try:
+        nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        if not nearest.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{nearest} is not a folder")
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, f"you may not write in {nearest}")
+        if create:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        rule = f"cannot be used ({error.strerror}); give --storage-path a folder that you may write"
+        raise ValueError(f"storage path = {str(folder)!r}: {rule}") from error
 
 
 def new_name(given: str | None, *parts: str) -> str:

@@ -15,11 +15,12 @@ from tests.service.browser import Tags, needs_chromium, num_colours, screenshot
 from tests.service.records import run_of, search_of
 from tests.service.search_folder import controls, simulated_search
 from triaccel_ray.config import ControlConfig
+from triaccel_ray.events import End
 from triaccel_ray.service.reports.importance import MIN_TRIALS, importance
 from triaccel_ray.service.reports.report import REPORT
 from triaccel_ray.service.reports.search_figures import coordinates, importance_bars, parallel_coordinates
 from triaccel_ray.service.reports.tables import search_grid
-from triaccel_ray.service.reports.views import view_search
+from triaccel_ray.service.reports.views import _why_none, view_search
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.searches.dimensions import dimensions
 from triaccel_ray.service.searches.search import SearchRecord, read_search
@@ -174,3 +175,20 @@ def test_a_damaged_trial_is_listed_and_the_others_are_reported(
     view_search(record)
     for text in (capsys.readouterr().out, (folder / REPORT).read_text()):
         assert "trial02 is left out: event log" in text
+
+
+@pytest.mark.parametrize(
+    ("causes", "text"),
+    [
+        (("out_of_memory", "out_of_memory"), r"\(2 failed \(out_of_memory\)\): give more --memory-headroom"),
+        (("non_finite",), "give a smaller --lr"),
+        (("bug",), "triaccel resume"),
+        ((), "none has begun"),
+    ],
+)
+def test_a_search_without_a_trial_to_its_end_says_what_ended_them(causes: Sequence[str], text: str) -> None:
+    runs = [run_of(f"trial{index}", status="failed") for index in range(len(causes))]
+    ended = [replace(run, end=End(status="failed", cause=cause)) for run, cause in zip(runs, causes, strict=True)]
+    assert re.search(text, _why_none(search_of(*ended)))
+    assert "--margin" not in _why_none(search_of(*ended))
+    assert "--margin" in _why_none(search_of(*ended, run_of("last")))

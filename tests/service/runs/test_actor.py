@@ -7,7 +7,8 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from tests.service.own_task import own_spec
-from triaccel_ray.service.failures import SetupError, cause_of
+from triaccel_ray.dry_run import UserCodeError
+from triaccel_ray.service.failures import cause_of
 from triaccel_ray.service.runs.actor import RunActor, original_error
 from triaccel_ray.service.runs.pace import Pace
 from triaccel_ray.service.runs.record import read_run
@@ -73,7 +74,7 @@ def test_bad_input_is_told_from_a_mistake_in_the_tasks_code(module: str, tmp_pat
     folder = tmp_path / "run"
     with pytest.raises(ValueError, match="memory budget = 1 MiB"):
         RunActor(own_spec(f"{module}:Blobs", memory_budget_bytes=2**20), Place(str(folder))).setup(resume=False)
-    with pytest.raises(SetupError, match="TypeError: ") as caught:
+    with pytest.raises(UserCodeError, match=r"Unbuildable.model\(\) raised TypeError: ") as caught:
         RunActor(own_spec(f"{module}:Unbuildable"), Place(str(folder))).setup(resume=False)
     assert cause_of(caught.value) == "bug"
     assert not folder.exists()

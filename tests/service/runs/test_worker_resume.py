@@ -20,7 +20,7 @@ from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, Pre
 from triaccel_ray.events import End, Interruption, LogError, Tick, read_events
 from triaccel_ray.jsonable import encode
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, PREVIOUS
+from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, PREVIOUS, REPLACED
 
 PICTURES = ControlConfig(
     every_steps=2,
@@ -124,11 +124,15 @@ def test_a_torn_checkpoint_is_never_loaded(
     for name in torn:
         cut(folder / name)
     (folder / f".{CHECKPOINT}.123.partial").write_bytes(b"half a checkpoint")
+    before = (folder / EVENTS).read_bytes()
     worker = crew.build(spec, folder)
     assert worker.resume() == epoch
     (told,) = (record for record in records(folder) if isinstance(record, Interruption))
     assert (told.cause, told.epoch) == ("preempted", epoch)
     assert told.message.count("is damaged") == len(torn)
+    assert (REPLACED in told.message) == (folder / REPLACED).exists() == (epoch == 0)
+    if epoch == 0:
+        assert (folder / REPLACED).read_bytes() == before
     train(worker)
     assert decided(folder) == decided(tmp_path / "whole")
     assert not list(folder.glob("*.partial"))

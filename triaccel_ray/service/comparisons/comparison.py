@@ -58,6 +58,7 @@ class ComparisonSpec:
 
     def __post_init__(self) -> None:
         require_integer("seeds", self.num_seeds, low=1)
+        require(self.num_seeds <= 1000, "seeds", self.num_seeds, "must be at most 1000")
         require_integer("fixed", self.num_fixed, low=0)
         require_integer("tune-baselines", self.num_tuned, low=0)
         distinct = len(set(self.methods)) == len(self.methods) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from triaccel_ray.service.console import out, rich_table
@@ -25,7 +26,8 @@ from triaccel_ray.service.translation import command_of
 def view_run(run: RunRecord) -> None:
     """Shows a run's epochs and result, and writes its pictures and page."""
     grid = run_grid(run)
-    out.print(rich_table(grid, title=f"{run.name}: {run.spec.task}, {METHODS[run.spec.method]}, {run.status}"))
+    title = f"{run.name}: {run.spec.task}, {METHODS[run.spec.method]}, {run.status}"
+    out.print(rich_table(grid, title=title) if grid.rows else title)
     if run.end is not None and run.end.results:
         out.print(rich_table(result_grid(run.end.results), title="result"))
     notes = "\n".join(run_notes(run))
@@ -41,7 +43,7 @@ def view_search(record: SearchRecord) -> None:
     out.print(rich_table(grid, title=f"{record.folder.name}: {spec.base.task}, {done} trials"))
     best = best_trial(record)
     if best is None:
-        text = "no trial that ran to its end is within the margin: allow more trials, epochs or --margin"
+        text = _why_none(record)
         out.print(f"\n{text}")
         sections = [Section(title="Best thresholds", text=text)]
     else:
@@ -68,6 +70,23 @@ def view_search(record: SearchRecord) -> None:
     sections += _threshold_sections(record, best)
     sections += _timelines(record)
     _announce(write_page(record.folder / REPORT, f"{record.folder.name}: {spec.base.task}", sections))
+
+
+def _why_none(record: SearchRecord) -> str:
+    """Returns why a search has no best trial, and what to change."""
+    if any(run.status == "finished" for run in record.trials):
+        return "no trial that ran to its end is within the margin: allow more trials, epochs or --margin"
+    ends = Counter(run.status for run in record.trials)
+    told = ", ".join(f"{count} {status}" for status, count in ends.most_common()) or "none has begun"
+    ways = {
+        "out_of_memory": "give more --memory-headroom or --memory-budget, or a smaller --batch-size",
+        "non_finite": "give a smaller --lr",
+        "disk_full": "make room, then `triaccel resume`",
+    }
+    causes = {run.end.cause for run in record.trials if run.end is not None}
+    way_out = "; ".join(way for cause, way in ways.items() if cause in causes)
+    way_out = way_out or "see the reasons below, then `triaccel resume` tries them again"
+    return f"no trial ran to its end ({told}): {way_out}"
 
 
 def _threshold_sections(record: SearchRecord, best: RunRecord | None) -> list[Section]:

@@ -10,7 +10,7 @@ from ray import tune
 from ray.exceptions import RayTaskError
 
 from triaccel_ray.events import Epoch, TakenOverError
-from triaccel_ray.service.failures import StoreError, telling_mistakes
+from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.runs.orphan import end_with_parent
 from triaccel_ray.service.runs.pace import Pace
 from triaccel_ray.service.runs.shared_data import SharedSplits
@@ -46,12 +46,12 @@ class RunActor:
         """Builds the run, or restores it from its checkpoint; returns the epochs done.
 
         Raises:
-            SetupError: there is a mistake in the task's own code.
+            UserCodeError: there is a mistake in the task's own code.
             StoreError: the store cannot be reached.
         """
         self._copy.open()
         splits = None if self._shared is None else self._shared.get()
-        with self._copy.kept_if_failed(), telling_mistakes():
+        with self._copy.kept_if_failed():
             self._worker = worker = Worker(self._spec, self._place.folder, splits)
             if resume:
                 return worker.resume()

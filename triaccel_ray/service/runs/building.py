@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainables.task import Task
+from trainables.task import Purpose, Splits, Task
 from triaccel_ray.apply.precision import emulated_precisions
 from triaccel_ray.baseline import Baseline, BaselineLoop
-from triaccel_ray.config import ControlConfig
+from triaccel_ray.config import ControlConfig, require
+from triaccel_ray.dry_run import blaming, described, require_working
 from triaccel_ray.events import Tick
-from triaccel_ray.layers import Loss, forward
+from triaccel_ray.layers import Loss, find_layers, forward, require_trainable
 from triaccel_ray.lent_stream import LentStream
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.plan import Precision
@@ -31,6 +32,7 @@ def build_loop(
     spec: RunSpec,
     task: Task,
     train: DataSource,
+    held_out: DataSource | None = None,
     *,
     control: ControlConfig,
     device: torch.device,
@@ -39,13 +41,27 @@ def build_loop(
 ) -> ControlLoop | BaselineLoop:
     """Returns the loop that trains `task` on `train` as `spec` and `control` say, its model drawn from the run's seed.
 
-    Whatever was drawn before, two loops of one spec are the same.
+    Whatever was drawn before, two loops of one spec are the same. What one method could not train, no method begins.
+
+    Samples that are `held_out` for validation are tried beforehand, too.
+
+    Raises:
+        UserCodeError: the task's own code raised.
+        TypeError, ValueError: something that it returned cannot be trained; the message says why.
     """
+    start = spec.control.batch.start
+    rule = f"must be at most the number of training samples, {len(train)}; give --batch-size {len(train)} or less"
+    require(start <= len(train), "batch size", start, rule)
     seed_everything(spec.seed)
-    model = task.model().to(device)
-    optimizer = task.optimizer(model, spec.recipe)
+    model = _model_of(task, device)
+    layers = find_layers(model)
+    with blaming(f"{type(task).__name__}.optimizer()"):
+        optimizer = task.optimizer(model, spec.recipe)
+    require_trainable(model, optimizer, layers)
     loss = partial(task.loss, recipe=spec.recipe)
     train = delivered(train, device, control.execution.data_on)
+    for source in (train, *([] if held_out is None else [held_out])):
+        require_working(model, loss, source, task.num_correct)
     if device.type == "cpu":
         _rehearse(spec, control, task, loss, train)
     else:
@@ -94,6 +110,31 @@ def fitted_control(spec: RunSpec, num_samples: int) -> ControlConfig:
         every_steps=min(control.every_steps, max(num_steps // 20, 1)),
         curvature=replace(control.curvature, every_steps=min(control.curvature.every_steps, max(num_steps // 5, 1))),
     )
+
+
+def splits_of(task: Task, purpose: Purpose) -> Splits:
+    """Returns the task's samples.
+
+    Raises:
+        UserCodeError: its `data` raised something else than FileNotFoundError.
+        TypeError: it returned something else.
+    """
+    what = f"{type(task).__name__}.data()"
+    with blaming(what):
+        splits = task.data(purpose)
+    if not isinstance(splits, Splits):
+        raise TypeError(f"{what} returned {described(splits)}: must return Splits(train=..., held_out=...)")
+    return splits
+
+
+def _model_of(task: Task, device: torch.device) -> nn.Module:
+    what = f"{type(task).__name__}.model()"
+    with blaming(what):
+        model = task.model()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{what} returned {described(model)}: must return a torch.nn.Module")
+    with blaming(f"{what}.to({str(device)!r})"):
+        return model.to(device)
 
 
 def seed_everything(seed: int) -> None:

@@ -14,6 +14,8 @@ from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import EVENTS, SPEC, read_value
 
+OWN_CODE = "code of your own"
+"""Stands for the task of a run that a `ControlLoop` outside the service has logged."""
 ONE_VIEW = "one_view_accuracy"
 """Result of runs judged by the mean output over several views of each sample: percent correct by the first alone."""
 
@@ -99,17 +101,22 @@ def read_run(folder: Path) -> RunRecord:
 
     Raises:
         LogError: the folder holds no run, or its log or spec is damaged.
+
+    Of a log that a `ControlLoop` of a user's own has written there need be no spec.
     """
     if not (folder / EVENTS).exists():
         raise LogError(f"folder {folder} holds no run ({EVENTS} is missing): name a run's folder")
-    spec = read_spec(folder)
     records = [event.record for event in read_events(folder / EVENTS)]
     if not records or not isinstance(records[0], Start):
-        raise LogError(f"event log {folder / EVENTS} does not begin with a start record: it is damaged or was cut")
+        raise LogError(
+            f"event log {folder / EVENTS} does not begin with a start record: it is damaged or was cut; one of code of "
+            "your own begins with log.append(Start(control=config))"
+        )
+    start = records[0]
     return RunRecord(
         folder=folder,
-        spec=spec,
-        start=records[0],
+        spec=read_spec(folder) if "task" in start.info else RunSpec(task=OWN_CODE, control=start.control),
+        start=start,
         ticks=tuple(r for r in records if isinstance(r, Tick)),
         epochs=tuple(r for r in records if isinstance(r, Epoch)),
         end=next((r for r in reversed(records) if isinstance(r, End)), None),

@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
 
-from triaccel_ray.events import Epoch
+from triaccel_ray.events import Epoch, Interruption, LogError, read_events
 from triaccel_ray.out_of_memory import first_line
 from triaccel_ray.service.failures import (
     MAX_LOSSES,
@@ -28,6 +29,7 @@ from triaccel_ray.service.runs.record import has_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Status
+from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.storage.mirroring import catch_up, edited
 from triaccel_ray.service.storage.place import Place
 
@@ -45,6 +47,8 @@ class Glance:
     last: Epoch | None = None
     results: Mapping[str, float] | None = None
     error: Exception | None = None
+    notice: str = ""
+    """How a run that was broken off goes on."""
 
 
 OnGlance = Callable[[Glance], None]
@@ -117,6 +121,15 @@ def _drive_all(
     return outcomes
 
 
+def how_it_goes_on(folder: Path) -> str:
+    """Returns what the log says of its last interruption, with which a resumed run begins; empty without one."""
+    try:
+        records = [event.record for event in read_events(folder / EVENTS)]
+    except LogError:  # on another machine, or empty
+        return ""
+    return records[-1].message if records and isinstance(records[-1], Interruption) else ""
+
+
 class _Drive:
     """One run's calls, one after the other."""
 
@@ -126,7 +139,7 @@ class _Drive:
         self._begin(resume=resume)
 
     def _begin(self, *, resume: bool) -> None:
-        self._actor = self._start_actor()
+        self._actor, self._resumes = self._start_actor(), resume
         self.pending: Any = self._actor.setup.remote(resume=resume)
         self._status: Any = None
         self._epochs_done: int | None = None
@@ -142,11 +155,12 @@ class _Drive:
             return Glance(name=self._name, error=self._outcome(original_error(error)))
         if self._finishing:
             return Glance(name=self._name, results=result)
+        notice = how_it_goes_on(self._place.folder) if self._epochs_done is None and self._resumes else ""
         last = result if isinstance(result, Epoch) else None
         self._epochs_done = result.epoch if isinstance(result, Epoch) else int(result)
         self._finishing = self._epochs_done >= self._num_epochs
         self.pending = self._actor.finish.remote() if self._finishing else self._actor.train_epoch.remote()
-        return Glance(name=self._name, last=last)
+        return Glance(name=self._name, last=last, notice=notice)
 
     def _lost(self, error: RayActorError) -> Glance:
         """Begins again from the checkpoint on another actor, wherever there is room, unless that happens too often."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from trainables.registry import load_task
 from trainables.task import Purpose, Splits
 from triaccel_ray.config import require
-from triaccel_ray.service.failures import telling_mistakes
+from triaccel_ray.service.runs.building import splits_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.sources import TensorSource
 
@@ -61,13 +61,12 @@ def share_splits(spec: RunSpec) -> SharedSplits:
     Raises:
         NotSharedError: they cannot be shared, or their files are not on this machine.
         ValueError: the spec is that of a final run: test samples are not shared.
-        SetupError: there is a mistake in the task's own code.
+        UserCodeError, TypeError: there is a mistake in the task's own code.
     """
     require(spec.purpose is Purpose.SEARCH, "purpose", spec.purpose.value, "only a search's samples are shared")
     task = load_task(spec.task, None if spec.data_dir is None else Path(spec.data_dir))
     try:
-        with telling_mistakes():
-            splits = task.data(spec.purpose)
+        splits = splits_of(task, spec.purpose)
     except FileNotFoundError as error:
         raise NotSharedError(f"not on this machine: {error}") from error
     return SharedSplits(splits)

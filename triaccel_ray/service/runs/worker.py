@@ -18,6 +18,7 @@ from trainables.task import Purpose, Splits
 from triaccel_ray.apply.evaluate import Evaluation
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.checkpoint import CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
+from triaccel_ray.dry_run import refusing_exits, users_lines
 from triaccel_ray.epochs import EpochStats
 from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Record, Start, TakenOverError
 from triaccel_ray.jsonable import decode, encode
@@ -30,16 +31,17 @@ from triaccel_ray.service.failures import (
     NonFiniteLossError,
     broken_off,
     failed,
+    keep_replaced,
     needing_room,
     set_damage_aside,
     write_traceback,
 )
-from triaccel_ray.service.runs.building import build_loop, fitted_control, is_finite, seed_everything
+from triaccel_ray.service.runs.building import build_loop, fitted_control, is_finite, seed_everything, splits_of
 from triaccel_ray.service.runs.gpu_share import hold_to_part
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import ONE_VIEW
 from triaccel_ray.service.runs.spec import RunSpec, environment
-from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, SPEC, write_value
+from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, REPLACED, SPEC, write_value
 from triaccel_ray.sources import delivered
 
 MIN_RATE_SECONDS = 1.0
@@ -85,7 +87,7 @@ class Worker:
             torch.set_num_threads(1)  # a thread that waits for one beside a busy neighbour loses more than it gains
         seed_everything(spec.seed)
         self._task = load_task(spec.task, None if spec.data_dir is None else Path(spec.data_dir))
-        self._splits = self._task.data(spec.purpose) if splits is None else splits
+        self._splits = splits_of(self._task, spec.purpose) if splits is None else splits
         # once, not at every evaluation
         self._held_out = delivered(self._splits.held_out, self.device, execution.data_on)
         self._control = fitted_control(spec, len(self._splits.train))
@@ -145,6 +147,8 @@ class Worker:
     def resume(self) -> int:
         """Goes on from the newest checkpoint that is whole, or begins anew where there is none; the log says which.
 
+        The log of a run that begins anew because its checkpoints are damaged is kept, as REPLACED.
+
         First of all it sets a damaged log aside and takes the log over: a process that was given up for lost, and is
         not, writes nothing more. Returns the epochs done.
 
@@ -173,6 +177,8 @@ class Worker:
             if unusable:
                 self._drop_loop()  # first: what it holds would count as the memory of the next one
                 self.loop = self._build_loop()
+            if keep_replaced(self.folder / EVENTS):
+                unusable.append(f"no checkpoint can be read, and what was recorded is in {REPLACED}")
             self.start(replace_existing=True)
         (self.folder / ERROR).unlink(missing_ok=True)  # of a failure that an interruption is about to stand for
         epoch, num_kept = self.loop.feed.epoch, self._log.num_records if self._log else 0
@@ -195,7 +201,8 @@ class Worker:
         """
         plan = self.loop.plan
         try:
-            stats = self.loop.train_epoch()
+            with refusing_exits():
+                stats = self.loop.train_epoch()
             if not math.isfinite(stats.loss):
                 raise NonFiniteLossError(f"the training loss of epoch {stats.epoch} is {stats.loss}{self._way_out()}")
             judged = self._judge() if self.spec.purpose is Purpose.SEARCH else None
@@ -271,6 +278,8 @@ class Worker:
 
     def fail(self, error: Exception) -> None:
         """Ends the log of a run that `error` has ended, and leaves the traceback beside it."""
+        if lines := users_lines(error):
+            error.add_note(lines)  # it travels to the driver, the traceback does not
         if self.begun and not self.ended:
             write_traceback(self.folder, error)
         self._append(failed(error))
@@ -389,6 +398,7 @@ class Worker:
             self.spec,
             self._task,
             self._splits.train,
+            self._held_out if self.spec.purpose is Purpose.SEARCH else None,  # test samples are read at the end alone
             control=self._control,
             device=self.device,
             budget_bytes=self._budget_bytes,
@@ -421,7 +431,8 @@ class Worker:
         )
 
     def _judge(self) -> Evaluation:
-        judged = self.loop.evaluate(self._held_out, self._task.num_correct, is_last=self.finished)
+        with refusing_exits():
+            judged = self.loop.evaluate(self._held_out, self._task.num_correct, is_last=self.finished)
         # An overflow may have reached the moving averages of a norm. The loss alone may be the task's own affair.
         if not math.isfinite(judged.loss) and not is_finite(self.loop.model):
             raise NonFiniteLossError(

@@ -74,6 +74,7 @@ class SearchSpec:
     def __post_init__(self) -> None:
         search_space(self.space, self.optional)
         require_integer("trials", self.num_trials, low=1)
+        require(self.num_trials <= 100_000, "trials", self.num_trials, "must be at most 100,000")
         require(self.objective in OBJECTIVES, "objective", self.objective, f"must be one of {', '.join(OBJECTIVES)}")
         Objective(name=self.objective, margin=self.margin)
 

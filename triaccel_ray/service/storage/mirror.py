@@ -26,6 +26,7 @@ from triaccel_ray.service.storage.layout import (
     ERROR,
     EVENTS,
     PREVIOUS,
+    REPLACED,
     SPEC,
     name_in_use,
     require_new,
@@ -48,7 +49,7 @@ class Part:
     """Files that may be deleted again; an empty one stands for that in the store, where nothing is deleted."""
 
 
-LOG = (SPEC, ERROR, DAMAGED, EVENTS)
+LOG = (SPEC, ERROR, DAMAGED, REPLACED, EVENTS)
 """What is needed to look at a run, not to go on with it; the log last, which says what the others hold."""
 RUN = Part(name="run", files=(*LOG, CHECKPOINT), bound=(CHECKPOINT, PREVIOUS), passing=(ERROR,))
 """Written where a run is trained; of a search or comparison, its own log, written by the command."""

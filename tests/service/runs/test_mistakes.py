@@ -1,0 +1,296 @@
+"""Mistakes in a task of a user's own: each is named before anything trains, whatever the method."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ray.exceptions import RayTaskError
+
+from tests.service.own_task import MODULE, own_spec
+from trainables.registry import load_task
+from triaccel_ray.dry_run import IN_YOUR_CODE, UserCodeError
+from triaccel_ray.service.failures import RunFailedError, cause_of
+from triaccel_ray.service.runs.actor import RunActor, original_error
+from triaccel_ray.service.runs.shared_data import share_splits
+from triaccel_ray.service.storage.layout import EVENTS
+from triaccel_ray.service.storage.place import Place
+
+NAME = "mistaken_tasks"
+TASKS = (
+    MODULE
+    + """
+import sys
+
+
+class DataNone(Blobs):
+    def data(self, purpose):
+        pass
+
+
+class DataTuple(Blobs):
+    def data(self, purpose):
+        return TensorSource(*blobs(160)), TensorSource(*blobs(50))
+
+
+class DataRaises(Blobs):
+    def data(self, purpose):
+        return Splits(train=self.samples, held_out=self.samples)
+
+
+class HalfNone(Blobs):
+    def data(self, purpose):
+        return Splits(train=blobs(160), held_out=None)
+
+
+class Tensors(Blobs):
+    def data(self, purpose):
+        return Splits(train=blobs(160), held_out=torch.utils.data.TensorDataset(*blobs(50)))
+
+
+class ModelNone(Blobs):
+    def model(self):
+        super().model()
+
+
+class ModelRaises(Blobs):
+    def model(self):
+        return {"mlp": super().model()}["cnn"]
+
+
+class Half(Blobs):
+    def model(self):
+        return super().model().half()
+
+
+class Frozen(Blobs):
+    def model(self):
+        return super().model().requires_grad_(False)
+
+
+class NoParameters(Blobs):
+    def model(self):
+        return nn.Identity()
+
+
+class NoOptimizer(Blobs):
+    def optimizer(self, model, recipe):
+        torch.optim.SGD(model.parameters(), lr=recipe.lr)
+
+
+class OtherOptimizer(Blobs):
+    def optimizer(self, model, recipe):
+        return torch.optim.SGD(super().model().parameters(), lr=recipe.lr)
+
+
+class VectorLoss(Blobs):
+    def loss(self, outputs, targets, recipe):
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+class Regression(Blobs):
+    def model(self):
+        return nn.Linear(8, 1)
+
+    def data(self, purpose):
+        source = TensorSource(torch.randn(160, 8), torch.randn(160, 1))
+        return Splits(train=source, held_out=source)
+
+    def loss(self, outputs, targets, recipe):
+        return nn.functional.mse_loss(outputs, targets)
+
+
+class Tolerant(Regression):
+    def num_correct(self, outputs, targets):
+        return int(((outputs - targets).abs() < 0.5).sum())
+
+
+class FewClasses(Blobs):
+    def model(self):
+        return nn.Linear(8, 3)
+
+
+class TupleOutputs(Blobs):
+    def model(self):
+        class Two(nn.Linear):
+            def forward(self, inputs):
+                return super().forward(inputs), None
+
+        return Two(8, 4)
+
+
+class Meta(Blobs):
+    def model(self):
+        return nn.Linear(8, 4, device="meta")
+
+
+class OtherHeldOut(Blobs):
+    def data(self, purpose):
+        inputs, targets = blobs(50)
+        return Splits(train=blobs(160), held_out=(inputs, targets + 5))
+
+
+class Triples(Blobs):
+    def data(self, purpose):
+        inputs, targets = blobs(160)
+        return Splits(train=torch.utils.data.TensorDataset(inputs, targets, targets), held_out=blobs(50))
+
+
+class Few(Blobs):
+    def data(self, purpose):
+        return Splits(train=blobs(40), held_out=blobs(50))
+
+
+class Exits(Blobs):
+    def model(self):
+        sys.exit("no licence")
+
+
+class ExitsLater(Blobs):
+    def loss(self, outputs, targets, recipe):
+        if len(targets) > 2:
+            sys.exit(3)
+        return super().loss(outputs, targets, recipe)
+
+
+class RaisesLater(Blobs):
+    def loss(self, outputs, targets, recipe):
+        if len(targets) > 2:
+            return outputs["logits"]
+        return super().loss(outputs, targets, recipe)
+
+
+class ControlDict(Blobs):
+    control = {"every_steps": 2}
+
+
+class RecipeDict(Blobs):
+    recipe = {"epochs": 2}
+
+
+class NamedByNumber(Blobs):
+    name = 3
+
+
+class Unmakeable(Blobs):
+    def __init__(self, data_dir):
+        super().__init__(data_dir)
+        self.files = {}["train"]
+"""
+)
+BAD: tuple[tuple[str, type[Exception], tuple[str, ...]], ...] = (
+    ("DataNone", TypeError, ("DataNone.data() returned None: must return Splits(train=..., held_out=...)",)),
+    (
+        "DataTuple",
+        TypeError,
+        ("DataTuple.data() returned tuple of a TensorSource, a TensorSource: must",),
+    ),
+    ("DataRaises", UserCodeError, ("DataRaises.data() raised AttributeError", "return Splits(train=self.samples")),
+    ("HalfNone", TypeError, ("NoneType cannot be indexed",)),
+    ("ModelNone", TypeError, ("ModelNone.model() returned None: must return a torch.nn.Module",)),
+    ("ModelRaises", UserCodeError, ("ModelRaises.model() raised KeyError: 'cnn'", IN_YOUR_CODE, "in model")),
+    ("Half", ValueError, ("parameter 0.weight is torch.float16: must be torch.float32",)),
+    ("Frozen", ValueError, ("has no trainable weight", "requires_grad")),
+    ("NoParameters", ValueError, ("Identity has no trainable weight",)),
+    ("NoOptimizer", TypeError, ("optimizer = None: must be a torch.optim.Optimizer",)),
+    ("OtherOptimizer", ValueError, ("the optimizer updates no layer of this model",)),
+    ("VectorLoss", ValueError, ("the loss returned float32 (2,): must be a scalar",)),
+    ("Regression", TypeError, ("targets float32 (2, 1): accuracy and score count", "define num_correct")),
+    ("FewClasses", UserCodeError, ("the loss raised IndexError: Target 3 is out of bounds",)),
+    ("TupleOutputs", TypeError, ("outputs tuple of float32 (2, 4), None: cross-entropy needs a tensor",)),
+    ("Meta", UserCodeError, ("Meta.model().to('cpu') raised NotImplementedError",)),
+    ("OtherHeldOut", UserCodeError, ("the loss raised IndexError: Target ",)),
+    ("Triples", TypeError, ("item 0 of TensorDataset is a tuple of 3: must be a pair (input, target)",)),
+    ("Exits", UserCodeError, ("Exits.model() raised SystemExit: no licence", 'sys.exit("no licence")')),
+)
+
+
+@pytest.fixture(scope="module")
+def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The module's name."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / f"{NAME}.py").write_text(TASKS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield NAME
+    sys.modules.pop(NAME, None)
+
+
+@pytest.mark.parametrize("method", ["triaccel", "fp32"])
+@pytest.mark.parametrize(("task", "kind", "needles"), BAD, ids=[task for task, *_ in BAD])
+def test_a_mistake_is_named_before_anything_trains(
+    mistakes: str, tmp_path: Path, task: str, kind: type[Exception], needles: tuple[str, ...], method: str
+) -> None:
+    actor = RunActor(own_spec(f"{mistakes}:{task}", method=method), Place(str(tmp_path / "run")))
+    with pytest.raises(kind) as refused:
+        actor.setup(resume=False)
+    assert type(refused.value) is kind
+    for needle in needles:
+        assert needle in str(refused.value)
+    assert len(str(refused.value).splitlines()) <= 8
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_search_hears_of_it_where_it_shares_the_samples(mistakes: str) -> None:
+    with pytest.raises(TypeError, match=r"DataNone.data\(\) returned None"):
+        share_splits(own_spec(f"{mistakes}:DataNone"))
+
+
+@pytest.mark.parametrize("task", ["Tensors", "Tolerant"])
+def test_a_task_may_be_given_by_tensors_and_count_by_numbers(mistakes: str, tmp_path: Path, task: str) -> None:
+    actor = RunActor(own_spec(f"{mistakes}:{task}"), Place(str(tmp_path / "run")))
+    actor.setup(resume=False)
+    for _ in range(3):
+        actor.train_epoch()
+    assert 0.0 < actor.finish()["accuracy"] <= 100.0
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("ExitsLater", "the task's code called sys.exit(3): raise an error that says what is wrong"),
+        ("RaisesLater", "IndexError"),
+    ],
+)
+def test_what_fails_later_shows_the_users_lines_across_processes(
+    mistakes: str, tmp_path: Path, task: str, message: str
+) -> None:
+    actor = RunActor(own_spec(f"{mistakes}:{task}"), Place(str(tmp_path / "run")))
+    actor.setup(resume=False)
+    with pytest.raises((UserCodeError, IndexError)) as failure:
+        actor.train_epoch()
+    actor._get().close()
+    raised = RayTaskError("train_epoch", "the whole traceback", failure.value)
+    told = RunFailedError(tmp_path / "run", original_error(raised.as_instanceof_cause()))
+    assert cause_of(told) == "bug"
+    assert message in str(told)
+    assert str(told).count(IN_YOUR_CODE) == 1
+    assert "in loss" in str(told)
+    assert (tmp_path / "run" / EVENTS).exists()
+
+
+def test_a_batch_larger_than_the_data_is_refused(mistakes: str, tmp_path: Path) -> None:
+    spec = own_spec(f"{mistakes}:Blobs")
+    large = own_spec(f"{mistakes}:Blobs", control=type(spec.control)())  # batches of 96, and of 512 at most
+    fitting = RunActor(large, Place(str(tmp_path / "a")))
+    fitting.setup(resume=False)
+    fitting._get().close()
+    few = RunActor(own_spec(f"{mistakes}:Few", control=large.control), Place(str(tmp_path / "b")))
+    with pytest.raises(ValueError, match=r"batch size = 96: must be .* samples, 40; give --batch-size 40"):
+        few.setup(resume=False)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("ControlDict", r"ControlDict.control = .*: must be a ControlConfig, not a dict; write ControlConfig\(\*\*"),
+        ("RecipeDict", "RecipeDict.recipe = .*: must be a Recipe, not a dict"),
+        ("NamedByNumber", "must set the attribute name to a text"),
+        ("Unmakeable", r"Unmakeable\(data_dir\) raised KeyError: 'train' \(.*mistaken_tasks.py:\d+\)"),
+    ],
+)
+def test_a_task_with_odd_attributes_is_refused(mistakes: str, task: str, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        load_task(f"{mistakes}:{task}", None)
