@@ -165,8 +165,9 @@ class TrialProgress(Progress):
 
     def _table(self) -> Table:
         table = _plain_table("trial", "state", "epoch", "accuracy %", "seconds", "batch", "peak GB", "score")
-        # Running trials always, of the others the best that fit a small screen.
-        order = sorted(self._states, key=lambda name: (self._states[name] != "running", -self._score(name), name))
+        # Running trials always, of the others the best that fit a small screen; a pruned one's score is an early one.
+        places = {"running": 0, "finished": 1}
+        order = sorted(self._states, key=lambda name: (places.get(self._states[name], 2), -self._score(name), name))
         for name in order[:15]:
             last = self._last.get(name)
             cells = [""] * 6
@@ -194,6 +195,7 @@ def rich_table(grid: Grid, *, title: str = "") -> Table:
         if out.measure(table, options=out.options.update_width(10_000)).maximum <= out.width:
             break
     notes = [grid.note, f"left out for want of width: {', '.join(left_out)}; the page has them" if left_out else ""]
+    table.min_width = min(len(title), out.width)  # a title wraps at its table's width
     table.title, table.caption = title or None, "\n".join(filter(None, notes)) or None
     return table
 

@@ -86,11 +86,12 @@ def comparison_spec(command: cli.Compare) -> ComparisonSpec:
 def command_of(spec: RunSpec) -> str:
     """Returns the command, ready to paste, that trains with method and thresholds of `spec` again, to the last digit.
 
-    Of its other settings it has those that differ from the task's own.
+    A baseline has no thresholds. Of its other settings it has those that differ from the task's own.
     """
     words = ["triaccel", "run", spec.task, "--epochs", str(spec.recipe.epochs)]
     words += ["--method", spec.method] if spec.method != "triaccel" else []
-    for name, value in {**_thresholds(spec.control), **_not_default(spec)}.items():
+    thresholds = {} if spec.is_baseline else _thresholds(spec.control)  # there they do not act
+    for name, value in {**thresholds, **_not_default(spec)}.items():
         words += [f"--{name}", str(value)]
     words += _memory_words(spec)
     if spec.data_dir is not None:
@@ -111,17 +112,30 @@ def search_command_of(spec: SearchSpec) -> str:
         words += [f"--{name}", str(value)]
     if spec.optional:
         words += ["--also", *spec.optional]
-    for name, value in {**_fixed_thresholds(spec), **_not_default(spec.base)}.items():
+    searched = {dimension.name.replace("_", "-") for dimension in dimensions(spec.optional)}
+    own = {name: value for name, value in _own_thresholds(spec.base).items() if name not in searched}
+    for name, value in {**own, **_not_default(spec.base)}.items():
         words += [f"--{name}", str(value)]
     return shlex.join([*words, *_memory_words(spec.base)])
 
 
-def _fixed_thresholds(spec: SearchSpec) -> dict[str, float]:
-    """Returns the thresholds that are not searched, where they are not the task's own."""
-    searched = {dimension.name.replace("_", "-") for dimension in dimensions(spec.optional)}
-    own = _thresholds(load_task(spec.base.task, None).control) if spec.base.task in TASKS else {}
-    given = _thresholds(spec.base.control)
-    return {name: value for name, value in given.items() if name not in searched and value != own.get(name)}
+def comparison_command_of(spec: ComparisonSpec) -> str:
+    """Returns the command that compares again; where data files lie is left out."""
+    base = spec.base
+    words = ["triaccel", "compare", base.task, "--epochs", str(base.recipe.epochs)]
+    words += ["--methods", ",".join(spec.methods), "--seeds", str(spec.num_seeds)]
+    words += ["--ablation"] if spec.ablation else []
+    counts = {"fixed": spec.num_fixed, "tune-baselines": spec.num_tuned, "trials-per-gpu": base.trials_per_gpu}
+    settings: dict[str, object] = {name: count for name, count in counts.items() if count != (name == "trials-per-gpu")}
+    for name, value in {**settings, **_own_thresholds(base), **_not_default(base)}.items():
+        words += [f"--{name}", str(value)] if name != "seed" else []
+    return shlex.join([*words, *_memory_words(base)])
+
+
+def _own_thresholds(spec: RunSpec) -> dict[str, float]:
+    """Returns the thresholds that are not the task's own."""
+    own = _thresholds(load_task(spec.task, None).control) if spec.task in TASKS else {}
+    return {name: value for name, value in _thresholds(spec.control).items() if value != own.get(name)}
 
 
 def _thresholds(control: ControlConfig) -> dict[str, float]:
