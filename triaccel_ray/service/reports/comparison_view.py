@@ -70,7 +70,7 @@ def view_comparison(record: Comparison) -> None:
     if command:
         sections.append(Section(title="To train with the best fixed setting", command=command))
     methods = [[label(method), METHODS[method]] for method in spec.all_methods]
-    sections.append(Section(title="What the methods are", header=("method", ""), rows=methods))
+    sections.append(Section(title="What the methods are", header=("method", ""), rows=methods, has_sentences=True))
     page = write_page(folder / REPORT, f"{folder.name}: {spec.base.task}", sections)
     out.print(f"\npage: {page}", soft_wrap=True)
 

@@ -47,7 +47,8 @@ def troubles(
     rows += [[name, "is missing", "it was asked for and has not begun"] for name in missing]
     if not rows:
         return []
-    return [Section(title="Failures, interruptions and missing runs", header=("run", "what", "why"), rows=rows)]
+    title, header = "Failures, interruptions and missing runs", ("run", "what", "why")
+    return [Section(title=title, header=header, rows=rows, has_sentences=True)]
 
 
 def _failures(runs: Mapping[str, RunRecord]) -> Iterator[list[str]]:

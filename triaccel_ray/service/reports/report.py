@@ -25,6 +25,8 @@ th[aria-sort=ascending]::after { content: " \\2191"; } th[aria-sort=descending]:
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #8884; white-space: nowrap; }
 th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
+table.sentences th, table.sentences td { text-align: left; }
+table.sentences td:last-child { white-space: normal; overflow-wrap: anywhere; }
 .wide { overflow-x: auto; }
 pre { background: #8882; padding: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 img { max-width: 100%; min-width: 36rem; background: white; border-radius: 4px; }
@@ -77,6 +79,9 @@ class Section:
     folded: bool = False
     """Whether a reader opens it by its title: what there is much of."""
 
+    has_sentences: bool = False
+    """Whether cells of the table hold sentences, which wrap and begin at the left."""
+
     @property
     def lines(self) -> list[str]:
         """The rows of three cells, who, what and why, as sentences for a terminal."""
@@ -111,7 +116,7 @@ def _section(section: Section) -> str:
     if section.text:
         parts.append(f"<p>{_lines(section.text)}</p>")
     if section.rows:
-        parts.append(_table(section.header, section.rows))
+        parts.append(_table(section))
     if section.command:
         parts.append(f"<pre>{html.escape(section.command)}</pre>")
     for picture in section.pictures:
@@ -123,10 +128,12 @@ def _section(section: Section) -> str:
     return "\n".join(parts)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    body = "\n".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    kind = " class=sortable" if len(rows) > 1 else ""
+def _table(section: Section) -> str:
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in section.header)
+    rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in section.rows)
+    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+    kinds = ["sortable"] * (len(section.rows) > 1) + ["sentences"] * section.has_sentences
+    kind = f" class='{' '.join(kinds)}'" if kinds else ""
     return f"<div class=wide><table{kind}><tr>{head}</tr>\n{body}</table></div>"
 
 
