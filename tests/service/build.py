@@ -99,7 +99,7 @@ class SimulatedRun:
         self.append(End(status=status, cause=cause, message=message, results=results))
         if self.has_pictures:
             (self.folder / "figures").mkdir(exist_ok=True)
-            (self.folder / "figures" / "drawn.png").write_bytes(b"not looked at")
+            (self.folder / "figures" / "overview.png").write_bytes(b"not looked at")
 
     def complete(self, epochs: int = 2) -> Path:
         """A whole finished run; returns its folder."""

@@ -90,12 +90,13 @@ def test_a_run_shows_epochs_speed_batch_memory_and_precisions(terminal: StringIO
 
 
 def test_a_search_shows_its_trials_from_their_logs(terminal: StringIO, tmp_path: Path) -> None:
-    for name, status in (("good", "finished"), ("lame", "stopped")):
+    for name, status in (("good", "finished"), ("ahead", "stopped")):
         write_trial(tmp_path / name, End(status=status))
     with TrialProgress("searching", 5, tmp_path, Objective()):
         wait_until(lambda: "2 of 5 trials done" in terminal.getvalue())
     shown = terminal.getvalue()
-    for part in ("good", "lame", "finished", "stopped", "91.25", "60.83", "2 of 5 trials done"):
+    assert shown.rindex("good") < shown.rindex("ahead")  # of the same score, but of an early epoch
+    for part in ("good", "ahead", "finished", "stopped", "91.25", "60.83", "2 of 5 trials done"):
         assert part in shown
 
 

@@ -1,8 +1,18 @@
 from __future__ import annotations
 
+import socket
+import threading
+import webbrowser
+from pathlib import Path
+
 import pytest
 
-from triaccel_ray.service.mlflow_ui import ALLOWED_HOSTS, ALLOWED_ORIGINS, exposure
+from tests.service.build import SimulatedRun
+from tests.service.stores import ship
+from tests.service.waiting import wait_until
+from triaccel_ray.service.cli import main
+from triaccel_ray.service.mlflow_ui import ALLOWED_HOSTS, ALLOWED_ORIGINS, exposure, open_once_up, runs_pages
+from triaccel_ray.service.tracking.tracking import Tracker
 
 
 def test_who_opens_the_ui_to_others_is_told_under_which_names_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,3 +26,78 @@ def test_who_opens_the_ui_to_others_is_told_under_which_names_it_answers(monkeyp
     assert "403" in exposure("0.0.0.0", 5001)
     monkeypatch.setenv(ALLOWED_ORIGINS, "http://box.example:5001")
     assert "403" not in exposure("0.0.0.0", 5001)
+
+
+@pytest.mark.parametrize("option", ["--storage-path {}", "--tracking-uri sqlite:///{}/mlflow.db"])
+def test_a_mistyped_path_is_named_and_nothing_is_made_there(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mistyped = tmp_path / "mistyped"
+    with pytest.raises(SystemExit) as ended:
+        main(["ui", *option.format(mistyped).split()])
+    assert ended.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{mistyped}/mlflow.db': there is no such file" in said
+    assert not mistyped.exists()
+
+
+def test_a_port_in_use_is_named(sqlite_tracker: Tracker, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(SystemExit) as ended:
+            main(["ui", "--port", str(port), "--tracking-uri", sqlite_tracker.uri])
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert f"port = {port}: another program listens there; choose another --port" in " ".join(said.err.split())
+    assert said.out == ""
+
+
+def test_an_address_of_another_machine_is_named(sqlite_tracker: Tracker, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:  # documentation's own network: no machine has it
+        main(["ui", "--host", "192.0.2.7", "--tracking-uri", sqlite_tracker.uri])
+    assert ended.value.code == 2
+    assert "host, port = '192.0.2.7', 5000: cannot be listened on" in " ".join(capsys.readouterr().err.split())
+
+
+def test_experiments_with_runs_have_pages_the_latest_first(
+    sqlite_tracker: Tracker, tmp_path: Path, experiment: str
+) -> None:
+    sqlite_tracker.experiment_id(f"{experiment} empty")
+    for name in ("older", "newer"):
+        folder = SimulatedRun(tmp_path / name).complete(epochs=1)
+        ship(sqlite_tracker, folder, f"{experiment} {name}")
+    pages = {name: page for name, page in runs_pages(sqlite_tracker, "http://x").items() if experiment in name}
+    assert list(pages) == [f"{experiment} newer", f"{experiment} older"]
+    number = sqlite_tracker.experiment_id(f"{experiment} newer")
+    assert pages[f"{experiment} newer"] == f"http://x/#/experiments/{number}/runs?workflowType=machine_learning"
+
+
+class Recorder(webbrowser.BaseBrowser):
+    """A browser that notes what it is asked to open."""
+
+    def __init__(self) -> None:
+        super().__init__("recorder")
+        self.opened: list[str] = []
+
+    def open(self, url: str, new: int = 0, autoraise: bool = True) -> bool:
+        self.opened.append(url)
+        return True
+
+
+def test_the_page_is_opened_once_the_server_answers() -> None:
+    recorder, stopping = Recorder(), threading.Event()
+    webbrowser.register("recorder", None, recorder, preferred=True)
+    with socket.socket() as late:
+        late.bind(("127.0.0.1", 0))
+        host, port = late.getsockname()
+        thread = threading.Thread(target=open_once_up, args=("http://page", host, port, stopping))
+        thread.start()
+        assert recorder.opened == []
+        late.listen()
+        wait_until(lambda: recorder.opened == ["http://page"])
+        thread.join()
+    gone = threading.Thread(target=open_once_up, args=("http://other", host, port, stopping))
+    gone.start()
+    stopping.set()
+    gone.join()
+    assert recorder.opened == ["http://page"]

@@ -32,6 +32,7 @@ from triaccel_ray.service.reports.report import REPORT
 from triaccel_ray.service.searches.search import SEARCH
 from triaccel_ray.service.storage.layout import SPEC
 from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.service.translation import command_of
 
 SECRETS = {
@@ -305,9 +306,9 @@ def test_no_secret_is_written_anywhere(watched: Watched) -> None:
     assert "http://***@127.0.0.1" in watched.said
 
 
-def test_a_ui_that_others_reach_says_so(storage: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    elsewhere = "192.0.2.7"  # of documentation's own network: no machine has it, and the server ends
+def test_a_ui_that_others_reach_says_so(sqlite_tracker: Tracker, capfd: pytest.CaptureFixture[str]) -> None:
+    elsewhere = "192.0.2.7"  # of documentation's own network: no machine has it, and no server starts
     with pytest.raises(SystemExit):
-        main(["ui", "--host", elsewhere, "--port", str(free_port()), "--storage-path", str(storage)])
+        main(["ui", "--host", elsewhere, "--port", str(free_port()), "--tracking-uri", sqlite_tracker.uri])
     said = " ".join(capfd.readouterr().err.split())
     assert f"--host {elsewhere}: everybody who reaches this machine can read and delete runs" in said

@@ -18,10 +18,18 @@ from trainables.task import Purpose
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.plan import Precision
 from triaccel_ray.service import cli
+from triaccel_ray.service.comparisons.comparison import ComparisonSpec
 from triaccel_ray.service.options import Thresholds, Training
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.searches.search import SearchSpec
-from triaccel_ray.service.translation import command_of, search_command_of, search_spec, spec_from
+from triaccel_ray.service.translation import (
+    command_of,
+    comparison_command_of,
+    comparison_spec,
+    search_command_of,
+    search_spec,
+    spec_from,
+)
 
 
 def rounded(control: ControlConfig) -> ControlConfig:
@@ -166,6 +174,26 @@ def test_a_search_can_be_asked_for_again(optional: tuple[str, ...]) -> None:
 def test_what_a_search_is_asked_for_by_default_is_not_repeated() -> None:
     words = shlex.split(search_command_of(SearchSpec(base=BASE)))
     assert not {"--space", "--objective", "--margin", "--trials-per-gpu", "--also"} & set(words)
+
+
+def test_a_baseline_is_asked_for_without_thresholds() -> None:
+    spec = replace(BASE, method="amp", control=replace(BASE.control, every_steps=7))
+    assert not {"--tau-low", "--rho-high", "--t-ctrl", "--alpha"} & set(shlex.split(command_of(spec)))
+
+
+def test_a_comparison_can_be_asked_for_again() -> None:
+    control = replace(BASE.control, every_steps=6)
+    base = replace(BASE, recipe=replace(BASE.recipe, lr=0.03), control=control, purpose=Purpose.FINAL, trials_per_gpu=2)
+    base = replace(base, memory_budget_bytes=2**30 + 1)
+    methods = ("amp", "triaccel")
+    for asked in (
+        ComparisonSpec(base=base, methods=methods, num_seeds=2, ablation=True, num_fixed=3, num_tuned=4),
+        ComparisonSpec(base=replace(BASE, purpose=Purpose.FINAL), methods=methods),
+    ):
+        words = shlex.split(comparison_command_of(asked))
+        again: Any = tyro.cli(cli.Command, prog="triaccel", args=words[1:])
+        assert isinstance(again, cli.Compare)
+        assert comparison_spec(again) == asked
 
 
 def test_options_become_a_spec(tmp_path: Path) -> None:

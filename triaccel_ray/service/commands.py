@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +21,6 @@ from triaccel_ray.service.clusters.cluster import (
     display_address,
     gpu_fraction,
     gpus_available,
-    is_loopback,
     require_gpu_to_share,
     require_reachable,
 )
@@ -39,7 +37,7 @@ from triaccel_ray.service.doctor import show_findings
 from triaccel_ray.service.failures import RunFailedError, StoreError, cause_of, needing_room
 from triaccel_ray.service.jobs import job_commands
 from triaccel_ray.service.locating import find, storage_of
-from triaccel_ray.service.mlflow_ui import exposure, serve
+from triaccel_ray.service.mlflow_ui import require_store, show
 from triaccel_ray.service.next_steps import ONCE_IT_IS_BACK, point_to, resumable, resume_words, say_how_it_ended
 from triaccel_ray.service.options import Where
 from triaccel_ray.service.progress import RunProgress, TrialProgress
@@ -62,7 +60,13 @@ from triaccel_ray.service.searches.search import (
     read_search,
     tune_trials,
 )
-from triaccel_ray.service.session import new_name, open_tracker, recording, require_experiment
+from triaccel_ray.service.session import (
+    new_name,
+    open_tracker,
+    recording,
+    require_experiment,
+    tracking_uri_of,
+)
 from triaccel_ray.service.storage.layout import ERROR, EVENTS
 from triaccel_ray.service.storage.mirror import push_commands, require_unused
 from triaccel_ray.service.storage.mirroring import mirrored
@@ -158,17 +162,9 @@ def _(command: cli.Replay) -> int:
 @execute.register
 def _(command: cli.Ui) -> int:
     require(1 <= command.port <= 65535, "port", command.port, "must lie in 1 to 65535")
-    tracker = open_tracker(command.where.storage_path, command.where.tracking_uri)
-    if tracker.uri.startswith("http"):
-        out.print(f"the tracking server has its own UI: {tracker.display_uri}")
-        return 0
-    # Without the question mark's part MLflow opens on its pages for chat traces.
-    page = f"http://{command.host}:{command.port}/#/experiments?workflowType=machine_learning"
-    out.print(f"MLflow UI: {page} (Ctrl-C ends it)\nstore: {tracker.display_uri}", soft_wrap=True)
-    if not is_loopback(command.host):
-        err.print(exposure(command.host, command.port), style="yellow", soft_wrap=True)
-    sys.stdout.flush()
-    return serve(tracker.uri, command.host, command.port)
+    storage, given = command.where.storage_path, command.where.tracking_uri
+    require_store(Tracker(tracking_uri_of(storage, given), storage.folder))
+    return show(open_tracker(storage, given), command.host, command.port)
 
 
 @execute.register

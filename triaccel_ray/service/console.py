@@ -41,6 +41,7 @@ def rich_table(grid: Grid, *, title: str = "") -> Table:
         if out.measure(table, options=out.options.update_width(10_000)).maximum <= out.width:
             break
     notes = [grid.note, f"left out for want of width: {', '.join(left_out)}; the page has them" if left_out else ""]
+    table.min_width = min(len(title), out.width)  # a title wraps at its table's width
     table.title, table.caption = title or None, "\n".join(filter(None, notes)) or None
     return table
 

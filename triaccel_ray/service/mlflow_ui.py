@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import webbrowser
+from pathlib import Path
 
 import psutil
 
+from triaccel_ray.service.clusters.cluster import is_loopback
+from triaccel_ray.service.console import err, out
 from triaccel_ray.service.endings import as_interrupt
+from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
 
+_SQLITE = "sqlite:///"
 GRACE_S = 10.0
 """For a server that was asked to end, before it is killed."""
 ALLOWED_HOSTS = "MLFLOW_SERVER_ALLOWED_HOSTS"
@@ -29,18 +38,107 @@ def exposure(host: str, port: int) -> str:
     )
 
 
-def serve(store_uri: str, host: str, port: int) -> int:
-    """Returns the exit status of the server once it has ended; 0 where a signal has asked for that."""
+def require_store(tracker: Tracker) -> None:
+    """Returns if there is a store to look at; a server is asked when it is first used.
+
+    Raises:
+        TrackingUnavailableError: there is no such file; none is created.
+    """
+    path = tracker.uri.removeprefix(_SQLITE)
+    if tracker.uri.startswith(_SQLITE) and not Path(path).is_file():
+        raise TrackingUnavailableError(
+            f"tracking uri = {tracker.display_uri!r}: there is no such file, so nothing is recorded there; name the "
+            "folder of your runs with --storage-path, or their store with --tracking-uri"
+        )
+
+
+def require_free(host: str, port: int) -> None:
+    """Returns if a server can listen there.
+
+    Raises:
+        ValueError: another program does, or the address is none of this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"port = {port}: another program listens there; choose another --port") from error
+        text = (
+            f"host, port = {host!r}, {port}: cannot be listened on ({error.strerror}); choose another --host or --port"
+        )
+        raise ValueError(text) from error
+
+
+def runs_pages(tracker: Tracker, base: str) -> dict[str, str]:
+    """Returns experiment -> the page of its runs, for those that have any, the one with the latest run first.
+
+    The page of an experiment itself, and a click on it in MLflow's list, show chat traces, of which there are none.
+    """
+    latest = {}
+    for experiment in tracker.client.search_experiments():
+        runs = tracker.client.search_runs([experiment.experiment_id], order_by=["start_time DESC"], max_results=1)
+        for run in runs:
+            page = f"{base}/#/experiments/{experiment.experiment_id}/runs?workflowType=machine_learning"
+            latest[experiment.name] = run.info.start_time, page
+    return {name: page for name, (_, page) in sorted(latest.items(), key=lambda item: item[1], reverse=True)}
+
+
+def has_display() -> bool:
+    """Returns whether somebody at this machine would see a browser."""
+    shown = sys.platform in ("darwin", "win32") or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
+    return shown and sys.stdout.isatty()
+
+
+def open_once_up(page: str, host: str, port: int, stopping: threading.Event) -> None:
+    """Opens the page in a browser as soon as something answers at the port, unless `stopping` is set before."""
+    while not stopping.wait(0.5):
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1.0):
+            webbrowser.open(page)
+            return
+
+
+def show(tracker: Tracker, host: str, port: int) -> int:
+    """Says where the runs of each experiment are shown, and shows them until Ctrl-C; returns the exit status.
+
+    Raises:
+        ValueError: no server can listen there.
+    """
+    is_server = tracker.uri.startswith("http")
+    if not is_server:
+        if not is_loopback(host):
+            err.print(exposure(host, port), style="yellow", soft_wrap=True)
+        require_free(host, port)
+    pages = runs_pages(tracker, tracker.display_uri.rstrip("/") if is_server else f"http://{host}:{port}")
+    lines = [f"{name}: {page}" for name, page in pages.items()] or ["no runs are recorded yet"]
+    if is_server:
+        out.print("\n".join(["the tracking server has its own UI:", *lines]), soft_wrap=True)
+        return 0
+    out.print("\n".join(["MLflow UI (Ctrl-C ends it)", *lines, f"store: {tracker.display_uri}"]), soft_wrap=True)
+    sys.stdout.flush()
+    opening = next(iter(pages.values()), "") if has_display() and is_loopback(host) else ""
+    return serve(tracker.uri, host, port, opening=opening)
+
+
+def serve(store_uri: str, host: str, port: int, *, opening: str = "") -> int:
+    """Returns the exit status of the server once it has ended; 0 where a signal has asked for that.
+
+    The page `opening` is opened in a browser once the server answers.
+    """
     # One worker and no job executor: a fifth of the memory, a third of the time to start.
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **os.environ}
     words = ["server", "--backend-store-uri", store_uri, "--host", host, "--port", str(port), "--workers", "1"]
     with as_interrupt(signal.SIGTERM, signal.SIGHUP):  # of a service manager, and of a terminal that is closed
         server = subprocess.Popen([sys.executable, "-m", "mlflow", *words], env=environment)
+        stopping = threading.Event()
+        if opening:
+            threading.Thread(target=open_once_up, args=(opening, host, port, stopping), daemon=True).start()
         try:
             return server.wait()
         except KeyboardInterrupt:
             return 0
         finally:
+            stopping.set()
             _end(server)
 
 

@@ -219,8 +219,9 @@ class TrialProgress(Progress):
 
     def _table(self) -> Table:
         table = plain_table("trial", "state", "epoch", "accuracy %", "seconds", "batch", "peak GB", "score")
-        # Running trials always, of the others the best that fit a small screen.
-        order = sorted(self._states, key=lambda name: (self._states[name] != "running", -self._score(name), name))
+        # Running trials always, of the others the best that fit a small screen; a pruned one's score is an early one.
+        places = {"running": 0, "finished": 1}
+        order = sorted(self._states, key=lambda name: (places.get(self._states[name], 2), -self._score(name), name))
         for name in order[:15]:
             last = self._last.get(name)
             cells = [""] * 6

@@ -85,11 +85,12 @@ def comparison_spec(command: cli.Compare) -> ComparisonSpec:
 def command_of(spec: RunSpec) -> str:
     """Returns the command, ready to paste, that trains with method and thresholds of `spec` again, to four digits.
 
-    Of its other settings it has those that differ from the task's own.
+    A baseline has no thresholds. Of its other settings it has those that differ from the task's own.
     """
     words = ["triaccel", "run", spec.task, "--epochs", str(spec.recipe.epochs)]
     words += ["--method", spec.method] if spec.method != "triaccel" else []
-    words += _option_words({**_thresholds(spec.control), **_not_default(spec)})
+    thresholds = {} if spec.is_baseline else _thresholds(spec.control)  # there they do not act
+    words += _option_words({**thresholds, **_not_default(spec)})
     words += _memory_words(spec)
     if spec.data_dir is not None:
         words += ["--data-dir", spec.data_dir]
@@ -108,7 +109,9 @@ def search_command_of(spec: SearchSpec) -> str:
     words += _option_words(settings)
     if spec.optional:
         words += ["--also", *spec.optional]
-    words += _option_words({**_fixed_thresholds(spec), **_not_default(spec.base)})
+    searched = {dimension.name.replace("_", "-") for dimension in dimensions(spec.optional)}
+    own = {name: value for name, value in _own_thresholds(spec.base).items() if name not in searched}
+    words += _option_words({**own, **_not_default(spec.base)})
     return shlex.join([*words, *_memory_words(spec.base)])
 
 
@@ -121,12 +124,24 @@ def _option_words(values: Mapping[str, object]) -> list[str]:
     return [word for name, text in shown.items() for word in (f"--{name}", text)]
 
 
-def _fixed_thresholds(spec: SearchSpec) -> dict[str, float]:
-    """Returns the thresholds that are not searched, where they are not the task's own."""
-    searched = {dimension.name.replace("_", "-") for dimension in dimensions(spec.optional)}
-    own = _thresholds(load_task(spec.base.task, None).control) if spec.base.task in TASKS else {}
-    given = _thresholds(spec.base.control)
-    return {name: value for name, value in given.items() if name not in searched and value != own.get(name)}
+def comparison_command_of(spec: ComparisonSpec) -> str:
+    """Returns the command that compares again; where data files lie is left out."""
+    base = spec.base
+    words = ["triaccel", "compare", base.task, "--epochs", str(base.recipe.epochs)]
+    words += ["--methods", ",".join(spec.methods), "--seeds", str(spec.num_seeds)]
+    words += ["--ablation"] if spec.ablation else []
+    counts = {"fixed": spec.num_fixed, "tune-baselines": spec.num_tuned, "trials-per-gpu": base.trials_per_gpu}
+    settings: dict[str, object] = {name: count for name, count in counts.items() if count != (name == "trials-per-gpu")}
+    settings |= {**_own_thresholds(base), **_not_default(base)}
+    settings.pop("seed", None)
+    words += _option_words(settings)
+    return shlex.join([*words, *_memory_words(base)])
+
+
+def _own_thresholds(spec: RunSpec) -> dict[str, float]:
+    """Returns the thresholds that are not the task's own."""
+    own = _thresholds(load_task(spec.task, None).control) if spec.task in TASKS else {}
+    return {name: value for name, value in _thresholds(spec.control).items() if value != own.get(name)}
 
 
 def _thresholds(control: ControlConfig) -> dict[str, float]:

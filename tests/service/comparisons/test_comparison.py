@@ -12,6 +12,7 @@ import pytest
 from matplotlib.text import Text
 from PIL import Image
 
+from tests.service.build import SimulatedRun
 from tests.service.records import FINAL_SPEC, ended, named, run_of
 from trainables.task import Purpose
 from triaccel_ray.events import End, LogError
@@ -35,7 +36,6 @@ from triaccel_ray.service.comparisons.fixed import FixedSetting
 from triaccel_ray.service.comparisons.tuning import RecipeSample
 from triaccel_ray.service.reports.comparison_figures import accuracy_against_cost, save_comparison_figures, score_bars
 from triaccel_ray.service.reports.comparison_tables import (
-    TOO_FEW,
     against_reference_grid,
     row_above_grid,
     settings_grid,
@@ -224,14 +224,22 @@ def test_differences_to_amp_are_paired_tested_and_corrected() -> None:
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_too_few_seeds_are_said_to_be(seeds: int) -> None:
     grid = against_reference_grid([results("amp", *[90.0] * seeds), results("fp32", *[91.0] * seeds)])
-    assert list(grid.rows[0]) == ["fp32", "test accuracy %", "+1", "+1.1", "", TOO_FEW, TOO_FEW]
-    assert "a test needs 3 seeds" in grid.note
+    assert list(grid.header) == ["method", "figure", "difference", "%"]
+    assert list(grid.rows[0]) == ["fp32", "test accuracy %", "+1", "+1.1"]
+    assert grid.note.count("too few seeds") == 1
+    assert f"{seeds}, where 3 are needed" in grid.note
+
+
+def test_what_is_zero_but_for_rounding_is_printed_as_zero() -> None:
+    rows = [results("amp", 99.16, 98.89 + 0.27), results("fp32", 99.16 - 2e-14, 98.89 + 0.27)]
+    assert list(against_reference_grid(rows).rows[0][2:]) == ["0", "0"]
+    assert list(against_reference_grid([rows[0], results("fp32", 99.16, 99.159)]).rows[0][2:]) == ["-0.0005", "0"]
 
 
 def test_differences_that_cannot_be_tested() -> None:
     same = against_reference_grid([results("amp", 90.0, 91.0, 92.0), results("fp32", 91.0, 92.0, 93.0)])
     assert list(same.rows[0][2:]) == ["+1", "+1.1", "+1 to +1", "no spread", "no spread"]
-    assert list(against_reference_grid([results("amp", 90.0), results("fp32")]).rows[0][2:]) == [""] * 5
+    assert list(against_reference_grid([results("amp", 90.0), results("fp32")]).rows[0][2:]) == [""] * 2
     nothing = against_reference_grid([results("fp32", 91.0, 92.0, 93.0)])
     assert not nothing.rows
     assert "AMP is not among the methods" in nothing.note
@@ -293,6 +301,12 @@ def test_pictures_show_every_method_with_its_spread(tmp_path: Path) -> None:
 def test_a_comparison_is_written_as_markdown_and_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trials = named(ended("amp-recipe"), ended("fixed-fp32-64"))
     record = record_of(comparison(ablation=True, num_fixed=1), tmp_path, trials)
+    log = SimulatedRun(tmp_path / "a run").complete(epochs=1)
+    died = End(status="failed", cause="out_of_memory", message="not even one sample fits")
+    runs = {name: replace(run, folder=log) for name, run in record.runs.items()}
+    runs["amp-seed1"] = replace(runs["amp-seed1"], end=died)
+    del runs["fp32-seed0"], runs["triaccel-seed2"]
+    record = replace(record, runs=runs)
     view_comparison(record)
     said, markdown = capsys.readouterr().out, (tmp_path / "comparison.md").read_text()
     page = (tmp_path / "report.html").read_text()
@@ -302,7 +316,14 @@ def test_a_comparison_is_written_as_markdown_and_as_a_page(tmp_path: Path, capsy
         assert title in page
     assert "--method fixed" in said
     assert "--precision fp32 --batch-size 64" in page
-    assert page.count("data:image/png;base64") == 2
+    assert page.count("data:image/png;base64") == 3
+    assert "on the way there is the training loss alone" in page
+    assert "amp-seed1 failed (out_of_memory) after epoch 2: not even one sample fits" in said
+    assert "<td>not even one sample fits</td>" in page
+    assert "triaccel compare cifar10-resnet18" in page
+    for name in ("fp32-seed0", "triaccel-seed2"):
+        assert f"{name} is missing: it was asked for and has not begun" in said
+        assert f"<td>{name}</td>" in page
 
 
 def test_a_comparison_on_shared_gpus_says_so() -> None:

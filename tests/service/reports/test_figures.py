@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import StepPatch
 from matplotlib.text import Text
 from PIL import Image
 
@@ -18,15 +20,10 @@ from tests.service.browser import num_colours
 from tests.service.build import CONTROL, RESNET, SMALL, SimulatedRun
 from triaccel_ray.events import End, Epoch, Event, Start, Tick, read_events
 from triaccel_ray.plan import Fault, FaultKind, Precision
-from triaccel_ray.service.reports.figure_style import shorten
-from triaccel_ray.service.reports.figures import (
-    PRECISION_COLOURS,
-    batch_and_memory,
-    curvature_and_lr,
-    learning_curve,
-    precision_heatmap,
-    save_run_figures,
-)
+from triaccel_ray.service.reports.curves import Curve, learning_curves
+from triaccel_ray.service.reports.figure_style import PRECISION_COLOURS, shorten
+from triaccel_ray.service.reports.figures import curvature_and_lr, precision_heatmap, run_figures, save_run_figures
+from triaccel_ray.service.reports.overview import overview
 from triaccel_ray.service.reports.pareto import Outcome, pareto_front, pareto_indices
 
 DEEP = tuple(f"blocks.{index // 4}.attention.projection_{'qkvo'[index % 4]}" for index in range(80))
@@ -59,15 +56,15 @@ def texts(figure: Figure) -> set[str]:
 
 
 @pytest.mark.parametrize("names", [SMALL, RESNET, DEEP], ids=["3 layers", "21 layers", "80 layers"])
-def test_a_run_has_four_pictures(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_a_run_has_three_pictures(tmp_path: Path, names: tuple[str, ...]) -> None:
     paths = save_run_figures(events_of(tmp_path, names), tmp_path / "pictures")
-    assert [path.stem for path in paths] == ["precision", "batch_and_memory", "curvature_and_lr", "learning_curve"]
+    assert [path.stem for path in paths] == ["overview", "precision", "curvature_and_lr"]
     for path in paths:
         with Image.open(path) as picture:
             assert picture.format == "PNG"
             width, height = picture.size
-            assert 900 <= width <= 1300
-            assert 200 <= height <= 1200
+            assert 900 <= width <= 1400
+            assert 200 <= height <= 1300
             assert num_colours(np.asarray(picture.convert("RGB"))) > 30
 
 
@@ -75,7 +72,7 @@ def test_only_what_there_is_data_for_is_drawn(tmp_path: Path) -> None:
     events = events_of(tmp_path)
     start = next(event for event in events if isinstance(event.record, Start))
     without_ticks = [event for event in events if not isinstance(event.record, Tick)]
-    assert [path.name for path in save_run_figures(without_ticks, tmp_path / "a")] == ["learning_curve.png"]
+    assert [path.name for path in save_run_figures(without_ticks, tmp_path / "a")] == ["overview.png"]
     assert save_run_figures([start], tmp_path / "b") == []
     assert save_run_figures([], tmp_path / "c") == []
     assert save_run_figures([events[-1]], tmp_path / "c") == []
@@ -107,28 +104,82 @@ def test_names_of_many_layers_are_shortened_and_thinned(tmp_path: Path) -> None:
     assert max(map(len, rows)) <= 26
 
 
-def test_faults_the_limit_and_the_band_are_marked(tmp_path: Path) -> None:
-    ticks = ticks_of(events_of(tmp_path, epochs=6, capacity=128))
+def overview_of(events: Sequence[Event], ticks: Sequence[Tick] | None = None) -> Figure:
+    return overview(epochs_of(events), ticks_of(events) if ticks is None else ticks, CONTROL.batch, about="digits")
+
+
+def axes_titled(figure: Figure, title: str) -> Axes:
+    return next(axes for axes in figure.axes if axes.get_title(loc="left") == title)
+
+
+def heights(figure: Figure, title: str) -> list[float]:
+    """The values of the panel's steps, the last interval's plan included."""
+    return next(p for p in axes_titled(figure, title).patches if isinstance(p, StepPatch)).get_data().values.tolist()
+
+
+def test_one_picture_tells_what_was_learned_changed_and_spent(tmp_path: Path) -> None:
+    events = events_of(tmp_path, epochs=6, capacity=128)
+    epochs, ticks = epochs_of(events), ticks_of(events)
     assert any(tick.observation.faults for tick in ticks)
-    figure = batch_and_memory(ticks, CONTROL.batch)
-    assert {"out of memory", "limit", "rho_low 60%", "rho_high 85%", "GB", "samples a step"} <= texts(figure)
-    quiet = batch_and_memory(ticks_of(events_of(tmp_path / "quiet")), CONTROL.batch)
-    assert "out of memory" not in texts(quiet)
+    figure = overview_of(events)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        *("Loss", "Validation accuracy", "Precision", "Batch size", "Memory of the process on the device", "Speed"),
+        *("Time", "Validation accuracy over time"),
+    ]
+    units = {"samples a step", "GB", "samples per second", "seconds per epoch", "percent of the layers", "percent"}
+    assert units | {"epoch", "seconds of training", "digits", "training", "validation"} <= texts(figure)
+    assert {"out of memory", "limit", "rho_high 85%", "rho_low 60%", *Precision.__members__} <= texts(figure)
+    assert f"{epochs[-1].held_out_accuracy:.1f}" in texts(figure)
+    sizes = [tick.observation.plan.batch_size for tick in ticks] + [ticks[-1].applied.plan.batch_size]
+    assert heights(figure, "Batch size") == sizes
+    assert heights(figure, "Time") == [epoch.seconds for epoch in epochs]
+    assert heights(figure, "Speed") == [epoch.images_per_second for epoch in epochs]
+    assert "out of memory" not in texts(overview_of(events_of(tmp_path / "quiet")))
+    (curve,) = axes_titled(figure, "Validation accuracy over time").lines
+    assert curve.get_xdata()[-1] == pytest.approx(sum(epoch.seconds for epoch in epochs))
+
+
+def test_what_changing_plans_took_is_part_of_its_epoch(tmp_path: Path) -> None:
+    events = events_of(tmp_path, epochs=3)
+    ticks = ticks_of(events)
+    slow = [tick for tick in ticks if 1.0 < tick.observation.epoch <= 2.0]
+    spent = [replace(tick, applied=replace(tick.applied, adapt_ms=500.0 * (tick in slow))) for tick in ticks]
+    axes = axes_titled(overview_of(events, spent), "Time")
+    adapting = next(patch for patch in axes.patches if patch.get_label() == "of which adapting")
+    assert adapting.get_data().values.tolist() == [0.0, 0.5 * len(slow), 0.0]
+
+
+def test_a_baseline_without_ticks_has_the_same_picture(tmp_path: Path) -> None:
+    figure = overview_of(events_of(tmp_path), [])
+    assert "the same from the first step to the last" in texts(figure)
+    assert len(heights(figure, "Memory of the process on the device")) == 3
 
 
 def test_parts_of_a_batch_and_plans_not_applied_are_shown(tmp_path: Path) -> None:
-    tick = ticks_of(events_of(tmp_path, epochs=1))[0]
+    events = events_of(tmp_path, epochs=1)
+    tick = ticks_of(events)[0]
     plan = replace(tick.observation.plan, num_micro_batches=4)
     fault = Fault(kind=FaultKind.APPLY_FAILED, step=tick.observation.step, phase="apply")
     tick = replace(tick, observation=replace(tick.observation, plan=plan, faults=(fault,)))
-    assert {"plan not applied", "at once on the device"} <= texts(batch_and_memory([tick], CONTROL.batch))
+    assert {"plan not applied", "at once on the device"} <= texts(overview_of(events, [tick]))
 
 
 def test_captures_without_memory_are_marked(tmp_path: Path) -> None:
-    tick = ticks_of(events_of(tmp_path, epochs=1))[0]
+    events = events_of(tmp_path, epochs=1)
+    tick = ticks_of(events)[0]
     fault = Fault(kind=FaultKind.CAPTURE_OUT_OF_MEMORY, step=tick.observation.step, phase="capture", batch_size=96)
     tick = replace(tick, observation=replace(tick.observation, faults=(fault,)))
-    assert "no memory to capture" in texts(batch_and_memory([tick], CONTROL.batch))
+    assert "no memory to capture" in texts(overview_of(events, [tick]))
+
+
+def test_pictures_of_another_version_are_drawn_anew(tmp_path: Path) -> None:
+    log = SimulatedRun(tmp_path, has_pictures=False).complete(epochs=1) / "events.jsonl"
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "precision.png").write_bytes(b"old")
+    drawn = run_figures(log, tmp_path / "figures")
+    assert [path.stem for path in drawn] == ["overview", "precision", "curvature_and_lr"]
+    times = [path.stat().st_mtime_ns for path in drawn]
+    assert [path.stat().st_mtime_ns for path in run_figures(log, tmp_path / "figures")] == times
 
 
 def test_curvature_is_coloured_by_depth(tmp_path: Path) -> None:
@@ -156,24 +207,45 @@ def test_nothing_measured_is_said(tmp_path: Path, measured: bool) -> None:
     assert num_colours(pixels(figure)) > 10
 
 
-def test_the_learning_curve_ends_at_the_last_accuracy(tmp_path: Path) -> None:
-    epochs = epochs_of(events_of(tmp_path, epochs=5))
-    figure = learning_curve(epochs)
-    assert {f"{epochs[-1].held_out_accuracy:.1f}", "training", "validation", "percent"} <= texts(figure)
+def blind(epochs: Sequence[Epoch]) -> list[Epoch]:
+    """The epochs of a run that reads the test samples at its end."""
+    return [replace(epoch, held_out_accuracy=None, held_out_loss=None, score=None) for epoch in epochs]
 
 
 def test_a_run_that_does_not_look_says_so(tmp_path: Path) -> None:
-    epochs = [
-        replace(epoch, held_out_accuracy=None, held_out_loss=None, score=None)
-        for epoch in epochs_of(events_of(tmp_path))
+    epochs = blind(epochs_of(events_of(tmp_path)))
+    assert "not looked at before the end of the run" in texts(overview(epochs, [], CONTROL.batch))
+
+
+def test_curves_of_many_runs_go_over_epochs_and_seconds(tmp_path: Path) -> None:
+    epochs = epochs_of(events_of(tmp_path, epochs=4))
+    curves = [
+        Curve(label="trial", colour="#0072B2", epochs=epochs),
+        Curve(label="trial", colour="#0072B2", epochs=epochs[:2], pruned=True),
+        Curve(label="AMP", colour="#D98200", epochs=epochs),
     ]
-    assert "not looked at before the end of the run" in texts(learning_curve(epochs))
+    figure = learning_curves(curves, about="a search")
+    over_epochs, over_seconds = (axes_titled(figure, f"Validation accuracy over {what}") for what in ("epochs", "time"))
+    assert over_epochs.lines[0].get_ydata().tolist() == [epoch.held_out_accuracy for epoch in epochs]
+    assert over_seconds.lines[0].get_xdata()[1] == pytest.approx(epochs[0].seconds + epochs[1].seconds)
+    assert sum(line.get_marker() == "x" for line in over_epochs.lines) == 1
+    assert axes_titled(figure, "Time").lines[0].get_ydata().tolist() == [epoch.seconds for epoch in epochs]
+    speeds = axes_titled(figure, "Speed").lines[0].get_ydata().tolist()
+    assert speeds == [epoch.images_per_second for epoch in epochs]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["trial", "AMP"]
+
+
+def test_runs_that_do_not_look_have_curves_of_the_training_loss(tmp_path: Path) -> None:
+    epochs = blind(epochs_of(events_of(tmp_path)))
+    figure = learning_curves([Curve(label="amp", colour="#D98200", epochs=epochs)])
+    losses = axes_titled(figure, "Training loss over epochs").lines[0].get_ydata().tolist()
+    assert losses == [epoch.train_loss for epoch in epochs]
 
 
 def test_one_tick_and_one_epoch_are_enough(tmp_path: Path) -> None:
     events = events_of(tmp_path, epochs=1)
     kept = [events[0], events[4], events[5]]
-    assert len(save_run_figures(kept, tmp_path / "pictures")) == 4
+    assert len(save_run_figures(kept, tmp_path / "pictures")) == 3
 
 
 def test_names_keep_their_numbers() -> None:
@@ -199,7 +271,9 @@ def test_the_front_is_what_nothing_dominates(costs: list[tuple[float, ...]]) -> 
     assert pareto_indices(costs) == expected
 
 
-def outcome(label: str, accuracy: float, seconds: float, peak_gb: float, *, method: str = "triaccel") -> Outcome:
+def outcome(
+    label: str, accuracy: float, seconds: float, peak_gb: float, *, method: str = "triaccel", pruned: bool = False
+) -> Outcome:
     return Outcome(
         label=label,
         method=method,
@@ -208,6 +282,7 @@ def outcome(label: str, accuracy: float, seconds: float, peak_gb: float, *, meth
         peak_gb=peak_gb,
         score=accuracy / seconds / peak_gb,
         feasible=accuracy >= 91.0,
+        pruned=pruned,
     )
 
 
@@ -218,6 +293,7 @@ def test_the_pareto_picture_joins_the_front_and_marks_the_baselines() -> None:
         outcome("beaten", 92.0, 2.5, 2.5),
         outcome("small", 92.5, 3.0, 1.0),
         outcome("poor", 60.0, 0.5, 0.5),
+        outcome("pruned", 94.0, 0.1, 0.1, pruned=True),
         outcome("fp32", 93.5, 5.0, 4.0, method="fp32"),
         outcome("amp", 93.0, 3.0, 2.8, method="amp"),
     ]
@@ -228,7 +304,7 @@ def test_the_pareto_picture_joins_the_front_and_marks_the_baselines() -> None:
     assert by_time.get_xydata().tolist() == [[1.0, 91.0], [2.0, 93.0]]
     assert by_memory.get_xydata().tolist() == [[1.0, 92.5], [2.0, 93.0]]
     assert {"FP32", "AMP", "margin", "seconds per epoch", "peak memory, GB", "accuracy, percent"} <= texts(figure)
-    assert "best score 30.8: small" in texts(figure)
+    assert {"best score 30.8: small", "stopped early (pruned), at its last epoch"} <= texts(figure)
     assert num_colours(pixels(figure)) > 30
 
 

@@ -28,8 +28,9 @@ def test_baselines_have_no_thresholds_and_trials_have() -> None:
     grid = search_grid(search_of(run_of("trial")))
     assert list(grid.rows[0][2:6]) == [""] * 4
     assert list(grid.rows[-1][2:6]) == ["3.00e-07", "2.00e-05", "0.600", "0.850"]
-    assert list(grid.rows[-1][6:]) == ["2", "90.00", "10.000", "0.500", "18.00"]
-    assert grid.note == ""
+    assert list(grid.rows[-1][6:]) == ["2 of 30", "90.00", "10.000", "0.500", "18.00"]
+    assert grid.header[6] == "at epoch"
+    assert grid.note == "figures are those of the epoch named beside them"
 
 
 def test_a_search_on_shared_gpus_says_so() -> None:
@@ -52,6 +53,10 @@ def test_finished_trials_come_before_stopped_ones() -> None:
     best = best_trial(record)
     assert best is not None
     assert best.name == "whole"
+    grid = search_grid(record)
+    assert [row[0] for row in grid.rows[2:]] == ["whole", "stopped"]
+    assert grid.rows[-1][6] == "1 of 30"
+    assert "stopped: pruned before its last epoch" in grid.note
 
 
 def test_without_a_feasible_finished_trial_there_is_no_best() -> None:

@@ -14,6 +14,7 @@ from tests.service.browser import needs_chromium, num_colours, screenshot, shown
 from tests.service.build import SimulatedRun
 from tests.service.search_folder import simulated_search
 from tests.service.stores import Recorded, Server, runs, ship
+from triaccel_ray.service.mlflow_ui import runs_pages
 from triaccel_ray.service.reports.figures import PICTURES
 from triaccel_ray.service.tracking.shipper import Parent
 from triaccel_ray.service.tracking.tracking import Tracker
@@ -56,9 +57,8 @@ def test_a_search_is_a_tree_with_children_to_compare(
     assert max(len(run.keys) for run in recorded.values()) < 60
     number = Tracker(server.uri, tmp_path).experiment_id(experiment)
 
-    listed = shown(
-        f"{server.uri}/#/experiments/{number}/runs?workflowType=machine_learning", tmp_path, wait_s=SCRIPTS_S
-    )
+    pages = runs_pages(Tracker(server.uri, tmp_path), server.uri)
+    listed = shown(pages[experiment], tmp_path, wait_s=SCRIPTS_S)
     assert ">hunt<" in listed
     assert ">trial00<" not in listed  # folded away under their parent
 
@@ -85,8 +85,8 @@ def test_the_pictures_of_a_run_are_looked_at_where_it_is_recorded(
     ship(tracker, run.folder, experiment)
     (recorded,) = runs(tracker, experiment)
     artifacts = f"{server.uri}/#/experiments/{tracker.experiment_id(experiment)}/runs/{recorded.id}/artifacts"
-    picture = f"{artifacts}/figures/batch_and_memory.png"
+    picture = f"{artifacts}/figures/overview.png"
     text = shown(picture, tmp_path, wait_s=SCRIPTS_S)
     assert all(f">{name}.png<" in text for name in PICTURES)
     seen = screenshot(picture, tmp_path / "picture.png", width=1600, height=1200, wait_s=SCRIPTS_S)
-    assert num_pixels(seen, largest_area(run.folder / "figures" / "batch_and_memory.png")) > 200
+    assert num_pixels(seen, largest_area(run.folder / "figures" / "overview.png")) > 200

@@ -10,6 +10,7 @@ import shlex
 import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from tempfile import gettempdir
 
 import psutil
@@ -22,7 +23,7 @@ from triaccel_ray.config import require
 from triaccel_ray.out_of_memory import first_line
 from triaccel_ray.service.clusters.head_watch import watching
 from triaccel_ray.service.endings import as_interrupt
-from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.spec import COMMIT_VARIABLE, RunSpec, commit_of
 from triaccel_ray.service.tracking.tracking import without_credentials, without_passwords
 
 CONNECT_TIMEOUT_S = 5.0
@@ -46,7 +47,11 @@ def cluster(address: str | None, *, num_cpus: int | None = None, last_words: str
     _hide_passwords()
     # Ray's workers start elsewhere: a user's own task has to be importable from where the command was given.
     paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"PYTHONPATH": os.pathsep.join(paths), "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0"}
+    environment = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0",
+        COMMIT_VARIABLE: commit_of(Path.cwd()),
+    }
     try:
         with _on_loopback() if address is None else contextlib.nullcontext():
             ray.init(

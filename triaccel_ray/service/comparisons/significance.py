@@ -45,12 +45,14 @@ def paired_difference(values: Mapping[int, float], reference: Mapping[int, float
         return Difference(num_pairs=0, mean=math.nan)
     differences = [one - other for one, other in pairs]
     mean, count = statistics.fmean(differences), len(pairs)
+    rounding = 1e-12 * max(abs(value) for pair in pairs for value in pair)
+    if abs(mean) <= rounding:
+        mean = 0.0
     if count < MIN_PAIRS:
         return Difference(num_pairs=count, mean=mean)
     error = statistics.stdev(differences) / math.sqrt(count)
-    rounding = 1e-12 * max(abs(value) for pair in pairs for value in pair)
     if error <= rounding:
-        p_value = 1.0 if abs(mean) <= rounding else math.nan
+        p_value = 1.0 if mean == 0.0 else math.nan
         return Difference(num_pairs=count, mean=mean, low=mean, high=mean, p_value=p_value)
     from scipy.special import stdtr  # here: it takes most of a second, which other commands need not spend
 

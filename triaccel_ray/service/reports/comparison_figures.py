@@ -5,38 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from triaccel_ray.service.comparisons.comparison import MethodResults
 from triaccel_ray.service.reports.comparison_tables import label
-from triaccel_ray.service.reports.figure_style import (
-    AMBER,
-    BLUE,
-    GREY,
-    INK,
-    NAVY,
-    ORANGE,
-    RED,
-    SKY,
-    new_figure,
-    panel,
-    save,
-)
-
-_LOOKS: Final[dict[str, tuple[str, str]]] = {
-    "fp32": ("s", RED),
-    "amp": ("D", ORANGE),
-    "engine-amp": ("^", AMBER),
-    "fixed": ("P", GREY),
-    "dynamic-batch": ("v", SKY),
-    "dynamic-precision": ("<", BLUE),
-    "dynamic-both": ("*", BLUE),
-    "triaccel": ("o", NAVY),
-}
-"""Method -> marker and colour."""
+from triaccel_ray.service.reports.figure_style import GREY, INK, METHOD_LOOKS, new_figure, panel, save
 
 
 def save_comparison_figures(results: Sequence[MethodResults], folder: Path, *, about: str = "") -> list[Path]:
@@ -76,7 +52,7 @@ def score_bars(results: Sequence[MethodResults], *, about: str = "") -> Figure:
     places = range(len(results))
     means, deviations = [each.mean("score") for each in results], [_spread(each, "score") for each in results]
     whiskers: dict[str, Any] = {"ecolor": INK, "capsize": 3.0, "error_kw": {"linewidth": 1.2}}
-    colours = [_LOOKS.get(each.method, ("o", GREY))[1] for each in results]
+    colours = [METHOD_LOOKS.get(each.method, ("o", GREY))[1] for each in results]
     axes.barh(places, means, xerr=deviations, height=0.62, color=colours, **whiskers)
     beside: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 9.5, "color": INK}
     for place, mean, deviation in zip(places, means, deviations, strict=True):
@@ -90,7 +66,7 @@ def score_bars(results: Sequence[MethodResults], *, about: str = "") -> Figure:
 
 
 def _draw_method(axes: Axes, results: MethodResults, cost: str) -> None:
-    marker, colour = _LOOKS.get(results.method, ("o", GREY))
+    marker, colour = METHOD_LOOKS.get(results.method, ("o", GREY))
     look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 9.0}
     bars: dict[str, Any] = {"linestyle": "none", "elinewidth": 1.0, "capsize": 2.0, "label": label(results.method)}
     axes.errorbar(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from decimal import Decimal
 
 from triaccel_ray.service.comparisons.choosing import judge
 from triaccel_ray.service.comparisons.comparison import (
@@ -29,7 +30,6 @@ from triaccel_ray.service.reports.tables import VIEWS_NOTE, Grid
 from triaccel_ray.service.runs.record import ONE_VIEW, RunRecord
 from triaccel_ray.service.runs.spec import RunSpec
 
-TOO_FEW = "too few seeds"
 _ADAPTS_PRECISION = ("dynamic-precision", "dynamic-both", "triaccel")
 _ADAPTS_BATCH = ("dynamic-batch", "dynamic-both", "triaccel")
 _UNIFORM = {"fp32": "fp32", "dynamic-batch": "fp32", "amp": "autocast"}
@@ -90,15 +90,18 @@ def differences_grid(pairs: Sequence[tuple[MethodResults, MethodResults]], label
     """
     headings = {name: text for name, text in FIGURES.items() if any(_is_measured(each, name) for each in pairs)}
     columns = {name: _column(pairs, name) for name in headings}
+    differences = [difference for column in columns.values() for difference, _ in column]
+    is_tested = any(difference.is_tested for difference in differences)
     rows = []
     for index, (one, other) in enumerate(pairs):
         for position, (name, heading) in enumerate(headings.items()):
             difference, corrected = columns[name][index]
             numbers = [_signed(difference.mean), _percent(difference, other.mean(name))]
             tests = [_interval(difference), _p(difference, difference.p_value), _p(difference, corrected)]
-            rows.append([labels[one.method] if position == 0 else "", heading, *numbers, *tests])
-    header = ("method", "figure", "difference", "%", "95% interval", "p", "p (Holm)")
-    return Grid(header=header, rows=rows, note=_test_note([each for column in columns.values() for each, _ in column]))
+            cells = [*numbers, *tests] if is_tested else numbers
+            rows.append([labels[one.method] if position == 0 else "", heading, *cells])
+    header = ("method", "figure", "difference", "%", *(("95% interval", "p", "p (Holm)") if is_tested else ()))
+    return Grid(header=header, rows=rows, note=_test_note(differences))
 
 
 def settings_grid(record: Comparison) -> Grid:
@@ -180,7 +183,7 @@ def _interval(difference: Difference) -> str:
 
 def _p(difference: Difference, p_value: float) -> str:
     if not difference.is_tested:
-        return TOO_FEW if difference.num_pairs else ""
+        return ""
     if math.isnan(p_value):
         return "no spread"
     return "<0.001" if p_value < 0.001 else f"{p_value:.3f}"
@@ -188,19 +191,22 @@ def _p(difference: Difference, p_value: float) -> str:
 
 def _percent(difference: Difference, reference: float) -> str:
     known = difference.num_pairs > 0 and reference != 0.0
-    return f"{100 * difference.mean / reference:+.1f}" if known else ""
+    percent = round(100 * difference.mean / reference, 1) if known else 0.0
+    return (f"{percent:+.1f}" if percent else "0") if known else ""
 
 
 def _signed(value: float) -> str:
     if math.isnan(value):
         return ""
+    if value == 0.0:
+        return "0"
     return f"{value:+.0f}" if abs(value) >= 1000 else f"{value:+.3g}"
 
 
 def _test_note(differences: Sequence[Difference]) -> str:
     count = max((each.num_pairs for each in differences), default=0)
     if count < MIN_PAIRS:
-        return f"differences are paired by seed; a test needs {MIN_PAIRS} seeds at least"
+        return f"differences are paired by seed; too few seeds for a test: {count}, where {MIN_PAIRS} are needed"
     small = " With so few seeds only large differences can be significant:" if count < 6 else ""
     return (
         "differences are paired by seed; two-sided paired t-test, p (Holm) corrected over the rows of each figure."
@@ -211,7 +217,7 @@ def _test_note(differences: Sequence[Difference]) -> str:
 
 def _mean_and_deviation(results: MethodResults, figure: str) -> str:
     mean, deviation = results.mean(figure), results.deviation(figure)
-    text = f"{mean:.0f}" if abs(mean) >= 10_000 else f"{mean:.4g}"  # never with an exponent
+    text = f"{mean:.0f}" if abs(mean) >= 10_000 else f"{mean:.4g}"  # neither number with an exponent
     if math.isnan(deviation):
         return text
-    return f"{text} ± {deviation:.0f}" if deviation >= 100 else f"{text} ± {deviation:.2g}"
+    return f"{text} ± {deviation:.0f}" if deviation >= 100 else f"{text} ± {Decimal(f'{deviation:.2g}'):f}"

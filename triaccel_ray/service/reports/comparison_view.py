@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from triaccel_ray.service.comparisons.comparison import ABLATION, Comparison
+from collections.abc import Sequence
+
+from trainables.task import Purpose
+from triaccel_ray.service.comparisons.comparison import ABLATION, Choices, Comparison, final_runs
 from triaccel_ray.service.comparisons.fixed import FIXED
 from triaccel_ray.service.console import out, rich_table
 from triaccel_ray.service.reports.comparison_figures import save_comparison_figures
@@ -15,14 +18,18 @@ from triaccel_ray.service.reports.comparison_tables import (
     trials_grid,
     values_grid,
 )
+from triaccel_ray.service.reports.curves import Curve, learning_curves
+from triaccel_ray.service.reports.figure_style import METHOD_LOOKS, save
 from triaccel_ray.service.reports.notes import sharing_note
+from triaccel_ray.service.reports.provenance import about, troubles
 from triaccel_ray.service.reports.report import REPORT, Section, write_page
 from triaccel_ray.service.reports.tables import Grid
 from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.storage.layout import FIGURES
-from triaccel_ray.service.translation import command_of
+from triaccel_ray.service.translation import command_of, comparison_command_of
 
 COMPARISON_MARKDOWN = "comparison.md"
+_NO_ACCURACY = "The test samples are read once, at the end of each run: on the way there is the training loss alone."
 
 
 def view_comparison(record: Comparison) -> None:
@@ -36,22 +43,59 @@ def view_comparison(record: Comparison) -> None:
     if command:
         out.print("to train with the best fixed setting:")
         out.print(command, soft_wrap=True)
+    unwell = troubles({**record.trials, **record.runs}, _missing(record))
+    for section in unwell:
+        out.print("\n".join(["", *section.lines]), markup=False, soft_wrap=True)
     text = "\n".join(f"## {title}\n\n{grid.markdown()}" for title, grid in tables.items())
     (folder / COMPARISON_MARKDOWN).write_text(f"# {folder.name}: {spec.base.task}\n\n{text}")
     results = [record.results(method) for method in spec.all_methods]
-    about = "; ".join(filter(None, (f"{spec.base.task}, {spec.num_seeds} seeds", sharing_note(spec.base))))
-    pictures = save_comparison_figures(results, folder / FIGURES, about=about)
-    sections = [
-        Section(title=title, header=grid.header, rows=grid.rows, text=grid.note) for title, grid in tables.items()
+    subtitle = "; ".join(filter(None, (f"{spec.base.task}, {spec.num_seeds} seeds", sharing_note(spec.base))))
+    pictures = save_comparison_figures(results, folder / FIGURES, about=subtitle)
+    facts = {"what": f"comparison of {', '.join(map(label, spec.all_methods))}", "seeds": f"0 to {spec.num_seeds - 1}"}
+    sections = about(spec.base, list(record.runs.values()), facts, comparison_command_of(spec))
+    sections += unwell
+    sections += [
+        Section(title=title, header=grid.header, rows=_filled(grid.rows), text=grid.note)
+        for title, grid in tables.items()
     ]
+    place = 2 + len(unwell)  # below the first table
     if pictures:
-        sections.insert(1, Section(title="Pictures", text="Bars: standard deviation over seeds.", pictures=pictures))
+        sections.insert(
+            place, Section(title="Pictures", text="Bars: standard deviation over seeds.", pictures=pictures)
+        )
+    if curves := _curves(record):
+        picture = save(learning_curves(curves, about=subtitle), folder / FIGURES / "curves.png")
+        said = "" if spec.base.purpose is Purpose.SEARCH else _NO_ACCURACY
+        sections.insert(place + bool(pictures), Section(title="Learning and time", text=said, pictures=[picture]))
     if command:
         sections.append(Section(title="To train with the best fixed setting", command=command))
     methods = [[label(method), METHODS[method]] for method in spec.all_methods]
-    sections.append(Section(title="What the methods are", header=("method", ""), rows=methods))
+    sections.append(Section(title="What the methods are", header=("method", ""), rows=methods, has_sentences=True))
     page = write_page(folder / REPORT, f"{folder.name}: {spec.base.task}", sections)
     out.print(f"\npage: {page}", soft_wrap=True)
+
+
+def _missing(record: Comparison) -> list[str]:
+    """Returns the names of the final runs that were asked for and have not begun."""
+    return [name for name in final_runs(record.spec, record.choices or Choices()) if name not in record.runs]
+
+
+def _curves(record: Comparison) -> list[Curve]:
+    """Returns a curve for each final run; the seeds of a method have its colour."""
+    return [
+        Curve(label=label(method), colour=METHOD_LOOKS[method][1], epochs=run.epochs, opacity=0.8)
+        for method in record.spec.all_methods
+        for run in record.runs.values()
+        if run.spec.method == method and run.epochs
+    ]
+
+
+def _filled(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """Returns the rows with the method in each, so that they may be sorted."""
+    filled: list[Sequence[str]] = []
+    for row in rows:
+        filled.append(row if row[0] or not filled else [filled[-1][0], *row[1:]])
+    return filled
 
 
 def comparison_tables(record: Comparison) -> dict[str, Grid]:

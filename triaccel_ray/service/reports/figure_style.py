@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +18,8 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from triaccel_ray.plan import Precision
+
 INK: Final = "#1F2933"
 GREY: Final = "#6B7785"
 PALE: Final = "#E4E8EC"
@@ -26,13 +29,34 @@ SKY: Final = "#6DB3E3"
 AMBER: Final = "#F2C45A"
 ORANGE: Final = "#D98200"
 RED: Final = "#C8442B"
+GREEN: Final = "#00876C"
 """After Okabe and Ito (2008); navy, sky and amber also differ in lightness."""
+
+METHOD_LOOKS: Final[Mapping[str, tuple[str, str]]] = {
+    "fp32": ("s", RED),
+    "amp": ("D", ORANGE),
+    "engine-amp": ("^", AMBER),
+    "fixed": ("P", GREY),
+    "dynamic-batch": ("v", SKY),
+    "dynamic-precision": ("<", BLUE),
+    "dynamic-both": ("*", GREEN),
+    "triaccel": ("o", NAVY),
+}
+"""Method -> marker and colour, the same in every picture."""
+
+PRECISION_COLOURS: Final = {Precision.FP16: AMBER, Precision.BF16: SKY, Precision.FP32: NAVY}
+"""Darker as precision rises."""
 
 DEPTH: Final = ListedColormap(colormaps["viridis"](np.linspace(0.0, 0.88, 256)))
 """Viridis without the yellow that is lost on white."""
 
+TRIALS: Final = ListedColormap(colormaps["Blues"](np.linspace(0.35, 0.8, 256)))
+"""From the worst trial to the best; navy, above it, is the best trial's own."""
+
 DPI: Final = 120
 DASHED: Final = (0, (5, 3))
+LOG_FROM: Final = 30.0
+"""Ratio of the largest loss to the smallest from which a linear axis would show a flat line."""
 SHORTEST_WORD: Final = 6
 """Characters of a word that has lost its middle."""
 

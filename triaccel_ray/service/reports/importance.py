@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import optuna
@@ -13,8 +14,10 @@ from triaccel_ray.service.searches.dimensions import Dimension, dimensions
 from triaccel_ray.service.searches.search import SearchRecord
 from triaccel_ray.service.searches.suggestions import quiet_optuna
 
-MIN_TRIALS: Final = 8
-"""Fewer trials say nothing about four thresholds."""
+MIN_TRIALS: Final = 20
+"""Fewer trials say nothing about four thresholds: the intervals cover everything."""
+NUM_RESAMPLES: Final = 12
+"""Bootstrap samples of the trials; the interval is the range of their shares."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,8 @@ class Importance:
 
     shares: Mapping[str, float]
     """Threshold -> share in [0, 1], largest first; together 1. Empty where the trials cannot tell."""
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Threshold -> lowest and highest share among bootstrap samples of the trials."""
     epoch: int
     """The epoch after which the trials were compared."""
     num_trials: int
@@ -34,16 +39,15 @@ class Importance:
         if self.shares:
             return (
                 f"Share of the differences between {self.num_trials} trials that each threshold explains (functional "
-                f"analysis of variance of their ranks after epoch {self.epoch}). tau_low and tau_high move together, "
-                "and so do rho_low and rho_high: of such a pair read the sum. Few trials give rough shares."
+                f"analysis of variance of their ranks after epoch {self.epoch}). Whiskers: the range over "
+                f"{NUM_RESAMPLES} bootstrap samples of the trials. tau_low and tau_high move together, and so do "
+                "rho_low and rho_high: of such a pair read the sum."
             )
-        if self.num_trials < MIN_TRIALS:
-            return f"Too few trials to tell: {self.num_trials} can be compared, at least {MIN_TRIALS} are needed."
         return f"The {self.num_trials} trials do not differ after epoch {self.epoch}: no threshold mattered."
 
 
-def importance(record: SearchRecord) -> Importance:
-    """Returns how much each threshold of the search mattered.
+def importance(record: SearchRecord) -> Importance | None:
+    """Returns how much each threshold of the search mattered; None where fewer than MIN_TRIALS can be compared.
 
     Trials that the scheduler stopped early count too, or only the good ones would: all are compared after the same
     epoch, the latest that half of the trials have reached, and MIN_TRIALS at least. What is explained is a trial's rank
@@ -60,7 +64,7 @@ def importance(record: SearchRecord) -> Importance:
     reached = sorted((run.epochs[-1].epoch for run in trials), reverse=True)
     wanted = max(MIN_TRIALS, -(-len(trials) // 2))
     if len(trials) < MIN_TRIALS:
-        return Importance(shares={}, epoch=0, num_trials=len(trials))
+        return None
     epoch = reached[wanted - 1]
     samples, values = [], []
     for run in trials:
@@ -68,14 +72,26 @@ def importance(record: SearchRecord) -> Importance:
         if run.epochs[-1].epoch >= epoch and figures is not None:
             samples.append({scale.name: scale.position(run.spec.control) for scale in scales})
             values.append(record.objective.value(epoch, figures))
-    return Importance(shares=_shares(samples, values, scales), epoch=epoch, num_trials=len(samples))
-
-
-def _shares(samples: list[dict[str, float]], values: list[float], scales: tuple[Dimension, ...]) -> dict[str, float]:
-    """Returns the shares, largest first; none where all values are the same."""
-    ranks = {value: rank for rank, value in enumerate(sorted(set(values)))}
+    ranks = {value: float(rank) for rank, value in enumerate(sorted(set(values)))}
     if len(ranks) < 2:
-        return {}
+        return Importance(shares={}, epoch=epoch, num_trials=len(samples))
+    ranked = [ranks[value] for value in values]
+    shares = _shares(samples, ranked, scales, num_trees=64)
+    chance = random.Random(0)
+    drawn: list[dict[str, float]] = []
+    while len(drawn) < NUM_RESAMPLES:
+        picked = chance.choices(range(len(samples)), k=len(samples))
+        if len({ranked[index] for index in picked}) > 1:
+            picks = [samples[index] for index in picked], [ranked[index] for index in picked]
+            drawn.append(_shares(*picks, scales, num_trees=16))
+    intervals = {name: (min(each[name] for each in drawn), max(each[name] for each in drawn)) for name in shares}
+    return Importance(shares=shares, intervals=intervals, epoch=epoch, num_trials=len(samples))
+
+
+def _shares(
+    samples: list[dict[str, float]], values: list[float], scales: tuple[Dimension, ...], *, num_trees: int
+) -> dict[str, float]:
+    """Returns the shares, largest first; the values are not all the same."""
     with quiet_optuna():
         study = optuna.create_study()
         columns = {scale.name: [sample[scale.name] for sample in samples] for scale in scales}
@@ -83,8 +99,8 @@ def _shares(samples: list[dict[str, float]], values: list[float], scales: tuple[
             name: optuna.distributions.FloatDistribution(min(column), max(column)) for name, column in columns.items()
         }
         for sample, value in zip(samples, values, strict=True):
-            study.add_trial(optuna.create_trial(params=sample, distributions=ranges, value=ranks[value]))
+            study.add_trial(optuna.create_trial(params=sample, distributions=ranges, value=value))
         found = optuna.importance.get_param_importances(
-            study, evaluator=optuna.importance.FanovaImportanceEvaluator(seed=0)
+            study, evaluator=optuna.importance.FanovaImportanceEvaluator(n_trees=num_trees, seed=0)
         )
     return {str(name): float(share) for name, share in found.items()}

@@ -35,7 +35,6 @@ def run_notes(run: RunRecord) -> Iterator[str]:
             f"adapting took {seconds:.1f} s of the run: first steps of new plans, captures, measuring what borders "
             f"cost; {num_dropped} captured steps were dropped"
         )
-    yield from (f"interrupted ({each.cause}): {each.message}" for each in run.interruptions)
     faults = [fault for tick in run.ticks for fault in tick.observation.faults]
     num_out_of_memory = sum(fault.kind is FaultKind.OUT_OF_MEMORY for fault in faults)
     if num_out_of_memory:

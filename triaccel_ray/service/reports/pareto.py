@@ -15,16 +15,15 @@ from triaccel_ray.service.reports.figure_style import (
     DASHED,
     GREY,
     INK,
+    METHOD_LOOKS,
     NAVY,
-    ORANGE,
-    RED,
     mark_level,
     new_figure,
     panel,
 )
 
-BASELINES: Final = {"fp32": ("FP32", "s", RED), "amp": ("AMP", "D", ORANGE)}
-"""Methods that trials are compared with: their name, marker and colour."""
+BASELINES: Final = {"fp32": "FP32", "amp": "AMP"}
+"""Methods that trials are compared with, and their names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +42,8 @@ class Outcome:
     score: float
     feasible: bool = True
     """Whether the accuracy is within the margin."""
+    pruned: bool = False
+    """Whether the trial was stopped before its last epoch: its figures are those of the epoch that it reached."""
 
 
 def pareto_indices(costs: Sequence[Sequence[float]]) -> list[int]:
@@ -62,8 +63,8 @@ def pareto_indices(costs: Sequence[Sequence[float]]) -> list[int]:
 def pareto_front(outcomes: Sequence[Outcome], *, accuracy_floor: float | None = None, about: str = "") -> Figure:
     """Returns accuracy against seconds per epoch and against peak memory, two panels.
 
-    The trials that no other trial beats in a panel's two quantities are joined. `accuracy_floor` is the accuracy,
-    in percent, that a feasible trial reaches at least.
+    The finished trials that no other one beats in a panel's two quantities are joined. `accuracy_floor` is the
+    accuracy, in percent, that a feasible trial reaches at least.
     """
     figure = new_figure(11.0, 4.7)
     left, right = figure.subplots(1, 2, sharey=True)
@@ -75,7 +76,7 @@ def pareto_front(outcomes: Sequence[Outcome], *, accuracy_floor: float | None = 
         mark_level(right, accuracy_floor, "margin")
     handles, labels = left.get_legend_handles_labels()
     if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False, fontsize=9, labelcolor=INK)
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9, labelcolor=INK)
     return figure
 
 
@@ -83,10 +84,14 @@ def _draw_panel(
     axes: Axes, outcomes: Sequence[Outcome], cost: Callable[[Outcome], float], accuracy_floor: float | None
 ) -> None:
     trials = [outcome for outcome in outcomes if outcome.method not in BASELINES]
-    good = [outcome for outcome in trials if outcome.feasible]
-    poor = [outcome for outcome in trials if not outcome.feasible]
+    good = [outcome for outcome in trials if outcome.feasible and not outcome.pruned]
+    poor = [outcome for outcome in trials if not outcome.feasible and not outcome.pruned]
+    pruned = [outcome for outcome in trials if outcome.pruned]
     if accuracy_floor is not None:
         axes.axhline(accuracy_floor, color=GREY, linewidth=1.1, linestyle=DASHED)
+    if pruned:
+        cross: dict[str, Any] = {"marker": "x", "color": GREY, "linewidth": 1.2}
+        axes.scatter(*_places(pruned, cost), s=34, label="stopped early (pruned), at its last epoch", **cross)
     if poor:
         hollow: dict[str, Any] = {"facecolors": "none", "edgecolors": "#9AA5B1", "linewidth": 1.1}
         axes.scatter(*_places(poor, cost), s=34, label="trial below the margin", **hollow)
@@ -105,7 +110,8 @@ def _draw_panel(
         best = max(good, key=lambda outcome: outcome.score)
         ring: dict[str, Any] = {"facecolors": "none", "edgecolors": NAVY, "linewidth": 1.6}
         axes.scatter(*_places([best], cost), s=190, label=f"best score {best.score:.3g}: {best.label}", **ring)
-    for method, (name, marker, colour) in BASELINES.items():
+    for method, name in BASELINES.items():
+        marker, colour = METHOD_LOOKS[method]
         same = [outcome for outcome in outcomes if outcome.method == method]
         if same:
             look: dict[str, Any] = {"color": colour, "edgecolor": "white", "linewidth": 1.0, "zorder": 4}
@@ -115,6 +121,11 @@ def _draw_panel(
             text = axes.annotate(name, place, (0, 8), textcoords="offset points", zorder=5, **style)
             text.set_path_effects([withStroke(linewidth=3.0, foreground="white")])
     axes.margins(0.09)
+    finished = [outcome.accuracy for outcome in outcomes if not outcome.pruned]
+    if pruned and finished:  # a trial that was stopped after an epoch would flatten what is to be told apart
+        lowest = min([*finished, *([] if accuracy_floor is None else [accuracy_floor])])
+        span = max(max(finished) - lowest, 1.0)
+        axes.set_ylim(bottom=max(axes.get_ylim()[0], lowest - 1.5 * span))
 
 
 def _places(outcomes: Sequence[Outcome], cost: Callable[[Outcome], float]) -> tuple[list[float], list[float]]:

@@ -1,22 +1,34 @@
-"""The page of one run: result, epochs, what the loop did."""
+"""The page of one run: where it comes from, result, what the loop did, epochs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainables.task import Purpose
+from triaccel_ray.jsonable import encode
 from triaccel_ray.service.reports.notes import run_notes
+from triaccel_ray.service.reports.provenance import about, troubles
 from triaccel_ray.service.reports.report import REPORT, Section, write_page
 from triaccel_ray.service.reports.tables import result_grid, run_grid
+from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.runs.record import RunRecord
+from triaccel_ray.service.translation import command_of
 
 
 def write_run_page(run: RunRecord, pictures: Sequence[Path]) -> Path:
     """Writes the page into the run's folder and returns its path."""
-    grid = run_grid(run)
-    sections = [Section(title="Epochs", header=grid.header, rows=grid.rows)]
+    spec = run.spec
+    facts = {"method": f"{spec.method}: {METHODS[spec.method]}", "status": run.status, "seed": str(spec.seed)}
+    command = command_of(spec) + " --final" * (spec.purpose is Purpose.FINAL)
+    sections = about(spec, [run], facts, command)
     if run.end is not None and run.end.results:
         result = result_grid(run.end.results)
-        sections.insert(0, Section(title="Result", header=result.header, rows=result.rows))
+        sections.append(Section(title="Result", header=result.header, rows=result.rows, text=result.note))
+    sections += troubles({run.name: run})
     sections.append(Section(title="What the loop did", text="\n".join(run_notes(run)), pictures=pictures))
-    return write_page(run.folder / REPORT, f"{run.name}: {run.spec.task}", sections)
+    grid = run_grid(run)
+    sections.append(Section(title="Epochs", header=grid.header, rows=grid.rows))
+    sections.append(Section(title="All settings", command=json.dumps(encode(spec), indent=2), folded=True))
+    return write_page(run.folder / REPORT, f"{run.name}: {spec.task}", sections)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -13,7 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
-from triaccel_ray.service.reports.figure_style import BLUE, DEPTH, GREY, INK, RED, legend, new_figure, panel
+from triaccel_ray.service.reports.figure_style import BLUE, GREY, INK, NAVY, TRIALS, legend, new_figure, panel
+from triaccel_ray.service.reports.importance import Importance
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.searches.dimensions import dimensions
@@ -117,23 +118,26 @@ def coordinates(record: SearchRecord, best: RunRecord | None) -> tuple[list[Scal
     return axes, lines
 
 
-def importance_bars(shares: Mapping[str, float], *, about: str = "") -> Figure:
-    """Returns a bar per threshold: the share of the differences between trials that it explains."""
-    figure = new_figure(9.6, 1.3 + 0.36 * len(shares))
+def importance_bars(found: Importance, *, about: str = "") -> Figure:
+    """Returns a bar per threshold: the share of the differences between trials that it explains, and its interval."""
+    names = list(found.shares)
+    figure = new_figure(9.6, 1.7 + 0.36 * len(names))
     axes = figure.subplots()
-    panel(axes, "Importance of each threshold", about)
-    rows = np.arange(len(shares))
-    axes.barh(rows, list(shares.values()), height=0.62, color=BLUE)
-    for row, share in zip(rows, shares.values(), strict=True):
-        beside: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 9.5, "color": INK}
-        axes.annotate(f"{share:.0%}", (share, row), (5, 0), **beside)
-    axes.set_yticks(rows, list(shares), fontsize=10, color=INK)
+    panel(axes, "Importance of each threshold", about, x_label="share of the differences between trials, percent")
+    rows = np.arange(len(names))
+    shares = 100.0 * np.array([found.shares[name] for name in names])
+    low, high = (100.0 * np.array([found.intervals[name][end] for name in names]) for end in (0, 1))
+    whiskers: dict[str, Any] = {"ecolor": INK, "capsize": 3.0, "error_kw": {"linewidth": 1.2}}
+    errors = np.maximum([shares - low, high - shares], 0.0)
+    axes.barh(rows, shares, height=0.62, xerr=errors, color=BLUE, **whiskers)
+    beside: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 9.5, "color": INK}
+    for row, share, end in zip(rows, shares, np.maximum(high, shares), strict=True):
+        axes.annotate(f"{share:.0f}%", (end, row), (7, 0), **beside)
+    axes.set_yticks(rows, names, fontsize=10, color=INK)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
-    axes.set_xticks([])
-    axes.set_xlim(0.0, 1.12 * max(shares.values()))
+    axes.set_xlim(0.0, 1.12 * max(high.max(), shares.max()))
     axes.grid(visible=False)
-    axes.spines["bottom"].set_visible(False)
     return figure
 
 
@@ -149,10 +153,10 @@ def _heights(positions: Sequence[float]) -> list[float]:
 
 def _look(line: Line) -> dict[str, Any]:
     if line.best:
-        return {"color": RED, "linewidth": 2.8, "zorder": 3}
+        return {"color": NAVY, "linewidth": 2.8, "zorder": 3}
     if not line.feasible:
         return {"color": GREY, "linewidth": 1.0, "linestyle": (0, (4, 3)), "alpha": 0.65, "zorder": 1}
-    return {"color": DEPTH(1.0 - line.rank), "linewidth": 1.4, "alpha": 0.9, "zorder": 2}
+    return {"color": TRIALS(line.rank), "linewidth": 1.4, "alpha": 0.9, "zorder": 2}
 
 
 def _upright(axes: Axes, place: float, scale: Scale) -> None:

@@ -33,7 +33,7 @@ class Grid:
 
 
 def search_grid(record: SearchRecord) -> Grid:
-    """Returns baselines and trials with thresholds and figures, best first."""
+    """Returns baselines and trials with thresholds and figures: finished trials best first, then stopped ones."""
     objective = record.objective
     scales = dimensions(record.spec.optional)
     baselines = [(name.upper(), run) for name, run in record.baselines.items() if name != "probe"]
@@ -42,19 +42,21 @@ def search_grid(record: SearchRecord) -> Grid:
     num_empty = len(scales) + 1 + len(FIGURE_COLUMNS)
     rows += [[run.name, run.status, *[""] * num_empty] for run in record.trials if run.figures is None]
     rows += [[name, "damaged", *[""] * num_empty] for name in record.damaged]
-    note = ""
+    notes = ["figures are those of the epoch named beside them"]
     if objective.reference:
         floor = objective.reference[-1] - objective.margin
-        note = (
+        notes.append(
             f"maximised: {objective.name}, among trials of at least {floor:.2f} % (AMP {objective.reference[-1]:.2f} % "
-            f"less {objective.margin:g} points); * below that at its last epoch"
+            f"less {objective.margin:g} points); * below AMP's accuracy at the same epoch less the margin"
         )
+    if any(run.status == "stopped" for run in record.trials):
+        notes.append("stopped: pruned before its last epoch, hence ranked after all that finished")
     names = tuple(scale.name for scale in scales)
-    header = ("run", "status", *names, "epochs", *FIGURE_COLUMNS)
+    header = ("run", "status", *names, "at epoch", *FIGURE_COLUMNS)
     return Grid(
         header=header,
         rows=rows,
-        note="; ".join(filter(None, (note, sharing_note(record.spec.base)))),
+        note="; ".join(filter(None, (*notes, sharing_note(record.spec.base)))),
         spare=("peak GB", "status", *names[::-1]),
     )
 
@@ -104,7 +106,7 @@ def _search_row(label: str, run: RunRecord, objective: Objective, scales: Sequen
     if run.figures is not None:
         short = run.spec.method == "triaccel" and objective.shortfall(num_epochs, run.figures.accuracy) > 0
         cells = _figure_cells(run.figures, mark=" *" if short else "")
-    return [label, run.status, *thresholds, str(num_epochs), *cells]
+    return [label, run.status, *thresholds, f"{num_epochs} of {run.spec.recipe.epochs}", *cells]
 
 
 def _figure_cells(figures: Figures, *, mark: str) -> list[str]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from triaccel_ray.service.console import out, rich_table
-from triaccel_ray.service.reports.figure_style import save
+from triaccel_ray.service.reports.curves import Curve, learning_curves
+from triaccel_ray.service.reports.figure_style import BLUE, GREY, METHOD_LOOKS, NAVY, save
 from triaccel_ray.service.reports.figures import run_figures
 from triaccel_ray.service.reports.importance import importance
 from triaccel_ray.service.reports.notes import run_notes, sharing_note
-from triaccel_ray.service.reports.pareto import Outcome, pareto_front
+from triaccel_ray.service.reports.pareto import BASELINES, Outcome, pareto_front
+from triaccel_ray.service.reports.provenance import about, troubles
+from triaccel_ray.service.reports.recommendation import recommendation
 from triaccel_ray.service.reports.report import REPORT, Section, write_page
 from triaccel_ray.service.reports.run_page import write_run_page
 from triaccel_ray.service.reports.search_figures import coordinates, importance_bars, parallel_coordinates
@@ -18,9 +22,10 @@ from triaccel_ray.service.reports.tables import result_grid, run_grid, search_gr
 from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.searches.finding import write_found
-from triaccel_ray.service.searches.search import SearchRecord, best_trial, ranked
+from triaccel_ray.service.searches.search import SearchRecord, ranked
+from triaccel_ray.service.searches.suggestions import trial_name
 from triaccel_ray.service.storage.layout import EVENTS, FIGURES
-from triaccel_ray.service.translation import command_of
+from triaccel_ray.service.translation import search_command_of
 
 
 def view_run(run: RunRecord) -> None:
@@ -30,78 +35,91 @@ def view_run(run: RunRecord) -> None:
     out.print(rich_table(grid, title=title) if grid.rows else title)
     if run.end is not None and run.end.results:
         out.print(rich_table(result_grid(run.end.results), title="result"))
-    notes = "\n".join(run_notes(run))
+    notes = "\n".join([*run_notes(run), *(line for section in troubles({run.name: run}) for line in section.lines)])
     if notes:
-        out.print(f"\n{notes}")
+        out.print(f"\n{notes}", markup=False, soft_wrap=True)
     _announce(write_run_page(run, run_figures(run.folder / EVENTS, run.folder / FIGURES)))
 
 
 def view_search(record: SearchRecord) -> None:
-    """Shows a search's trials and the best thresholds, and writes its pictures and page."""
+    """Shows a search's trials and what to train with, and writes its pictures and page."""
     grid, spec = search_grid(record), record.spec
     done = sum(run.status in ("finished", "stopped") for run in record.trials)
-    out.print(rich_table(grid, title=f"{record.folder.name}: {spec.base.task}, {done} trials"))
-    best = best_trial(record)
-    if best is None:
-        text = _why_none(record)
-        out.print(f"\n{text}")
-        sections = [Section(title="Best thresholds", text=text)]
-    else:
-        command = command_of(best.spec)
-        out.print(f"\nbest thresholds ({best.name}); to train with them:")
-        out.print(command, soft_wrap=True)
-        if (path := write_found(record)) is not None:
-            out.print(f"kept, with what it takes to find them again: {path}", soft_wrap=True)
-        sections = [Section(title=f"Best thresholds: {best.name}", command=command)]
-    incidents = [
-        f"{run.name} was interrupted ({each.cause}): {each.message}"
-        for run in (*record.baselines.values(), *record.trials)
-        for each in run.interruptions
-    ]
-    incidents += [f"{name} is left out: {problem}" for name, problem in record.damaged.items()]
-    if incidents:
-        text = "\n".join(incidents)
-        out.print(f"\n{text}", markup=False, soft_wrap=True)
-        sections.append(Section(title="Interruptions", text=text))
-    picture = save_pareto_front(record)
-    if picture is not None:
+    out.print(rich_table(grid, title=f"{record.folder.name}: {spec.base.task}, {done} of {spec.num_trials} trials"))
+    advice = recommendation(record)
+    out.print(f"\n{advice.sentence}", soft_wrap=True)
+    if advice.command:
+        out.print(advice.command, soft_wrap=True)
+    if (path := write_found(record)) is not None:
+        out.print(f"thresholds of the best trial, and what it takes to find them again: {path}", soft_wrap=True)
+    runs = {**{f"baseline {name}": run for name, run in record.baselines.items()}, **named(record.trials)}
+    unwell = troubles(runs, missing_runs(record), record.damaged)
+    for section in unwell:
+        out.print("\n".join(["", *section.lines]), markup=False, soft_wrap=True)
+    is_beaten = bool(advice.beaten_by) or advice.best is None
+    said = Section(text="" if is_beaten else advice.sentence, notice=advice.sentence if is_beaten else "")
+    facts = {
+        "what": f"search of {spec.num_trials} trials in space {spec.space}, objective {spec.objective}, margin "
+        f"{spec.margin:g} points",
+        "seed": f"{spec.base.seed}, sampler {spec.seed}",
+    }
+    sections = [replace(said, command=advice.command)]
+    sections += about(spec.base, [*record.baselines.values(), *record.trials], facts, search_command_of(spec))
+    sections += unwell
+    if (picture := save_pareto_front(record)) is not None:
         sections.append(Section(title="Accuracy against time and memory", pictures=[picture]))
     sections.append(Section(title="Trials, best first", header=grid.header, rows=grid.rows, text=grid.note))
-    sections += _threshold_sections(record, best)
+    if curves := _curves(record, advice.best):
+        picture = save(learning_curves(curves, about=record.folder.name), record.folder / FIGURES / "curves.png")
+        sections.append(Section(title="Learning curves and time", pictures=[picture]))
+    sections += _threshold_sections(record, advice.best)
     sections += _timelines(record)
     _announce(write_page(record.folder / REPORT, f"{record.folder.name}: {spec.base.task}", sections))
 
 
-def _why_none(record: SearchRecord) -> str:
-    """Returns why a search has no best trial, and what to change."""
-    if any(run.status == "finished" for run in record.trials):
-        return "no trial that ran to its end is within the margin: allow more trials, epochs or --margin"
-    ends = Counter(run.status for run in record.trials)
-    told = ", ".join(f"{count} {status}" for status, count in ends.most_common()) or "none has begun"
-    ways = {
-        "out_of_memory": "give more --memory-headroom or --memory-budget, or a smaller --batch-size",
-        "non_finite": "give a smaller --lr",
-        "disk_full": "make room, then `triaccel resume`",
-    }
-    causes = {run.end.cause for run in record.trials if run.end is not None}
-    way_out = "; ".join(way for cause, way in ways.items() if cause in causes)
-    way_out = way_out or "see the reasons below, then `triaccel resume` tries them again"
-    return f"no trial ran to its end ({told}): {way_out}"
+def named(runs: Iterable[RunRecord]) -> dict[str, RunRecord]:
+    """Returns the runs by name."""
+    return {run.name: run for run in runs}
+
+
+def missing_runs(record: SearchRecord) -> list[str]:
+    """Returns the names of the runs that the search asked for and that have not begun."""
+    baselines = ("fp32", "amp", *(["probe"] if record.spec.space == "thresholds" else []))
+    missing = [f"baseline {name}" for name in baselines if name not in record.baselines]
+    begun = {run.name for run in record.trials} | record.damaged.keys()
+    return missing + [name for name in map(trial_name, range(record.spec.num_trials)) if name not in begun]
+
+
+def _curves(record: SearchRecord, best: RunRecord | None) -> list[Curve]:
+    """Returns the curves of all trials, the baselines and the best trial above the others."""
+    curves = []
+    for run in record.trials:
+        is_best, pruned = best is not None and run.name == best.name, run.status == "stopped"
+        look = (NAVY, 2.6, 1.0) if is_best else (GREY, 1.0, 0.7) if pruned else (BLUE, 1.2, 0.6)
+        label = f"best trial ({run.name})" if is_best else "stopped early (pruned)" if pruned else "trial"
+        colour, width, opacity = look
+        curve = Curve(label=label, colour=colour, epochs=run.epochs, width=width, opacity=opacity, pruned=pruned)
+        curves += [(is_best, curve)] if run.epochs else []
+    drawn = [curve for _, curve in sorted(curves, key=lambda pair: pair[0])]
+    for name, label in BASELINES.items():
+        baseline = record.baselines.get(name)
+        if baseline is not None and baseline.epochs:
+            drawn.append(Curve(label=label, colour=METHOD_LOOKS[name][1], epochs=baseline.epochs, width=2.2))
+    return drawn
 
 
 def _threshold_sections(record: SearchRecord, best: RunRecord | None) -> list[Section]:
     """Returns where the trials lie among the thresholds, and which of these mattered."""
-    about, folder = record.folder.name, record.folder / FIGURES
+    name, folder = record.folder.name, record.folder / FIGURES
     scales, lines = coordinates(record, best)
     if not lines:
         return []
-    picture = save(parallel_coordinates(scales, lines, about=about), folder / "parallel_coordinates.png")
-    found = importance(record)
-    bars = [save(importance_bars(found.shares, about=about), folder / "importance.png")] if found.shares else []
-    return [
-        Section(title="Trials across thresholds", pictures=[picture]),
-        Section(title="Importance of each threshold", text=found.sentence, pictures=bars),
-    ]
+    picture = save(parallel_coordinates(scales, lines, about=name), folder / "parallel_coordinates.png")
+    sections = [Section(title="Trials across thresholds", pictures=[picture])]
+    if (found := importance(record)) is not None:
+        bars = [save(importance_bars(found, about=name), folder / "importance.png")] if found.shares else []
+        sections.append(Section(title="Importance of each threshold", text=found.sentence, pictures=bars))
+    return sections
 
 
 def _timelines(record: SearchRecord) -> list[Section]:
@@ -113,7 +131,7 @@ def _timelines(record: SearchRecord) -> list[Section]:
         pictures = run_figures(run.folder / EVENTS, run.folder / FIGURES)
         figures = run.figures
         result = "" if figures is None else f", {figures.accuracy:.2f} %, score {figures.score:.2f}"
-        title = f"{run.name}: {run.status} after {len(run.epochs)} epochs{result}"
+        title = f"{run.name}: {run.status} after {run.epochs[-1].epoch if run.epochs else 0} epochs{result}"
         notes = "\n".join(run_notes(run))
         sections.append(Section(title=title, text=notes, pictures=pictures, folded=True))
     text = "Precision of each layer, batch size, memory and learning rates over the steps; open a trial by its name."
@@ -121,12 +139,12 @@ def _timelines(record: SearchRecord) -> list[Section]:
 
 
 def save_pareto_front(record: SearchRecord) -> Path | None:
-    """Writes the picture of all configurations that ran to their end and returns its path; None without any."""
+    """Writes the picture of all configurations that were judged and returns its path; None without any."""
     objective = record.objective
     outcomes = []
     for run in (*record.baselines.values(), *record.trials):
         figures = run.figures
-        if figures is None or run.spec.method == "probe" or run.status != "finished":
+        if figures is None or run.spec.method == "probe" or run.status not in ("finished", "stopped"):
             continue
         feasible = objective.shortfall(run.epochs[-1].epoch, figures.accuracy) == 0.0
         outcomes.append(
@@ -138,13 +156,14 @@ def save_pareto_front(record: SearchRecord) -> Path | None:
                 peak_gb=figures.peak_gb,
                 score=figures.score,
                 feasible=feasible,
+                pruned=run.status == "stopped",
             )
         )
     if not outcomes:
         return None
     floor = objective.reference[-1] - objective.margin if objective.reference else None
-    about = "; ".join(filter(None, (record.folder.name, sharing_note(record.spec.base))))
-    front = pareto_front(outcomes, accuracy_floor=floor, about=about)
+    subtitle = "; ".join(filter(None, (record.folder.name, sharing_note(record.spec.base))))
+    front = pareto_front(outcomes, accuracy_floor=floor, about=subtitle)
     return save(front, record.folder / FIGURES / "pareto.png")
 
 

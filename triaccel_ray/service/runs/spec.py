@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +24,11 @@ CUDA_CONTEXT_BYTES = 100 * 2**20
 """What a process holds of a GPU at least before its first tensor; 200 to 500 MiB on most."""
 MAX_TRIALS_PER_GPU = 16
 """With more, CUDA contexts alone would fill the smaller GPUs."""
+COMMIT = "commit"
+"""Name, in a run's first record, of the git commit of the user's working directory."""
+COMMIT_VARIABLE = "TRIACCEL_COMMIT"
+"""Environment variable by which workers, which may be elsewhere, know it."""
+_GIT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +165,19 @@ def environment(device: torch.device) -> dict[str, str]:
             info[package] = version(package)
         except PackageNotFoundError:
             info[package] = "not installed"
+    if commit := os.environ.get(COMMIT_VARIABLE):
+        info[COMMIT] = commit
     return info
+
+
+def commit_of(folder: Path) -> str:
+    """Returns the git commit checked out in `folder`, `-dirty` where files differ from it; empty where none is."""
+    words = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _cpu_name() -> str:
