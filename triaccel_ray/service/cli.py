@@ -195,7 +195,7 @@ class Submit:
     words: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="-- COMMAND ...")]] = ()
     """The command and its options, after `--`."""
     name: Given[str] = None
-    """The job's name, and that of what it trains unless COMMAND has a --name. Default: of command, task and time."""
+    """The job's name, and that of what it trains. Default: COMMAND's --name, else made of command, task and time."""
     address: Given[str] = None
     """Ray cluster: http://HOST:8265, HOST:PORT or `auto`. Default: RAY_ADDRESS, or the cluster on this machine."""
 

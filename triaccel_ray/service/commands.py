@@ -50,6 +50,7 @@ from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.searches.search import (
+    JOURNAL,
     SEARCH,
     TRIALS,
     SearchSpec,
@@ -59,6 +60,7 @@ from triaccel_ray.service.searches.search import (
     read_search,
     tune_trials,
 )
+from triaccel_ray.service.searches.suggestions import ended_trials
 from triaccel_ray.service.session import (
     new_name,
     open_tracker,
@@ -72,6 +74,7 @@ from triaccel_ray.service.storage.place import Place
 from triaccel_ray.service.tracking.shipper import Parent
 from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.service.translation import comparison_spec, search_spec, spec_from
+from triaccel_ray.service.units import format_bytes
 
 MISTAKES = ("bug", "preempted", "store")
 """Causes of failures that have nothing to do with what was tried."""
@@ -255,10 +258,23 @@ def _search(spec: SearchSpec, place: Place, where: Where, given: str | None, *, 
     experiment = experiment_of(tracker, folder, given=given, usual=cli.Search.experiment)
     if not resume:
         begin_search(spec, folder)
-    info = {"task": spec.base.task, "kind": "search", "space": spec.space, "objective": spec.objective}
+    info = {
+        "task": spec.base.task,
+        "kind": "search",
+        "seed": str(spec.seed),
+        "space": spec.space,
+        "objective": spec.objective,
+        "margin": f"{spec.margin:g}",
+    }
+    parent = Parent(
+        name=folder.name,
+        tags=info,
+        pruned=lambda: ended_trials(folder / JOURNAL),
+        closing_tags=lambda: _search_tags(folder),
+    )
     words = resume_words(place, where, experiment, cli.Search.experiment)
     mirror = mirrored(place, has_own_log=True)
-    with resumable(words), mirror, _parent(tracker, folder, words, experiment, spec.base.control, info) as log:
+    with resumable(words), mirror, _parent(tracker, folder, words, experiment, spec.base.control, parent) as log:
         with cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}"):
             num_gpus, shared = _num_gpus(spec.base, where.address), _shared(spec.base)
             with RunProgress(f"{spec.base.task}: baselines and probe") as progress:
@@ -281,6 +297,16 @@ def _search(spec: SearchSpec, place: Place, where: Where, given: str | None, *, 
     return 0 if best is not None and not mistakes else 1
 
 
+def _search_tags(folder: Path) -> dict[str, str]:
+    """Returns what a search has found out, for its MLflow run."""
+    record = read_search(folder)
+    best, prepared = best_trial(record), record.prepared
+    tags = {} if best is None else {"best_trial": best.name}
+    if prepared is not None and prepared.headroom_bytes is not None:
+        tags["memory_headroom"] = format_bytes(prepared.headroom_bytes)
+    return tags
+
+
 def _compare(spec: ComparisonSpec, place: Place, where: Where, given: str | None, *, resume: bool) -> int:
     require_experiment(given)
     folder = place.folder
@@ -293,9 +319,10 @@ def _compare(spec: ComparisonSpec, place: Place, where: Where, given: str | None
     if not resume:
         begin_comparison(spec, folder)
     info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
+    parent = Parent(name=folder.name, tags=info)
     words = resume_words(place, where, experiment, cli.Compare.experiment)
     mirror = mirrored(place, has_own_log=True)
-    with resumable(words), mirror, _parent(tracker, folder, words, experiment, spec.base.control, info) as log:
+    with resumable(words), mirror, _parent(tracker, folder, words, experiment, spec.base.control, parent) as log:
         with cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}"):
             num_gpus = _num_gpus(spec.base, where.address)
             if read_comparison(folder).choices is None:
@@ -372,7 +399,7 @@ def _shared(spec: RunSpec) -> SharedSplits | None:
 
 @contextlib.contextmanager
 def _parent(
-    tracker: Tracker, folder: Path, words: str, experiment: str, control: ControlConfig, info: Mapping[str, str]
+    tracker: Tracker, folder: Path, words: str, experiment: str, control: ControlConfig, parent: Parent
 ) -> Iterator[EventLog]:
     """Yields the log that stands for the whole of a search or comparison, everything below it being recorded.
 
@@ -382,8 +409,8 @@ def _parent(
     with needing_room(folder):
         log = EventLog(folder / EVENTS, keep=1 if has_begun(folder) else 0)
         if log.num_records == 0:
-            log.append(Start(control=control, info=info))
-    with recording(tracker, folder, words, experiment=experiment, parent=Parent(name=folder.name, tags=info)):
+            log.append(Start(control=control, info=parent.tags))
+    with recording(tracker, folder, words, experiment=experiment, parent=parent):
         try:
             yield log
         except BaseException as error:

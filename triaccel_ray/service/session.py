@@ -15,7 +15,8 @@ from triaccel_ray.service.storage.place import Place, is_plain_name
 from triaccel_ray.service.tracking.shipper import Parent, Shipper
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
 
-FLUSH_TIMEOUT_S = 60.0
+FLUSH_TIMEOUT_S = 15.0
+"""How long the end of a command waits for a store that does not answer."""
 
 
 def tracking_uri_of(storage: Place, given: str | None) -> str:
@@ -110,11 +111,12 @@ def recording(
         timeout_s = 5.0  # who is waiting for a message about what went wrong should not wait for the store
         raise
     finally:
-        shipper.stop()
-        if not shipper.flush(timeout_s):
+        if not shipper.finish(timeout_s):
+            waiting = shipper.waiting()
             err.print(
                 f"not everything is recorded in {tracker.display_uri}: {shipper.last_error}\n"
-                f"Nothing is lost: `{words}` records the rest once the store answers.",
+                f"{sum(waiting.values())} records of {', '.join(waiting)} are still to be recorded. Nothing is lost: "
+                f"`{words}` records them once the store answers.",
                 style="yellow",
                 soft_wrap=True,
             )

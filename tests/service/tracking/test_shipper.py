@@ -15,7 +15,7 @@ import pytest
 from filelock import FileLock
 
 from tests.service.build import SimulatedRun
-from tests.service.stores import Server, assert_arrived_once, history, only_run, runs, ship
+from tests.service.stores import Server, assert_arrived_once, assert_equals_log, history, only_run, runs, ship
 from triaccel_ray.events import End, Epoch, EventLog, Start, Tick, read_events
 from triaccel_ray.service.tracking import shipment
 from triaccel_ray.service.tracking.shipper import Parent, Shipper
@@ -84,7 +84,7 @@ def test_values_that_are_no_numbers_arrive(tracker: Tracker, root: Path, experim
 @pytest.mark.parametrize(
     ("status", "cause", "expected", "outcome"),
     [
-        ("failed", "out_of_memory", "FAILED", "failed: out_of_memory: not one sample fits"),
+        ("failed", "out_of_memory", "FAILED", "failed"),
         ("stopped", "", "KILLED", "stopped"),
     ],
 )
@@ -128,8 +128,8 @@ def test_nothing_arrives_twice(tracker: Tracker, root: Path, experiment: str) ->
     assert (shipped["run_id"], first.tags[RUN_KEY_TAG]) == (first.id, shipped["key"])
     # A crash between the arrival of a batch and the note of it; between the run's creation and the note of its id;
     # and the note lost.
-    note.write_text(json.dumps({**shipped, "cursor": 3}))
-    assert ship(tracker, root, experiment) == num_events - 5
+    note.write_text(json.dumps({**shipped, "num_records": 0, "checksum": 0}))
+    assert ship(tracker, root, experiment) == num_events - 1
     note.write_text(json.dumps({"store": shipped["store"], "key": shipped["key"]}))
     assert ship(tracker, root, experiment) == num_events
     note.unlink()
@@ -141,7 +141,7 @@ def test_nothing_arrives_twice(tracker: Tracker, root: Path, experiment: str) ->
 
 @pytest.mark.parametrize("in_one_process", [True, False])
 @pytest.mark.parametrize("seen_between", [True, False])
-def test_a_resumed_run_continues_its_own(
+def test_a_resumed_run_is_recorded_as_its_log_is_now(
     sqlite_tracker: Tracker, root: Path, experiment: str, in_one_process: bool, seen_between: bool
 ) -> None:
     following = Shipper(sqlite_tracker, root, experiment=experiment)
@@ -155,47 +155,147 @@ def test_a_resumed_run_continues_its_own(
 
     run = SimulatedRun(root / "trial")
     run.start()
-    run.train(2)
-    run.end("failed", "bug", "KeyError")
+    run.train(3)
     look()
     first = only_run(sqlite_tracker, experiment)
-    assert first.status == "FAILED"
+    sqlite_tracker.client.set_tag(first.id, "mlflow.note.content", "looks good")
+    before = {point for key in first.keys for point in history(sqlite_tracker, first.id, key)}
 
-    # The checkpoint holds the first epoch: the second is trained and logged again, and then a third.
-    lost = run.resume(keep=2 + TICKS_PER_EPOCH)
-    assert len(lost) == TICKS_PER_EPOCH + 1
+    # The checkpoint holds the first epoch. Memory-driven decisions differ, and an epoch takes fewer steps.
+    run.capacity, run.steps_per_epoch = 96, 150
+    run.go_back(epochs=1)
     if seen_between:
         look()
-        assert only_run(sqlite_tracker, experiment).status == "RUNNING"
-    run.append(*lost)
-    run.train(1)
+        assert only_run(sqlite_tracker, experiment).tags["resumed_from_step"] == "200"
+    run.train(2)
     look()
     assert only_run(sqlite_tracker, experiment).status == "RUNNING"
     run.end()
     look()
     found = only_run(sqlite_tracker, experiment)
-    assert (found.id, found.status, found.tags["outcome"]) == (first.id, "FINISHED", "finished")
-    assert_arrived_once(sqlite_tracker, found, 3)
+    assert (found.name, found.status, found.tags["outcome"]) == ("trial", "FINISHED", "finished")
+    assert found.tags["resumed_from_step"] == "200"
+    assert found.tags["interrupted"] == "preempted: the process was lost"
+    assert (found.tags["replaces"], found.tags["mlflow.note.content"]) == (first.id, "looks good")
+    assert assert_equals_log(sqlite_tracker, found, run.path) > 100
+    after = {point for key in found.keys for point in history(sqlite_tracker, found.id, key)}
+    assert before - after  # what the first attempt alone had done
+    old = sqlite_tracker.client.get_run(first.id)
+    assert old.info.lifecycle_stage == "deleted"
+    assert "superseded" in old.data.tags
+
+    # A second interruption, at which nothing is lost that had arrived.
+    run.go_back(epochs=3)
+    run.train(1)
+    run.end()
+    look()
+    again = only_run(sqlite_tracker, experiment)
+    assert again.tags["resumed_from_step"] == "200, 500"
+    assert_equals_log(sqlite_tracker, again, run.path)
 
 
-def test_a_run_that_begins_again_keeps_its_params(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
+@pytest.mark.parametrize("lost", ["the deletion", "the creation"])
+def test_a_crash_while_a_run_is_recorded_anew_leaves_one_run(
+    sqlite_tracker: Tracker, root: Path, experiment: str, lost: str
+) -> None:
+    run = SimulatedRun(root / "trial")
+    run.start()
+    run.train(2)
+    ship(sqlite_tracker, root, experiment)
+    note = root / "trial" / "mlflow.json"
+    first = json.loads(note.read_text())
+    run.go_back(epochs=1)
+    fresh = {name: first[name] for name in ("store", "key", "experiment")} | {"replaces": first["run_id"]}
+    if lost == "the creation":
+        ship(sqlite_tracker, root, experiment)
+    note.write_text(json.dumps(fresh))
+    run.train(1)
+    run.end()
+    ship(sqlite_tracker, root, experiment)
+    assert_equals_log(sqlite_tracker, only_run(sqlite_tracker, experiment), run.path)
+
+
+def test_a_run_whose_end_alone_was_cut_off_continues_its_own(
+    sqlite_tracker: Tracker, root: Path, experiment: str
+) -> None:
+    run = SimulatedRun(root / "trial")
+    run.start()
+    run.train(2)
+    run.end("failed", "bug", "KeyError")
+    ship(sqlite_tracker, root, experiment)
+    first = only_run(sqlite_tracker, experiment)
+    assert (first.status, first.tags["outcome"], first.tags["failure"]) == ("FAILED", "failed", "bug: KeyError")
+    run.go_back(epochs=2)
+    ship(sqlite_tracker, root, experiment)
+    going_on = only_run(sqlite_tracker, experiment)
+    assert (going_on.status, going_on.tags["outcome"]) == ("RUNNING", "running")
+    run.train(1)
+    run.end()
+    ship(sqlite_tracker, root, experiment)
+    found = only_run(sqlite_tracker, experiment)
+    assert (found.id, found.status, found.tags["resumed_from_step"]) == (first.id, "FINISHED", "400")
+    assert_equals_log(sqlite_tracker, found, run.path)
+
+
+def test_a_result_that_was_cut_off_is_taken_back(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
+    run = SimulatedRun(root / "trial")
+    run.complete(epochs=1)
+    ship(sqlite_tracker, root, experiment)
+    run.go_back(epochs=1)
+    run.train(1)
+    run.end("stopped")
+    ship(sqlite_tracker, root, experiment)
+    found = only_run(sqlite_tracker, experiment)
+    assert not any(key.startswith("final/") for key in found.keys)
+    assert_equals_log(sqlite_tracker, found, run.path)
+
+
+def test_a_note_of_another_version_is_read(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
+    run = SimulatedRun(root / "trial")
+    run.complete(epochs=1)
+    ship(sqlite_tracker, root, experiment)
+    first = only_run(sqlite_tracker, experiment)
+    note = root / "trial" / "mlflow.json"
+    shipped = json.loads(note.read_text())
+    old = {name: shipped[name] for name in ("store", "key", "experiment", "run_id", "end_ms")} | {"cursor": 5}
+    note.write_text(json.dumps(old))
+    ship(sqlite_tracker, root, experiment)
+    assert only_run(sqlite_tracker, experiment) == first
+    assert_equals_log(sqlite_tracker, first, run.path)
+
+
+def test_a_run_that_begins_again_has_its_new_params(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
     run = SimulatedRun(root)
     run.start()
     run.train(1)
     ship(sqlite_tracker, root, experiment)
     first = only_run(sqlite_tracker, experiment)
     lost = run.resume(keep=0)
-    assert isinstance(lost[0], Start)
     time.sleep(0.002)  # the log's clock counts milliseconds
     run.parameters = {"recipe.lr": 0.2, "recipe.epochs": 4, "added": True}
-    run.info = {**run.info, "host": "another"}
     run.start()
     run.append(*lost[1:])
     ship(sqlite_tracker, root, experiment)
     found = only_run(sqlite_tracker, experiment)
-    assert (found.id, found.params["recipe.lr"], found.params["added"]) == (first.id, "0.1", "True")
-    assert (found.tags["changed_params"], found.tags["host"]) == ("recipe.lr: 0.1 -> 0.2", "another")
+    assert found.id != first.id
+    assert (found.params["recipe.lr"], found.params["added"]) == ("0.2", "True")
     assert_arrived_once(sqlite_tracker, found, 1)
+
+
+def test_how_many_records_wait_is_known(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
+    run = SimulatedRun(root / "trial")
+    run.start()
+    shipper = Shipper(sqlite_tracker, root, experiment=experiment)
+    assert shipper.waiting() == {"trial": 1}
+    shipper.ship_once()
+    assert shipper.waiting() == {}
+    run.train(1)
+    run.end()
+    assert shipper.waiting() == {"trial": TICKS_PER_EPOCH + 2}
+    shipper.ship_once()
+    assert shipper.waiting() == {}
+    run.go_back(epochs=1)
+    assert shipper.waiting() == {"trial": 1}
 
 
 def test_trials_are_children_of_their_search(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:

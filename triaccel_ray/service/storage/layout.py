@@ -21,6 +21,8 @@ DAMAGED = "events.damaged.jsonl"
 SPEC = "spec.json"
 ERROR = "error.txt"
 """The traceback of what a run failed by."""
+BASELINES = "baselines"
+"""Folder of a search's runs that trials are judged by."""
 FIGURES = "figures"
 """Folder of pictures."""
 

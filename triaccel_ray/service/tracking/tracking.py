@@ -21,7 +21,7 @@ import urllib.request
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote, urlsplit
 
 from filelock import FileLock
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 RUN_KEY_TAG = "triaccel.run_key"
 """Tag by which a run is found again when its id was lost between creation and the disk."""
+
+SUPERSEDED_TAG = "superseded"
+_OF_ONE_ATTEMPT = ("outcome", "failure", "interrupted", "resumed_from_step", SUPERSEDED_TAG, "mlflow.runName")
 
 PROBE_TIMEOUT_S = 3.0
 
@@ -82,6 +85,8 @@ class Tracker:
         path = _sqlite_path(uri)
         self.uri = uri if path is None else f"{_SQLITE}{path}"
         self.artifact_root = artifact_root.absolute()
+        self.asked_at: float | None = None
+        """Monotonic time of the first call since which none has succeeded; None after one that has."""
         self._path = path
 
     @property
@@ -119,6 +124,14 @@ class Tracker:
 
     @cached_property
     def client(self) -> MlflowClient:
+        """The client, whose calls are timed; see `asked_at`.
+
+        Raises:
+            TrackingUnavailableError: the SQLite file cannot be opened, or was made by another version of MLflow.
+        """
+        return cast("MlflowClient", _Timed(self, self._connect()))
+
+    def _connect(self) -> MlflowClient:
         """The client, its store created and of this MLflow's version.
 
         Raises:
@@ -212,6 +225,33 @@ class Tracker:
         run = self.client.create_run(experiment_id, start_time=start, tags=given, run_name=name)
         return str(run.info.run_id)
 
+    def retire(self, run_id: str, name: str, tags: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+        """Deletes a run that another takes the place of, and returns the other's name and tags.
+
+        They are the old one's, which a user may have changed, where it had any; else `name` and `tags`. MLflow keeps a
+        deleted run until `mlflow gc`, and `mlflow runs restore` brings it back.
+        """
+        from mlflow.exceptions import MlflowException
+
+        tags = {**tags, "replaces": run_id}
+        try:
+            old = self.client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return name, tags
+        if old.info.lifecycle_stage == "active":
+            self.client.set_tag(run_id, SUPERSEDED_TAG, "cut off by an interruption; the run of this name goes on")
+            self.client.set_tag(run_id, RUN_KEY_TAG, f"{old.data.tags.get(RUN_KEY_TAG)} superseded")
+            try:
+                self.client.delete_run(run_id)
+            except MlflowException as error:
+                if error.error_code != "PERMISSION_DENIED":
+                    raise
+                self.client.set_terminated(run_id, "KILLED")  # stays in sight, with its tag
+        kept = {tag: value for tag, value in old.data.tags.items() if tag not in _OF_ONE_ATTEMPT}
+        return str(old.info.run_name), {**kept, **tags}
+
     def delete_twins(self, run_id: str, key: str) -> None:
         """Deletes all other runs that carry `key`, in the experiment of the run `run_id`.
 
@@ -284,6 +324,24 @@ class Tracker:
 
     def _unavailable(self, rule: str) -> TrackingUnavailableError:
         return TrackingUnavailableError(f"tracking uri = {self.display_uri!r}: {rule}; {_WAY_OUT}")
+
+
+class _Timed:
+    """Passes calls on to a client, and notes in the tracker since when the store has not answered."""
+
+    def __init__(self, tracker: Tracker, client: MlflowClient) -> None:
+        self._tracker, self._client = tracker, client
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            self._tracker.asked_at = self._tracker.asked_at or time.monotonic()
+            result = method(*args, **options)
+            self._tracker.asked_at = None
+            return result
+
+        return call if callable(method) else method
 
 
 def holds_run(uri: str, run_id: str) -> bool:
