@@ -11,6 +11,7 @@ from typing import Annotated, Literal, TypeAlias, get_args
 
 import tyro
 
+from triaccel_ray.service.command_line import hide_credentials
 from triaccel_ray.service.options import (
     Flat,
     Given,
@@ -271,6 +272,7 @@ def _parse(words: Sequence[str]) -> Command:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command; exits with 0 when done, 1 when something is not ready or failed, 2 on bad input."""
+    hide_credentials()
     try:
         command = parse(arguments)
     except BrokenPipeError:  # `triaccel search --help | head`

@@ -41,7 +41,8 @@ class Where:
     s3://BUCKET/FOLDER, gs://, abfs://, hdfs://HOST:PORT/FOLDER or file:///FOLDER, of which each has a working copy."""
     tracking_uri: Given[str] = None
     """MLflow store: http://HOST:PORT of a server, or sqlite:///FILE. Default: mlflow.db in the storage folder;
-    has to be given where that is a URI. What is resumed goes on in the store in which it is recorded."""
+    has to be given where that is a URI. What is resumed goes on in the store in which it is recorded. User and
+    password belong in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, which `ps` does not show."""
     address: Given[str] = None
     """Ray cluster: HOST:PORT or `auto`. Default: Ray is started on this machine."""
 

@@ -43,6 +43,13 @@ def open_tracker(storage: Place, tracking_uri: str | None) -> Tracker:
     uri = tracking_uri_of(storage, tracking_uri)
     home = storage.folder if storage.uri is None else Path(uri.removeprefix("sqlite:///")).absolute().parent
     tracker = Tracker(uri, home / "artifacts")
+    if tracker.display_uri != tracker.uri:
+        err.print(
+            "--tracking-uri holds a password, which `ps` shows to others while a command starts: leave it out, and set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+            style="yellow",
+            soft_wrap=True,
+        )
     tracker.prepare()
     return tracker
 

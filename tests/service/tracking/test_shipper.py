@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from tests.service.build import SimulatedRun
 from tests.service.stores import Server, assert_arrived_once, assert_equals_log, history, only_run, runs, ship
-from triaccel_ray.events import End, Epoch, EventLog, Start, Tick, read_events
+from triaccel_ray.events import End, Epoch, EventLog, Tick, read_events
 from triaccel_ray.service.tracking import shipment
 from triaccel_ray.service.tracking.shipper import Parent, Shipper
 from triaccel_ray.service.tracking.tracking import RUN_KEY_TAG, Tracker
@@ -184,7 +184,7 @@ def test_a_resumed_run_is_recorded_as_its_log_is_now(
     assert old.info.lifecycle_stage == "deleted"
     assert "superseded" in old.data.tags
 
-    # A second interruption, at which nothing is lost that had arrived.
+    # A second interruption, which takes back the result alone.
     run.go_back(epochs=3)
     run.train(1)
     run.end()

@@ -23,6 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote, urlsplit
+from urllib.request import url2pathname
 
 from filelock import FileLock
 
@@ -157,7 +158,29 @@ class Tracker:
                 client.search_experiments(max_results=1)
             except Exception as error:  # MLflow, SQLAlchemy and Alembic each raise their own
                 raise self._unavailable(f"cannot be opened ({self.mask(str(error))})") from error
+            self._follow_artifacts(self._path)
         return client
+
+    def _follow_artifacts(self, path: Path) -> None:
+        """Corrects where artifacts lie, if they were moved or copied together with the SQLite file.
+
+        MLflow keeps absolute locations, and its client changes none; hence its tables `experiments` and `runs`.
+        """
+        here = self.artifact_root.as_uri()
+        with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+            rows = connection.execute("SELECT experiment_id, artifact_location FROM experiments").fetchall()
+            for experiment_id, location in rows:
+                old = Path(url2pathname(urlsplit(location or "").path))
+                if location == here or old.name != self.artifact_root.name:
+                    continue
+                run_ids = connection.execute("SELECT run_uuid FROM runs WHERE experiment_id = ?", (experiment_id,))
+                ids = [str(run_id) for (run_id,) in run_ids]
+                if old.exists() and not any((self.artifact_root / run_id).is_dir() for run_id in ids):
+                    continue  # of another storage folder that shares this file
+                update = "UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?"
+                connection.execute(update, (here, experiment_id))
+                moved = [(f"{here}/{run_id}/artifacts", run_id) for run_id in ids]
+                connection.executemany("UPDATE runs SET artifact_uri = ? WHERE run_uuid = ?", moved)
 
     def experiment_id(self, name: str) -> str:
         """Returns the id of the experiment, created if need be, also when others create it at the same time.
