@@ -119,11 +119,11 @@ def recording(
         raise
     finally:
         if not shipper.finish(timeout_s):
-            waiting = shipper.waiting()
+            counts = shipper.waiting()
             err.print(
                 f"not everything is recorded in {tracker.display_uri}: {shipper.last_error}\n"
-                f"{sum(waiting.values())} records of {', '.join(waiting)} are still to be recorded. Nothing is lost: "
-                f"`{words}` records them once the store answers.",
+                f"{sum(counts)} records of {len(counts)} runs are still to be recorded. Nothing is lost: `{words}` "
+                "records them once the store answers.",
                 style="yellow",
                 soft_wrap=True,
             )

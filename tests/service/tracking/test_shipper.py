@@ -286,16 +286,16 @@ def test_how_many_records_wait_is_known(sqlite_tracker: Tracker, root: Path, exp
     run = SimulatedRun(root / "trial")
     run.start()
     shipper = Shipper(sqlite_tracker, root, experiment=experiment)
-    assert shipper.waiting() == {"trial": 1}
+    assert shipper.waiting() == [1]
     shipper.ship_once()
-    assert shipper.waiting() == {}
+    assert shipper.waiting() == []
     run.train(1)
     run.end()
-    assert shipper.waiting() == {"trial": TICKS_PER_EPOCH + 2}
+    assert shipper.waiting() == [TICKS_PER_EPOCH + 2]
     shipper.ship_once()
-    assert shipper.waiting() == {}
+    assert shipper.waiting() == []
     run.go_back(epochs=1)
-    assert shipper.waiting() == {"trial": 1}
+    assert shipper.waiting() == [1]
 
 
 def test_trials_are_children_of_their_search(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:

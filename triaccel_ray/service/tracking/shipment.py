@@ -174,10 +174,13 @@ class Shipment:
 
     def num_waiting(self) -> int:
         """Returns how many of the log's records have not arrived."""
-        shipped, tail = read_shipped(self.folder), LogTail(self.folder / EVENTS)
+        tail = LogTail(self.folder / EVENTS)
         for _ in tail.blocks():
             pass
-        last = json.loads(tail.last_line) if tail.last_line else {}
+        try:
+            shipped, last = read_shipped(self.folder), json.loads(tail.last_line or b"{}")
+        except ValueError:  # damaged
+            return tail.num_lines
         has_end = last.get("kind") == "end"
         num_records = tail.num_lines - has_end
         if shipped is None or shipped.run_id is None or num_records < shipped.num_records:

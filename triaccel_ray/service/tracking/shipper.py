@@ -95,10 +95,10 @@ class Shipper:
             self._thread.join(timeout_s)
         return self.last_error is None
 
-    def waiting(self) -> dict[str, int]:
-        """Returns the runs of which records have not arrived, and how many."""
-        counts = {folder.name: self._shipment(folder).num_waiting() for folder in self._folders()}
-        return {name: count for name, count in counts.items() if count}
+    def waiting(self) -> list[int]:
+        """Returns how many records of a run have not arrived, for each run of which there are any."""
+        counts = [self._shipment(folder).num_waiting() for folder in self._folders()]
+        return [count for count in counts if count]
 
     def flush(self, timeout_s: float) -> bool:
         """Ships everything written so far; returns whether that succeeded. A call under way may outlast the timeout."""
@@ -183,7 +183,9 @@ class Shipper:
         if _SQLITE_FULL in str(failure):
             text = f"the disk of {self._tracker.display_uri} is full: make room there"
         elif is_disk_full(failure):
-            text = f"the disk of {getattr(failure, 'filename', None) or folder} is full: make room there"
+            # Of a file that is copied, the second name is that of the copy.
+            names = [getattr(failure, name, None) for name in ("filename2", "filename")]
+            text = f"the disk of {next(filter(None, names), folder)} is full: make room there"
         else:
             # SQLAlchemy begins with its own doings at times, and adds the statement, with all values.
             lines = [line for line in str(failure).strip().split("\n") if not line.startswith("(raised as a result of")]
