@@ -120,9 +120,10 @@ def recording(
     finally:
         if not shipper.finish(timeout_s):
             counts = shipper.waiting()
+            runs = f"{len(counts)} run{'s' * (len(counts) > 1)}"
             err.print(
                 f"not everything is recorded in {tracker.display_uri}: {shipper.last_error}\n"
-                f"{sum(counts)} records of {len(counts)} runs are still to be recorded. Nothing is lost: `{words}` "
+                f"{sum(counts)} records of {runs} are still to be recorded. Nothing is lost: `{words}` "
                 "records them once the store answers.",
                 style="yellow",
                 soft_wrap=True,
