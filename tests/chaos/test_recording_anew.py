@@ -21,7 +21,9 @@ from triaccel_ray.events import Epoch, Interruption, Tick, read_events
 from triaccel_ray.service.tracking.tracking import Tracker
 
 PRESSED = """
+import json
 import os
+from dataclasses import replace
 
 from tests.service.waiting import HELD_S, wait_until
 
@@ -34,15 +36,15 @@ class Pressed(Blobs):
     # third tick that no checkpoint holds; its number lies in `held`.
     name = "pressed"
     recipe = Recipe(epochs=5, lr=0.05, warmup_epochs=1.0)
-    control = ControlConfig(every_steps=2, batch=BatchConfig(start=32, minimum=16, maximum=64, granularity=16, step_up=16,
-                                                             step_down=16, rho_low=0.2, rho_high=0.5))
+    control = replace(Blobs.control, batch=replace(Blobs.control.batch, rho_low=0.5, rho_high=0.7))
 
     def loss(self, outputs, targets, recipe):
         if (HERE / "hold").exists():
             if not BALLAST and (HERE / "log").exists():
-                BALLAST.append(b"1" * (240 * 2**20))
+                BALLAST.append(b"1" * (320 * 2**20))
             lines = (HERE / "log").read_text().splitlines() if (HERE / "log").exists() else []
-            if sum('"kind":"epoch"' in line for line in lines) >= 2 and all('"kind":"tick"' in line for line in lines[-3:]):
+            kinds = [json.loads(line)["kind"] for line in lines]
+            if kinds.count("epoch") >= 2 and kinds[-3:] == ["tick"] * 3:
                 (HERE / "held").write_text(str(os.getpid()))
                 wait_until(lambda: not (HERE / "hold").exists(), timeout_s=HELD_S)
         return super().loss(outputs, targets, recipe)

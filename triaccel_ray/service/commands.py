@@ -40,7 +40,7 @@ from triaccel_ray.service.locating import find, storage_of
 from triaccel_ray.service.mlflow_ui import exposure, serve
 from triaccel_ray.service.next_steps import ONCE_IT_IS_BACK, point_to, resumable, resume_words, say_how_it_ended
 from triaccel_ray.service.options import Where
-from triaccel_ray.service.recorded import experiment_of, in_its_store
+from triaccel_ray.service.recorded import experiment_of, in_its_store, search_parent
 from triaccel_ray.service.replay import reasons_grid, verdict
 from triaccel_ray.service.reports.comparison_view import view_comparison
 from triaccel_ray.service.reports.views import view_run, view_search
@@ -50,7 +50,6 @@ from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.searches.search import (
-    JOURNAL,
     SEARCH,
     TRIALS,
     SearchSpec,
@@ -60,7 +59,6 @@ from triaccel_ray.service.searches.search import (
     read_search,
     tune_trials,
 )
-from triaccel_ray.service.searches.suggestions import ended_trials
 from triaccel_ray.service.session import (
     new_name,
     open_tracker,
@@ -74,7 +72,6 @@ from triaccel_ray.service.storage.place import Place
 from triaccel_ray.service.tracking.shipper import Parent
 from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.service.translation import comparison_spec, search_spec, spec_from
-from triaccel_ray.service.units import format_bytes
 
 MISTAKES = ("bug", "preempted", "store")
 """Causes of failures that have nothing to do with what was tried."""
@@ -258,20 +255,7 @@ def _search(spec: SearchSpec, place: Place, where: Where, given: str | None, *, 
     experiment = experiment_of(tracker, folder, given=given, usual=cli.Search.experiment)
     if not resume:
         begin_search(spec, folder)
-    info = {
-        "task": spec.base.task,
-        "kind": "search",
-        "seed": str(spec.seed),
-        "space": spec.space,
-        "objective": spec.objective,
-        "margin": f"{spec.margin:g}",
-    }
-    parent = Parent(
-        name=folder.name,
-        tags=info,
-        pruned=lambda: ended_trials(folder / JOURNAL),
-        closing_tags=lambda: _search_tags(folder),
-    )
+    parent = search_parent(spec, folder)
     words = resume_words(place, where, experiment, cli.Search.experiment)
     mirror = mirrored(place, has_own_log=True)
     with resumable(words), mirror, _parent(tracker, folder, words, experiment, spec.base.control, parent) as log:
@@ -295,16 +279,6 @@ def _search(spec: SearchSpec, place: Place, where: Where, given: str | None, *, 
         err.print(f"`{words}` tries these again", markup=False, soft_wrap=True)
     point_to(place, where)
     return 0 if best is not None and not mistakes else 1
-
-
-def _search_tags(folder: Path) -> dict[str, str]:
-    """Returns what a search has found out, for its MLflow run."""
-    record = read_search(folder)
-    best, prepared = best_trial(record), record.prepared
-    tags = {} if best is None else {"best_trial": best.name}
-    if prepared is not None and prepared.headroom_bytes is not None:
-        tags["memory_headroom"] = format_bytes(prepared.headroom_bytes)
-    return tags
 
 
 def _compare(spec: ComparisonSpec, place: Place, where: Where, given: str | None, *, resume: bool) -> int:

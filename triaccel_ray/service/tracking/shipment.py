@@ -7,23 +7,22 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
 from triaccel_ray.events import End, Event, Interruption, LogError, Start, parse_event
-from triaccel_ray.jsonable import decode
 from triaccel_ray.service.reports.figures import run_figures
 from triaccel_ray.service.reports.run_page import write_run_page
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import ERROR, EVENTS, FIGURES, SPEC, write_value
 from triaccel_ray.service.tracking.log_tail import LogTail
 from triaccel_ray.service.tracking.metrics import RESULT, metrics_of, params_of, step_of, tags_of
+from triaccel_ray.service.tracking.shipped import SHIPPED, Shipped, read_shipped
 from triaccel_ray.service.tracking.tracking import Tracker
 
-SHIPPED = "mlflow.json"
 ARTIFACTS = (
     EVENTS,
     SPEC,
@@ -73,50 +72,6 @@ class Label:
 
 class _CutBackError(Exception):
     """The log has lost records that had arrived."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shipped:
-    """What has arrived of one folder's log: the content of its `mlflow.json`."""
-
-    store: str
-    """Where it has arrived: another store gets everything from the beginning."""
-    key: str
-    """Tag that the MLflow run is found by; on the disk before the run is created."""
-    experiment: str | None = None
-    """The MLflow experiment that it was created in; None in files from before this was noted."""
-    run_id: str | None = None
-    """None until MLflow has assigned it."""
-    replaces: str | None = None
-    """MLflow run of an earlier attempt, of which the log has lost records."""
-    num_records: int = 0
-    """The log's first records, as many as have arrived. An end does not count: a resumed run writes on in its place."""
-    checksum: int = 0
-    """CRC-32 of these records: other ones in their place are those of another attempt."""
-    step: int = 0
-    """Optimizer step of the last tick or epoch among them."""
-    resumed: tuple[int, ...] = ()
-    """Steps from which the run was resumed."""
-    end_ms: int | None = None
-    """Time of the end record shipped; None while the run goes on."""
-
-
-def read_shipped(folder: Path) -> Shipped | None:
-    """Returns what has arrived of the log in `folder`; None where nothing was ever sent.
-
-    Fields of other versions are left out: what they counted is shipped again, which changes nothing.
-
-    Raises:
-        ValueError: `mlflow.json` is damaged.
-    """
-    path = folder / SHIPPED
-    try:
-        if not path.exists():
-            return None
-        known = {each.name for each in fields(Shipped)}
-        return decode(Shipped, {name: value for name, value in json.loads(path.read_text()).items() if name in known})
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): delete it, the run is found by its tag") from error
 
 
 class Shipment:
@@ -171,21 +126,6 @@ class Shipment:
             raise
         self._settled = True
         return num_events
-
-    def num_waiting(self) -> int:
-        """Returns how many of the log's records have not arrived."""
-        tail = LogTail(self.folder / EVENTS)
-        for _ in tail.blocks():
-            pass
-        try:
-            shipped, last = read_shipped(self.folder), json.loads(tail.last_line or b"{}")
-        except ValueError:  # damaged
-            return tail.num_lines
-        has_end = last.get("kind") == "end"
-        num_records = tail.num_lines - has_end
-        if shipped is None or shipped.run_id is None or num_records < shipped.num_records:
-            return tail.num_lines
-        return num_records - shipped.num_records + (has_end and last["time_ms"] != shipped.end_ms)
 
     def verify_again(self) -> None:
         """Makes the next shipment ask whether the run is still there: a failed call may mean that it is not."""
@@ -246,8 +186,9 @@ class Shipment:
         """Notes that the log as it is now belongs in another MLflow run; a run of other runs stays the same."""
         assert self._shipped is not None
         fresh = Shipped(store=self._shipped.store, key=self._shipped.key, experiment=self._shipped.experiment)
-        kept = {"run_id": self._shipped.run_id} if self._label.is_parent else {"replaces": self._shipped.run_id}
-        self._write(replace(fresh, **kept))
+        run_id = self._shipped.run_id
+        is_parent = self._label.is_parent
+        self._write(replace(fresh, run_id=run_id) if is_parent else replace(fresh, replaces=run_id))
         self._tail.restart()
 
     def _settle(self) -> int:

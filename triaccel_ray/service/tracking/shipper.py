@@ -16,6 +16,7 @@ from pathlib import Path
 from triaccel_ray.service.failures import is_disk_full
 from triaccel_ray.service.storage.layout import BASELINES, EVENTS
 from triaccel_ray.service.tracking.shipment import Label, Shipment
+from triaccel_ray.service.tracking.shipped import num_waiting
 from triaccel_ray.service.tracking.tracking import Tracker
 
 LONGEST_PAUSE_S = 60.0
@@ -97,7 +98,7 @@ class Shipper:
 
     def waiting(self) -> list[int]:
         """Returns how many records of a run have not arrived, for each run of which there are any."""
-        counts = [self._shipment(folder).num_waiting() for folder in self._folders()]
+        counts = [num_waiting(folder) for folder in self._folders()]
         return [count for count in counts if count]
 
     def flush(self, timeout_s: float) -> bool:

@@ -8,7 +8,6 @@ use: a command that records nothing does not wait for it.
 from __future__ import annotations
 
 import base64
-import contextlib
 import getpass
 import http.client
 import logging
@@ -23,9 +22,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote, urlsplit
-from urllib.request import url2pathname
 
 from filelock import FileLock
+
+from triaccel_ray.service.tracking.sqlite_file import SQLITE, follow_artifacts, sqlite_path
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -42,7 +42,6 @@ HIDDEN = "***@"
 """What stands in a URI in place of user and password."""
 
 _WAY_OUT = "start a server there (`mlflow server`), or record in a local file with --tracking-uri sqlite:///FILE"
-_SQLITE = "sqlite:///"
 _STORE_SCHEME = re.compile(r"(.*=)?(abfss?|gs|gcs|hdfs|viewfs)")
 """Of storage paths, whose part before an @ without a colon is the name of a container or user: see `Place`."""
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]*")
@@ -83,8 +82,8 @@ class Tracker:
             uri: `sqlite:///FILE`, `http://HOST:PORT` or `https://...`, with `USER:PASSWORD@` if need be.
             artifact_root: folder of artifacts for a SQLite store; a server knows its own place.
         """
-        path = _sqlite_path(uri)
-        self.uri = uri if path is None else f"{_SQLITE}{path}"
+        path = sqlite_path(uri)
+        self.uri = uri if path is None else f"{SQLITE}{path}"
         self.artifact_root = artifact_root.absolute()
         self.asked_at: float | None = None
         """Monotonic time of the first call since which none has succeeded; None after one that has."""
@@ -109,7 +108,7 @@ class Tracker:
             self._check_file(self._path)
         elif self.uri.startswith(("http://", "https://")):
             self._probe()
-        elif self.uri.startswith(_SQLITE):
+        elif self.uri.startswith(SQLITE):
             raise self._unavailable("names no file")
         else:
             raise self._unavailable("must begin with sqlite:///, http:// or https://")
@@ -158,29 +157,8 @@ class Tracker:
                 client.search_experiments(max_results=1)
             except Exception as error:  # MLflow, SQLAlchemy and Alembic each raise their own
                 raise self._unavailable(f"cannot be opened ({self.mask(str(error))})") from error
-            self._follow_artifacts(self._path)
+            follow_artifacts(self._path, self.artifact_root)
         return client
-
-    def _follow_artifacts(self, path: Path) -> None:
-        """Corrects where artifacts lie, if they were moved or copied together with the SQLite file.
-
-        MLflow keeps absolute locations, and its client changes none; hence its tables `experiments` and `runs`.
-        """
-        here = self.artifact_root.as_uri()
-        with contextlib.closing(sqlite3.connect(path)) as connection, connection:
-            rows = connection.execute("SELECT experiment_id, artifact_location FROM experiments").fetchall()
-            for experiment_id, location in rows:
-                old = Path(url2pathname(urlsplit(location or "").path))
-                if location == here or old.name != self.artifact_root.name:
-                    continue
-                run_ids = connection.execute("SELECT run_uuid FROM runs WHERE experiment_id = ?", (experiment_id,))
-                ids = [str(run_id) for (run_id,) in run_ids]
-                if old.exists() and not any((self.artifact_root / run_id).is_dir() for run_id in ids):
-                    continue  # of another storage folder that shares this file
-                update = "UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?"
-                connection.execute(update, (here, experiment_id))
-                moved = [(f"{here}/{run_id}/artifacts", run_id) for run_id in ids]
-                connection.executemany("UPDATE runs SET artifact_uri = ? WHERE run_uuid = ?", moved)
 
     def experiment_id(self, name: str) -> str:
         """Returns the id of the experiment, created if need be, also when others create it at the same time.
@@ -365,25 +343,6 @@ class _Timed:
             return result
 
         return call if callable(method) else method
-
-
-def holds_run(uri: str, run_id: str) -> bool:
-    """Returns whether the SQLite store at `uri` has the run; creates nothing."""
-    path = _sqlite_path(uri)
-    if path is None or not path.is_file():
-        return False
-    try:
-        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
-            found = connection.execute("SELECT 1 FROM runs WHERE run_uuid = ?", (run_id,)).fetchone()
-    except sqlite3.Error:  # a file of something else
-        return False
-    return found is not None
-
-
-def _sqlite_path(uri: str) -> Path | None:
-    """Returns the absolute path of a SQLite URI's file, else None."""
-    name = uri.removeprefix(_SQLITE)
-    return Path(name).absolute() if uri.startswith(_SQLITE) and name and name != ":memory:" else None
 
 
 def _user() -> str:
