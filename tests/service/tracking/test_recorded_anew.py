@@ -109,6 +109,7 @@ def test_a_run_whose_end_alone_was_cut_off_continues_its_own(
     ship(sqlite_tracker, root, experiment)
     found = only_run(sqlite_tracker, experiment)
     assert (found.id, found.status, found.tags["resumed_from_step"]) == (first.id, "FINISHED", "400")
+    assert "failure" not in found.tags
     assert_equals_log(sqlite_tracker, found, run.path)
 
 

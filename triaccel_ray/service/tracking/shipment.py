@@ -271,10 +271,11 @@ class Shipment:
         self._log_metrics([event])
         outcome = "pruned" if end.status == "stopped" and self._label.is_pruned() else end.status
         failure = ": ".join(filter(None, (end.cause, end.message)))
-        closing = self._label.closing_tags()
-        self._log_tags({"outcome": outcome, **({"failure": failure} if failure else {}), **closing})
-        self._draw()
+        self._log_tags({"outcome": outcome, **({"failure": failure} if failure else {}), **self._label.closing_tags()})
         client = self._tracker.client
+        if not failure and "failure" in client.get_run(self._run_id).data.tags:  # of an earlier end
+            client.delete_tag(self._run_id, "failure")
+        self._draw()
         for path in (self.folder / name for name in ARTIFACTS):
             if path.is_dir():
                 client.log_artifacts(self._run_id, str(path), artifact_path=path.name)

@@ -66,7 +66,7 @@ def num_waiting(folder: Path) -> int:
         shipped, last = read_shipped(folder), json.loads(tail.last_line or b"{}")
     except ValueError:  # damaged
         return tail.num_lines
-    has_end = last.get("kind") == "end"
+    has_end = bool(last.get("kind") == "end")
     num_records = tail.num_lines - has_end
     if shipped is None or shipped.run_id is None or num_records < shipped.num_records:
         return tail.num_lines

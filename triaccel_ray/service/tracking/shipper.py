@@ -7,6 +7,7 @@ loses nothing, a restarted driver goes on where the last one stopped, and a resu
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Container, Mapping
@@ -184,9 +185,10 @@ class Shipper:
         if _SQLITE_FULL in str(failure):
             text = f"the disk of {self._tracker.display_uri} is full: make room there"
         elif is_disk_full(failure):
-            # Of a file that is copied, the second name is that of the copy.
-            names = [getattr(failure, name, None) for name in ("filename2", "filename")]
-            text = f"the disk of {next(filter(None, names), folder)} is full: make room there"
+            # MLflow's copies do not say which: the one with the least room.
+            places = [place for place in (folder, self._tracker.artifact_root) if place.exists()]
+            place = min(places, key=lambda each: shutil.disk_usage(each).free)
+            text = f"the disk of {place} is full: make room there"
         else:
             # SQLAlchemy begins with its own doings at times, and adds the statement, with all values.
             lines = [line for line in str(failure).strip().split("\n") if not line.startswith("(raised as a result of")]
