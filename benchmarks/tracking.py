@@ -166,8 +166,7 @@ def measure(trainer: Trainer, folder: Path, server: Server, proxy: Proxy, rounds
         print(f"    records    {part}, {per_tick:.2f} ms a tick")
         share = max(share, statistics.median(shares))
     trainer.end()
-    shipper.stop()
-    if not shipper.flush(60.0):
+    if not shipper.finish(60.0):
         raise SystemExit(f"LOST: {shipper.last_error}")
     direct = Tracker(server.uri, folder)
     num_values = assert_equals_log(direct, only_run(direct, experiment), folder / "run" / "events.jsonl")

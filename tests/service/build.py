@@ -9,7 +9,7 @@ from pathlib import Path
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import decide, initial_decision
-from triaccel_ray.events import End, Epoch, EventLog, Record, Start, Tick, read_events
+from triaccel_ray.events import End, Epoch, EventLog, Interruption, Record, Start, Tick, read_events
 from triaccel_ray.plan import Applied, Fault, FaultKind, Plan, Precision
 from triaccel_ray.score import BYTES_PER_GB, efficiency_score
 from triaccel_ray.signals import LayerSignal, MemorySignal, Observation
@@ -83,6 +83,20 @@ class SimulatedRun:
         self.num_records = keep
         self.append()
         return [record for record in lost if not isinstance(record, End)]
+
+    def go_back(self, *, epochs: int) -> None:
+        """Cuts the log back to its first epochs; what follows is another attempt, with other batches and memory."""
+        events = list(read_events(self.path))
+        last = max(
+            (event.record.epoch, place)
+            for place, event in enumerate(events)
+            if isinstance(event.record, Epoch) and event.record.epoch <= epochs
+        )[1]
+        ticks = [event.record for event in events[:last] if isinstance(event.record, Tick)]
+        self.resume(keep=last + 1)
+        self.step, self.tick, self.epoch = ticks[-1].observation.step, len(ticks), epochs
+        self._plan, self._state = ticks[-1].decision.plan, ticks[-1].decision.state
+        self.append(Interruption(cause="preempted", message="the process was lost", epoch=epochs))
 
     def start(self) -> None:
         self.append(Start(control=self.control, info=self.info, parameters=self.parameters))

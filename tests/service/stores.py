@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.service.waiting import wait_until
-from triaccel_ray.events import Start, read_events
+from triaccel_ray.events import Interruption, Start, read_events
 from triaccel_ray.service.tracking.metrics import metrics_of, step_of
 from triaccel_ray.service.tracking.shipper import Parent, Shipper
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
@@ -149,7 +149,7 @@ def assert_equals_log(tracker: Tracker, run: Recorded, log: Path) -> int:
     """Every value of every record is in the run's history, once, and nothing else is; returns how many there are."""
     expected: dict[str, list[tuple[int, int, float]]] = {}
     for event in read_events(log):
-        if not isinstance(event.record, Start):
+        if not isinstance(event.record, Start | Interruption):
             for key, value in metrics_of(event.record).items():
                 expected.setdefault(key, []).append((step_of(event.record), event.time_ms, value))
     assert run.keys == set(expected)

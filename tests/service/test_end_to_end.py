@@ -162,12 +162,18 @@ def test_a_search_end_to_end(
 
     recorded = {run.name: run for run in runs(desk.tracker, "triaccel-searches")}
     parent = recorded.pop("hunt")
-    assert set(recorded) == {"fp32", "amp", "probe", *(trial.name for trial in record.trials)}
+    baselines = {"hunt/fp32", "hunt/amp"}
+    assert set(recorded) == {*baselines, "probe", *(trial.name for trial in record.trials)}
     assert parent.status == "FINISHED"
+    assert (parent.tags["best_trial"], parent.params["margin"]) == (best.name, f"{record.spec.margin:g}")
+    assert "memory_headroom" in parent.tags or record.prepared.headroom_bytes is None
     assert {"figures/pareto.png", EVENTS, FOUND} <= desk.artifacts(parent)
-    for run in recorded.values():
-        assert run.tags["mlflow.parentRunId"] == parent.id
-        assert run.status in ("FINISHED", "KILLED")
+    pruned = {trial.name for trial in record.trials if trial.status == "stopped"}
+    assert {name for name, run in recorded.items() if run.tags["outcome"] == "pruned"} == pruned
+    for name, run in recorded.items():
+        # a baseline is seen beside its search, not folded away under it
+        assert run.tags.get("mlflow.parentRunId") == (None if name in baselines else parent.id)
+        assert run.status == "FINISHED"
         assert run.params["recipe.lr"] == "0.05"
         assert {"val/accuracy", "score", "seconds_per_epoch", "memory/peak_gb"} <= run.keys
         assert {EVENTS, "spec.json", "figures/overview.png"} <= desk.artifacts(run)

@@ -116,7 +116,7 @@ def test_a_search_that_goes_on_stays_one_tree(
     assert len(trials) == 2
     tracker = Tracker(store, tmp_path / "artifacts")
     recorded = {run.name: run for run in runs(tracker, "foo")}
-    assert set(recorded) == {"tree", "fp32", "amp", "probe", *trials}
+    assert set(recorded) == {"tree", "tree/fp32", "tree/amp", "probe", *trials}
     parent = recorded.pop("tree")
-    assert {run.tags["mlflow.parentRunId"] for run in recorded.values()} == {parent.id}
+    assert {recorded[name].tags["mlflow.parentRunId"] for name in ("probe", *trials)} == {parent.id}
     assert tracker.client.get_experiment_by_name("triaccel-searches") is None

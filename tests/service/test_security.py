@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from tests.service.stores import Server, free_port
 from triaccel_ray.jsonable import encode
 from triaccel_ray.service.cli import main
 from triaccel_ray.service.clusters.cluster import display_address, is_loopback
+from triaccel_ray.service.command_line import hide_credentials
 from triaccel_ray.service.console import SafeConsole
 from triaccel_ray.service.next_steps import resume_words
 from triaccel_ray.service.options import Where
@@ -252,6 +254,8 @@ class Watched:
     """On which it and its processes listened."""
     server: Path
     said: str
+    titles: frozenset[str]
+    """Its command lines as `ps` showed them once PyTorch was loaded, which takes seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +268,7 @@ def watched(starting_server: Server) -> Iterator[Watched]:
     words = ("--epochs", "1", "--device", "cpu", "--storage-path", str(place / "storage"), "--tracking-uri", uri)
     user = {"MLFLOW_TRACKING_USERNAME": "somebody", "RAY_TMPDIR": str(place / "ray"), "RAY_AUTH_MODE": "token"}
     addresses: set[str] = set()
+    titles: set[str] = set()
     with (place / "said.txt").open("wb") as said:
         run = subprocess.Popen(
             [sys.executable, "-m", "triaccel_ray.service", "run", "digits", *words],
@@ -273,10 +278,15 @@ def watched(starting_server: Server) -> Iterator[Watched]:
         )
         while run.poll() is None:
             addresses |= _listening(run.pid)
+            with contextlib.suppress(OSError):
+                if "libtorch" in Path(f"/proc/{run.pid}/maps").read_text():
+                    titles.add(Path(f"/proc/{run.pid}/cmdline").read_text())
             time.sleep(0.2)
     text = (place / "said.txt").read_text()
     assert run.returncode == 0, text
-    yield Watched(place=place, addresses=frozenset(addresses), server=starting_server.folder, said=text)
+    yield Watched(
+        place=place, addresses=frozenset(addresses), server=starting_server.folder, said=text, titles=frozenset(titles)
+    )
     shutil.rmtree(place)
 
 
@@ -304,6 +314,31 @@ def test_no_secret_is_written_anywhere(watched: Watched) -> None:
     for secret in (*SECRETS.values(), IN_THE_URI):
         assert [str(path) for path in files if secret.encode() in path.read_bytes()] == []
     assert "http://***@127.0.0.1" in watched.said
+
+
+def test_no_password_is_in_the_list_of_processes(watched: Watched) -> None:
+    assert watched.titles
+    assert not any(IN_THE_URI in title for title in watched.titles)
+    assert "--tracking-uri holds a password" in watched.said
+    assert "MLFLOW_TRACKING_PASSWORD" in watched.said
+
+
+def test_the_words_of_a_process_keep_their_lengths_and_all_but_the_password() -> None:
+    words = ["--tracking-uri", "http://ann:s\u00e9cret@host:1/x", "--tracking-uri=http://u:pw@host", "sqlite:///a@b.db"]
+    code = """
+import sys
+from triaccel_ray.service.command_line import hide_credentials
+hide_credentials()
+print(sys.argv[1:])
+print(open("/proc/self/cmdline").read().split("\\0")[3:-1])
+"""
+    said = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, check=True).stdout.decode()
+    shown = ["--tracking-uri", "http://***********@host:1/x", "--tracking-uri=http://****@host", "sqlite:///a@b.db"]
+    assert said.splitlines() == [repr(words), repr(shown)]
+
+
+def test_where_processes_have_no_folder_nothing_is_hidden(tmp_path: Path) -> None:
+    hide_credentials(tmp_path)
 
 
 def test_a_ui_that_others_reach_says_so(sqlite_tracker: Tracker, capfd: pytest.CaptureFixture[str]) -> None:

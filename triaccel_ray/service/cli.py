@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_type
 import tyro
 
 from trainables.registry import require_name
+from triaccel_ray.service.command_line import hide_credentials
 from triaccel_ray.service.endings import nothing_begun
 from triaccel_ray.service.options import (
     CHOICES,
@@ -203,7 +204,7 @@ class Submit:
         Annotated[tuple[str, ...], tyro.conf.arg(metavar="-- COMMAND ...", help=SUBMIT_HELP, help_behavior_hint="")]
     ] = ()
     name: Name = None
-    """Name of the job, and of its result unless COMMAND has a --name. Default: command, task and time."""
+    """Name of the job and of its result. Default: COMMAND's --name, else made of command, task and time."""
     address: JobsAddress = None
 
 
@@ -347,6 +348,7 @@ def check(command: Command) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command; exits with 0 when done, 1 when something is not ready or failed, 2 on bad input."""
+    hide_credentials()
     if os.environ.get("RAY_JOB_STOP_SIGNAL") == "SIGINT":
         # What a script starts in the background ignores this signal, and so would the jobs of a head started so.
         signal.signal(signal.SIGINT, signal.default_int_handler)

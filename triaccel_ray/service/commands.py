@@ -41,7 +41,7 @@ from triaccel_ray.service.mlflow_ui import require_store, show
 from triaccel_ray.service.next_steps import ONCE_IT_IS_BACK, point_to, resumable, resume_words, say_how_it_ended
 from triaccel_ray.service.options import Where
 from triaccel_ray.service.progress import RunProgress, TrialProgress
-from triaccel_ray.service.recorded import experiment_of, in_its_store
+from triaccel_ray.service.recorded import experiment_of, in_its_store, search_parent
 from triaccel_ray.service.replay import reasons_grid, verdict
 from triaccel_ray.service.reports.comparison_view import view_comparison
 from triaccel_ray.service.reports.views import view_run, view_search
@@ -249,9 +249,9 @@ def _search(spec: SearchSpec, place: Place, where: Where, given: str | None, *, 
     tracker, experiment, words = _prepare(spec.base, place, where, given, cli.Search.experiment, resume=resume)
     if not resume:
         begin_search(spec, folder)
-    info = {"task": spec.base.task, "kind": "search", "space": spec.space, "objective": spec.objective}
+    parent = search_parent(spec, folder)
     mirror = mirrored(place, has_own_log=True)
-    with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, info) as log:
+    with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, parent) as log:
         with _ray(where, words):
             num_gpus, shared = _num_gpus(spec.base, where.address), _shared(spec.base)
             with RunProgress(f"{spec.base.task}: baselines and probe") as progress:
@@ -281,8 +281,9 @@ def _compare(spec: ComparisonSpec, place: Place, where: Where, given: str | None
     if not resume:
         begin_comparison(spec, folder)
     info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
+    parent = Parent(name=folder.name, tags=info)
     mirror = mirrored(place, has_own_log=True)
-    with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, info) as log:
+    with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, parent) as log:
         with _ray(where, words):
             num_gpus = _num_gpus(spec.base, where.address)
             if read_comparison(folder).choices is None:
@@ -366,7 +367,7 @@ def _shared(spec: RunSpec) -> SharedSplits | None:
 
 @contextlib.contextmanager
 def _parent(
-    tracker: Tracker, folder: Path, words: str, experiment: str, control: ControlConfig, info: Mapping[str, str]
+    tracker: Tracker, folder: Path, words: str, experiment: str, control: ControlConfig, parent: Parent
 ) -> Iterator[EventLog]:
     """Yields the log that stands for the whole of a search or comparison, everything below it being recorded.
 
@@ -376,8 +377,8 @@ def _parent(
     with needing_room(folder):
         log = EventLog(folder / EVENTS, keep=1 if has_begun(folder) else 0)
         if log.num_records == 0:
-            log.append(Start(control=control, info=info))
-    with recording(tracker, folder, words, experiment=experiment, parent=Parent(name=folder.name, tags=info)):
+            log.append(Start(control=control, info=parent.tags))
+    with recording(tracker, folder, words, experiment=experiment, parent=parent):
         try:
             yield log
         except BaseException as error:

@@ -86,7 +86,8 @@ STORAGE_HELP = (
 )
 TRACKING_HELP = (
     "MLflow store: http://HOST:PORT of a server, or sqlite:///FILE. Default: mlflow.db in the storage folder. Required "
-    "where the storage path is a URI."
+    "where the storage path is a URI. User and password belong in MLFLOW_TRACKING_USERNAME and "
+    "MLFLOW_TRACKING_PASSWORD, which `ps` does not show."
 )
 
 

@@ -8,9 +8,14 @@ from pathlib import Path
 from triaccel_ray.config import require
 from triaccel_ray.service.console import err
 from triaccel_ray.service.options import Where
+from triaccel_ray.service.searches.search import JOURNAL, SearchSpec, best_trial, read_search
+from triaccel_ray.service.searches.suggestions import ended_trials
 from triaccel_ray.service.session import tracking_uri_of
-from triaccel_ray.service.tracking.shipment import Shipped, read_shipped
-from triaccel_ray.service.tracking.tracking import HIDDEN, Tracker, TrackingUnavailableError, holds_run
+from triaccel_ray.service.tracking.shipped import Shipped, read_shipped
+from triaccel_ray.service.tracking.shipper import Parent
+from triaccel_ray.service.tracking.sqlite_file import holds_run
+from triaccel_ray.service.tracking.tracking import HIDDEN, Tracker, TrackingUnavailableError
+from triaccel_ray.service.units import format_bytes
 
 
 def in_its_store(folder: Path, where: Where) -> Where:
@@ -65,3 +70,26 @@ def _is_in_usual_store(shipped: Shipped, where: Where) -> bool:
         return True
     storage = where.storage_path
     return storage.uri is None and holds_run(tracking_uri_of(storage, None), shipped.run_id)
+
+
+def search_parent(spec: SearchSpec, folder: Path) -> Parent:
+    """Returns the MLflow run that stands for the search in `folder`."""
+    tags = {
+        "task": spec.base.task,
+        "kind": "search",
+        "seed": str(spec.seed),
+        "space": spec.space,
+        "objective": spec.objective,
+        "margin": f"{spec.margin:g}",
+    }
+
+    def closing_tags() -> dict[str, str]:
+        record = read_search(folder)
+        best, prepared = best_trial(record), record.prepared
+        found = {} if best is None else {"best_trial": best.name}
+        if prepared is not None and prepared.headroom_bytes is not None:
+            found["memory_headroom"] = format_bytes(prepared.headroom_bytes)
+        return found
+
+    pruned = folder / JOURNAL
+    return Parent(name=folder.name, tags=tags, pruned=lambda: ended_trials(pruned), closing_tags=closing_tags)

@@ -16,7 +16,8 @@ from triaccel_ray.service.storage.place import Place, is_plain_name
 from triaccel_ray.service.tracking.shipper import Parent, Shipper
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
 
-FLUSH_TIMEOUT_S = 60.0
+FLUSH_TIMEOUT_S = 15.0
+"""How long the end of a command waits for a store that does not answer."""
 
 
 def tracking_uri_of(storage: Place, given: str | None) -> str:
@@ -44,6 +45,13 @@ def open_tracker(storage: Place, tracking_uri: str | None) -> Tracker:
     if tracking_uri is None and storage.uri is None:
         require_storage(storage.folder, create=True)  # the store lies there
     tracker = tracker_of(storage, tracking_uri)
+    if tracker.display_uri != tracker.uri:
+        err.print(
+            "--tracking-uri holds a password, which `ps` shows to others while a command starts: leave it out, and set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+            style="yellow",
+            soft_wrap=True,
+        )
     tracker.prepare()
     return tracker
 
@@ -142,11 +150,13 @@ def recording(
         timeout_s = 5.0  # who is waiting for a message about what went wrong should not wait for the store
         raise
     finally:
-        shipper.stop()
-        if not shipper.flush(timeout_s):
+        if not shipper.finish(timeout_s):
+            counts = shipper.waiting()
+            runs = f"{len(counts)} run{'s' * (len(counts) > 1)}"
             err.print(
                 f"not everything is recorded in {tracker.display_uri}: {shipper.last_error}\n"
-                f"Nothing is lost: `{words}` records the rest once the store answers.",
+                f"{sum(counts)} records of {runs} are still to be recorded. Nothing is lost: `{words}` "
+                "records them once the store answers.",
                 style="yellow",
                 soft_wrap=True,
             )

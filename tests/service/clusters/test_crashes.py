@@ -25,7 +25,7 @@ from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.tracking.tracking import Tracker
 
-NAMES = ("fp32", "amp", "probe", "trial-000", "trial-001")
+NAMES = ("hunt/fp32", "hunt/amp", "probe", "trial-000", "trial-001")
 
 HELD = """
 import os

@@ -85,6 +85,14 @@ def test_names_are_readable_and_a_stopped_job_can_be_resumed(tmp_path: Path) -> 
     assert submitted(tmp_path, "resume mine").id.startswith("resume-mine-20")
 
 
+@pytest.mark.parametrize("command", ["run digits", "search digits", "compare digits"])
+def test_a_job_has_the_name_that_the_user_gave_to_what_it_trains(tmp_path: Path, command: str) -> None:
+    job = submitted(tmp_path, f"{command} --name j1")
+    assert (job.id, entry(job)[entry(job).index("--name") + 1]) == ("j1", "j1")
+    other = submitted(tmp_path, f"{command} --name j1", name="again")
+    assert (other.id, entry(other)[entry(other).index("--name") + 1]) == ("again", "j1")
+
+
 @pytest.mark.parametrize("typed", ["run digits", "search digits --trials 3", "compare digits", "resume mine"])
 def test_no_secret_of_the_environment_travels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str) -> None:
     for name, secret in SECRETS.items():

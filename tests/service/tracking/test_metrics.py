@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.service.build import CONTROL, RESNET, SimulatedRun
+from tests.service.records import RUN_SPEC
 from triaccel_ray.events import End, Epoch, Start, Tick, read_events
 from triaccel_ray.service.tracking.metrics import legal_name, metrics_of, params_of, step_of, tags_of
 
@@ -68,6 +70,29 @@ def test_params_are_the_control_loop_with_dots_and_the_parameters(records: list[
     assert params["batch.rho_high"] == "0.85"
     assert (params["recipe.lr"], params["budget"]) == ("0.1", "None")
     assert tags_of(records[0]) == {"task": "cifar10-resnet18", "method": "triaccel", "seed": "0"}
+
+
+def test_params_of_a_run_are_those_that_act() -> None:
+    recipe = {"recipe.lr": 0.1, "recipe.amp": "fp16"}
+
+    def params(method: str) -> dict[str, str]:
+        spec = replace(RUN_SPEC, method=method, control=CONTROL)
+        info = {"task": "digits", "method": method, "seed": "1"}
+        return params_of(Start(control=spec.method_control, info=info, parameters=recipe))
+
+    named = {"task": "digits", "seed": "1", "batch.start": "96", "recipe.lr": "0.1"}
+    assert params("fp32") == {**named, "method": "fp32"}
+    assert params("amp") == {**named, "method": "amp", "recipe.amp": "fp16"}
+    alone = params("dynamic-precision")
+    assert {"precision.tau_low", "precision.initial", "batch.start", "every_steps"} <= set(alone)
+    assert not {"batch.rho_low", "curvature.alpha", "recipe.amp"} & set(alone)
+    assert {"curvature.alpha", "batch.rho_low", "precision.tau_low"} <= set(params("triaccel"))
+
+
+def test_what_stands_for_many_runs_has_no_settings_of_one() -> None:
+    info = {"task": "digits", "kind": "search", "objective": "score", "margin": "1", "host": "here"}
+    params = params_of(Start(control=CONTROL, info=info, parameters={"trials": 8}))
+    assert params == {"task": "digits", "kind": "search", "objective": "score", "margin": "1", "trials": "8"}
 
 
 def test_names_lose_the_characters_that_mlflow_refuses() -> None:

@@ -1,7 +1,14 @@
 from __future__ import annotations
 
+import contextlib
+import shutil
+import subprocess
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from tests.service.build import SimulatedRun
 from tests.service.stores import Server, assert_equals_log, free_port, only_run, runs
@@ -18,9 +25,8 @@ def test_the_thread_ships_while_the_run_goes_on(sqlite_tracker: Tracker, root: P
     wait_until((run.folder / "mlflow.json").exists)
     run.train(2)
     run.end()
-    shipper.stop()
-    assert not any(thread.name == "mlflow-shipper" for thread in threading.enumerate())
-    assert shipper.flush(DEADLINE_S)
+    assert shipper.finish(DEADLINE_S)
+    assert not any(thread.name.startswith("mlflow-shipper") for thread in threading.enumerate())
     found = only_run(sqlite_tracker, experiment)
     assert found.status == "FINISHED"
     assert assert_equals_log(sqlite_tracker, found, run.path) > 100
@@ -75,6 +81,80 @@ def test_a_store_that_was_never_there_harms_nobody(root: Path, experiment: str, 
         assert not (root / "trial-2" / "mlflow.json").exists()
         missing = Shipper(tracker, root / "missing", experiment=experiment, parent=Parent(name="x"))
         assert (missing.ship_once(), missing.last_error is None) == (0, False)
+
+
+def test_a_server_that_hangs_delays_the_end_no_longer_than_it_may(
+    server: Server, root: Path, experiment: str, tmp_path: Path
+) -> None:
+    tracker = Tracker(server.uri, tmp_path)
+    shipper = Shipper(tracker, root, experiment=experiment, interval_s=0.02)
+    run = SimulatedRun(root / "trial")
+    run.start()
+    run.train(1)
+    shipper.ship_once()
+    shipper.start()
+    with server.hanging():
+        run.train(2)
+        run.end()
+        wait_until(lambda: tracker.asked_at is not None)
+        began = time.monotonic()
+        assert not shipper.finish(1.0)
+        assert time.monotonic() - began < 3.0
+        assert shipper.last_error == "the store has not answered for 1 s"
+        assert shipper.waiting() == [11]
+    afresh = Shipper(Tracker(server.uri, tmp_path), root, experiment=experiment)
+    assert afresh.finish(DEADLINE_S)
+    assert afresh.waiting() == []
+    assert assert_equals_log(tracker, only_run(tracker, experiment), run.path) > 100
+
+
+def test_a_store_that_fails_delays_the_end_no_longer_than_it_may(root: Path, experiment: str, tmp_path: Path) -> None:
+    SimulatedRun(root / "trial").complete(epochs=1)
+    shipper = Shipper(Tracker(f"http://127.0.0.1:{free_port()}", tmp_path), root, experiment=experiment)
+    began = time.monotonic()
+    assert not shipper.finish(0.5)
+    assert time.monotonic() - began < 5.0
+    assert shipper.waiting() == [7]
+
+
+def test_a_full_disk_is_named(sqlite_tracker: Tracker, root: Path, experiment: str, small_disk: Path) -> None:
+    shutil.copy(sqlite_tracker.uri.removeprefix("sqlite:///"), small_disk / "mlflow.db")
+    tracker = Tracker(f"sqlite:///{small_disk}/mlflow.db", small_disk / "artifacts")
+    tracker.experiment_id(experiment)
+    with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    SimulatedRun(root / "trial").complete(epochs=1)
+    shipper = Shipper(tracker, root, experiment=experiment)
+    shipper.ship_once()
+    assert shipper.last_error == f"trial: the disk of sqlite:///{small_disk}/mlflow.db is full: make room there"
+    (small_disk / "filler").unlink()
+    assert shipper.flush(DEADLINE_S)
+
+
+def test_a_full_disk_of_artifacts_is_named(
+    sqlite_tracker: Tracker, root: Path, experiment: str, small_disk: Path
+) -> None:
+    run = SimulatedRun(root / "trial")
+    run.complete(epochs=1)
+    (run.folder / "report.html").write_bytes(bytes(20 * 2**20))
+    shipper = Shipper(Tracker(sqlite_tracker.uri, small_disk), root, experiment=experiment)
+    shipper.ship_once()
+    assert shipper.last_error is not None
+    assert f"the disk of {small_disk}" in shipper.last_error
+    assert "is full: make room there" in shipper.last_error
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 16 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounting = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True)
+    if mounting.returncode != 0:
+        pytest.skip("needs the right to mount a small file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def test_an_end_that_failed_is_made_up_for(

@@ -175,6 +175,31 @@ def test_another_server_is_refused(tmp_path: Path, answer: bytes, rule: str) -> 
         thread.join()
 
 
+def test_artifacts_are_found_where_the_folder_was_moved_to(sqlite_tracker: Tracker, tmp_path: Path) -> None:
+    shutil.copy(sqlite_tracker.uri.removeprefix("sqlite:///"), tmp_path / "mlflow.db")
+    before, after = tmp_path / "before", tmp_path / "a new place"
+    before.mkdir()
+    (tmp_path / "mlflow.db").rename(before / "mlflow.db")
+    tracker = Tracker(f"sqlite:///{before}/mlflow.db", before / "artifacts")
+    first, second = (tracker.open_run("moved", name, key=name) for name in ("first", "second"))
+    (tmp_path / "text").write_text("text")
+    tracker.client.log_artifact(first, str(tmp_path / "text"))
+    elsewhere = tmp_path / "another storage folder" / "artifacts"
+    elsewhere.mkdir(parents=True)
+    other = tracker.client.create_experiment("other", artifact_location=elsewhere.as_uri())
+    before.rename(after)
+
+    moved = Tracker(f"sqlite:///{after}/mlflow.db", after / "artifacts")
+    assert [item.path for item in moved.client.list_artifacts(first)] == ["text"]
+    moved.client.log_artifact(second, str(tmp_path / "text"))
+    new = moved.open_run("moved", "third", key="third")
+    moved.client.log_artifact(new, str(tmp_path / "text"))
+    assert not before.exists()
+    assert {path.name for path in (after / "artifacts").iterdir()} == {first, second, new}
+    # what another storage folder has recorded in the same file stays there
+    assert moved.client.get_experiment(other).artifact_location == elsewhere.as_uri()
+
+
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
     for name in (tmp_path / "file" / "mlflow.db", Path("/proc/nowhere/mlflow.db")):

@@ -114,8 +114,7 @@ def test_a_server_that_hangs_holds_up_its_own_thread_alone(
         log = EventLog(root / "events.jsonl")
         log.append(End(status="finished"))
         log.close()
-        shipper.stop()
-        assert shipper.flush(DEADLINE_S), shipper.last_error
+        assert shipper.finish(DEADLINE_S), shipper.last_error
     assert_all_there_once(Tracker(server.uri, tmp_path), experiment, [trial])
 
 

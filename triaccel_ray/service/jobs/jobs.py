@@ -66,7 +66,7 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
 
     Args:
         words: command and options.
-        name: the job's id; made of command, task and time when None.
+        name: the job's id; when None that of what it trains, or made of command, task and time.
         folder: the working directory.
 
     Raises:
@@ -95,7 +95,7 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
     else:
         _require_sound(command)
         subject = command.task
-        job = new_name(name, words[0], subject)
+        job = new_name(name or command.name, words[0], subject)
         target = job if command.name is None else checked_name(command.name)
         data_dir = command.training.data_dir
         kept = [*_without(kept, "name", "data-dir"), "--name", target]

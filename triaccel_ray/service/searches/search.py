@@ -33,14 +33,13 @@ from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.searches.suggestions import NAME, Directions, JournaledSearch, quiet_optuna
 from triaccel_ray.service.searches.trial import ThresholdTrial, TrialContext, grace_epochs, reopen
-from triaccel_ray.service.storage.layout import read_value, require_new, write_value
+from triaccel_ray.service.storage.layout import BASELINES, read_value, require_new, write_value
 from triaccel_ray.service.storage.mirroring import bring_notes, catch_up, edited
 from triaccel_ray.service.storage.place import Place
 
 _WAY_OUT = "restore it, or begin a new search"
 SEARCH = "search.json"
 PREPARED = "prepared.json"
-BASELINES = "baselines"
 TRIALS = "trials"
 JOURNAL = "trials.jsonl"
 PROBE_EPOCHS = 10

@@ -156,6 +156,15 @@ def trial_name(number: int) -> str:
     return f"trial-{number:03d}"
 
 
+def ended_trials(journal: Path) -> frozenset[str]:
+    """Returns the names of the trials that ended by themselves or by the scheduler; while others write the journal."""
+    try:
+        lines = [json.loads(line) for line in journal.read_bytes().split(b"\n")[:-1]]
+    except (OSError, ValueError):  # not there yet, or damaged, which is told elsewhere
+        return frozenset()
+    return frozenset(line[NAME] for line in lines if line.get(ENDED))
+
+
 def read_suggestions(journal: Path) -> Suggestions:
     """Returns what the journal holds; a last line that was not written to its end is cut off.
 

@@ -23,6 +23,8 @@ REPLACED = "events.replaced.jsonl"
 SPEC = "spec.json"
 ERROR = "error.txt"
 """The traceback of what a run failed by."""
+BASELINES = "baselines"
+"""Folder of a search's runs that trials are judged by."""
 FIGURES = "figures"
 """Folder of pictures."""
 

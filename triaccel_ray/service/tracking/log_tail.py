@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +21,8 @@ class LogTail:
         """Last whole line of what was read."""
         self.num_lines = 0
         """Lines read since the beginning of the file."""
+        self.checksum = 0
+        """CRC-32 of these lines, their ends included."""
         self._offset = 0
         self._seen: tuple[int, int, int] | None = None
 
@@ -43,12 +46,13 @@ class LogTail:
                 yield [line[:-1] for line in lines]
                 self._offset += sum(map(len, lines))
                 self.num_lines += len(lines)
+                self.checksum = zlib.crc32(b"".join(lines), self.checksum)
                 self.last_line = lines[-1][:-1]
         self._seen = stamp
 
     def restart(self) -> None:
         """Begins again before the first line."""
-        self._offset, self.num_lines, self.last_line, self._seen = 0, 0, b"", None
+        self._offset, self.num_lines, self.checksum, self.last_line, self._seen = 0, 0, 0, b"", None
 
     def _read(self, file: BinaryIO) -> list[bytes]:
         file.seek(self._offset)

@@ -15,6 +15,15 @@ from triaccel_ray.jsonable import encode
 from triaccel_ray.plan import Precision
 from triaccel_ray.score import BYTES_PER_GB
 
+RESULT = "final/"
+"""Begins the names of what a run ends with."""
+
+NAMED = ("task", "method", "seed", "kind", "space", "objective", "margin", "methods")
+"""Of what a start record says of its run: what is a parameter too."""
+
+_ACTING_WHEN_OFF: Mapping[str, tuple[str, ...]] = {"precision": ("initial",), "batch": ("start",)}
+"""Part of the control loop -> its settings that act although nothing is adapted."""
+
 _REFUSED = re.compile(r"[^\w.\- :/]")
 """Characters that MLflow takes in no name."""
 
@@ -26,7 +35,7 @@ def metrics_of(record: Tick | Epoch | End) -> dict[str, float]:
     elif isinstance(record, Epoch):
         values = _epoch_metrics(record)
     else:
-        values = {f"final/{legal_name(name)}": value for name, value in record.results.items()}
+        values = {f"{RESULT}{legal_name(name)}": value for name, value in record.results.items()}
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
@@ -38,8 +47,18 @@ def step_of(record: Tick | Epoch | End) -> int:
 
 
 def params_of(start: Start) -> dict[str, str]:
-    """Returns the run's settings: the control loop's with dots between levels, then recipe and budget."""
-    settings = {**_flatten(encode(start.control)), **start.parameters}
+    """Returns the settings that act: what tags say too, the control loop's with dots between levels, and the recipe.
+
+    A baseline is trained without the control loop. What stands for many runs has no settings of a single one.
+    """
+    method = start.info.get("method")
+    control = {} if method is None else encode(start.control)
+    if method in ("fp32", "amp"):
+        control = {"batch": {"start": start.control.batch.start}}
+    told = {name: start.info[name] for name in NAMED if name in start.info}
+    settings = {**told, **_flatten(_acting(control)), **start.parameters}
+    if method != "amp":
+        settings.pop("recipe.amp", None)
     return {legal_name(name): _text(value) for name, value in settings.items()}
 
 
@@ -96,6 +115,15 @@ def _epoch_metrics(epoch: Epoch) -> dict[str, float | None]:
         "skipped_steps": epoch.num_skipped,
         "score": epoch.score,
     }
+
+
+def _acting(control: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings without those of parts that are switched off."""
+    acting = dict(control)
+    for name, part in control.items():
+        if isinstance(part, Mapping) and part.get("enabled") is False:
+            acting[name] = {key: part[key] for key in ("enabled", *_ACTING_WHEN_OFF.get(name, ()))}
+    return acting
 
 
 def _text(value: Any) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,15 @@ from typing import Any
 from filelock import FileLock
 
 from triaccel_ray.events import End, Event, Interruption, LogError, Start, parse_event
-from triaccel_ray.jsonable import decode
 from triaccel_ray.service.reports.figures import run_figures
 from triaccel_ray.service.reports.run_page import write_run_page
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import ERROR, EVENTS, FIGURES, SPEC, write_value
 from triaccel_ray.service.tracking.log_tail import LogTail
-from triaccel_ray.service.tracking.metrics import metrics_of, params_of, step_of, tags_of
+from triaccel_ray.service.tracking.metrics import RESULT, metrics_of, params_of, step_of, tags_of
+from triaccel_ray.service.tracking.shipped import SHIPPED, Shipped, read_shipped
 from triaccel_ray.service.tracking.tracking import Tracker
 
-SHIPPED = "mlflow.json"
 ARTIFACTS = (
     EVENTS,
     SPEC,
@@ -41,7 +41,12 @@ LONGEST_PARAM = 6000
 
 LOCK_TIMEOUT_S = 10.0
 
-_STATUS: Mapping[str, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+_STATUS: Mapping[str, str] = {
+    "finished": "FINISHED",
+    "pruned": "FINISHED",  # as far as its search wanted it; any other status has a red cross in MLflow
+    "stopped": "KILLED",
+    "failed": "FAILED",
+}
 
 _logger = logging.getLogger(__name__)
 
@@ -55,43 +60,18 @@ class Label:
     key: str
     """What the run is found by again, once completed by the time at which it began."""
     tags: Mapping[str, str] = field(default_factory=dict)
+    is_parent: bool = False
+    """Whether other runs are shown under it: it has no epochs of its own."""
+    has_page: bool = True
+    """Whether it gets a page of its own; what is below another is on that one's page."""
+    is_pruned: Callable[[], bool] = bool
+    """Returns whether a run that was stopped was stopped by its search."""
+    closing_tags: Callable[[], Mapping[str, str]] = dict
+    """Returns further tags for a run that has ended."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shipped:
-    """What has arrived of one folder's log: the content of its `mlflow.json`."""
-
-    store: str
-    """Where it has arrived: another store gets everything from the beginning."""
-    key: str
-    """Tag that the MLflow run is found by; on the disk before the run is created."""
-    experiment: str | None = None
-    """The MLflow experiment that it was created in; None in files from before this was noted."""
-    run_id: str | None = None
-    """None until MLflow has assigned it."""
-    cursor: int = -1
-    """Sequence of the last tick or epoch shipped. An end does not count: a resumed run writes on in its place."""
-    cursor_ms: int = -1
-    """Time of the newest tick or epoch shipped."""
-    cursor_step: int = -1
-    """Largest optimizer step of a tick or epoch shipped: what a resumed run does again is on record already."""
-    start_ms: int | None = None
-    """Time of the start record shipped."""
-    end_ms: int | None = None
-    """Time of the end record shipped; None while the run goes on."""
-
-
-def read_shipped(folder: Path) -> Shipped | None:
-    """Returns what has arrived of the log in `folder`; None where nothing was ever sent.
-
-    Raises:
-        ValueError: `mlflow.json` is damaged.
-    """
-    path = folder / SHIPPED
-    try:
-        return decode(Shipped, json.loads(path.read_text())) if path.exists() else None
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): delete it, the run is found by its tag") from error
+class _CutBackError(Exception):
+    """The log has lost records that had arrived."""
 
 
 class Shipment:
@@ -100,6 +80,10 @@ class Shipment:
     A repeated metric has the same name, step, time and value, which MLflow keeps once; a run is looked for by its key
     before it is created, and what was created twice all the same is deleted; tags, artifacts and the final status
     overwrite themselves.
+
+    MLflow has no way to take a value back. Where a resumed run has lost records that had arrived, its log is recorded
+    in a new MLflow run of the same key and name, and the old one is deleted. (The alternative, later values beside the
+    old ones, leaves a curve of two attempts, with steps that no log holds.)
     """
 
     def __init__(self, tracker: Tracker, folder: Path, label: Label) -> None:
@@ -110,7 +94,6 @@ class Shipment:
         self._shipped: Shipped | None = None
         self._verified = False
         self._settled = False
-        self._alone = True
 
     def open(self) -> str:
         """Returns the id of the MLflow run, created if need be before there is any event: for a run of runs."""
@@ -129,12 +112,15 @@ class Shipment:
         """
         if self._settled and not self._tail.changed:
             return 0
-        self._settled, self._alone = False, parent_id is None
+        self._settled = False
         try:
             with self._lock():
                 self._load()
-                num_events = sum(self._ship_block(lines, parent_id) for lines in self._tail.blocks())
-                num_events += self._settle()
+                try:
+                    num_events = self._ship_log(parent_id)
+                except _CutBackError:
+                    self._begin_anew()
+                    num_events = self._ship_log(parent_id)
         except Exception:
             self.verify_again()
             raise
@@ -149,62 +135,85 @@ class Shipment:
         """Two drivers may follow one folder: one that was given up, and the one that took over."""
         return FileLock(self.folder / f".{SHIPPED}.lock", timeout=LOCK_TIMEOUT_S)
 
+    def _ship_log(self, parent_id: str | None) -> int:
+        """Ships what is new.
+
+        Raises:
+            _CutBackError: records that had arrived are no longer in the log.
+        """
+        num_events = sum(self._ship_block(lines, parent_id) for lines in self._tail.blocks())
+        if self._shipped is not None and self._tail.num_lines < self._shipped.num_records and self._tail.path.exists():
+            raise _CutBackError
+        return num_events + self._settle()
+
     def _ship_block(self, lines: Sequence[bytes], parent_id: str | None) -> int:
-        events = [event for number, line in enumerate(lines) if (event := self._new_event(line, number))]
-        if not events:
-            return 0
-        for event in events:
-            if isinstance(event.record, Start):
-                self._open(parent_id, event.time_ms)
-                self._ship_start(event.record)
-                self._save(start_ms=event.time_ms)
-            elif isinstance(event.record, Interruption):
-                self._ship_interruption(event.record)
-        before = self._started()
-        steps = [step_of(event.record) for event in events if not isinstance(event.record, Start | Interruption)]
-        sequences = [event.sequence for event in events if not isinstance(event.record, Interruption)]
-        self._log_metrics(events)
-        self._save(
-            cursor=max([before.cursor, *sequences]),
-            cursor_ms=max(before.cursor_ms, events[-1].time_ms),
-            cursor_step=max([before.cursor_step, *steps]),
-        )
+        number, checksum = self._tail.num_lines, self._tail.checksum
+        before = self._shipped
+        arrived = (number, checksum) if before is None else (before.num_records, before.checksum)
+        events = []
+        for line in lines:
+            number, checksum = number + 1, zlib.crc32(line + b"\n", checksum)
+            if number == arrived[0] and checksum != arrived[1]:
+                raise _CutBackError
+            if number > arrived[0]:
+                event = parse_event(line, f"event log {self._tail.path}, line {number}")
+                if isinstance(event.record, End):
+                    break  # shipped last of all, by `_settle`
+                events.append(event)
+                arrived = number, checksum
+        if events:
+            step, resumed = self._ship_events(events, parent_id)
+            self._save(num_records=arrived[0], checksum=arrived[1], step=step, resumed=resumed)
         return len(events)
 
-    def _new_event(self, line: bytes, number: int) -> Event | None:
-        """Returns the event of a line, None for one that has arrived and for the end of the run.
+    def _ship_events(self, events: Sequence[Event], parent_id: str | None) -> tuple[int, tuple[int, ...]]:
+        """Returns the step of the last tick or epoch so far, and the steps from which the run was resumed."""
+        if isinstance(events[0].record, Start):
+            self._open(parent_id, events[0].time_ms)
+            self._ship_start(events[0].record)
+        shipped = self._started()
+        step, resumed = shipped.step, shipped.resumed
+        for event in events:
+            if isinstance(event.record, Interruption):
+                resumed = (*resumed, step)
+                self._ship_interruption(event.record, resumed)
+            elif not isinstance(event.record, Start):
+                step = step_of(event.record)
+        self._log_metrics(events)
+        return step, resumed
 
-        Whole events are costly to decode, so what is not needed is recognised before.
-        """
-        where = f"event log {self._tail.path}, line {self._tail.num_lines + number + 1}"
-        try:
-            raw = json.loads(line)
-            kind, sequence, time_ms = raw["kind"], raw["sequence"], raw["time_ms"]
-        except (ValueError, KeyError, TypeError):
-            return parse_event(line, where)  # says what is wrong
-        shipped = self._shipped
-        if kind == "end" or (shipped and kind == "start" and time_ms == shipped.start_ms):
-            return None
-        if shipped is None or kind == "start" or sequence > shipped.cursor:
-            return parse_event(line, where)
-        if time_ms <= shipped.cursor_ms:
-            return None
-        # A resumed run has written on at a sequence that was shipped before: only steps not yet on record are new.
-        event = parse_event(line, where)
-        again = not isinstance(event.record, Start | Interruption) and step_of(event.record) <= shipped.cursor_step
-        return None if again else event
+    def _begin_anew(self) -> None:
+        """Notes that the log as it is now belongs in another MLflow run; a run of other runs stays the same."""
+        assert self._shipped is not None
+        fresh = Shipped(store=self._shipped.store, key=self._shipped.key, experiment=self._shipped.experiment)
+        run_id = self._shipped.run_id
+        is_parent = self._label.is_parent
+        self._write(replace(fresh, run_id=run_id) if is_parent else replace(fresh, replaces=run_id))
+        self._tail.restart()
 
     def _settle(self) -> int:
-        """Ends the MLflow run when the log's last record is a new end, or opens it again when there is none now."""
+        """Ends the MLflow run when the log's last record is a new end, or opens it again when there is none now.
+
+        Raises:
+            _CutBackError: an end with results has arrived and is no longer in the log.
+        """
         last = json.loads(self._tail.last_line) if self._tail.last_line else {"kind": "none"}
-        if last["kind"] == "end":
-            if self._shipped is None or last["time_ms"] != self._shipped.end_ms:
-                self._finish(parse_event(self._tail.last_line, f"event log {self._tail.path}, last line"))
-                return 1
-        elif self._shipped is not None and self._shipped.end_ms is not None:
-            self._tracker.client.update_run(self._run_id, status="RUNNING")
-            self._save(end_ms=None)
+        end_ms = last["time_ms"] if last["kind"] == "end" else None
+        shipped_ms = None if self._shipped is None else self._shipped.end_ms
+        if end_ms == shipped_ms:
+            return 0
+        if shipped_ms is not None and not self._label.is_parent and self._has_results():
+            raise _CutBackError
+        if end_ms is not None:
+            self._finish(parse_event(self._tail.last_line, f"event log {self._tail.path}, last line"))
+            return 1
+        self._tracker.client.update_run(self._run_id, status="RUNNING")
+        self._log_tags({"outcome": "running"})
+        self._save(end_ms=None)
         return 0
+
+    def _has_results(self) -> bool:
+        return any(name.startswith(RESULT) for name in self._tracker.client.get_run(self._run_id).data.metrics)
 
     def _open(self, parent_id: str | None, start_ms: int) -> str:
         """Returns the id of the run; a new one bears a key that a lost `mlflow.json` would lead to again."""
@@ -213,32 +222,32 @@ class Shipment:
         if shipped.run_id is not None:
             return shipped.run_id
         self._write(replace(shipped, experiment=label.experiment))
+        name, tags = label.name, label.tags
+        if shipped.replaces is not None:  # first: the key must lead to one run
+            name, tags = self._tracker.retire(shipped.replaces, name, tags)
         run_id = self._tracker.open_run(
-            label.experiment, label.name, key=shipped.key, tags=label.tags, parent_id=parent_id, start_ms=start_ms
+            label.experiment, name, key=shipped.key, tags=tags, parent_id=parent_id, start_ms=start_ms
         )
         self._save(run_id=run_id)
         self._verified = True
         return run_id
 
     def _ship_start(self, start: Start) -> None:
-        """Logs settings and tags. Params are for ever: one that a resumed run has changed is named in a tag instead."""
-        from mlflow.entities import Param, RunTag
+        """Logs settings and tags; params are for ever, and those of a run of runs that begins again stay."""
+        from mlflow.entities import Param
 
         known = self._tracker.client.get_run(self._run_id).data.params
         params = {name: value[:LONGEST_PARAM] for name, value in params_of(start).items()}
-        changed = [
-            f"{name}: {known[name]} -> {value}" for name, value in params.items() if known.get(name, value) != value
-        ]
-        tags = tags_of(start) | ({"changed_params": "; ".join(changed)} if changed else {})
-        self._log(
-            params=[Param(name, value) for name, value in params.items() if name not in known],
-            tags=[RunTag(name, value) for name, value in tags.items()],
+        self._log(params=[Param(name, value) for name, value in params.items() if name not in known])
+        self._log_tags(tags_of(start))
+
+    def _ship_interruption(self, interruption: Interruption, resumed: Sequence[int]) -> None:
+        self._log_tags(
+            {
+                "interrupted": f"{interruption.cause}: {interruption.message}",
+                "resumed_from_step": ", ".join(map(str, resumed)),
+            }
         )
-
-    def _ship_interruption(self, interruption: Interruption) -> None:
-        from mlflow.entities import RunTag
-
-        self._log(tags=[RunTag("interrupted", f"{interruption.cause}: {interruption.message}")])
 
     def _log_metrics(self, events: Sequence[Event]) -> None:
         from mlflow.entities import Metric
@@ -251,29 +260,35 @@ class Shipment:
         ]
         self._log(metrics=metrics)
 
-    def _finish(self, event: Event) -> None:
+    def _log_tags(self, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
 
+        self._log(tags=[RunTag(name, value) for name, value in tags.items()])
+
+    def _finish(self, event: Event) -> None:
         end = event.record
         assert isinstance(end, End)
         self._log_metrics([event])
-        outcome = ": ".join(filter(None, (end.status, end.cause, end.message)))
-        self._log(tags=[RunTag("outcome", outcome)])
-        self._draw()
+        outcome = "pruned" if end.status == "stopped" and self._label.is_pruned() else end.status
+        failure = ": ".join(filter(None, (end.cause, end.message)))
+        self._log_tags({"outcome": outcome, **({"failure": failure} if failure else {}), **self._label.closing_tags()})
         client = self._tracker.client
+        if not failure and "failure" in client.get_run(self._run_id).data.tags:  # of an earlier end
+            client.delete_tag(self._run_id, "failure")
+        self._draw()
         for path in (self.folder / name for name in ARTIFACTS):
             if path.is_dir():
                 client.log_artifacts(self._run_id, str(path), artifact_path=path.name)
             elif path.exists():
                 client.log_artifact(self._run_id, str(path))
         self._tracker.delete_twins(self._run_id, self._started().key)
-        client.set_terminated(self._run_id, _STATUS.get(end.status, "FAILED"), end_time=event.time_ms)
+        client.set_terminated(self._run_id, _STATUS.get(outcome, "FAILED"), end_time=event.time_ms)
         self._save(end_ms=event.time_ms)
 
     def _draw(self) -> None:
         try:
             pictures = run_figures(self.folder / EVENTS, self.folder / FIGURES)
-            if self._alone and (self.folder / SPEC).exists():  # what is below another is on that one's page
+            if self._label.has_page and (self.folder / SPEC).exists():
                 write_run_page(read_run(self.folder), pictures)
         except Exception as error:  # whatever a picture fails at, the run has ended and is to be closed
             _logger.warning("%s: no pictures: %s", self.folder, error)
@@ -301,8 +316,9 @@ class Shipment:
         """
         shipped = read_shipped(self.folder)
         if shipped is not None and not (self._verified and shipped == self._shipped):
-            if not self._has_run(shipped):
-                shipped = Shipped(store=self._tracker.display_uri, key=shipped.key)
+            # A SQLite file may have been moved together with the runs: the id tells, not the store's name.
+            known = shipped if self._has_run(shipped) else Shipped(store=shipped.store, key=shipped.key)
+            shipped = replace(known, store=self._tracker.display_uri)
             self._verified = True
         if shipped != self._shipped:
             self._tail.restart()
@@ -311,8 +327,8 @@ class Shipment:
     def _has_run(self, shipped: Shipped) -> bool:
         from mlflow.exceptions import MlflowException
 
-        if shipped.store != self._tracker.display_uri or shipped.run_id is None:
-            return False
+        if shipped.run_id is None:
+            return shipped.replaces is not None and shipped.store == self._tracker.display_uri
         try:
             run = self._tracker.client.get_run(shipped.run_id)
         except MlflowException as error:

@@ -7,18 +7,23 @@ loses nothing, a restarted driver goes on where the last one stopped, and a resu
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from triaccel_ray.service.storage.layout import EVENTS
+from triaccel_ray.service.failures import is_disk_full
+from triaccel_ray.service.storage.layout import BASELINES, EVENTS
 from triaccel_ray.service.tracking.shipment import Label, Shipment
+from triaccel_ray.service.tracking.shipped import num_waiting
 from triaccel_ray.service.tracking.tracking import Tracker
 
 LONGEST_PAUSE_S = 60.0
 LONGEST_MESSAGE = 500
+_SQLITE_FULL = "database or disk is full"
+"""What SQLite says, here or in the answer of a server."""
 
 _logger = logging.getLogger(__name__)
 
@@ -29,6 +34,10 @@ class Parent:
 
     name: str
     tags: Mapping[str, str] = field(default_factory=dict)
+    pruned: Callable[[], Container[str]] = tuple
+    """Returns the names of the runs that the search itself has stopped."""
+    closing_tags: Callable[[], Mapping[str, str]] = dict
+    """Returns the tags that are known at its end alone."""
 
 
 class Shipper:
@@ -63,12 +72,35 @@ class Shipper:
         self._thread = threading.Thread(target=self._follow, name="mlflow-shipper", daemon=True)
         self._thread.start()
 
-    def stop(self, timeout_s: float = 30.0) -> None:
-        """Ends the thread after the pass it is in; what has not arrived waits for the next `flush` or process."""
+    def finish(self, timeout_s: float) -> bool:
+        """Ends the thread, ships what is left, and returns whether all has arrived.
+
+        A store that answers is waited for. One that fails, or has not answered, is given up after the timeout: what
+        has not arrived waits for the next process.
+        """
         self._stopping.set()
+        flushed = threading.Event()
+
+        def flush() -> None:
+            self.flush(timeout_s)
+            flushed.set()
+
+        began = time.monotonic()
+        # A daemon, for a call to a server that hangs cannot be cut short.
+        threading.Thread(target=flush, name="mlflow-flush", daemon=True).start()
+        while not flushed.wait(0.1):
+            asked_at = self._tracker.asked_at
+            if asked_at is not None and time.monotonic() - max(asked_at, began) > timeout_s:
+                self.last_error = f"the store has not answered for {timeout_s:.0f} s"
+                return False
         if self._thread is not None:
             self._thread.join(timeout_s)
-            self._thread = None
+        return self.last_error is None
+
+    def waiting(self) -> list[int]:
+        """Returns how many records of a run have not arrived, for each run of which there are any."""
+        counts = [num_waiting(folder) for folder in self._folders()]
+        return [count for count in counts if count]
 
     def flush(self, timeout_s: float) -> bool:
         """Ships everything written so far; returns whether that succeeded. A call under way may outlast the timeout."""
@@ -92,7 +124,8 @@ class Shipper:
                 parent_id = None if self._parent is None else self._shipment(self._root).open()
                 for folder in self._folders():
                     try:
-                        num_events += self._shipment(folder).ship(parent_id if folder != self._root else None)
+                        shown_below = folder != self._root and not self._is_baseline(folder)
+                        num_events += self._shipment(folder).ship(parent_id if shown_below else None)
                     except Exception as failure:
                         error = self._describe(folder, failure)
                         # One run's trouble is its own; the store's is everyone's, and ends the pass.
@@ -119,21 +152,48 @@ class Shipper:
 
     def _shipment(self, folder: Path) -> Shipment:
         if folder not in self._shipments:
-            parent = self._parent if folder == self._root else None
-            key = self._root.name if folder == self._root else f"{self._root.name}/{folder.relative_to(self._root)}"
-            label = Label(
-                experiment=self._experiment,
-                name=folder.name if parent is None else parent.name,
-                key=key.replace("'", "_"),
-                tags={} if parent is None else parent.tags,
-            )
-            self._shipments[folder] = Shipment(self._tracker, folder, label)
+            self._shipments[folder] = Shipment(self._tracker, folder, self._label(folder))
         return self._shipments[folder]
 
+    def _label(self, folder: Path) -> Label:
+        root, parent = self._root, self._parent
+        key = (root.name if folder == root else f"{root.name}/{folder.relative_to(root)}").replace("'", "_")
+        if parent is None or folder != root:
+            is_baseline = self._is_baseline(folder)
+            return Label(
+                experiment=self._experiment,
+                name=f"{root.name}/{folder.name}" if is_baseline else folder.name,
+                key=key,
+                tags={"kind": "baseline", "search": root.name} if is_baseline else {},
+                has_page=parent is None,
+                is_pruned=lambda: parent is not None and folder.name in parent.pruned(),
+            )
+        return Label(
+            experiment=self._experiment,
+            name=parent.name,
+            key=key,
+            tags=parent.tags,
+            is_parent=True,
+            closing_tags=parent.closing_tags,
+        )
+
+    def _is_baseline(self, folder: Path) -> bool:
+        """Returns whether the run is one that a search is judged by: it is shown beside the search, not folded away."""
+        return self._parent is not None and folder.parent == self._root / BASELINES and folder.name != "probe"
+
     def _describe(self, folder: Path, failure: Exception) -> str:
-        first_line = str(failure).strip().partition("\n")[0]  # SQLAlchemy adds the statement, with all values
-        text = f"{folder.name}: {type(failure).__name__}: {first_line}"
-        return self._tracker.mask(text)[:LONGEST_MESSAGE]
+        if _SQLITE_FULL in str(failure):
+            text = f"the disk of {self._tracker.display_uri} is full: make room there"
+        elif is_disk_full(failure):
+            # MLflow's copies do not say which: the one with the least room.
+            places = [place for place in (folder, self._tracker.artifact_root) if place.exists()]
+            place = min(places, key=lambda each: shutil.disk_usage(each).free)
+            text = f"the disk of {place} is full: make room there"
+        else:
+            # SQLAlchemy begins with its own doings at times, and adds the statement, with all values.
+            lines = [line for line in str(failure).strip().split("\n") if not line.startswith("(raised as a result of")]
+            text = f"{type(failure).__name__}: {lines[0] if lines else ''}"
+        return self._tracker.mask(f"{folder.name}: {text}")[:LONGEST_MESSAGE]
 
     def _report(self, error: str | None) -> None:
         if error is not None:

@@ -8,7 +8,6 @@ use: a command that records nothing does not wait for it.
 from __future__ import annotations
 
 import base64
-import contextlib
 import errno
 import getpass
 import http.client
@@ -22,10 +21,12 @@ import urllib.request
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote, urlsplit
 
 from filelock import FileLock
+
+from triaccel_ray.service.tracking.sqlite_file import SQLITE, follow_artifacts, sqlite_path
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -33,13 +34,15 @@ if TYPE_CHECKING:
 RUN_KEY_TAG = "triaccel.run_key"
 """Tag by which a run is found again when its id was lost between creation and the disk."""
 
+SUPERSEDED_TAG = "superseded"
+_OF_ONE_ATTEMPT = ("outcome", "failure", "interrupted", "resumed_from_step", SUPERSEDED_TAG, "mlflow.runName")
+
 PROBE_TIMEOUT_S = 3.0
 
 HIDDEN = "***@"
 """What stands in a URI in place of user and password."""
 
 _WAY_OUT = "start a server there (`mlflow server`), or record in a local file with --tracking-uri sqlite:///FILE"
-_SQLITE = "sqlite:///"
 _STORE_SCHEME = re.compile(r"(.*=)?(abfss?|gs|gcs|hdfs|viewfs)")
 """Of storage paths, whose part before an @ without a colon is the name of a container or user: see `Place`."""
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]*")
@@ -80,9 +83,11 @@ class Tracker:
             uri: `sqlite:///FILE`, `http://HOST:PORT` or `https://...`, with `USER:PASSWORD@` if need be.
             artifact_root: folder of artifacts for a SQLite store; a server knows its own place.
         """
-        path = _sqlite_path(uri)
-        self.uri = uri if path is None else f"{_SQLITE}{path}"
+        path = sqlite_path(uri)
+        self.uri = uri if path is None else f"{SQLITE}{path}"
         self.artifact_root = artifact_root.absolute()
+        self.asked_at: float | None = None
+        """Monotonic time of the first call since which none has succeeded; None after one that has."""
         self._path = path
 
     @property
@@ -104,7 +109,7 @@ class Tracker:
             self._check_file(self._path)
         elif self.uri.startswith(("http://", "https://")):
             self._probe()
-        elif self.uri.startswith(_SQLITE):
+        elif self.uri.startswith(SQLITE):
             raise self._unavailable("names no file")
         else:
             raise self._unavailable("must begin with sqlite:///, http:// or https://")
@@ -120,6 +125,14 @@ class Tracker:
 
     @cached_property
     def client(self) -> MlflowClient:
+        """The client, whose calls are timed; see `asked_at`.
+
+        Raises:
+            TrackingUnavailableError: the SQLite file cannot be opened, or was made by another version of MLflow.
+        """
+        return cast("MlflowClient", _Timed(self, self._connect()))
+
+    def _connect(self) -> MlflowClient:
         """The client, its store created and of this MLflow's version.
 
         Raises:
@@ -145,6 +158,7 @@ class Tracker:
                 client.search_experiments(max_results=1)
             except Exception as error:  # MLflow, SQLAlchemy and Alembic each raise their own
                 raise self._unavailable(f"cannot be opened ({self.mask(str(error))})") from error
+            follow_artifacts(self._path, self.artifact_root)
         return client
 
     def experiment_id(self, name: str) -> str:
@@ -212,6 +226,33 @@ class Tracker:
         start = time.time_ns() // 1_000_000 if start_ms is None else start_ms
         run = self.client.create_run(experiment_id, start_time=start, tags=given, run_name=name)
         return str(run.info.run_id)
+
+    def retire(self, run_id: str, name: str, tags: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+        """Deletes a run that another takes the place of, and returns the other's name and tags.
+
+        They are the old one's, which a user may have changed, where it had any; else `name` and `tags`. MLflow keeps a
+        deleted run until `mlflow gc`, and `mlflow runs restore` brings it back.
+        """
+        from mlflow.exceptions import MlflowException
+
+        tags = {**tags, "replaces": run_id}
+        try:
+            old = self.client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return name, tags
+        if old.info.lifecycle_stage == "active":
+            self.client.set_tag(run_id, SUPERSEDED_TAG, "cut off by an interruption; the run of this name goes on")
+            self.client.set_tag(run_id, RUN_KEY_TAG, f"{old.data.tags.get(RUN_KEY_TAG)} superseded")
+            try:
+                self.client.delete_run(run_id)
+            except MlflowException as error:
+                if error.error_code != "PERMISSION_DENIED":
+                    raise
+                self.client.set_terminated(run_id, "KILLED")  # stays in sight, with its tag
+        kept = {tag: value for tag, value in old.data.tags.items() if tag not in _OF_ONE_ATTEMPT}
+        return str(old.info.run_name), {**kept, **tags}
 
     def delete_twins(self, run_id: str, key: str) -> None:
         """Deletes all other runs that carry `key`, in the experiment of the run `run_id`.
@@ -289,23 +330,22 @@ class Tracker:
         return TrackingUnavailableError(f"tracking uri = {self.display_uri!r}: {rule}; {_WAY_OUT}")
 
 
-def holds_run(uri: str, run_id: str) -> bool:
-    """Returns whether the SQLite store at `uri` has the run; creates nothing."""
-    path = _sqlite_path(uri)
-    if path is None or not path.is_file():
-        return False
-    try:
-        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
-            found = connection.execute("SELECT 1 FROM runs WHERE run_uuid = ?", (run_id,)).fetchone()
-    except sqlite3.Error:  # a file of something else
-        return False
-    return found is not None
+class _Timed:
+    """Passes calls on to a client, and notes in the tracker since when the store has not answered."""
 
+    def __init__(self, tracker: Tracker, client: MlflowClient) -> None:
+        self._tracker, self._client = tracker, client
 
-def _sqlite_path(uri: str) -> Path | None:
-    """Returns the absolute path of a SQLite URI's file, else None."""
-    name = uri.removeprefix(_SQLITE)
-    return Path(name).absolute() if uri.startswith(_SQLITE) and name and name != ":memory:" else None
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            self._tracker.asked_at = self._tracker.asked_at or time.monotonic()
+            result = method(*args, **options)
+            self._tracker.asked_at = None
+            return result
+
+        return call if callable(method) else method
 
 
 def _user() -> str:

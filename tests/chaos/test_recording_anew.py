@@ -1,0 +1,163 @@
+"""What MLflow holds of a run that was lost after it had recorded more than its checkpoint, under memory pressure."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+from ray.cluster_utils import Cluster
+
+from tests.service.own_task import MODULE
+from tests.service.stores import assert_equals_log, history, only_run
+from tests.service.waiting import COMMAND_S, DEADLINE_S, end, wait_until
+from triaccel_ray.events import Epoch, Interruption, Tick, read_events
+from triaccel_ray.service.tracking.tracking import Tracker
+
+PRESSED = """
+import json
+import os
+from dataclasses import replace
+
+from tests.service.waiting import HELD_S, wait_until
+
+HERE = Path(__file__).parent
+BALLAST = []
+
+
+class Pressed(Blobs):
+    # The first process holds memory that later ones do not, so that batches differ. After two epochs it waits at the
+    # third tick that no checkpoint holds; its number lies in `held`.
+    name = "pressed"
+    recipe = Recipe(epochs=5, lr=0.05, warmup_epochs=1.0)
+    control = replace(Blobs.control, batch=replace(Blobs.control.batch, rho_low=0.5, rho_high=0.7, cap_ticks=1))
+
+    def loss(self, outputs, targets, recipe):
+        if (HERE / "hold").exists():
+            if not BALLAST and (HERE / "log").exists():
+                BALLAST.append(b"1" * (320 * 2**20))
+            lines = (HERE / "log").read_text().splitlines() if (HERE / "log").exists() else []
+            kinds = [json.loads(line)["kind"] for line in lines]
+            if kinds.count("epoch") >= 2 and kinds[-3:] == ["tick"] * 3:
+                (HERE / "held").write_text(str(os.getpid()))
+                wait_until(lambda: not (HERE / "hold").exists(), timeout_s=HELD_S)
+        return super().loss(outputs, targets, recipe)
+"""
+
+
+@dataclass(frozen=True)
+class Desk:
+    """A folder with a task module and storage, and the commands that were typed there."""
+
+    folder: Path
+    address: str
+    commands: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def tracker(self) -> Tracker:
+        return Tracker(f"sqlite:///{self.folder}/storage/mlflow.db", self.folder / "storage" / "artifacts")
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "storage" / "r" / "events.jsonl"
+
+    def type(self, *words: str) -> subprocess.Popen[str]:
+        where = ("--storage-path", str(self.folder / "storage"), "--address", self.address)
+        paths = os.pathsep.join([str(self.folder), os.getcwd()])
+        command = subprocess.Popen(
+            [sys.executable, "-m", "triaccel_ray.service", *words, *where],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.commands.append(command)
+        return command
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A head that trains nothing, and a machine that does."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.getcwd()]))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    node = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False}
+    made = Cluster(initialize_head=True, head_node_args=node)
+    made.add_node(num_cpus=1, num_gpus=0)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def desk(tmp_path: Path, cluster: Cluster) -> Iterator[Desk]:
+    (tmp_path / "pressed_task.py").write_text(MODULE + PRESSED)
+    (tmp_path / "hold").touch()
+    made = Desk(tmp_path, cluster.address)
+    (tmp_path / "log").symlink_to(made.log)
+    yield made
+    (tmp_path / "hold").unlink(missing_ok=True)
+    for command in made.commands:
+        end(command)
+        assert command.stdout is not None
+        command.stdout.close()
+
+
+def done(command: subprocess.Popen[str]) -> None:
+    said, _ = command.communicate(timeout=COMMAND_S)
+    assert command.returncode == 0, said
+
+
+@pytest.mark.parametrize("lost", ["actor", "raylet", "driver"])
+def test_mlflow_holds_the_log_value_by_value_after_a_loss(desk: Desk, cluster: Cluster, lost: str) -> None:
+    words = ("--name", "r", "--device", "cpu", "--memory-headroom", "400MiB")
+    command = desk.type("run", "pressed_task:Pressed", *words)
+    held = desk.folder / "held"
+    wait_until(lambda: held.exists() or command.poll() is not None)
+    assert command.poll() is None, command.communicate()[0]
+    first = [event.record for event in read_events(desk.log)]
+    assert isinstance(first[-1], Tick)
+    last_step = first[-1].observation.step
+    # MLflow has what the checkpoint lacks.
+    wait_until(lambda: only_run_has(desk.tracker, last_step))
+    old = only_run(desk.tracker, "triaccel-runs")
+
+    actor = int(held.read_text())
+    if lost == "driver":
+        os.kill(command.pid, signal.SIGKILL)
+        command.wait(DEADLINE_S)
+    elif lost == "raylet":
+        (node,) = cluster.worker_nodes
+        os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+        cluster.add_node(num_cpus=1, num_gpus=0)
+    else:
+        os.kill(actor, signal.SIGKILL)
+    wait_until(lambda: not psutil.pid_exists(actor) or psutil.Process(actor).status() == psutil.STATUS_ZOMBIE)
+    (desk.folder / "hold").unlink()
+    done(desk.type("resume", "r") if lost == "driver" else command)
+
+    found = only_run(desk.tracker, "triaccel-runs")
+    assert found.id != old.id
+    assert (found.status, found.tags["replaces"]) == ("FINISHED", old.id)
+    assert assert_equals_log(desk.tracker, found, desk.log) > 100
+    second = [event.record for event in read_events(desk.log)]
+    (place,) = [place for place, record in enumerate(second) if isinstance(record, Interruption)]
+    checkpointed = second[place - 1]
+    assert isinstance(checkpointed, Epoch)
+    assert found.tags["resumed_from_step"] == str(checkpointed.step)
+    # Batches differed: a splice of both attempts would have been another curve.
+    assert batches(first[place:]) != batches(second[place + 1 :])[: len(batches(first[place:]))]
+
+
+def only_run_has(tracker: Tracker, step: int) -> bool:
+    return step in [at for at, _, _ in history(tracker, only_run(tracker, "triaccel-runs").id, "train/loss")]
+
+
+def batches(records: list[object]) -> list[tuple[int, int]]:
+    ticks = [record for record in records if isinstance(record, Tick)]
+    return [(tick.observation.step, tick.applied.plan.batch_size) for tick in ticks]

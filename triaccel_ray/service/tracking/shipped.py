@@ -1,0 +1,74 @@
+"""What of a run's event log has arrived in MLflow, as noted beside the log."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from triaccel_ray.jsonable import decode
+from triaccel_ray.service.storage.layout import EVENTS
+from triaccel_ray.service.tracking.log_tail import LogTail
+
+SHIPPED = "mlflow.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shipped:
+    """What has arrived of one folder's log: the content of its `mlflow.json`."""
+
+    store: str
+    """Where it has arrived: another store gets everything from the beginning."""
+    key: str
+    """Tag that the MLflow run is found by; on the disk before the run is created."""
+    experiment: str | None = None
+    """The MLflow experiment that it was created in; None in files from before this was noted."""
+    run_id: str | None = None
+    """None until MLflow has assigned it."""
+    replaces: str | None = None
+    """MLflow run of an earlier attempt, of which the log has lost records."""
+    num_records: int = 0
+    """The log's first records, as many as have arrived. An end does not count: a resumed run writes on in its place."""
+    checksum: int = 0
+    """CRC-32 of these records: other ones in their place are those of another attempt."""
+    step: int = 0
+    """Optimizer step of the last tick or epoch among them."""
+    resumed: tuple[int, ...] = ()
+    """Steps from which the run was resumed."""
+    end_ms: int | None = None
+    """Time of the end record shipped; None while the run goes on."""
+
+
+def read_shipped(folder: Path) -> Shipped | None:
+    """Returns what has arrived of the log in `folder`; None where nothing was ever sent.
+
+    Fields of other versions are left out: what they counted is shipped again, which changes nothing.
+
+    Raises:
+        ValueError: `mlflow.json` is damaged.
+    """
+    path = folder / SHIPPED
+    try:
+        if not path.exists():
+            return None
+        known = {each.name for each in fields(Shipped)}
+        return decode(Shipped, {name: value for name, value in json.loads(path.read_text()).items() if name in known})
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): delete it, the run is found by its tag") from error
+
+
+def num_waiting(folder: Path) -> int:
+    """Returns how many records of the log in `folder` have not arrived."""
+    tail = LogTail(folder / EVENTS)
+    for _ in tail.blocks():
+        pass
+    try:
+        shipped, last = read_shipped(folder), json.loads(tail.last_line or b"{}")
+    except ValueError:  # damaged
+        return tail.num_lines
+    has_end = bool(last.get("kind") == "end")
+    num_records = tail.num_lines - has_end
+    if shipped is None or shipped.run_id is None or num_records < shipped.num_records:
+        return tail.num_lines
+    end_waits = has_end and bool(last["time_ms"] != shipped.end_ms)
+    return num_records - shipped.num_records + end_waits
