@@ -1,5 +1,6 @@
-# `make search` runs the main job, `make test` everything that CI runs, `make gpu` what needs an NVIDIA GPU: its tests, and
-# every benchmark beside its peers. All set up .venv first.
+# `make search` runs the main job. `make test` runs the linters and the tests, `make test-fast` the tests that need neither
+# Ray nor MLflow, `make test-chaos` those that kill processes, cut off servers and open a browser. `make gpu` runs what
+# needs an NVIDIA GPU: its tests, and every benchmark beside its peers. All set up .venv first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,13 +9,23 @@ READY := $(VENV)/.ready
 # Torch, Ray and MLflow take four times as long to import without compiled bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: search test gpu lint setup clean
+# Two processes share the tests, those of one group in one process: they share a server, a cluster or a store.
+WORKERS ?= 2
+PARALLEL := --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
+.PHONY: search test test-fast test-chaos gpu lint setup clean
 
 search: setup
 	$(BIN)/triaccel search digits --trials 12
 
 test: setup lint
-	$(BIN)/pytest
+	$(BIN)/pytest $(PARALLEL) --ignore tests/chaos
+
+test-fast: setup
+	$(BIN)/pytest $(PARALLEL) --ignore tests/chaos --ignore tests/service --ignore tests/benchmarks
+
+test-chaos: setup
+	$(BIN)/pytest tests/chaos
 
 gpu: setup
 	$(BIN)/pytest -m gpu

@@ -22,7 +22,7 @@ def _is_installed(name: str) -> bool:
 collect_ignore = (
     []
     if all(map(_is_installed, ("ray", "mlflow", "optuna", "tyro", "rich")))
-    else ["service", "search_spaces", "benchmarks/test_overhead.py", "test_documents.py"]
+    else ["chaos", "service", "search_spaces", "benchmarks/test_overhead.py", "test_documents.py"]
 )
 
 torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
@@ -55,9 +55,22 @@ def _clean_gpu(request: pytest.FixtureRequest) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu") is not None:
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+SHARED = ("cluster_address", "own_ray", "starting_server")
+"""Fixtures of the service that take seconds to start."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    if hasattr(config, "workerinput"):  # one of several processes, as pytest-xdist starts them
+        _group(items)
+
+
+def _group(items: list[pytest.Item]) -> None:
+    """Keeps tests in one process that share a fixture of the service, or else a file; the former begin first."""
+    shared = {item: next((name for name in SHARED if name in getattr(item, "fixturenames", ())), "") for item in items}
+    for item, name in shared.items():
+        item.add_marker(pytest.mark.xdist_group(name or item.location[0]))
+    items.sort(key=lambda item: not shared[item])
