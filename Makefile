@@ -1,6 +1,6 @@
-# `make search` runs the main job. `make test` runs the linters and the tests, `make test-fast` the tests that need neither
-# Ray nor MLflow, `make test-chaos` those that kill processes, cut off servers and open a browser. `make gpu` runs what
-# needs an NVIDIA GPU: its tests, and every benchmark beside its peers. All set up .venv first.
+# `make search` runs the main job. `make test` runs the linters and the tests, `make test-fast` the quick ones among them,
+# `make test-chaos` those that kill processes, cut off servers and open a browser. `make gpu` runs what needs an NVIDIA
+# GPU: its tests, and every benchmark beside its peers. All set up .venv first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,6 +12,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two processes share the tests, those of one group in one process: they share a server, a cluster or a store.
 WORKERS ?= 2
 PARALLEL := --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+# Ray, MLflow, processes of their own, and Triton's interpreter take most of the time.
+SLOW := benchmarks chaos kernels search_spaces service test_documents.py test_library.py
 
 .PHONY: search test test-fast test-chaos gpu lint setup clean
 
@@ -22,10 +24,10 @@ test: setup lint
 	$(BIN)/pytest $(PARALLEL) --ignore tests/chaos
 
 test-fast: setup
-	$(BIN)/pytest $(PARALLEL) --ignore tests/chaos --ignore tests/service --ignore tests/benchmarks
+	$(BIN)/pytest $(PARALLEL) $(foreach each,$(SLOW),--ignore tests/$(each))
 
 test-chaos: setup
-	$(BIN)/pytest tests/chaos
+	$(BIN)/pytest $(PARALLEL) tests/chaos
 
 gpu: setup
 	$(BIN)/pytest -m gpu

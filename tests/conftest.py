@@ -2,6 +2,7 @@ import gc
 import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,10 +61,13 @@ SHARED = ("cluster_address", "own_ray", "starting_server")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu") is not None:
-                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    for item in items:
+        if item.path.relative_to(Path(__file__).parent).parts[0] in ("service", "chaos"):
+            item.add_marker(
+                pytest.mark.timeout(1800)
+            )  # with fixtures; their own deadlines come first and say why
+        if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     if hasattr(config, "workerinput"):  # one of several processes, as pytest-xdist starts them
         _group(items)
 

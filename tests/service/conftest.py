@@ -14,13 +14,6 @@ from tests.service.stores import Server
 from triaccel_ray.service.tracking.tracking import Tracker
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives tests of the service half an hour, fixtures included: their own deadlines come first, and say what for."""
-    for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.timeout(1800))
-
-
 @pytest.fixture(scope="session")
 def cluster_address() -> Iterator[str]:
     """A Ray cluster of two CPUs, which the commands of several modules join."""
