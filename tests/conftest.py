@@ -63,9 +63,7 @@ SHARED = ("cluster_address", "own_ray", "starting_server")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(Path(__file__).parent).parts[0] in ("service", "chaos"):
-            item.add_marker(
-                pytest.mark.timeout(1800)
-            )  # with fixtures; their own deadlines come first and say why
+            item.add_marker(pytest.mark.timeout(1800))  # with fixtures; their own deadlines come first and say why
         if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     if hasattr(config, "workerinput"):  # one of several processes, as pytest-xdist starts them
