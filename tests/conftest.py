@@ -60,6 +60,7 @@ SHARED = ("cluster_address", "own_ray", "starting_server")
 """Fixtures of the service that take seconds to start."""
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(Path(__file__).parent).parts[0] in ("service", "chaos"):
