@@ -9,9 +9,9 @@ READY := $(VENV)/.ready
 # Torch, Ray and MLflow take four times as long to import without compiled bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Two processes share the tests, those of one group in one process: they share a server, a cluster or a store.
+# Two processes share the files of tests; each has a Ray cluster and an MLflow server of its own.
 WORKERS ?= 2
-PARALLEL := --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Ray, MLflow, processes of their own, and Triton's interpreter take most of the time.
 SLOW := benchmarks chaos kernels search_spaces service test_documents.py test_library.py
 

@@ -4,6 +4,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start, too
+
 import pytest
 import torch
 from hypothesis import settings
@@ -60,20 +62,12 @@ SHARED = ("cluster_address", "own_ray", "starting_server")
 """Fixtures of the service that take seconds to start."""
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(Path(__file__).parent).parts[0] in ("service", "chaos"):
             item.add_marker(pytest.mark.timeout(1800))  # with fixtures; their own deadlines come first and say why
         if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-    if hasattr(config, "workerinput"):  # one of several processes, as pytest-xdist starts them
-        _group(items)
-
-
-def _group(items: list[pytest.Item]) -> None:
-    """Keeps tests in one process that share a fixture of the service, or else a file; the former begin first."""
-    shared = {item: next((name for name in SHARED if name in getattr(item, "fixturenames", ())), "") for item in items}
-    for item, name in shared.items():
-        item.add_marker(pytest.mark.xdist_group(name or item.location[0]))
-    items.sort(key=lambda item: not shared[item])
+    if hasattr(config, "workerinput"):  # one of several processes of pytest-xdist, which take the files in this order
+        slow = {item.path for item in items if set(SHARED) & set(getattr(item, "fixturenames", ()))}
+        items.sort(key=lambda item: item.path not in slow)
