@@ -58,7 +58,7 @@ def _clean_gpu(request: pytest.FixtureRequest) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-SHARED = ("cluster_address", "own_ray", "starting_server")
+SHARED = ("cluster_address", "starting_server")
 """Fixtures of the service that take seconds to start."""
 
 
