@@ -272,7 +272,7 @@ def watched(starting_server: Server) -> Iterator[Watched]:
         )
         while run.poll() is None:
             addresses |= _listening(run.pid)
-            time.sleep(1.0)
+            time.sleep(0.2)
     text = (place / "said.txt").read_text()
     assert run.returncode == 0, text
     yield Watched(place=place, addresses=frozenset(addresses), server=starting_server.folder, said=text)
