@@ -1,5 +1,6 @@
-# `make search` runs the main job, `make test` everything that CI runs, `make gpu` what needs an NVIDIA GPU: its tests, and
-# every benchmark beside its peers. All set up .venv first.
+# `make search` runs the main job. `make test` runs the linters and the tests, `make test-fast` the quick ones among them,
+# `make test-chaos` those that kill processes, cut off servers and open a browser. `make gpu` runs what needs an NVIDIA
+# GPU: its tests, and every benchmark beside its peers. All set up .venv first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,13 +9,25 @@ READY := $(VENV)/.ready
 # Torch, Ray and MLflow take four times as long to import without compiled bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: search test gpu lint setup clean
+# Two processes share the files of tests; each has a Ray cluster and an MLflow server of its own.
+WORKERS ?= 2
+PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Ray, MLflow, processes of their own, Triton's interpreter and dense curvature in fp64 take most of the time.
+SLOW := benchmarks chaos kernels measure/test_curvature.py search_spaces service test_documents.py test_library.py
+
+.PHONY: search test test-fast test-chaos gpu lint setup clean
 
 search: setup
 	$(BIN)/triaccel search digits --trials 12
 
 test: setup lint
-	$(BIN)/pytest
+	$(BIN)/pytest $(PARALLEL) --ignore tests/chaos
+
+test-fast: setup
+	$(BIN)/pytest $(PARALLEL) $(foreach each,$(SLOW),--ignore tests/$(each))
+
+test-chaos: setup
+	$(BIN)/pytest $(PARALLEL) tests/chaos
 
 gpu: setup
 	$(BIN)/pytest -m gpu

@@ -2,6 +2,9 @@ import gc
 import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start, too
 
 import pytest
 import torch
@@ -22,7 +25,7 @@ def _is_installed(name: str) -> bool:
 collect_ignore = (
     []
     if all(map(_is_installed, ("ray", "mlflow", "optuna", "tyro", "rich")))
-    else ["service", "search_spaces", "benchmarks/test_overhead.py", "test_documents.py"]
+    else ["chaos", "service", "search_spaces", "benchmarks/test_overhead.py", "test_documents.py"]
 )
 
 torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
@@ -55,9 +58,16 @@ def _clean_gpu(request: pytest.FixtureRequest) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+SHARED = ("cluster_address", "starting_server")
+"""Fixtures of the service that take seconds to start."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("gpu") is not None:
+        if item.path.relative_to(Path(__file__).parent).parts[0] in ("service", "chaos"):
+            item.add_marker(pytest.mark.timeout(1800))  # with fixtures; their own deadlines come first and say why
+        if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    if hasattr(config, "workerinput"):  # one of several processes of pytest-xdist, which take the files in this order
+        slow = {item.path for item in items if set(SHARED) & set(getattr(item, "fixturenames", ()))}
+        items.sort(key=lambda item: item.path not in slow)

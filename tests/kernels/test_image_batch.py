@@ -131,7 +131,7 @@ def test_in_two_epochs_every_image_is_seen_both_ways_wherever_it_stands(make: Ca
 @pytest.mark.parametrize("cutout", [1, 4, 5, 40])
 @pytest.mark.parametrize("reflect", [True, False])
 def test_a_square_is_cut_out_of_the_finished_image(cutout: int, reflect: bool) -> None:
-    num, height, width = 64, 12, 9
+    num, height, width = 16, 12, 9
     images, indices, key = noise(num, 3, height, width), torch.arange(num), torch.tensor(2**40 + 7)
     on_device = [t.to(DEVICE) for t in (images, indices, *constants(3))]
     how: dict[str, Any] = {"key": key.to(DEVICE), "reflect": reflect}

@@ -14,33 +14,19 @@ from tests.service.stores import Server
 from triaccel_ray.service.tracking.tracking import Tracker
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives tests of the service half an hour, fixtures included: their own deadlines come first, and say what for."""
-    for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.timeout(1800))
-
-
 @pytest.fixture(scope="session")
 def cluster_address() -> Iterator[str]:
-    """A Ray cluster of two CPUs, which the commands of several modules join."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 0, "include_dashboard": False})
+    """A Ray cluster of two CPUs and two GPUs, which are logical: commands of several modules join it."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2, "include_dashboard": False})
     yield cluster.address
     cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
-def own_ray() -> Iterator[None]:
-    """A Ray of this process's own with two CPUs and two GPUs, which are logical; meanwhile no cluster can be joined."""
+def own_ray(cluster_address: str) -> Iterator[None]:
+    """This process is connected to the cluster of the tests; meanwhile no command can join it from here."""
     paths = {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
-    ray.init(
-        address="local",  # not whatever cluster this machine may have
-        num_cpus=2,
-        num_gpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": paths},
-    )
+    ray.init(address=cluster_address, log_to_driver=False, runtime_env={"env_vars": paths})
     yield
     ray.shutdown()
 

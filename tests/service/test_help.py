@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 import pytest
 
+from tests.service.waiting import COMMAND_S
 from triaccel_ray.service import cli
 from triaccel_ray.service.runs.methods import METHODS
 
@@ -144,5 +145,5 @@ def test_help_that_nobody_reads_to_its_end_says_nothing_else() -> None:
     os.close(reader)
     with os.fdopen(writer, "w") as output:
         words = [sys.executable, "-m", "triaccel_ray.service", "search", "--help"]
-        done = subprocess.run(words, stdout=output, stderr=subprocess.PIPE, text=True, timeout=120)
+        done = subprocess.run(words, stdout=output, stderr=subprocess.PIPE, text=True, timeout=COMMAND_S)
     assert (done.returncode, done.stderr) == (1, "")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from pyarrow import fs
 
-from tests.service.clusters.test_crashes import HELD, done
+from tests.chaos.test_crashes import HELD, done
 from tests.service.own_task import MODULE, own_spec
 from tests.service.stores import runs
 from tests.service.waiting import DEADLINE_S, end, wait_until

@@ -50,8 +50,8 @@ class Terminal:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
         command = [sys.executable, "-m", "triaccel_ray.service", *words]
-        # A shell has what it starts in the background ignore Ctrl-C, and processes below inherit that.
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        # A suite started by `nohup ... &` ignores both, its processes would too, and what is handled is reset for them.
+        before = {each: signal.signal(each, signal.default_int_handler) for each in (signal.SIGINT, signal.SIGHUP)}
         self.process = subprocess.Popen(
             command,
             cwd=folder,
@@ -61,7 +61,8 @@ class Terminal:
             stderr=slave,
             start_new_session=True,
         )
-        signal.signal(signal.SIGINT, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
         os.close(slave)
         self._written = bytearray()
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -1,0 +1,83 @@
+"""The commands that hand work to a cluster, on a real one with Ray's own Jobs API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.service.jobs.test_jobs import SECRETS, typed
+from tests.service.own_task import write_module
+from tests.service.ray_head import ray_head
+from tests.service.waiting import wait_until
+from triaccel_ray.events import read_events
+from triaccel_ray.service.jobs.job_api import JobApi
+from triaccel_ray.service.runs.record import read_run
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    with ray_head() as address:
+        yield address
+
+
+@pytest.mark.filterwarnings("ignore:ssl=None is deprecated:DeprecationWarning")  # Ray's own client, following logs
+def test_work_is_handed_over_looked_after_and_stopped(
+    cluster: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # --address comes first
+    secrets = {name: secret for name, secret in SECRETS.items() if name != "RAY_AUTH_TOKEN"}  # this cluster has none
+    for name, secret in secrets.items():
+        monkeypatch.setenv(name, secret)
+    project = tmp_path / "project"
+    project.mkdir()
+    module = write_module(project, monkeypatch)
+    monkeypatch.chdir(project)
+    at = ("--address", cluster)
+    assert typed(capsys, "jobs", *at)[:2] == (0, "no jobs yet; `triaccel submit -- search digits` hands one over\n")
+
+    work = ("run", "digits", "--epochs", "1", "--tau-low", "0")  # a CPU emulates FP16 at a tenth of the speed
+    status, out, said = typed(capsys, "submit", *at, "--name", "short", "--", *work)
+    assert (status, out.splitlines()[:1]) == (0, ["submitted: short"]), said
+    assert str(project / "triaccel-runs") in said
+    status, out, said = typed(capsys, "logs", "short", "--follow", *at)
+    assert (status, said) == (0, "short: SUCCEEDED\n"), out
+    assert "digits, the full control loop, finished" in out
+    assert read_run(project / "triaccel-runs" / "short").status == "finished"
+    assert "finished" in typed(capsys, "logs", "short", *at)[1]
+
+    # The task's module is in the working directory alone, and so has travelled if the job trains.
+    typed(capsys, "submit", *at, "--name", "long", "--", "run", f"{module}:Blobs", "--epochs", "1000000")
+    log = project / "triaccel-runs" / "long" / "events.jsonl"
+    wait_until(
+        lambda: log.exists() and len(log.read_bytes().splitlines()) > 2,
+        say=lambda: typed(capsys, "logs", "long", *at),
+    )
+    status, out, _ = typed(capsys, "jobs", *at)
+    assert status == 0
+    rows = [line.split() for line in out.splitlines()[1:]]
+    assert [(row[0], row[1], row[3]) for row in rows] == [("long", "run", "RUNNING"), ("short", "run", "SUCCEEDED")]
+
+    known = repr(JobApi(cluster)._client.list_jobs())  # all that Ray tells of them
+    assert "run digits" in known
+    assert not any(secret in known for secret in secrets.values())
+
+    status, out, said = typed(capsys, "stop", "long", *at)
+    assert (status, out.splitlines()[0], said) == (0, "long: STOPPED", "")
+    assert f"triaccel submit --address {cluster} -- resume long --storage-path {project / 'triaccel-runs'}" in out
+    assert "stopped; to go on from the last checkpoints:" in typed(capsys, "logs", "long", *at)[1]
+    assert len(list(read_events(log))) > 2
+
+    for words, needle in (
+        (("stop", "long"), "job = 'long': has ended already (STOPPED)"),
+        (("logs", "nobody"), "job = 'nobody': the cluster has no such job; `triaccel jobs` lists them"),
+        (("stop", "nobody"), "job = 'nobody': the cluster has no such job"),
+    ):
+        status, _, said = typed(capsys, *words, *at)
+        assert (status, needle in said) == (2, True)
+    status, _, said = typed(capsys, "submit", *at, "--name", "short", "--", *work)
+    assert (status, "name = 'short': the cluster has a job of that name" in said) == (2, True)

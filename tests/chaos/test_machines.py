@@ -1,0 +1,176 @@
+"""A search on a cluster of several machines, here several raylets, that come and go."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.cluster_utils import Cluster
+
+from tests.service.own_task import own_spec
+from tests.service.ray_head import ray_node
+from tests.service.waiting import DEADLINE_S, end, wait_until
+from triaccel_ray.events import Epoch, Event, read_events
+from triaccel_ray.service.clusters.cluster import cluster, gpu_fraction, require_gpu_to_share
+from triaccel_ray.service.runs.objective import Objective
+from triaccel_ray.service.runs.shared_data import share_splits
+from triaccel_ray.service.searches.search import Prepared, SearchSpec, begin_search, read_search, tune_trials
+from triaccel_ray.service.storage.place import Place
+
+MODULE = """
+from pathlib import Path
+
+import ray
+from tests.build import blobs, mlp
+from tests.service.waiting import HELD_S, wait_until
+from trainables.task import Splits, Task
+from triaccel_ray.sources import TensorSource
+
+HERE = Path(__file__).parent
+
+
+def note(what):
+    with (HERE / what).open("a") as file:
+        file.write(f"{ray.get_runtime_context().get_node_id()}\\n")
+
+
+class Held(Task):
+    # Trials wait at the end of their second epoch until the test lets them go on.
+    name = "held"
+    judged = 0
+
+    def model(self):
+        note("trials-on")
+        return mlp()
+
+    def data(self, purpose):
+        note("read-on")
+        return Splits(train=TensorSource(*blobs(160)), held_out=TensorSource(*blobs(8, seed=1)))
+
+    def num_correct(self, outputs, targets):
+        self.judged += 1
+        if self.judged == 2:
+            wait_until(lambda: not (HERE / "hold").exists(), timeout_s=HELD_S)
+        return super().num_correct(outputs, targets)
+"""
+
+
+class Project:
+    """A folder with a task whose trials wait, and a search in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.search = folder, folder / "hunt"
+        (folder / "held_task.py").write_text(MODULE)
+        (folder / "hold").touch()
+
+    def let_go(self) -> None:
+        (self.folder / "hold").unlink(missing_ok=True)
+
+    def nodes(self, what: str) -> list[str]:
+        """Where what is noted has happened, in order."""
+        path = self.folder / what
+        return path.read_text().split() if path.exists() else []
+
+    def first_epochs(self) -> dict[str, Event]:
+        """The record of each trial's first epoch."""
+        paths = self.search.glob("trials/*/events.jsonl")
+        events = [(path.parent.name, event) for path in paths for event in read_events(path)]
+        return {name: each for name, each in events if isinstance(each.record, Epoch) and each.record.epoch == 1}
+
+    def wait_for_trials(self, count: int) -> None:
+        """Returns once so many trials have done their first epoch."""
+        wait_until(lambda: len(self.first_epochs()) >= count, say=lambda: self.nodes("trials-on"))
+
+
+@pytest.fixture
+def without_gpu() -> Iterator[Cluster]:
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cluster]:
+    """A head with two CPUs and one GPU, which is logical."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.getcwd()]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 1, "include_dashboard": False})
+    yield made
+    made.shutdown()
+
+
+def test_machines_that_join_take_trials_and_those_that_leave_lose_none(tmp_path: Path, machines: Cluster) -> None:
+    project = Project(tmp_path)
+    uncut: Any = {"space": "thresholds-absolute", "objective": "pareto"}  # no probe, and nothing is stopped early
+    spec = SearchSpec(base=own_spec("held_task:Held", device="auto", trials_per_gpu=2), num_trials=3, **uncut)
+    begin_search(spec, project.search)
+    require_gpu_to_share(machines.address, spec.base)
+    before: dict[str, Event] = {}
+    failures: list[BaseException] = []
+
+    def come_and_go() -> None:
+        try:
+            project.wait_for_trials(2)  # they share the head's GPU, and no third one fits
+            (head,) = set(project.nodes("trials-on"))
+            words = (f"--address={machines.address}", "--num-cpus=1", "--num-gpus=1")
+            with ray_node(*words, env=os.environ, log=tmp_path / "joining.log"):
+                project.wait_for_trials(3)  # while the others still wait for the end of their second epoch
+                assert len(project.nodes("trials-on")) == 3
+                assert project.nodes("trials-on")[2] != head
+                before.update(project.first_epochs())
+        except BaseException as error:
+            failures.append(error)
+        project.let_go()
+
+    prepared = Prepared(objective=Objective(name="accuracy"), calibration=None, headroom_bytes=None)
+    thread = threading.Thread(target=come_and_go)
+    with cluster(machines.address):
+        shared = share_splits(spec.base)
+        thread.start()
+        tune_trials(spec, prepared, Place.of(project.search), num_gpus=gpu_fraction(2), shared=shared)
+        thread.join()
+    assert not failures
+    trials = read_search(project.search).trials
+    assert [run.status for run in trials] == ["finished"] * 3
+    assert {run.start.info["trials_per_gpu"] for run in trials} == {"2"}
+    head, second, other, back = project.nodes("trials-on")
+    assert head == second == back != other  # the third trial went on at the head
+    assert project.first_epochs() == before  # from its checkpoint: what had been done was not done again
+    assert len(project.nodes("read-on")) == 1  # and nobody but the driver has read the samples
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU that joins is to be none, so that the run ends at once")
+def test_a_run_that_needs_a_gpu_waits_for_a_machine_with_one(tmp_path: Path, without_gpu: Cluster) -> None:
+    storage, said = tmp_path / "runs", tmp_path / "said"
+    words = ("run", "digits", "--device", "cuda", "--address", without_gpu.address, "--storage-path", str(storage))
+    with said.open("wb") as file:
+        command = subprocess.Popen(
+            [sys.executable, "-m", "triaccel_ray.service", *words], stdout=file, stderr=subprocess.STDOUT
+        )
+    try:
+        wait_until(lambda: "the cluster has no GPU yet" in said.read_text() or command.poll() is not None)
+        with cluster(without_gpu.address):
+            wait_until(lambda: {"GPU": 1.0, "CPU": 1.0} in _waited_for() or command.poll() is not None)
+        assert command.poll() is None, said.read_text()
+        without_gpu.add_node(num_cpus=1, num_gpus=1)
+        assert command.wait(DEADLINE_S) == 2
+    finally:
+        end(command)
+    assert "no CUDA device is visible" in said.read_text()  # asked of the machine that joined, whose GPU is logical
+
+
+def _waited_for() -> list[dict[str, float]]:
+    """What is asked of the cluster and not there: what an autoscaler goes by."""
+    state = get_cluster_status(ray.get_runtime_context().gcs_address)
+    return [
+        bundle.bundle for demand in state.resource_demands.ray_task_actor_demand for bundle in demand.bundles_by_count
+    ]
