@@ -177,7 +177,7 @@ def test_a_neighbour_that_takes_memory_makes_the_batch_shrink_and_grow_again() -
 
         loop.train_epoch()
         assert loop.plan.batch_size == 512, [reason.text for tick in ticks for reason in tick.decision.reasons]
-        leave(160 * 2**20)
+        leave(64 * 2**20)
         for _ in range(9):  # a tick comes within 5, and decides 3 later
             loop.step()
         squeezed = loop.plan.batch_size

@@ -20,11 +20,13 @@ from search_spaces.thresholds import (
 )
 from tests.search_spaces.samples import samples
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.decide import initial_decision
+from triaccel_ray.plan import Precision
 
 CONTROL = ControlConfig(every_steps=10, batch=BatchConfig(start=96, minimum=32, maximum=512, granularity=32))
 ALL = tuple(OPTIONAL)
 # What a float32 gradient can have, and a little more.
-VARIANCES = st.lists(st.floats(1e-40, 1e30), min_size=1, max_size=40).map(calibration)
+VARIANCES = st.lists(st.floats(1e-40, 1e30), min_size=1, max_size=40).map(lambda of: calibration({"conv": of}))
 
 
 def assert_ordered(control: ControlConfig) -> None:
@@ -185,3 +187,18 @@ def test_an_unknown_dimension_is_refused() -> None:
 def test_quantiles_without_a_calibration_are_refused() -> None:
     with pytest.raises(ValueError, match="calibration = None"):
         thresholds({"tau_low_quantile": 0.2, "tau_high_share": 0.5}, CONTROL)
+
+
+def test_layers_begin_in_the_precision_that_the_thresholds_mean_at_the_probes_variances() -> None:
+    calibrated_on = calibration({"conv": [1e-9, 1e-8, 1e-7], "mid": [1e-5], "head": [1e-2, 1e-1]})
+    assert calibrated_on.layers == pytest.approx({"conv": 1e-8, "mid": 1e-5, "head": 0.055})
+    control = thresholds({**ANCHOR, "tau_low_quantile": 0.5, "tau_high_share": 0.5}, CONTROL, calibrated_on)
+    low, high = control.precision.tau_low, control.precision.tau_high
+    expected = {
+        name: Precision.FP16 if v < low else Precision.BF16 if v < high else Precision.FP32
+        for name, v in calibrated_on.layers.items()
+    }
+    assert len(set(expected.values())) > 1
+    assert control.precision.initial_layers == expected
+    first = initial_decision(control, [(name, tuple(Precision)) for name in (*expected, "other")])
+    assert first.plan.precision == {**expected, "other": control.precision.initial}

@@ -155,6 +155,6 @@ def format_refusal(x: Tensor, residual: Tensor | None) -> str:
         if tensor is not None and not tensor.is_contiguous(memory_format=torch.channels_last):
             return (
                 f"activations of shape {tuple(tensor.shape)} have strides {tensor.stride()}: the kernel needs "
-                "channels_last; use model.to(memory_format=torch.channels_last) before the loop is built"
+                "channels_last; keep activations in that memory format"
             )
     return ""

@@ -28,6 +28,15 @@ def figures(**changes: float) -> Figures:
     return Figures(**{"accuracy": 90.0, "seconds": 4.0, "peak_gb": 0.5, "score": 45.0, **changes})
 
 
+@pytest.mark.parametrize(
+    ("accuracy", "margin", "hopeless"), [(88.0, 1.0, False), (87.9, 1.0, True), (86.0, 2.0, False), (85.9, 2.0, True)]
+)
+def test_an_accuracy_is_hopeless_beyond_a_second_margin(accuracy: float, margin: float, hopeless: bool) -> None:
+    objective = Objective(margin=margin, reference=(90.0,))
+    assert objective.is_hopeless(1, figures(accuracy=accuracy)) is hopeless
+    assert not replace(objective, name="pareto").is_hopeless(1, figures(accuracy=accuracy))
+
+
 def test_the_condition_is_the_amp_baselines_accuracy_after_each_epoch() -> None:
     epochs = run_of("amp", num_epochs=2).epochs
     objective = Objective.against(epochs, name="time", margin=2.0)

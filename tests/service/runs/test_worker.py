@@ -13,12 +13,17 @@ import torch
 from tests.build import same, values
 from tests.service.crew import Crew, last_of, records, train
 from tests.service.own_task import own_spec
-from trainables.task import Purpose
+from trainables.task import Purpose, Recipe
 from triaccel_ray.checkpoint import OtherFormatError
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.epochs import EpochStats
 from triaccel_ray.events import End, Epoch, Start, Tick
 from triaccel_ray.jsonable import decode
+from triaccel_ray.measure.memory import MIB
 from triaccel_ray.service.failures import DiskFullError, NonFiniteLossError, PreemptedError, cause_of, needing_room
-from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.building import fitted_control
+from triaccel_ray.service.runs.spec import RunSpec, run_spec
+from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, SPEC, write_atomically
 
 
@@ -140,12 +145,12 @@ def test_the_log_tells_the_whole_run(crew: Crew, module: str, tmp_path: Path) ->
     assert worker.ended
     start, *between, end = records(tmp_path)
     assert isinstance(start, Start)
-    assert start.control == spec.method_control
+    assert start.control == fitted_control(spec, 160)
     assert (start.info["task"], start.info["method"], start.info["seed"]) == (spec.task, "dynamic-batch", "0")
     assert start.parameters["recipe.lr"] == 0.05
     assert start.parameters["memory_limit_bytes"] == worker.loop.memory.limit_bytes
     assert [record.epoch for record in between if isinstance(record, Epoch)] == [1, 2, 3]
-    assert sum(isinstance(record, Tick) for record in between) == worker.loop.num_steps // 2
+    assert sum(isinstance(record, Tick) for record in between) == worker.loop.num_steps // start.control.every_steps
     assert isinstance(end, End)
     assert end.status == "finished"
     assert decode(RunSpec, json.loads((tmp_path / SPEC).read_text())) == spec
@@ -262,3 +267,43 @@ def test_a_full_disk_is_told_from_other_errors(tmp_path: Path) -> None:
         file.write(b"no room")
     with pytest.raises(FileNotFoundError), needing_room(tmp_path):
         (tmp_path / "nowhere").read_bytes()
+
+
+def test_typical_seconds_are_those_of_the_plan_in_force(crew: Crew, module: str, tmp_path: Path) -> None:
+    worker = crew.start(own_spec(f"{module}:Blobs"), tmp_path / "run")
+
+    def typical(epoch: int, seconds: float, *, changed: bool = False) -> float:
+        stats = EpochStats(epoch=epoch, loss=1.0, num_steps=1, num_samples=1, seconds=seconds)
+        return worker._typical_seconds(stats, has_changed_plan=changed)
+
+    assert typical(1, 9.0) == 9.0
+    assert typical(2, 3.0) == 3.0  # without the first, in which libraries load
+    assert typical(3, 5.0) == 4.0
+    assert typical(4, 8.0, changed=True) == 8.0
+    assert typical(5, 2.0) == 2.0  # an epoch under two plans tells of neither
+    assert [typical(epoch, seconds) for epoch, seconds in ((6, 2.5), (7, 90.0), (8, 2.4))] == [2.25, 2.5, 2.45]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "num_samples", "t_ctrl", "t_curv"), [(1, 96, 1, 1), (10, 960, 5, 20), (100, 9600, 50, 200)]
+)
+def test_intervals_fit_a_short_run(epochs: int, num_samples: int, t_ctrl: int, t_curv: int, module: str) -> None:
+    spec = own_spec(f"{module}:Blobs", recipe=Recipe(epochs=epochs), control=ControlConfig())
+    control = fitted_control(spec, num_samples)
+    assert (control.every_steps, control.curvature.every_steps) == (t_ctrl, t_curv)
+
+
+def test_what_a_process_has_done_before_is_no_batchs_memory(tmp_path: Path) -> None:
+    taken = []
+    for number in range(2):
+        spec = run_spec("digits", data_dir=None, recipe={"epochs": 2}, memory_headroom_bytes=64 * MIB, device="cpu")
+        batch = replace(spec.control.batch, start=256, enabled=False)
+        worker = Worker(replace(spec, control=replace(spec.control, batch=batch)), tmp_path / str(number))
+        worker.start()
+        for _ in range(2):
+            worker.train_epoch()
+        worker.close()
+        shares = [r.observation.memory for r in records(tmp_path / str(number)) if isinstance(r, Tick)]
+        assert all(memory.limit_bytes - memory.idle_bytes == 64 * MIB for memory in shares)
+        taken.append(max(memory.window_peak_bytes - memory.idle_bytes for memory in shares))
+    assert abs(taken[0] - taken[1]) < 8 * MIB

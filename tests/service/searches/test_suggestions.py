@@ -5,6 +5,7 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.trial import TrialState
 from ray import tune
 
 from triaccel_ray.events import Claim, EventLog, LogError, TakenOverError
@@ -30,9 +31,23 @@ def carry_out(made: JournaledSearch, count: int, *, ids: str) -> list[dict[str, 
     suggested = []
     for number in range(count):
         sample = made.suggest(f"{ids}{number}")
-        made.on_trial_complete(f"{ids}{number}", {"objective": sample["x"]})
+        made.on_trial_complete(f"{ids}{number}", {"objective": sample["x"], "epoch": 3, "finished": True})
         suggested.append(sample)
     return suggested
+
+
+def test_the_sampler_hears_of_pruned_trials_what_they_were_worth_at_each_epoch(tmp_path: Path) -> None:
+    made = search(tmp_path)
+    for name, last in (("whole", {"epoch": 3, "finished": True}), ("cut", {"epoch": 2, "finished": False})):
+        made.suggest(name)
+        for epoch in range(1, last["epoch"]):
+            made.on_trial_result(name, {"objective": float(epoch), "epoch": epoch})
+        made.on_trial_result(name, {"objective": 1.0, "epoch": 1})  # of a process that was lost and tells again
+        made.on_trial_complete(name, {"objective": 9.0, **last})
+    whole, cut = made._study.trials
+    assert (whole.state, whole.value, whole.intermediate_values) == (TrialState.COMPLETE, 9.0, {1: 1.0, 2: 2.0})
+    assert (cut.state, cut.intermediate_values) == (TrialState.PRUNED, {1: 1.0, 2: 9.0})
+    assert read_suggestions(tmp_path / "trials.jsonl").ended == {"trial-000", "trial-001"}
 
 
 def without_end(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -71,7 +86,7 @@ def test_nothing_is_suggested_or_noted_once_another_process_goes_on(tmp_path: Pa
     EventLog(tmp_path / "log").close()
     before = (tmp_path / "trials.jsonl").read_bytes()
     with pytest.raises(TakenOverError):
-        made.on_trial_complete("one", {"objective": sample["x"]})
+        made.on_trial_complete("one", {"objective": sample["x"], "epoch": 3, "finished": True})
     with pytest.raises(TakenOverError):
         made.suggest("two")
     assert (tmp_path / "trials.jsonl").read_bytes() == before

@@ -178,26 +178,28 @@ def _rehearse(spec: RunSpec, control: ControlConfig, task: Task, loss: Loss, tra
     if control.precision.enabled:
         emulated = () if control.precision.offer_emulated else emulated_precisions("cpu")
         levels = [level for level in Precision if level not in emulated]
-    for level in levels:
-        model = task.model()
-        optimizer = task.optimizer(model, spec.recipe)
-        loop: ControlLoop | BaselineLoop
-        if spec.is_baseline:
-            method: Baseline = "fp32" if spec.method == "fp32" else "amp"
-            loop = BaselineLoop(model, optimizer, loss, source, method=method, batch_size=batch_size)
-        else:
-            config = replace(
-                control,
-                every_steps=1,
-                precision=replace(control.precision, enabled=False, initial=level),
-                curvature=replace(control.curvature, every_steps=2),
-                batch=replace(control.batch, enabled=False, start=batch_size),
-            )
-            loop = ControlLoop(model, optimizer, loss, source, config=config)
-        loop.step()
-        loop.step()
-        loop.evaluate(source, task.num_correct, is_last=True)
-        loop.close()
+    # What goes wrong here goes wrong in the run, too, which then has a log to say so.
+    with contextlib.suppress(Exception, SystemExit):
+        for level in levels:
+            model = task.model()
+            optimizer = task.optimizer(model, spec.recipe)
+            loop: ControlLoop | BaselineLoop
+            if spec.is_baseline:
+                method: Baseline = "fp32" if spec.method == "fp32" else "amp"
+                loop = BaselineLoop(model, optimizer, loss, source, method=method, batch_size=batch_size)
+            else:
+                config = replace(
+                    control,
+                    every_steps=1,
+                    precision=replace(control.precision, enabled=False, initial=level),
+                    curvature=replace(control.curvature, every_steps=2),
+                    batch=replace(control.batch, enabled=False, start=batch_size),
+                )
+                loop = ControlLoop(model, optimizer, loss, source, config=config)
+            loop.step()
+            loop.step()
+            loop.evaluate(source, task.num_correct, is_last=True)
+            loop.close()
 
 
 def _warm_up(model: nn.Module, loss: Loss, train: DataSource, device: torch.device) -> None:
