@@ -175,7 +175,7 @@ class BatchConfig:
     """Ticks a batch size is kept before it grows again; >= 0. Shrinking never waits."""
     cap_ticks: int = 20
     """Ticks during which the ladder stays capped below a size that ran out of memory; >= 1."""
-    lr_rule: LrRule = "none"
+    lr_rule: LrRule = "sqrt"
     """How the lr follows the batch size B from B_0 = `start`: not at all, sqrt(B/B_0), B/B_0, or AdaScale's gain."""
     bound_by_noise_scale: bool = False
     """Whether the batch also stops growing at `noise_share` of the gradient noise scale tr(Cov)/|g|^2 (McCandlish et

@@ -150,7 +150,7 @@ def test_dropout_draws_anew_at_every_replay() -> None:
             self.register_buffer("last", torch.zeros(64, 64))
 
         def forward(self, inputs: Tensor) -> Tensor:
-            self.last.copy_(inputs.detach())
+            self.last[: len(inputs)].copy_(inputs.detach())
             return inputs
 
     model = nn.Sequential(nn.Flatten(), nn.Linear(48, 64), nn.Dropout(0.5), Recorder(), nn.Linear(64, 10)).cuda()

@@ -54,9 +54,18 @@ def test_what_the_process_holds_at_the_start_is_idle() -> None:
     memory.require_room()
     signal = memory.read()
     assert signal.idle_bytes == pytest.approx(resident(), rel=0.1)
-    held = allocate(100)
-    assert memory.read().idle_bytes == signal.idle_bytes
-    assert len(held) == 100 * MIB
+
+
+def test_what_the_heap_holds_between_steps_is_no_batchs_memory() -> None:
+    memory = ResidentMemory(None, 64 * MIB)
+    memory.require_room()
+    before = memory.read()
+    held = [allocate(100)]
+    after = memory.read()
+    assert after.idle_bytes - before.idle_bytes == pytest.approx(100 * MIB, rel=0.05)
+    assert after.limit_bytes - after.idle_bytes == before.limit_bytes - before.idle_bytes == 64 * MIB
+    held.clear()
+    assert memory.read().idle_bytes < after.idle_bytes - 90 * MIB
 
 
 @pytest.mark.parametrize("budget", [0, -MIB, psutil.virtual_memory().total + 1])

@@ -65,12 +65,14 @@ def timer(request: pytest.FixtureRequest) -> StepTimer:
 
 def step(timer: StepTimer, seconds: float, *, counts: bool = True) -> None:
     timer.begin()
-    spend(seconds)
+    end = time.thread_time() + seconds  # of the processor: others may hold it meanwhile
+    while time.thread_time() < end:
+        pass
     timer.end(counts=counts)
 
 
 def test_a_timer_gives_the_median_of_the_steps_that_count(timer: StepTimer) -> None:
-    for seconds in (0.01, 0.01, 0.05, 0.01, 0.01):
+    for seconds in (0.2, 0.2, 0.01, 0.01, 0.05, 0.01, 0.01):  # the first two prepare
         step(timer, seconds)
     step(timer, 0.2, counts=False)
     timer.interrupt()
@@ -79,10 +81,18 @@ def test_a_timer_gives_the_median_of_the_steps_that_count(timer: StepTimer) -> N
     median = timer.read()()
     assert median is not None
     assert 9.0 < median < 40.0
-    assert timer.read()() is None
+    for _ in range(2):
+        for _ in range(2):
+            step(timer, 0.01)
+        late = timer.read()()
+        assert late is None or late > 9.0  # of two steps nothing is told, of four it is
+    assert late is not None
 
 
 def test_steps_before_a_restart_do_not_count(timer: StepTimer) -> None:
-    step(timer, 0.05)
+    for _ in range(8):
+        step(timer, 0.05)
     timer.restart()
-    assert timer.read()() is None
+    for _ in range(6):
+        step(timer, 0.01)
+    assert (timer.read()() or 0.0) < 40.0

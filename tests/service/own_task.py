@@ -223,7 +223,9 @@ def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def own_spec(task: str, **settings: object) -> RunSpec:
     """The spec of a run of one of the tasks above."""
     control = ControlConfig(
-        every_steps=2, batch=BatchConfig(start=32, minimum=16, maximum=64, granularity=16, step_up=16, step_down=16)
+        every_steps=2,
+        do_no_harm=False,
+        batch=BatchConfig(start=32, minimum=16, maximum=64, granularity=16, step_up=16, step_down=16),
     )
     recipe = Recipe(epochs=3, lr=0.05, warmup_epochs=1.0)
     return RunSpec(**{"task": task, "recipe": recipe, "control": control, "device": "cpu", **settings})  # type: ignore[arg-type]

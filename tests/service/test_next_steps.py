@@ -31,11 +31,11 @@ def test_ctrl_c_says_what_there_is_to_go_on_with(
 ) -> None:
     if begun:
         (tmp_path / SPEC).write_text("{}")
-    with pytest.raises(SystemExit) as ended, resumable("triaccel resume hunt", tmp_path):
+    with pytest.raises(SystemExit) as ended, resumable("triaccel resume hunt", Place.of(tmp_path)):
         raise KeyboardInterrupt
     assert ended.value.code == 130
     said = capsys.readouterr().err
-    assert said.startswith("interrupted")
+    assert said.startswith("stopped")
     assert ("triaccel resume hunt" in said) == begun == ("nothing was trained" not in said)
 
 
@@ -48,7 +48,7 @@ def test_what_could_not_be_recorded_comes_with_the_whole_command_that_records_it
     words = f"triaccel resume hunt --storage-path {tmp_path}"
     with recording(tracker, run, words, experiment="x"):
         pass
-    assert f"`{words}` records the rest once the store answers" in capsys.readouterr().err
+    assert f"Nothing is lost: `{words}` records them once the store answers" in capsys.readouterr().err
 
 
 def test_what_to_type_next_names_the_result_and_its_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,17 +57,3 @@ def test_what_to_type_next_names_the_result_and_its_storage(tmp_path: Path, caps
     said = capsys.readouterr().out
     for command in ("report hunt", "ui"):
         assert f"triaccel {command} --storage-path {tmp_path}\n" in said
-
-
-@pytest.mark.parametrize("begun", [True, False])
-def test_only_what_has_begun_can_be_gone_on_with(
-    begun: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if begun:
-        (tmp_path / "hunt").mkdir()
-    with pytest.raises(SystemExit) as ended, resumable("triaccel resume hunt", Place(str(tmp_path), "hunt")):
-        raise KeyboardInterrupt
-    assert ended.value.code == 130
-    said = capsys.readouterr().err
-    assert ("triaccel resume hunt" in said) == begun
-    assert ("nothing had begun" in said) != begun

@@ -184,7 +184,8 @@ def test_a_baseline_is_asked_for_without_thresholds() -> None:
 def test_a_comparison_can_be_asked_for_again() -> None:
     control = replace(BASE.control, every_steps=6)
     base = replace(BASE, recipe=replace(BASE.recipe, lr=0.03), control=control, purpose=Purpose.FINAL, trials_per_gpu=2)
-    base = replace(base, memory_budget_bytes=2**30 + 1)
+    precision = replace(control.precision, tau_low=1.011e-08, tau_high=0.1486)
+    base = replace(base, control=replace(control, precision=precision), memory_budget_bytes=2**30)
     methods = ("amp", "triaccel")
     for asked in (
         ComparisonSpec(base=base, methods=methods, num_seeds=2, ablation=True, num_fixed=3, num_tuned=4),

@@ -9,6 +9,9 @@ from statistics import median
 import torch
 
 _Mark = float | torch.cuda.Event
+_NUM_FIRST_STEPS = 2
+_MIN_STEPS = 4
+"""Of fewer steps a median is one of chance."""
 
 
 class EpochClock:
@@ -54,7 +57,8 @@ class EpochClock:
 class StepTimer:
     """Times steps between two ticks: on a CPU each by itself, on a GPU from one step's end to the next one's.
 
-    On a CPU it is the computing thread's processor time, which other processes on the same cores do not lengthen.
+    On a CPU it is the computing thread's processor time, which other processes on the same cores do not lengthen. The
+    first steps of a plan do not count: libraries prepare in them for its shapes.
     Nothing waits for a GPU: events are recorded, and read once the device has come that far.
     """
 
@@ -63,6 +67,7 @@ class StepTimer:
         self._device = device
         self._last: _Mark | None = None
         self._spans: list[tuple[_Mark, _Mark]] = []
+        self._num_to_skip = _NUM_FIRST_STEPS
 
     def begin(self) -> None:
         """Notes that a step begins."""
@@ -72,7 +77,9 @@ class StepTimer:
     def end(self, *, counts: bool) -> None:
         """Notes that a step has ended; `counts` where it was one of a whole batch."""
         now = self._mark()
-        if counts and self._last is not None:
+        if counts and self._num_to_skip:
+            self._num_to_skip -= 1
+        elif counts and self._last is not None:
             self._spans.append((self._last, now))
         self._last = now
 
@@ -82,13 +89,17 @@ class StepTimer:
 
     def restart(self) -> None:
         """Forgets the steps so far: those that follow are of another kind."""
-        self._spans = []
+        self._spans, self._num_to_skip = [], _NUM_FIRST_STEPS
 
     def read(self) -> Callable[[], float | None]:
-        """Returns what gives the median step in milliseconds, None without steps, once they are done; begins anew."""
-        spans = self._spans
-        self.restart()
-        return lambda: median(_milliseconds(*span) for span in spans) if spans else None
+        """Returns what gives the median step in milliseconds once the steps are done, and begins anew.
+
+        Of too few steps to tell it gives None, and they count towards the next reading.
+        """
+        if len(self._spans) < _MIN_STEPS:
+            return lambda: None
+        spans, self._spans = self._spans, []
+        return lambda: median(_milliseconds(*span) for span in spans)
 
     def _mark(self) -> _Mark:
         if self._device.type == "cpu":

@@ -69,4 +69,4 @@ def test_where_nothing_can_be_recommended_the_reason_is_said() -> None:
     assert "None of the 1 finished trials reaches 89.00 % (AMP less the margin of 1 points)" in advice.sentence
     assert "larger --margin" in advice.sentence
     failed = recommendation(search_of(run_of("trial-000", num_epochs=0, status="failed")))
-    assert failed.sentence == ("No trial has finished: 1 of 16 have begun. 1 failed; the page lists the reasons.")
+    assert failed.sentence == "No trial ran to its end (1 failed (non_finite)): give a smaller --lr."

@@ -37,7 +37,7 @@ def control_of(method: str, control: ControlConfig = CONTROL) -> ControlConfig:
         ("amp", Precision.BF16, False, False),
         ("engine-amp", Precision.BF16, False, False),
         ("fixed", Precision.BF16, False, False),
-        ("probe", Precision.BF16, False, False),
+        ("probe", Precision.BF16, True, False),
         ("dynamic-batch", Precision.FP32, False, True),
         ("dynamic-precision", None, False, False),
         ("dynamic-both", None, False, True),

@@ -81,6 +81,8 @@ def _why_none(record: SearchRecord) -> str:
         told = ", ".join(f"{count} {status}" for status, count in ends.most_common()) or "none has begun"
         causes = {run.end.cause for run in record.trials if run.end is not None}
         way_out = "; ".join(way for cause, way in _WAYS_OUT.items() if cause in causes)
+        if not causes - {""} and ends["stopped"]:
+            way_out = "all were pruned, short of AMP's accuracy: try --lr-rule linear, more epochs or a larger --margin"
         way_out = way_out or "see the reasons below, then `triaccel resume` tries them again"
         return f"No trial ran to its end ({told}): {way_out}."
     failed = sum(run.end is not None and run.end.status == "failed" for run in record.trials)

@@ -52,6 +52,8 @@ def build_loop(
     start = spec.control.batch.start
     rule = f"must be at most the number of training samples, {len(train)}; give --batch-size {len(train)} or less"
     require(start <= len(train), "batch size", start, rule)
+    if device.type == "cpu":
+        _rehearse(spec, control, task, delivered(train, device, control.execution.data_on))
     seed_everything(spec.seed)
     model = _model_of(task, device)
     layers = find_layers(model)
@@ -62,12 +64,9 @@ def build_loop(
     train = delivered(train, device, control.execution.data_on)
     for source in (train, *([] if held_out is None else [held_out])):
         require_working(model, loss, source, task.num_correct)
-    if device.type == "cpu":
-        _rehearse(spec, control, task, loss, train)
-    else:
+    if device.type == "cuda":
         with contextlib.nullcontext() if spec.is_baseline else LentStream(device).current():
             _warm_up(model, loss, train, device)
-    if device.type == "cuda":
         torch.cuda.empty_cache()  # or what the loop keeps for good would take a corner of each block left behind
     seed_everything(spec.seed)
     if spec.is_baseline:
@@ -165,7 +164,7 @@ class _Rehearsal(DataSource):
         return self
 
 
-def _rehearse(spec: RunSpec, control: ControlConfig, task: Task, loss: Loss, train: DataSource) -> None:
+def _rehearse(spec: RunSpec, control: ControlConfig, task: Task, train: DataSource) -> None:
     """Trains a model of its own for two steps in each precision, measures its curvature, judges it, and drops it.
 
     A process's resident set grows by tens of MiB when the libraries' code is first used. Before a run's first batch,
@@ -173,7 +172,7 @@ def _rehearse(spec: RunSpec, control: ControlConfig, task: Task, loss: Loss, tra
     do not depend on what its process has done before.
     """
     batch_size = control.batch.start if spec.is_baseline else control.batch.minimum
-    source = _Rehearsal(train, 2 * batch_size)
+    source, loss = _Rehearsal(train, 2 * batch_size), partial(task.loss, recipe=spec.recipe)
     levels = [control.precision.initial]
     if control.precision.enabled:
         emulated = () if control.precision.offer_emulated else emulated_precisions("cpu")
@@ -200,6 +199,9 @@ def _rehearse(spec: RunSpec, control: ControlConfig, task: Task, loss: Loss, tra
             loop.step()
             loop.evaluate(source, task.num_correct, is_last=True)
             loop.close()
+            memory = loop.memory
+            del loop, model, optimizer
+            memory.release()  # never two models at once
 
 
 def _warm_up(model: nn.Module, loss: Loss, train: DataSource, device: torch.device) -> None:

@@ -113,9 +113,10 @@ def read_run(folder: Path) -> RunRecord:
             "your own begins with log.append(Start(control=config))"
         )
     start = records[0]
+    is_of_a_task = "task" in start.info or (folder / SPEC).exists()
     return RunRecord(
         folder=folder,
-        spec=read_spec(folder) if "task" in start.info else RunSpec(task=OWN_CODE, control=start.control),
+        spec=read_spec(folder) if is_of_a_task else RunSpec(task=OWN_CODE, control=start.control),
         start=start,
         ticks=tuple(r for r in records if isinstance(r, Tick)),
         epochs=tuple(r for r in records if isinstance(r, Epoch)),
