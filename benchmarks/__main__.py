@@ -1,7 +1,7 @@
 """`python -m benchmarks`: every benchmark after another, each in a process of its own; exits 1 if one refuses.
 
-Variants that the README cites included. Not run: `batch_norm_act --models`, `grad_stats --compile` and `training_step`
-with the switches of the engine, which it does not cite.
+Variants that docs/benchmarks.md cites included. Not run: `batch_norm_act --models`, `grad_stats --compile` and
+`training_step` with the switches of the engine, which it does not cite.
 """
 
 from __future__ import annotations

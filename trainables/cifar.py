@@ -67,7 +67,7 @@ class Cifar10ResNet18(CifarTask):
     name: ClassVar[str] = "cifar10-resnet18"
     stem: ClassVar[Stem] = "cifar"
     mirror_views: ClassVar[bool] = True
-    # Chosen for CIFAR-10 and 20 epochs; docs/results.md says by which runs.
+    # Chosen for CIFAR-10 and 20 epochs; docs/benchmarks.md has what was tried beside it.
     recipe: ClassVar[Recipe] = Recipe(
         epochs=20,
         lr=0.2,

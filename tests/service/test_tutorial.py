@@ -1,0 +1,59 @@
+"""docs/tutorial.md is followed as it stands: its programs run, and its commands are carried out on what they leave."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from triaccel_ray.service import cli
+from triaccel_ray.service.runs.record import read_run
+
+TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
+TAKES_LONG = ("search", "compare")
+"""Tested in test_end_to_end.py, with a task of one's own too; test_documents.py parses them."""
+JOINS_RAY = ("doctor", "run", "search")
+TRAINS = ("run", "search")
+
+
+def fenced_blocks() -> list[tuple[str, str]]:
+    """Returns language and content of every fenced block, in order."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", TUTORIAL.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def typed(command: str, address: str) -> int:
+    """Carries out a command in the working directory, and returns its exit status.
+
+    On the cluster of the tests: a process that has had a Ray of its own does not get along with one afterwards.
+    """
+    words = command.split()
+    words += ["--address", address] if words[0] in JOINS_RAY else []
+    words += ["--device", "cpu"] if words[0] in TRAINS else []
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_the_tutorial_can_be_followed(
+    cluster_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    programs, commands = [], []
+    for language, block in fenced_blocks():
+        if language == "python":
+            name = block.splitlines()[0].removeprefix("# ")
+            Path(name).write_text(block)
+            programs.append(name)
+            runpy.run_path(name)
+        for line in block.splitlines():
+            if line.startswith("triaccel ") and line.split()[1] not in TAKES_LONG:
+                commands.append(line.removeprefix("triaccel "))
+                assert typed(commands[-1], cluster_address) == 0, (line, *capsys.readouterr())
+    assert programs == ["my_model.py", "spirals.py"]
+    assert [command.split()[0] for command in commands].count("run") == 2
+    said = capsys.readouterr().out
+    assert "replayed under its own configuration: every decision is the same" in said
+    assert read_run(tmp_path / "triaccel-runs" / "mine").status == "finished"
