@@ -164,7 +164,7 @@ def test_values_that_do_not_go_together_are_refused(config, values, message):
     ("batch", "values"),
     [
         (BatchConfig(lr_rule="adascale"), "('adascale', False)"),
-        (BatchConfig(bound_by_noise_scale=True), "('none', True)"),
+        (BatchConfig(bound_by_noise_scale=True), "('sqrt', True)"),
         (BatchConfig(lr_rule="adascale", bound_by_noise_scale=True), "('adascale', True)"),
     ],
 )

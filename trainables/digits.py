@@ -36,7 +36,7 @@ class Digits(Task):
         ControlConfig(
             every_steps=4,  # an epoch has 12 steps
             curvature=CurvatureConfig(every_steps=40),
-            batch=BatchConfig(start=96, minimum=32, maximum=256, granularity=32),
+            batch=BatchConfig(start=96, minimum=32, maximum=256, granularity=32, lr_rule="none"),
         )
     )
 
