@@ -102,7 +102,7 @@ def _draw_loss(axes: Axes, epochs: Sequence[Epoch], about: str) -> None:
     if min(losses) > 0.0 and max(losses) > LOG_FROM * min(losses):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    legend(axes, ncols=2, **_ABOVE)
+    legend(axes, loc="upper right")  # losses fall
 
 
 def _draw_accuracy(axes: Axes, epochs: Sequence[Epoch], at: Sequence[float], title: str, x_label: str) -> None:
