@@ -293,6 +293,12 @@ def test_intervals_fit_a_short_run(epochs: int, num_samples: int, t_ctrl: int, t
     assert (control.every_steps, control.curvature.every_steps) == (t_ctrl, t_curv)
 
 
+@pytest.mark.parametrize(("num_samples", "largest"), [(100, 96), (960, 240), (9600, 512)])
+def test_the_batch_does_not_grow_to_a_data_set(num_samples: int, largest: int, module: str) -> None:
+    control = fitted_control(own_spec(f"{module}:Blobs", control=ControlConfig()), num_samples)
+    assert control.batch.maximum == largest
+
+
 def test_what_a_process_has_done_before_is_no_batchs_memory(tmp_path: Path) -> None:
     taken = []
     for number in range(2):

@@ -98,14 +98,17 @@ def build_loop(
 
 
 def fitted_control(spec: RunSpec, num_samples: int) -> ControlConfig:
-    """Returns the run's control configuration, with more frequent ticks and measurements where it is a short one.
+    """Returns the run's control configuration, fitted to a short run or a small data set.
 
-    A run has at least twenty control intervals and five between measurements of curvature, or one a step.
+    A run has at least twenty control intervals and five between measurements of curvature, or one a step. The batch
+    does not grow so far that an epoch has fewer than four steps.
     """
     control = spec.method_control
+    largest = min(control.batch.maximum, max(num_samples // 4, control.batch.start))
     num_steps = spec.recipe.epochs * -(-num_samples // control.batch.start)
     return replace(
         control,
+        batch=replace(control.batch, maximum=largest),
         every_steps=min(control.every_steps, max(num_steps // 20, 1)),
         curvature=replace(control.curvature, every_steps=min(control.curvature.every_steps, max(num_steps // 5, 1))),
     )
