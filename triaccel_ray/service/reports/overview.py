@@ -187,7 +187,8 @@ def _draw_peaks(axes: Axes, peaks: Sequence[float] | Floats, edges: Floats) -> N
 
 def _memory_labels(batch: BatchConfig, *, has_idle: bool) -> list[tuple[float, str, str]]:
     """Returns (share, text, colour) of the lines' labels; those of a narrow band, which would overlap, as one."""
-    labels = [(1.0, "limit", INK), (0.0, "idle", GREY)] if has_idle else [(1.0, "limit", INK)]
+    limit = (1.06, "limit", INK)  # above its line, clear of rho_high
+    labels = [limit, (0.0, "idle", GREY)] if has_idle else [limit]
     if batch.rho_high - batch.rho_low < 0.12:
         middle = (batch.rho_low + batch.rho_high) / 2
         return [*labels, (middle, f"rho {batch.rho_low:.0%} to {batch.rho_high:.0%}", RED)]
