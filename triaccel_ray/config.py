@@ -293,7 +293,8 @@ class ControlConfig:
     every_steps: int = 50
     """T_ctrl: optimizer steps between ticks; >= 1."""
     do_no_harm: bool = True
-    """Whether a lower precision, or a larger batch, is undone where steps then take longer per sample."""
+    """Whether a lower precision, or a larger batch, is undone where steps then take over 25 % longer per sample. Time
+    differs from run to run: without this rule two equal runs on a CPU decide alike."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

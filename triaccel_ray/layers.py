@@ -125,8 +125,11 @@ def lay_out(model: nn.Module) -> None:
     Convolutions and the norms and pools between them are faster so, on a GPU in FP16 and BF16 and on a CPU; the fused
     norm kernels need it.
     """
-    if any(isinstance(module, nn.Conv2d) for module in model.modules()):
-        model.to(memory_format=torch.channels_last)
+    if not any(isinstance(module, nn.Conv2d) for module in model.modules()):
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
 
 
 Loss = Callable[[Any, Any], Tensor]

@@ -33,7 +33,7 @@ from triaccel_ray.measure.sensors import Sensors
 from triaccel_ray.measure.timing import EpochClock, StepTimer
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.pending import PendingTick
-from triaccel_ray.plan import Fault, FaultKind, Plan
+from triaccel_ray.plan import Fault, FaultKind, Plan, Precision
 from triaccel_ray.random_states import random_states, set_random_states
 from triaccel_ray.sources import as_source, delivered
 from triaccel_ray.steps import StepParts, build_steps
@@ -133,11 +133,13 @@ class ControlLoop:
         )
         if reason := self.feed.source.streamed_because:
             faults += (Fault(kind=FaultKind.DATA_STREAMED, step=0, phase="data", detail=reason),)
-        if self.config.precision.enabled and not offered:
+        wanted = set(Precision) if self.config.precision.enabled else {self.config.precision.initial}
+        if not offered:
             emulated = FaultKind.PRECISION_EMULATED
             faults += tuple(
                 Fault(kind=emulated, step=0, phase="precision", detail=f"{reason}: it is not offered")
-                for reason in emulated_precisions(self.device.type).values()
+                for level, reason in emulated_precisions(self.device.type).items()
+                if level in wanted
             )
         self.sensors.record_faults(faults)
         self._precision = self._steps.step.precision
@@ -264,6 +266,7 @@ class ControlLoop:
             self.memory.begin_window()
         self.sensors.record_faults(applied.faults)
         self.num_ticks += 1
+        self.timer.interrupt()
         tick = Tick(observation=observation, decision=decision, applied=applied)
         self._pending.decided(tick)
         return tick
@@ -305,6 +308,7 @@ class ControlLoop:
                 step=self.num_steps,
                 release_memory=self._make_room,
             )
+        self.timer.interrupt()
         self.memory.trim()  # else what judging leaves would stand beside the graphs, and count as the batches'
         self.sensors.record_faults(result.faults)
         return result
@@ -364,6 +368,8 @@ class ControlLoop:
         self.num_steps, self.num_ticks, self._epoch_steps = state["counters"]
         self._epoch_loss.copy_(state["epoch_loss"])
         self._clock.restore(state["epoch_seconds"])
+        self.timer.interrupt()
+        self.timer.restart()
         self.memory.raise_peaks(*state["memory_peaks"])
         set_random_states(state["random"])
 

@@ -62,24 +62,19 @@ def update(
     alone: list[Tensor] = []
     for gradient, group in zip(gradients, groups, strict=True):
         if gradient is not None and gradient.numel():
-            (alone if group is None else members[group]).append(gradient.double().flatten())
+            (alone if group is None else members[group]).append(gradient.flatten())
     empty = torch.zeros(0, dtype=torch.float64)
-    elements = [of[0] if len(of) == 1 else torch.cat(of or [empty]) for of in members]
-    sums = torch.stack([x.sum() for x in elements])
-    numbers = torch.tensor([x.numel() for x in elements])
-    centred = [x - mean for x, mean in zip(elements, sums / numbers.clamp(min=1), strict=True)]
-    squares = torch.stack([x.dot(x) for x in centred])
-    largest = [x.abs().amax() if x.numel() else x.sum() for x in elements]
-    nonfinite = torch.zeros_like(numbers)
-    if not sums.isfinite().all():
-        nonfinite = torch.stack([(~x.isfinite()).sum() for x in elements])
-    found = bool(nonfinite.any()) or not bool(torch.cat([*alone, empty]).isfinite().all())
+    for group, of in enumerate(members):
+        elements = torch.cat([empty, *of])  # a copy, in fp64
+        total, number = elements.sum(), elements.numel()
+        statistics.num_elements[group], statistics.sum[group] = number, total
+        statistics.largest_magnitude[group] = elements.abs().amax() if number else 0.0
+        statistics.num_nonfinite[group] = 0 if total.isfinite() else (~elements.isfinite()).sum()
+        centred = elements.sub_(total / max(number, 1))
+        statistics.sum_squares_about_mean[group] = centred.dot(centred)
+    others = torch.cat([empty, *alone])
+    found = bool(statistics.num_nonfinite.any()) or not bool(others.isfinite().all())
     statistics.found_nonfinite.fill_(float(found))
-    statistics.num_elements.copy_(numbers)
-    statistics.sum.copy_(sums)
-    statistics.sum_squares_about_mean.copy_(squares)
-    statistics.largest_magnitude.copy_(torch.stack(largest))
-    statistics.num_nonfinite.copy_(nonfinite)
     variance = statistics.sum_squares_about_mean / statistics.num_elements / loss_scale.double().square()
     usable = variance.isfinite()  # no element: 0 / 0
     smoothed = beta * statistics.average + (1.0 - beta) * variance

@@ -24,7 +24,9 @@ LOW, MIDDLE, HIGH = (LayerSignal(name="conv", variance=value) for value in (1e-9
 class Loop:
     """The policy on a device where a step takes what `cost` says of its plan, in milliseconds."""
 
-    def __init__(self, config: ControlConfig, cost: Callable[[Plan], float], layer: LayerSignal = MIDDLE) -> None:
+    def __init__(
+        self, config: ControlConfig, cost: Callable[[Plan], float | None], layer: LayerSignal = MIDDLE
+    ) -> None:
         self.config, self.cost, self.layer, self.share = config, cost, layer, 0.8
         start = initial_decision(config, [("conv", tuple(Precision))])
         self.plan, self.state = start.plan, start.state
@@ -156,3 +158,36 @@ def test_state_before_any_time_is_known_judges_nothing():
     start = initial_decision(CONFIG, [("conv", tuple(Precision))])
     decision = decide(CONFIG, observation_of(start.plan, LOW, step_ms=None), start.state)
     assert decision.state.throughput == ControlState(layers={}).throughput
+
+
+def test_a_fall_by_two_levels_is_undone_to_where_it_began():
+    loop = Loop(replace(CONFIG, precision=replace(CONFIG.precision, initial=FP32)), slow_in_fp16, HIGH)
+    loop.run(2)
+    loop.layer = LOW
+    assert loop.tick().plan.precision["conv"] is FP16
+    loop.tick()
+    assert loop.tick().plan.precision["conv"] is FP32
+
+
+def test_a_change_of_which_no_time_is_known_is_kept_after_a_while():
+    loop = Loop(CONFIG, slow_in_fp16)
+    loop.run(2)
+    loop.layer = LOW
+    loop.tick()
+    loop.cost = lambda plan: None
+    loop.run(5)
+    assert loop.state.throughput.change is not None
+    loop.tick()
+    assert loop.state.throughput.change is None
+    assert loop.plan.precision["conv"] is FP16
+
+
+def test_a_plan_that_could_not_be_applied_is_not_judged():
+    loop = Loop(CONFIG, lambda plan: 10.0)
+    loop.run(2)
+    loop.layer, plan = LOW, loop.plan
+    loop.tick()
+    loop.plan, loop.cost = plan, lambda plan: 100.0  # still the one before, which is slower now by chance
+    loop.run(3)
+    layer = loop.state.layers["conv"]
+    assert (layer.too_slow, layer.times_slow) == (None, 0)

@@ -16,7 +16,9 @@ from triaccel_ray.service.searches.search import Prepared, SearchRecord, SearchS
 
 RUN_SPEC = RunSpec(task="cifar10-resnet18", control=CONTROL)
 FINAL_SPEC = replace(
-    RUN_SPEC, purpose=Purpose.FINAL, control=ControlConfig(batch=BatchConfig(start=96, minimum=32, maximum=160))
+    RUN_SPEC,
+    purpose=Purpose.FINAL,
+    control=ControlConfig(batch=BatchConfig(start=96, minimum=32, maximum=160, lr_rule="none")),
 )
 
 

@@ -199,7 +199,7 @@ def _held(
 ) -> Reason | None:
     """Returns why the batch must not become `size` (or its parts larger) now, or None."""
     if is_unjudged:
-        text = "waits: the last change was slower, and has one more interval to show that it is not"
+        text = "waits: the last change of plan is not judged yet"
         return Reason(code=ReasonCode.HELD_UNJUDGED, subject="batch", text=text)
     if enlarged:
         text = "waits: at this tick a precision was raised or could not be, so the memory measured is stale"

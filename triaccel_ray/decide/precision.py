@@ -167,9 +167,11 @@ def _reason(
     change = f"{in_force.value} -> {chosen.value}"
     if in_force is Precision.FP16 and after.fp16_bar_ticks:
         return _overflow_reason(signal, in_force, chosen)
-    if in_force is barred_precision(after):
+    barred = barred_precision(after)
+    if barred is not None and in_force.rank <= barred.rank:
         return Reason(code=ReasonCode.SLOWER, subject=signal.name, text=f"{in_force.value} was slower: {change}")
-    if chosen is after.too_slow and chosen is after.by_variance is before.by_variance:
+    retried = after.too_slow is not None and chosen.rank <= after.too_slow.rank
+    if retried and chosen is after.by_variance is before.by_variance:
         text = f"tried again after {chosen.value} was slower: {change}"
         return Reason(code=ReasonCode.SLOWER, subject=signal.name, text=text)
     if chosen is before.refused:

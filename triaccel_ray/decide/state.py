@@ -66,6 +66,8 @@ class Change:
     """The batch size before; None where it did not grow."""
     num_slower: int = 0
     """Intervals since that were slower."""
+    num_waited: int = 0
+    """Ticks since that had no time to tell."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The do-no-harm rule: a lower precision or a larger batch is kept only while samples per second do not fall."""
+"""The do-no-harm rule: a lower precision or a larger batch that slows steps down is undone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import median
 
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.decide.state import BatchState, Change, LayerState, ThroughputState
-from triaccel_ray.plan import Plan, Precision, Reason, ReasonCode
+from triaccel_ray.plan import FaultKind, Plan, Precision, Reason, ReasonCode
 from triaccel_ray.signals import Observation
 
 TOLERANCE = 0.25
@@ -16,6 +16,8 @@ TOLERANCE = 0.25
 on a machine that does other work."""
 _JUDGING_TICKS = 2
 """Intervals that must both be slower before a change is undone."""
+_PATIENCE_TICKS = 5
+"""Ticks that a change waits for a reading before it is kept unjudged."""
 _NUM_INTERVALS = 5
 """Intervals under one plan of which the median is what its successor has to reach."""
 
@@ -51,10 +53,16 @@ def judge(
         name: replace(layer, slow_bar_ticks=layer.slow_bar_ticks - 1) if layer.slow_bar_ticks else layer
         for name, layer in layers.items()
     }
-    if not config.do_no_harm or observation.step_ms is None:
+    change = state.change
+    failed = any(fault.kind is FaultKind.APPLY_FAILED for fault in observation.faults)
+    if change is not None and not (failed or _is_in_force(change, observation.plan)):
+        state, change = ThroughputState(), None  # the plan that held it could not be applied
+    if not config.do_no_harm or failed or observation.step_ms is None:
+        if change is not None and not failed:
+            change = replace(change, num_waited=change.num_waited + 1)
+            state = replace(state, change=change) if change.num_waited <= _PATIENCE_TICKS else ThroughputState()
         return Judgement(state=state, layers=counted, batch=batch, is_open=state.change is not None)
     now = observation.step_ms / observation.plan.batch_size
-    change = state.change
     if change is None:
         intervals = (*state.intervals, now)[-_NUM_INTERVALS:]
         return Judgement(state=replace(state, intervals=intervals), layers=counted, batch=batch)
@@ -64,11 +72,11 @@ def judge(
         waiting = replace(state, change=replace(change, num_slower=change.num_slower + 1))
         return Judgement(state=waiting, layers=counted, batch=batch, is_open=True)
     barred = dict(counted)
-    for name in change.precision:
+    for name, before in change.precision.items():
         layer = barred[name]
         barred[name] = replace(
             layer,
-            too_slow=observation.plan.precision[name],
+            too_slow=_below(before),
             slow_bar_ticks=config.precision.overflow_bar_ticks * 2**layer.times_slow,
             times_slow=layer.times_slow + 1,
         )
@@ -90,12 +98,22 @@ def watch(state: ThroughputState, old: Plan, new: Plan) -> ThroughputState:
         return state
     lowered = {name: level for name, level in old.precision.items() if new.precision[name].rank < level.rank}
     grown = new.batch_size > old.batch_size
-    if not (lowered or grown) or not state.intervals:
+    promoted = any(new.precision[name].rank > level.rank for name, level in old.precision.items())
+    if promoted or not (lowered or grown) or not state.intervals:
         return ThroughputState()
     change = Change(
         ms_per_sample=median(state.intervals), precision=lowered, batch_size=old.batch_size if grown else None
     )
     return ThroughputState(change=change)
+
+
+def _is_in_force(change: Change, plan: Plan) -> bool:
+    is_lowered = all(plan.precision[name].rank < level.rank for name, level in change.precision.items())
+    return is_lowered and (change.batch_size is None or plan.batch_size > change.batch_size)
+
+
+def _below(precision: Precision) -> Precision:
+    return Precision.BF16 if precision is Precision.FP32 else Precision.FP16
 
 
 def _reason(plan: Plan, change: Change, now: float) -> Reason:

@@ -80,6 +80,7 @@ class RunProgress(Progress):
         super().__init__(title)
         self._glances: dict[str, Glance] = {name: Glance(name=name) for name in names}
         self._each_epoch = each_epoch
+        self._last_reason = ""
 
     def update(self, glance: Glance) -> None:
         """Takes in what is newly known of one run."""
@@ -95,7 +96,9 @@ class RunProgress(Progress):
         )
         self._glances[glance.name] = now
         if glance.error is not None:
-            self.say(f"{glance.name} failed: {first_line(glance.error)}")
+            reason = first_line(glance.error)
+            self.say(f"{glance.name} failed: {'likewise' if reason == self._last_reason else reason}")
+            self._last_reason = reason
         elif glance.results is not None and not self._each_epoch:
             self.say(f"{glance.name} finished: {_figures(glance.results)}")
         elif glance.last is not None and self._each_epoch:

@@ -18,7 +18,7 @@ from trainables.task import Purpose, Splits, Task
 from triaccel_ray.apply.precision import emulated_precisions
 from triaccel_ray.baseline import Baseline, BaselineLoop
 from triaccel_ray.config import ControlConfig, require
-from triaccel_ray.dry_run import blaming, described, require_working
+from triaccel_ray.dry_run import blaming, described, refusing_exits, require_working
 from triaccel_ray.events import Tick
 from triaccel_ray.layers import Loss, find_layers, forward, require_trainable
 from triaccel_ray.lent_stream import LentStream
@@ -181,7 +181,7 @@ def _rehearse(spec: RunSpec, control: ControlConfig, task: Task, train: DataSour
         emulated = () if control.precision.offer_emulated else emulated_precisions("cpu")
         levels = [level for level in Precision if level not in emulated]
     # What goes wrong here goes wrong in the run, too, which then has a log to say so.
-    with contextlib.suppress(Exception, SystemExit):
+    with contextlib.suppress(Exception), refusing_exits():
         for level in levels:
             model = task.model()
             optimizer = task.optimizer(model, spec.recipe)
@@ -193,7 +193,7 @@ def _rehearse(spec: RunSpec, control: ControlConfig, task: Task, train: DataSour
                 config = replace(
                     control,
                     every_steps=1,
-                    precision=replace(control.precision, enabled=False, initial=level),
+                    precision=replace(control.precision, enabled=False, initial=level, initial_layers={}),
                     curvature=replace(control.curvature, every_steps=2),
                     batch=replace(control.batch, enabled=False, start=batch_size),
                 )

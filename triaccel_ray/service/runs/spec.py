@@ -103,7 +103,7 @@ class RunSpec:
         precision, batch = self.control.precision, _without_noise(self.control.batch)
         if self.method not in ("dynamic-precision", "dynamic-both"):
             initial = Precision.FP32 if self.method in ("fp32", "dynamic-batch") else precision.initial
-            precision = replace(precision, enabled=False, initial=initial)
+            precision = replace(precision, enabled=False, initial=initial, initial_layers={})
         if self.method not in ("dynamic-batch", "dynamic-both"):
             batch = replace(batch, enabled=False, lr_rule="none")
         curvature = replace(self.control.curvature, enabled=self.method == "probe" and self.control.curvature.enabled)

@@ -358,7 +358,7 @@ class Worker:
         except (LogError, RuntimeError, ValueError, KeyError) as error:
             raise DamagedCheckpointError(f"checkpoint {path} does not fit its run: {error}") from error
         self._epoch_seconds.extend(state["epoch_seconds"])
-        settled, self._has_changed_plan = state["settled_seconds"]
+        settled, self._has_changed_plan = state.get("settled_seconds", [[], False])
         self._settled_seconds.extend(settled)
         if state["last"] is not None:
             self.last = decode(Epoch, state["last"])
