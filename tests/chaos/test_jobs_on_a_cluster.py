@@ -69,7 +69,7 @@ def test_work_is_handed_over_looked_after_and_stopped(
     status, out, said = typed(capsys, "stop", "long", *at)
     assert (status, out.splitlines()[0], said) == (0, "long: STOPPED", "")
     assert f"triaccel submit --address {cluster} -- resume long --storage-path {project / 'triaccel-runs'}" in out
-    assert "stopped; to go on from the last checkpoints:" in typed(capsys, "logs", "long", *at)[1]
+    assert "stopped; to go on from the last checkpoint:" in typed(capsys, "logs", "long", *at)[1]
     assert len(list(read_events(log))) > 2
 
     for words, needle in (

@@ -41,8 +41,11 @@ class Watched(TensorSource):
 class Blobs(Task):
     name = "blobs"
     recipe = Recipe(epochs=3, lr=0.05, warmup_epochs=1.0)
-    control = ControlConfig(every_steps=2, do_no_harm=False,
-                            batch=BatchConfig(start=32, minimum=16, maximum=64, granularity=16, step_up=16, step_down=16))
+    control = ControlConfig(
+        every_steps=2,
+        do_no_harm=False,
+        batch=BatchConfig(start=32, minimum=16, maximum=64, granularity=16, step_up=16, step_down=16),
+    )
 
     def model(self):
         return mlp(seed=torch.initial_seed())

@@ -149,10 +149,12 @@ def test_a_search_end_to_end(
     parsed = tyro.cli(cli.Command, prog="triaccel", args=shlex.split(command_of(best.spec))[1:])
     assert isinstance(parsed, cli.Run)
     spec = spec_from(parsed.task, parsed.training, parsed.thresholds, method=parsed.method, seed=parsed.seed)
-    precision = replace(best.spec.control.precision, initial_layers={})  # of a trial's first interval alone
-    assert spec.control == replace(best.spec.control, precision=precision)
+    for part, names in (("precision", ("tau_low", "tau_high")), ("batch", ("rho_low", "rho_high"))):
+        values, expected = ([getattr(getattr(c, part), n) for n in names] for c in (spec.control, best.spec.control))
+        assert values == pytest.approx(expected, rel=5e-4)  # a command has four digits
     kept = decode(Found, json.loads((desk.storage / "hunt" / FOUND).read_text()))
-    assert kept.onto(record.spec.base.control) == best.spec.control
+    precision = replace(best.spec.control.precision, initial_layers={})  # acts until the first tick alone
+    assert kept.onto(record.spec.base.control) == replace(best.spec.control, precision=precision)
     assert best.figures is not None
     assert kept.best.accuracy == best.figures.accuracy
 
@@ -211,7 +213,7 @@ def test_a_mistake_in_a_task_is_told_by_its_own_lines_and_its_traceback_is_kept(
     assert name in last.message
     recorded = {run.name: run for run in runs(desk.tracker, "triaccel-searches")}
     assert recorded["mistaken"].status == "FAILED"
-    assert ERROR in desk.artifacts(recorded[name])
+    assert ERROR in desk.artifacts(recorded[f"mistaken/{name}"])
 
 
 def test_a_comparison_end_to_end(

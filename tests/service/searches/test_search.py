@@ -11,6 +11,7 @@ import pytest
 from tests.service.records import run_of
 from triaccel_ray.config import BatchConfig
 from triaccel_ray.events import End
+from triaccel_ray.service.runs.actor import cpus_of_a_run
 from triaccel_ray.service.searches.search import MIN_HEADROOM_BYTES, _headroom_bytes, _Pruner
 from triaccel_ray.service.searches.trial import grace_epochs
 
@@ -44,3 +45,16 @@ def test_the_headroom_is_what_the_largest_batch_takes_by_the_probes_measure() ->
     assert _headroom_bytes(base, ended) == pytest.approx(400e6, rel=1e-3)
     idle = replace(run, end=End(status="finished", results={"idle_gb": peak / 1e9}))
     assert _headroom_bytes(base, idle) == MIN_HEADROOM_BYTES
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "two", ""])
+def test_a_number_of_cpus_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("TRIACCEL_CPUS_PER_RUN", given)
+    with pytest.raises(ValueError, match="TRIACCEL_CPUS_PER_RUN = .*must be a whole number of at least 1"):
+        cpus_of_a_run(1.0)
+
+
+def test_a_run_beside_a_gpu_reserves_a_cpu_and_the_user_may_say_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpus_of_a_run(1.0) == cpus_of_a_run(0.25) == 1
+    monkeypatch.setenv("TRIACCEL_CPUS_PER_RUN", "3")
+    assert cpus_of_a_run(0.0) == cpus_of_a_run(1.0) == 3

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 import ray
 from ray import tune
 from ray.exceptions import RayTaskError
 
+from triaccel_ray.config import require
 from triaccel_ray.events import Epoch, TakenOverError
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.runs.orphan import end_with_parent
@@ -104,8 +106,17 @@ class RunActor:
 def cpus_of_a_run(num_gpus: float) -> int:
     """Returns how many CPUs a run reserves: one beside a GPU; without, most of the cluster's smallest machine.
 
-    Runs that share a machine's cores lengthen each other's steps, by which they are judged.
+    Runs that share a machine's cores lengthen each other's steps, by which they are judged. The environment variable
+    `TRIACCEL_CPUS_PER_RUN` sets another number, for large machines without a GPU.
+
+    Raises:
+        ValueError: the variable is no whole number of at least 1.
     """
+    given = os.environ.get("TRIACCEL_CPUS_PER_RUN")
+    if given is not None:
+        rule = "must be a whole number of at least 1; unset it for the default"
+        require(given.isdecimal() and int(given) >= 1, "TRIACCEL_CPUS_PER_RUN", given, rule)
+        return int(given)
     if num_gpus > 0:
         return 1
     cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
