@@ -50,7 +50,7 @@ def test_the_headroom_is_what_the_largest_batch_takes_by_the_probes_measure() ->
 @pytest.mark.parametrize("given", ["0", "-1", "two", ""])
 def test_a_number_of_cpus_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.setenv("TRIACCEL_CPUS_PER_RUN", given)
-    with pytest.raises(ValueError, match="TRIACCEL_CPUS_PER_RUN = .*must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match=r"TRIACCEL_CPUS_PER_RUN = .*must be a whole number of at least 1"):
         cpus_of_a_run(1.0)
 
 
