@@ -25,6 +25,7 @@ from triaccel_ray.graphs import GraphPool
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.layers import Loss, find_layers, lay_out, require_trainable
 from triaccel_ray.lean_memory import set_lean
+from triaccel_ray.lent_stream import LentStream
 from triaccel_ray.measure.costs import measure_costs
 from triaccel_ray.measure.curvature import CurvatureMeter
 from triaccel_ray.measure.memory import memory_meter
@@ -92,7 +93,9 @@ class ControlLoop:
         self._pool = GraphPool(self.device)
         self.optimizer = LayerwiseOptimizer(optimizer, self._layers, release_memory=self._make_room)
         source = delivered(as_source(data), self.device, self.config.execution.data_on)
-        require_working(model, loss, source)
+        # On a stream that the steps use again: another one would keep workspaces of its own.
+        with LentStream(self.device).current() if self.device.type == "cuda" else contextlib.nullcontext():
+            require_working(model, loss, source)
         self.feed = Feed(source, seed=seed, device=self.device)
         self.loss_scale = LossScale(self.config.loss_scale, self.device)
         self._curvature_samples = torch.Generator().manual_seed(seed)

@@ -62,11 +62,13 @@ def build_loop(
     require_trainable(model, optimizer, layers)
     loss = partial(task.loss, recipe=spec.recipe)
     train = delivered(train, device, control.execution.data_on)
-    for source in (train, *([] if held_out is None else [held_out])):
-        require_working(model, loss, source, task.num_correct)
-    if device.type == "cuda":
-        with contextlib.nullcontext() if spec.is_baseline else LentStream(device).current():
+    on_gpu = device.type == "cuda"
+    with LentStream(device).current() if on_gpu and not spec.is_baseline else contextlib.nullcontext():
+        for source in (train, *([] if held_out is None else [held_out])):
+            require_working(model, loss, source, task.num_correct)
+        if on_gpu:
             _warm_up(model, loss, train, device)
+    if on_gpu:
         torch.cuda.empty_cache()  # or what the loop keeps for good would take a corner of each block left behind
     seed_everything(spec.seed)
     if spec.is_baseline:
