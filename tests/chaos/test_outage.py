@@ -78,7 +78,7 @@ def test_a_store_that_was_never_there_harms_nobody(root: Path, experiment: str, 
         assert shipper.last_error is not None
         # One run has met the trouble; the others need not wait for the same.
         assert shipper.last_error.startswith(("trial-1: ", "trial-2: "))
-        assert not list(root.glob("*/mlflow.json"))
+        assert len(list(root.glob("*/mlflow.json"))) <= 1
         missing = Shipper(tracker, root / "missing", experiment=experiment, parent=Parent(name="x"))
         assert (missing.ship_once(), missing.last_error is None) == (0, False)
 
