@@ -48,7 +48,7 @@ def emulated_precisions(device_type: str) -> Mapping[Precision, str]:
     """Returns the precisions without instructions of their own on a device, each with how that was found out.
 
     A GPU is asked. A CPU is timed: forward and backward pass of a small convolution, the best of three, against FP32.
-    With instructions for it a precision took 0.5 to 1.3 times as long, without them 5 to 30 times.
+    On an AMD EPYC with BF16 instructions and none for FP16, BF16 took 0.7 times and FP16 77 times as long as FP32.
     """
     if device_type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
