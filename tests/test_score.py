@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from triaccel_ray.score import efficiency_score, mean_epoch_seconds
+from triaccel_ray.score import EpochTimes, efficiency_score, mean_epoch_seconds
 
 # Tri-Accel, Table 1: accuracy in percent, seconds an epoch, memory in GB, printed score.
 TABLE_1 = {
@@ -61,3 +61,22 @@ def test_the_mean_is_over_the_last_five_epochs_without_the_first(seconds: list[f
 def test_no_epoch_has_no_mean() -> None:
     with pytest.raises(ValueError, match=r"seconds = \[\]: at least one epoch"):
         mean_epoch_seconds([])
+
+
+def test_typical_seconds_are_those_of_the_plan_in_force() -> None:
+    times = EpochTimes()
+
+    def typical(epoch: int, seconds: float, *, changed: bool = False) -> float:
+        times.add(epoch, seconds, has_changed_plan=changed)
+        return times.typical
+
+    assert typical(1, 9.0) == 9.0
+    assert typical(2, 3.0) == 3.0  # without the first, in which libraries load
+    assert typical(3, 5.0) == 4.0
+    assert typical(4, 8.0, changed=True) == 8.0
+    restored = EpochTimes()
+    restored.load_state_dict(times.state_dict())
+    times = restored
+    assert typical(5, 2.0) == 2.0  # an epoch under two plans tells of neither
+    assert [typical(epoch, seconds) for epoch, seconds in ((6, 2.5), (7, 90.0), (8, 2.4))] == [2.25, 2.5, 2.45]
+    assert times.mean == pytest.approx((8.0 + 2.0 + 2.5 + 90.0 + 2.4) / 5)

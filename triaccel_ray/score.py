@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from statistics import median
+from typing import Any
 
 BYTES_PER_GB = 1e9
 """Decimal: 1 GB of the score is 10^9 bytes."""
@@ -44,3 +47,45 @@ def mean_epoch_seconds(seconds: Sequence[float]) -> float:
         raise ValueError("seconds = []: at least one epoch must have been timed")
     last = (seconds[1:] or seconds)[-TIMED_EPOCHS:]
     return sum(last) / len(last)
+
+
+class EpochTimes:
+    """Seconds of a run's last epochs, and of those under the plan in force."""
+
+    def __init__(self) -> None:
+        """Has seen no epoch."""
+        self._last: deque[float] = deque(maxlen=TIMED_EPOCHS + 1)  # with the first of all, not timed
+        self._settled: deque[float] = deque(maxlen=TIMED_EPOCHS)
+        self._has_changed_plan = False
+
+    def add(self, epoch: int, seconds: float, *, has_changed_plan: bool) -> None:
+        """Takes in an epoch, counted from 1, and whether the plan changed in it.
+
+        Under the plan in force are the epochs since it last changed; one in which it changed alone, where no other is.
+        The run's first is none of them: libraries load in it, kernels compile, steps are captured.
+        """
+        if has_changed_plan or self._has_changed_plan or epoch == 2:
+            self._settled.clear()
+        self._has_changed_plan = has_changed_plan
+        self._last.append(seconds)
+        self._settled.append(seconds)
+
+    @property
+    def mean(self) -> float:
+        """Mean of the last five epochs (`mean_epoch_seconds`)."""
+        return mean_epoch_seconds(list(self._last))
+
+    @property
+    def typical(self) -> float:
+        """Median of the last five epochs, at most, under the plan in force."""
+        return median(self._settled)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what `load_state_dict` restores."""
+        return {"last": list(self._last), "settled": list(self._settled), "has_changed_plan": self._has_changed_plan}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        self._last.extend(state["last"])
+        self._settled.extend(state["settled"])
+        self._has_changed_plan = state["has_changed_plan"]

@@ -16,7 +16,6 @@ from tests.service.own_task import own_spec
 from trainables.task import Purpose, Recipe
 from triaccel_ray.checkpoint import OtherFormatError
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.epochs import EpochStats
 from triaccel_ray.events import End, Epoch, Start, Tick
 from triaccel_ray.jsonable import decode
 from triaccel_ray.measure.memory import MIB
@@ -267,21 +266,6 @@ def test_a_full_disk_is_told_from_other_errors(tmp_path: Path) -> None:
         file.write(b"no room")
     with pytest.raises(FileNotFoundError), needing_room(tmp_path):
         (tmp_path / "nowhere").read_bytes()
-
-
-def test_typical_seconds_are_those_of_the_plan_in_force(crew: Crew, module: str, tmp_path: Path) -> None:
-    worker = crew.start(own_spec(f"{module}:Blobs"), tmp_path / "run")
-
-    def typical(epoch: int, seconds: float, *, changed: bool = False) -> float:
-        stats = EpochStats(epoch=epoch, loss=1.0, num_steps=1, num_samples=1, seconds=seconds)
-        return worker._typical_seconds(stats, has_changed_plan=changed)
-
-    assert typical(1, 9.0) == 9.0
-    assert typical(2, 3.0) == 3.0  # without the first, in which libraries load
-    assert typical(3, 5.0) == 4.0
-    assert typical(4, 8.0, changed=True) == 8.0
-    assert typical(5, 2.0) == 2.0  # an epoch under two plans tells of neither
-    assert [typical(epoch, seconds) for epoch, seconds in ((6, 2.5), (7, 90.0), (8, 2.4))] == [2.25, 2.5, 2.45]
 
 
 @pytest.mark.parametrize(

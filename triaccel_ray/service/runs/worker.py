@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -19,13 +17,12 @@ from triaccel_ray.apply.evaluate import Evaluation
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.checkpoint import CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
 from triaccel_ray.dry_run import refusing_exits, users_lines
-from triaccel_ray.epochs import EpochStats
 from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Record, Start, TakenOverError
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.lean_memory import set_lean
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.plan import Precision
-from triaccel_ray.score import BYTES_PER_GB, TIMED_EPOCHS, efficiency_score, mean_epoch_seconds
+from triaccel_ray.score import BYTES_PER_GB, EpochTimes, efficiency_score
 from triaccel_ray.service.failures import (
     DiskFullError,
     NonFiniteLossError,
@@ -94,9 +91,7 @@ class Worker:
         self.loop = self._build_loop()
         self._log: EventLog | None = None
         self._writing = threading.Lock()
-        self._epoch_seconds: deque[float] = deque(maxlen=TIMED_EPOCHS + 1)  # with the first of all, not timed
-        self._settled_seconds: deque[float] = deque(maxlen=TIMED_EPOCHS)
-        self._has_changed_plan = False
+        self._times = EpochTimes()
         self._one_view: float | None = None
         self.last: Epoch | None = None
         """The last epoch's record."""
@@ -211,8 +206,8 @@ class Worker:
         except Exception as error:
             self.fail(error)
             raise
-        self._epoch_seconds.append(stats.seconds)
-        typical = self._typical_seconds(stats, has_changed_plan=not self.loop.plan.steps_as(plan))
+        self._times.add(stats.epoch, stats.seconds, has_changed_plan=not self.loop.plan.steps_as(plan))
+        typical = self._times.typical
         memory = self.loop.memory
         memory.refresh_peaks()
         record = Epoch(
@@ -254,7 +249,7 @@ class Worker:
         memory = self.loop.memory
         memory.refresh_peaks()
         # Of a run on validation samples as its trials are judged; of a final run as the paper has it.
-        seconds = mean_epoch_seconds(list(self._epoch_seconds))
+        seconds = self._times.mean
         if self.spec.purpose is Purpose.SEARCH:
             seconds = last.typical_seconds or seconds
         results = {
@@ -327,8 +322,7 @@ class Worker:
             "loop": self.loop.state_dict(),
             "num_records": num_records,
             "log_checksum": checksum,
-            "epoch_seconds": list(self._epoch_seconds),
-            "settled_seconds": [list(self._settled_seconds), self._has_changed_plan],
+            "epoch_times": self._times.state_dict(),
             "last": None if self.last is None else encode(self.last),
         }
         with needing_room(path.parent):
@@ -357,9 +351,9 @@ class Worker:
             self._open_log(keep=state["num_records"], checksum=state["log_checksum"])
         except (LogError, RuntimeError, ValueError, KeyError) as error:
             raise DamagedCheckpointError(f"checkpoint {path} does not fit its run: {error}") from error
-        self._epoch_seconds.extend(state["epoch_seconds"])
-        settled, self._has_changed_plan = state.get("settled_seconds", [[], False])
-        self._settled_seconds.extend(settled)
+        # A checkpoint from before `EpochTimes` has the last epochs' seconds alone.
+        earlier = {"last": state.get("epoch_seconds", []), "settled": [], "has_changed_plan": False}
+        self._times.load_state_dict(state.get("epoch_times", earlier))
         if state["last"] is not None:
             self.last = decode(Epoch, state["last"])
 
@@ -445,17 +439,6 @@ class Worker:
     def _way_out(self) -> str:
         in_fp16 = self.spec.method == "amp" and self.spec.recipe.amp == "fp16" and self.device.type == "cuda"
         return ": FP16 may be too narrow for this model, try --amp bf16" if in_fp16 else ""
-
-    def _typical_seconds(self, stats: EpochStats, *, has_changed_plan: bool) -> float:
-        """Returns the median of the epochs under the plan in force; one in which it changed alone, where no other is.
-
-        The run's first epoch is none of them: libraries load in it, kernels compile, steps are captured.
-        """
-        if has_changed_plan or self._has_changed_plan or stats.epoch == 2:
-            self._settled_seconds.clear()
-        self._has_changed_plan = has_changed_plan
-        self._settled_seconds.append(stats.seconds)
-        return median(self._settled_seconds)
 
     def _score(self, accuracy: float, seconds: float) -> float:
         return efficiency_score(accuracy, seconds, self.loop.memory.peak_bytes / BYTES_PER_GB)
