@@ -1,9 +1,82 @@
 """The largest eigenvalues of each layer's curvature: power iteration, Gauss-Newton or empirical Fisher."""
 
-from triaccel_ray.measure.curvature.api import top_eigenvalues
-from triaccel_ray.measure.curvature.estimate import CurvatureEstimate
-from triaccel_ray.measure.curvature.hessian import PowerIteration
-from triaccel_ray.measure.curvature.meter import CurvatureMeter
-from triaccel_ray.measure.curvature.spectrum import SpectrumShape
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from triaccel_ray.config import CurvatureMethod, require, require_number
+from triaccel_ray.layers import Layer, Loss
+from triaccel_ray.measure.curvature.hessian import BlockPower, PowerIteration
+from triaccel_ray.measure.curvature.meter import CurvatureMeter, method_of
+from triaccel_ray.measure.curvature.objective import Limits, Objective, measuring
+from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, SpectrumShape
 
 __all__ = ["CurvatureEstimate", "CurvatureMeter", "PowerIteration", "SpectrumShape", "top_eigenvalues"]
+
+_DEFAULT_POWER = PowerIteration()
+
+
+def top_eigenvalues(
+    model: nn.Module,
+    loss: Loss,
+    inputs: Any,
+    targets: Any,
+    layers: Sequence[Layer],
+    *,
+    method: CurvatureMethod,
+    top_k: int,
+    generator: torch.Generator | None = None,
+    power: PowerIteration = _DEFAULT_POWER,
+    chunk_samples: int | None = None,
+) -> CurvatureEstimate:
+    """Returns the largest eigenvalues of each layer's diagonal curvature block (Tri-Accel, section 3.2).
+
+    - `hessian`: of the Hessian of the mean loss, largest in magnitude, by the paper's power iteration on
+      several vectors at once (`BlockPower`). Signed.
+    - `ggn`: of the generalised Gauss-Newton block, all k at once, exact for this batch. In piecewise-linear networks
+      the same as the Hessian's.
+    - `fisher`: of the empirical Fisher block, from one backward pass; with the first two moments of the gradient.
+
+    The model is measured in eval mode without autocast (fisher and ggn: without TF32 too; `hessian` as PyTorch's flags
+    have it, by default with TF32 convolutions on a GPU), and left as it was found: training flags, gradients,
+    buffers and the global random state included, whether it succeeds or raises. Gradients are taken with
+    `torch.autograd.grad`; hooks that others have put on parameter tensors may see them pass. No method waits for the
+    device, unless `power` has a tolerance. For repeated measurements see `CurvatureMeter`.
+
+    Args:
+        model: called with `inputs`, by name or position if they are a mapping, tuple or list.
+        loss: maps (outputs, targets) to the mean over samples, a scalar.
+        inputs: the samples along dimension 0 of every tensor.
+        targets: likewise.
+        layers: whose blocks to measure.
+        method: one of `fisher`, `ggn`, `hessian`.
+        top_k: eigenvalues per layer, k >= 1.
+        generator: draws the starting vectors of `hessian`; None draws from a fresh one with seed 0.
+        power: iterations of `hessian`.
+        chunk_samples: samples that pass through the model at once, >= 1: fewer take less memory and more time for the
+            same results up to rounding; None: all.
+
+    Raises:
+        ValueError: a bad option, no layer, fewer than 2 samples for fisher and ggn, a loss that is no scalar, outputs
+            that ggn refuses (`ggn_head`), or inputs and targets that disagree about the number of samples.
+    """
+    require(method in ("fisher", "ggn", "hessian"), "curvature method", method, "must be one of fisher, ggn, hessian")
+    require_number("top_k", top_k, "must be >= 1", low=1)
+    require_number("chunk_samples", 1 if chunk_samples is None else chunk_samples, "must be >= 1 or None", low=1)
+    require(bool(layers), "layers", list(layers), "must name at least one layer; find_layers(model) returns all")
+    objective = Objective(
+        model=model, loss=loss, inputs=inputs, targets=targets, limits=Limits(chunk_samples=chunk_samples)
+    )
+    objective.require_samples(method)
+    measured = method_of(layers, method, top_k)
+    with measuring(model, strict_fp32=method != "hessian"):
+        measured.begin(torch.Generator().manual_seed(0) if generator is None else generator)
+        measured.prepare_anew(objective)
+        if isinstance(measured, BlockPower):
+            measured.iterate(power)
+        results, shape = measured.finish()
+    return CurvatureEstimate.of(results, shape, measured.fallbacks)

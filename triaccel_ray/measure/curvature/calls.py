@@ -1,9 +1,10 @@
-"""What each layer computed in a forward pass: its calls, where the samples lie in them, who else used its weights."""
+"""What a forward pass computed: calls, where samples lie in them, who used which weights; each layer's way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from triaccel_ray.layers import Layer
+from triaccel_ray.pytree import tensors_in
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
@@ -22,8 +24,8 @@ class Call:
     module: nn.Module
     arguments: dict[int | str, Any]
     """Positional arguments by position, then the others by name."""
-    outputs: tuple[Any, ...]
-    """What was returned, shapes in place of tensors."""
+    outputs: tuple[torch.Size, ...]
+    """The shapes of the tensors returned, in whatever containers."""
     edges: tuple[GradientEdge | None, ...]
     """Where the gradient with respect to each output arrives; None for what takes no gradient. An edge, unlike the
     tensor, still means the module's own output after the model has changed that in place (`nn.ReLU(inplace=True)`).
@@ -31,7 +33,7 @@ class Call:
     sources: tuple[Node, ...]
     """The graph's nodes that made the arguments."""
     understood: bool
-    """False if the arguments or the outputs nest, or it is unclear which part of them belongs to which sample: the
+    """False if the arguments nest, or it is unclear which part of them belongs to which sample: the
     call alone does not tell per-sample gradients."""
     argument_dims: dict[int | str, int] = field(default_factory=dict)
     """Which dimension of a tensor argument is the samples; without those that all samples share."""
@@ -81,7 +83,10 @@ def locate_samples(calls: Sequence[Call], single: Sequence[Call], num_samples: i
     """
     same_course = [call.module for call in calls] == [call.module for call in single]
     for call, one in zip(calls, single if same_course else calls, strict=True):
-        call.understood &= same_course
+        call.understood &= same_course and one.understood
+        call.output_dims = (None,) * len(call.outputs)
+        if not call.understood:
+            continue
         shapes, ones = call.shapes, one.shapes
         others = {key: value for key, value in call.arguments.items() if key not in shapes}
         other_ones = {key: value for key, value in one.arguments.items() if key not in ones}
@@ -153,42 +158,17 @@ def find_weight_uses(root: Tensor, calls: Sequence[Call]) -> WeightUses:
     return WeightUses(inside=inside, outside=outside)
 
 
-def find_first(calls: Sequence[Call]) -> frozenset[Call]:
-    """Returns the calls that depend on no other of `calls`: where a backward pass through all of them ends."""
-    starts = {edge.node: call for call in calls for edge in call.edges if edge is not None}
-    return frozenset(call for call in calls if not _reaches(call, starts))
-
-
-def _reaches(call: Call, starts: Mapping[Node, Call]) -> bool:
-    stack = [edge.node for edge in call.edges if edge is not None]
-    seen = set(stack)
-    while stack:
-        for child, _ in stack.pop().next_functions:
-            if child is None or child in seen:
-                continue
-            if child in starts and starts[child] is not call:
-                return True
-            seen.add(child)
-            stack.append(child)
-    return False
-
-
 def _call(module: nn.Module, arguments: dict[int | str, Any], output: Any) -> Call:
-    outputs = tuple(output) if isinstance(output, tuple | list) else (output,)
-    takes_gradient = [isinstance(value, Tensor) and value.requires_grad for value in outputs]
+    outputs = tuple(tensors_in(output))
     return Call(
         module=module,
         arguments=arguments,
-        outputs=tuple(value.shape if isinstance(value, Tensor) else None for value in outputs),
-        edges=tuple(
-            get_gradient_edge(value) if differentiable else None
-            for value, differentiable in zip(outputs, takes_gradient, strict=True)
-        ),
+        outputs=tuple(value.shape for value in outputs),
+        edges=tuple(get_gradient_edge(value) if value.requires_grad else None for value in outputs),
         sources=tuple(
             value.grad_fn for value in arguments.values() if isinstance(value, Tensor) and value.grad_fn is not None
         ),
-        understood=all(isinstance(value, (Tensor, *_PLAIN)) for value in arguments.values())
-        and all(isinstance(value, (Tensor, *_PLAIN)) for value in outputs),
+        understood=all(isinstance(value, (Tensor, *_PLAIN)) for value in arguments.values()),
     )
 
 
@@ -200,3 +180,192 @@ def _sample_dim(shape: torch.Size | None, single: torch.Size | None, num_samples
     if len(differing) != 1 or shape[differing[0]] != num_samples or single[differing[0]] != 1:
         return None
     return differing[0]
+
+
+def _without(shape: torch.Size, dim: int | None) -> tuple[int, ...]:
+    return tuple(size for index, size in enumerate(shape) if index != dim)
+
+
+class Way(Enum):
+    """How a layer's Gram matrix is had, from the cheapest way to the one that is always right."""
+
+    NONE = "zero: the layer has no part in what is differentiated"
+    FACTORS = "from the inputs and output gradients of its calls: `nn.Linear`, `nn.Conv2d`, `nn.Embedding`"
+    MODULE = "by running its modules again under `torch.func`, all samples side by side"
+    MODEL = "by running the whole model so: weights used outside their modules, or on what all samples share"
+    SAMPLES = "by one pass of the whole model per sample, where `torch.func` fails too"
+
+
+class StructureChangedError(Exception):
+    """The model did not run the same course as when its structure was found."""
+
+
+@dataclass(frozen=True, eq=False)
+class KnownCall:
+    """One call of a module that every forward pass makes, whatever the number of samples."""
+
+    module: nn.Module
+    arguments: Mapping[int | str, tuple[int, ...]]
+    """The shapes of the tensors among the arguments, without the dimension of the samples."""
+    outputs: tuple[tuple[int, ...], ...]
+    """Likewise; () for what takes no gradient."""
+    argument_dims: Mapping[int | str, int]
+    output_dims: tuple[int | None, ...]
+    understood: bool
+
+    @classmethod
+    def of(cls, call: Call) -> KnownCall:
+        """Returns what stays the same of a call whose samples have been located."""
+        return cls(
+            module=call.module,
+            arguments={key: _without(shape, call.argument_dims.get(key)) for key, shape in call.shapes.items()},
+            outputs=tuple(
+                () if dim is None else _without(shape, dim)
+                for shape, dim in zip(call.outputs, call.output_dims, strict=True)
+            ),
+            argument_dims=dict(call.argument_dims),
+            output_dims=call.output_dims,
+            understood=call.understood,
+        )
+
+    def place_samples(self, call: Call, num_samples: int) -> None:
+        """Writes into `call` where its samples lie.
+
+        Raises:
+            StructureChangedError: this is another call, or one that some of the samples take no part in.
+        """
+        call.argument_dims.update(self.argument_dims)
+        call.output_dims, call.understood = self.output_dims, self.understood
+        if call.module is not self.module or (self.understood and not self._has_shapes(call, num_samples)):
+            name = type(call.module).__name__
+            raise StructureChangedError(f"{name} receives or returns other shapes for other samples, or is another")
+
+    def _has_shapes(self, call: Call, num_samples: int) -> bool:
+        if call.shapes.keys() != self.arguments.keys() or len(call.outputs) != len(self.outputs):
+            return False
+        found = [(call.shapes[key], self.argument_dims.get(key), known) for key, known in self.arguments.items()]
+        outputs = zip(call.outputs, self.output_dims, self.outputs, strict=True)
+        found += [(shape, dim, known) for shape, dim, known in outputs if dim is not None]
+        return all(
+            _without(shape, dim) == known and (dim is None or shape[dim] == num_samples) for shape, dim, known in found
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Structure:
+    """The course of one forward pass, found once from few samples and valid while the model takes it."""
+
+    calls: tuple[KnownCall, ...]
+    """In the order in which they were made."""
+    own: Mapping[Layer, tuple[int, ...]]
+    """Which of the calls are a layer's own, for the layers whose own calls tell everything."""
+    of_model: tuple[int, ...]
+    """Which of the calls are the whole model's."""
+    complete_in_model: frozenset[Layer]
+    """The layers for which differentiating the whole model's calls tells everything."""
+    ways: Mapping[Layer, Way]
+    """How each layer is measured."""
+    reasons: Mapping[Layer, str]
+    """Why a layer is not measured from its own calls, where it is not."""
+    num_columns: int
+    """Columns per sample, q."""
+    batched_columns: bool = True
+    """Whether all cotangents pass backwards side by side: every operation of the model then has a batching rule, or
+    is at least run one by one by the rule for those that have none."""
+
+    @property
+    def fallbacks(self) -> dict[str, str]:
+        """Names of the layers that take one pass of the whole model per sample, and why."""
+        return {layer.name: self.reasons[layer] for layer, way in self.ways.items() if way is Way.SAMPLES}
+
+    def calls_of(self, layer: Layer) -> tuple[int, ...]:
+        """Returns the calls whose output gradients the layer's way asks for."""
+        way = self.ways[layer]
+        return self.own[layer] if way in (Way.FACTORS, Way.MODULE) else self.of_model if way is Way.MODEL else ()
+
+    def place_samples(self, calls: Sequence[Call], num_samples: int) -> None:
+        """Writes into `calls` what is known of them.
+
+        Raises:
+            StructureChangedError: these are other calls.
+        """
+        if len(calls) != len(self.calls):
+            raise StructureChangedError(f"the model makes {len(calls)} calls where it made {len(self.calls)}")
+        for call, known in zip(calls, self.calls, strict=True):
+            known.place_samples(call, num_samples)
+
+    def without(self, closed: Mapping[Layer, str]) -> Structure:
+        """Returns the structure in which these layers are measured in the next way, for these reasons."""
+        ways = {
+            layer: (Way.MODEL if way is Way.MODULE and layer in self.complete_in_model else Way.SAMPLES)
+            if layer in closed
+            else way
+            for layer, way in self.ways.items()
+        }
+        return replace(self, ways=ways, reasons={**self.reasons, **closed})
+
+    def by_samples(self, reason: str) -> Structure:
+        """Returns the structure that relies on nothing: every layer from one pass of the model per sample."""
+        return replace(self, ways=dict.fromkeys(self.ways, Way.SAMPLES), reasons=dict.fromkeys(self.ways, reason))
+
+
+def find_structure(
+    root: Tensor, calls: Sequence[Call], layers: Sequence[Layer], model: nn.Module, num_columns: int
+) -> Structure:
+    """Returns the structure of the pass that made `calls`, each layer with the cheapest way that may be open to it.
+
+    Whether `MODULE` and `MODEL` are open turns out when they are tried.
+
+    Raises:
+        ValueError: a part of the graph is hidden in a reentrant checkpoint.
+    """
+    owner = {module: layer for layer in layers for module in layer.modules}
+    own_calls: dict[Layer, list[Call]] = {layer: [] for layer in layers}
+    for call in calls:
+        if call.module in owner:
+            own_calls[owner[call.module]].append(call)
+    uses = find_weight_uses(root, [call for of_layer in own_calls.values() for call in of_layer])
+    whole = [call for call in calls if call.module is model and call.understood]
+    in_model = find_weight_uses(root, whole)
+    complete = frozenset(layer for layer in layers if whole and in_model.are_calls_complete(layer, whole))
+    ways: dict[Layer, Way] = {}
+    reasons: dict[Layer, str] = {}
+    for layer, mine in own_calls.items():
+        ways[layer] = Way.MODEL if layer in complete else Way.SAMPLES
+        if not uses.is_used(layer):
+            ways[layer] = Way.NONE
+        elif not all(call.understood for call in mine):
+            reasons[layer] = "its inputs nest, or no one dimension of them or its outputs is the samples"
+        elif not uses.are_calls_complete(layer, mine):
+            reasons[layer] = "its weights are used outside its own calls"
+        else:
+            ways[layer] = Way.FACTORS if all(is_factorizable(layer, call) for call in mine) else Way.MODULE
+    index_of = {call: index for index, call in enumerate(calls)}
+    return Structure(
+        calls=tuple(KnownCall.of(call) for call in calls),
+        own={layer: tuple(index_of[call] for call in mine) for layer, mine in own_calls.items()},
+        of_model=tuple(index_of[call] for call in whole),
+        complete_in_model=complete,
+        ways=ways,
+        reasons=reasons,
+        num_columns=num_columns,
+    )
+
+
+def is_factorizable(layer: Layer, call: Call) -> bool:
+    """Whether the call is a linear map of its one argument, whose gradient `factors` knows in closed form.
+
+    A `forward` put on the instance counts as a wrapper around the class's own (it casts, or moves to a device).
+    """
+    module, kind = call.module, type(call.module)
+    if len(layer.weights) != 1 or getattr(module, "weight", None) is not layer.weights[0]:
+        return False
+    if list(call.arguments) != [0] or 0 not in call.argument_dims or len(call.edges) != 1:
+        return False
+    if isinstance(module, nn.Embedding):
+        # max_norm changes the weight, scale_grad_by_freq weighs a row by how often the whole batch names it.
+        return kind.forward is nn.Embedding.forward and module.max_norm is None and not module.scale_grad_by_freq
+    if isinstance(module, nn.Conv2d):
+        is_stock = kind.forward is nn.Conv2d.forward and type(module)._conv_forward is nn.Conv2d._conv_forward
+        return is_stock and module.padding_mode == "zeros" and call.args[0].dim() == 4
+    return kind.forward is nn.Linear.forward

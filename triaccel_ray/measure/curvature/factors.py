@@ -1,18 +1,26 @@
-"""Gram matrices of linear, convolution and embedding layers, from the outer products that their gradients sum."""
+"""The columns of one layer: outer products where its gradient is known in closed form, `torch.func` where it is not."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from triaccel_ray.layers import Layer
 from triaccel_ray.measure.curvature.calls import Call
+from triaccel_ray.measure.curvature.objective import Head, Objective
+from triaccel_ray.pytree import tensors_in
+
+Cotangents = Mapping[Call, Sequence[Tensor | None]]
+"""For each call and each of its outputs, the q gradients with respect to it, [b, q, ...]; None where it has none."""
 
 _TRAFFIC = 16
 """Multiply-adds in the time that one element takes to be written and read again: the order of magnitude on GPUs and
@@ -57,37 +65,17 @@ class Factors:
     """Whether `left` gives row numbers."""
 
 
-def is_factorizable(layer: Layer, call: Call) -> bool:
-    """Whether the call is a linear map of its one argument, whose gradient is known here in closed form.
-
-    A `forward` put on the instance counts as a wrapper around the class's own (it casts, or moves to a device).
-    """
-    module, kind = call.module, type(call.module)
-    if len(layer.weights) != 1 or getattr(module, "weight", None) is not layer.weights[0]:
-        return False
-    if list(call.arguments) != [0] or 0 not in call.argument_dims or len(call.edges) != 1:
-        return False
-    if isinstance(module, nn.Embedding):
-        # max_norm changes the weight, scale_grad_by_freq weighs a row by how often the whole batch names it.
-        return kind.forward is nn.Embedding.forward and module.max_norm is None and not module.scale_grad_by_freq
-    if isinstance(module, nn.Conv2d):
-        is_stock = kind.forward is nn.Conv2d.forward and type(module)._conv_forward is nn.Conv2d._conv_forward
-        return is_stock and module.padding_mode == "zeros" and call.args[0].dim() == 4
-    return kind.forward is nn.Linear.forward
-
-
-def factorize(call: Call, gradients: Tensor, dtype: torch.dtype) -> Factors:
-    """Returns the factors of a factorizable call; `gradients` are those with respect to its output, [b, q, ...]."""
-    inputs = call.args[0].detach().movedim(call.argument_dims[0], 0)
+def factorize(module: nn.Module, inputs: Tensor, gradients: Tensor, dtype: torch.dtype) -> Factors:
+    """Returns the factors of a factorizable call, its input [b, ...] and output gradient [b, q, ...]."""
     gradients = gradients.to(dtype)
-    if isinstance(call.module, nn.Embedding):
-        return _embedding(call.module, inputs, gradients)
-    if isinstance(call.module, nn.Conv2d):
-        return _conv2d(call.module, inputs.to(dtype), gradients)
+    if isinstance(module, nn.Embedding):
+        return _embedding(module, inputs, gradients)
+    if isinstance(module, nn.Conv2d):
+        return _conv2d(module, inputs.to(dtype), gradients)
     return _linear(inputs.to(dtype), gradients)
 
 
-def factor_gram(factors: Sequence[Factors], shape: Shape, chunk_bytes: int) -> Tensor:
+def factor_gram(factors: Sequence[Factors], shape: Shape, block_bytes: int) -> Tensor:
     """Returns the Gram matrix [b q, b q] of the columns summed over calls; the index is i q + c.
 
     In one of two ways, whichever costs less: from the columns themselves, formed for some rows of the weight at a
@@ -95,8 +83,8 @@ def factor_gram(factors: Sequence[Factors], shape: Shape, chunk_bytes: int) -> T
     second suits few positions (a linear layer without a sequence, late convolutions) and large vocabularies.
     """
     if _is_pairing_cheaper(factors, shape):
-        return _gram_by_pairs(factors, shape, chunk_bytes)
-    return _gram_by_columns(factors, shape, chunk_bytes)
+        return _gram_by_pairs(factors, shape, block_bytes)
+    return _gram_by_columns(factors, shape, block_bytes)
 
 
 def _linear(inputs: Tensor, gradients: Tensor) -> Factors:
@@ -186,26 +174,33 @@ def _is_pairing_cheaper(factors: Sequence[Factors], shape: Shape) -> bool:
     return by_pairs < by_columns
 
 
-def _gram_by_columns(factors: Sequence[Factors], shape: Shape, chunk_bytes: int) -> Tensor:
+def _gram_by_columns(factors: Sequence[Factors], shape: Shape, block_bytes: int) -> Tensor:
     everything = factors[0].right(slice(0, 1))
     itemsize, num_columns = everything.element_size(), shape.b * shape.q
     gram = everything.new_zeros(num_columns, num_columns)
     bytes_per_row = num_columns * shape.g * shape.k * itemsize
     bytes_per_sample = shape.g * shape.k * itemsize * max(f.num_positions for f in factors)
-    patch_bytes = column_bytes = chunk_bytes
+    patch_bytes = column_bytes = block_bytes
     if shape.q == 1:
-        patch_bytes = min(chunk_bytes, _PIECE_BYTES)
-        column_bytes = min(chunk_bytes, max(_PIECE_BYTES, bytes_per_row * -(-shape.o // _MAX_PIECES)))
-    for rows in _slices(shape.o, column_bytes // bytes_per_row):
-        blocks = []
-        for samples in _slices(shape.b, patch_bytes // bytes_per_sample):
-            block = _columns(factors[0], samples, rows, shape)
-            for other in factors[1:]:
-                block += _columns(other, samples, rows, shape)
-            blocks.append(block)
+        patch_bytes = min(block_bytes, _PIECE_BYTES)
+        column_bytes = min(block_bytes, max(_PIECE_BYTES, bytes_per_row * -(-shape.o // _MAX_PIECES)))
+    for rows in slices(shape.o, column_bytes // bytes_per_row):
+        pieces = slices(shape.b, patch_bytes // bytes_per_sample)
+        blocks = [factor_columns(factors, samples, rows, shape) for samples in pieces]
         columns = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
         gram.addmm_(columns, columns.T)
     return gram
+
+
+def factor_columns(factors: Sequence[Factors], samples: slice, rows: slice, shape: Shape) -> Tensor:
+    """Returns the columns of some samples, summed over calls, restricted to some rows of the weight in each group.
+
+    [s q, g * rows * k], made by one call after the other.
+    """
+    columns = _columns(factors[0], samples, rows, shape)
+    for other in factors[1:]:
+        columns += _columns(other, samples, rows, shape)
+    return columns
 
 
 def _columns(factors: Factors, samples: slice, rows: slice, shape: Shape) -> Tensor:
@@ -236,7 +231,7 @@ def _stacked_rows(left: Tensor) -> Tensor:
     return left.transpose(-1, -2).reshape(s, g, q * rows, t)
 
 
-def _gram_by_pairs(factors: Sequence[Factors], shape: Shape, chunk_bytes: int) -> Tensor:
+def _gram_by_pairs(factors: Sequence[Factors], shape: Shape, block_bytes: int) -> Tensor:
     # Calls of one layer sum into one column, as positions do: they are further positions.
     everything = slice(0, shape.b)
     left = torch.cat([f.left(everything) for f in factors], dim=-1 if factors[0].is_one_hot else -2)
@@ -244,7 +239,7 @@ def _gram_by_pairs(factors: Sequence[Factors], shape: Shape, chunk_bytes: int) -
     num_positions, num_columns = right.shape[-2], shape.b * shape.q
     gram = right.new_zeros(shape.b, shape.q, shape.b, shape.q)
     bytes_per_sample = shape.g * num_columns * shape.q * num_positions**2 * right.element_size()
-    for samples in _slices(shape.b, chunk_bytes // bytes_per_sample):
+    for samples in slices(shape.b, block_bytes // bytes_per_sample):
         products = _inner(left[samples], left) * _inner(right[samples], right)
         gram[samples] = products.sum(dim=(0, 3, 6))
     return gram.view(num_columns, num_columns)
@@ -263,7 +258,106 @@ def _inner(some: Tensor, others: Tensor) -> Tensor:
     return (a @ b.transpose(1, 2)).view(g, s, p, t, len(others), p, t)
 
 
-def _slices(stop: int, size: int) -> Iterator[slice]:
+def slices(stop: int, size: int) -> Iterator[slice]:
     """Returns slices that cover 0..stop in pieces of `size`, at least 1 each."""
     step = max(1, size)
     return (slice(start, min(start + step, stop)) for start in range(0, stop, step))
+
+
+def module_columns(
+    layer: Layer, cotangents: Cotangents, num_samples: int, elements: slice | None, block_bytes: int
+) -> Tensor:
+    """Returns these elements of the columns [s q, n] of a layer of any kind, from its calls or the whole model's.
+
+    `torch.func` runs the module again and pulls the cotangents back to the weights, for some samples side by side.
+
+    Raises:
+        Exception: whatever a module raises that does not work with `torch.func`.
+    """
+    q = max(len(c[0]) for tensors in cotangents.values() for c in tensors if c is not None)
+    bytes_per_sample = q * layer.num_elements * layer.weights[0].element_size()
+    blocks = []
+    # The fused attention kernels have no batching rule; what else has none runs one by one, as is fitting here.
+    # Without gradients of its own: the columns would keep the graph of how the module's other parameters made them.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        for samples in slices(num_samples, block_bytes // bytes_per_sample):
+            parts = [_call_columns(layer, call, tensors, samples) for call, tensors in cotangents.items()]
+            columns = parts[0] if len(parts) == 1 else torch.stack(parts).sum(dim=0)
+            blocks.append(columns[:, elements or slice(None)])
+    return torch.cat(blocks)
+
+
+def _call_columns(layer: Layer, call: Call, cotangents: Sequence[Tensor | None], samples: slice) -> Tensor:
+    """Returns what one call contributes to the columns of some samples: [s q, n]."""
+    keys, dims = list(call.argument_dims), list(call.argument_dims.values())
+    reached = [index for index, cotangent in enumerate(cotangents) if cotangent is not None]
+    output_dims = [dim for index, dim in enumerate(call.output_dims) if index in reached and dim is not None]
+
+    def one_sample(arguments: list[Tensor], tangents: list[Tensor]) -> tuple[Tensor, ...]:
+        """Returns one sample's gradients [q, *weight.shape]; the module sees a batch of one."""
+        batch = {key: tensor.unsqueeze(dim) for key, tensor, dim in zip(keys, arguments, dims, strict=True)}
+
+        def outputs_of(*weights: Tensor) -> tuple[Tensor, ...]:
+            outputs = _run(layer, call, weights, batch)
+            return tuple(outputs[index] for index in reached)
+
+        pull_back = vjp(outputs_of, *(weight.detach() for weight in layer.weights))[1]
+        batched = tuple(t.unsqueeze(1 + dim) for t, dim in zip(tangents, output_dims, strict=True))
+        return cast("tuple[Tensor, ...]", vmap(pull_back)(batched))
+
+    size = samples.stop - samples.start
+    rows = [call.arguments[key].detach().narrow(d, samples.start, size) for key, d in zip(keys, dims, strict=True)]
+    gradients = vmap(one_sample, in_dims=(dims, 0))(rows, [t[samples] for t in cotangents if t is not None])
+    return torch.cat([g.flatten(2) for g in gradients], dim=2).flatten(0, 1).to(compute_dtype(layer))
+
+
+def require_replaceable(layer: Layer, call: Call) -> None:
+    """Raises LookupError if running the module again with other weights would not be what the call was."""
+    if call.module._forward_hooks or call.module._forward_pre_hooks:
+        raise LookupError(f"{type(call.module).__name__} has hooks of its own, which the call was seen between")
+    leaves = [weight.detach().requires_grad_() for weight in layer.weights]
+    first = {key: call.arguments[key].detach().narrow(dim, 0, 1) for key, dim in call.argument_dims.items()}
+    outputs = _run(layer, call, leaves, first)
+    total = sum(out.sum() for out, edge in zip(outputs, call.edges, strict=True) if edge is not None)
+    if any(gradient is None for gradient in torch.autograd.grad(total, leaves, allow_unused=True)):
+        raise LookupError(f"{type(call.module).__name__} does not compute with the parameters it registers")
+
+
+def _run(layer: Layer, call: Call, weights: Sequence[Tensor], batch: Mapping[int | str, Tensor]) -> tuple[Any, ...]:
+    """Returns the outputs of a call made again with other weights and, for some arguments, other tensors."""
+    replaced = {id(mine): weight for mine, weight in zip(layer.weights, weights, strict=True)}
+    parameters = call.module.named_parameters(remove_duplicate=False)
+    named = {name: replaced[id(parameter)] for name, parameter in parameters if id(parameter) in replaced}
+    arguments = {key: value.detach() if isinstance(value, Tensor) else value for key, value in call.arguments.items()}
+    arguments.update(batch)
+    args = tuple(value for key, value in arguments.items() if isinstance(key, int))
+    kwargs = {key: value for key, value in arguments.items() if isinstance(key, str)}
+    return tuple(tensors_in(functional_call(call.module, named, args, kwargs)))
+
+
+def compute_dtype(layer: Layer) -> torch.dtype:
+    """Returns what Gram matrices of `layer` are computed in: its weights' dtype, at least FP32."""
+    return torch.promote_types(layer.weights[0].dtype, torch.float32)
+
+
+def sample_columns(sample: Objective, layers: Sequence[Layer], head: Head) -> list[Tensor]:
+    """Returns for each layer the q columns [q, n] of an objective of one sample."""
+    root, cotangents = head(sample.outputs(), sample)
+    weights = [weight for layer in layers for weight in layer.weights]
+    columns: list[list[Tensor]] = [[] for _ in layers]
+    for c, cotangent in enumerate(cotangents):
+        is_last = c == len(cotangents) - 1
+        gradients: Sequence[Tensor | None] = [None] * len(weights)
+        if root.requires_grad:
+            gradients = torch.autograd.grad(root, weights, cotangent, retain_graph=not is_last, allow_unused=True)
+        remaining = iter(gradients)
+        for layer, column in zip(layers, columns, strict=True):
+            column.append(torch.cat([_flat(next(remaining), weight, compute_dtype(layer)) for weight in layer.weights]))
+    return [torch.stack(column) for column in columns]
+
+
+def _flat(gradient: Tensor | None, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    if gradient is None:
+        return weight.new_zeros(weight.numel(), dtype=dtype)
+    return gradient.to_dense().flatten().to(dtype)

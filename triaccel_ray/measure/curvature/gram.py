@@ -1,4 +1,4 @@
-"""Each layer's Gram matrix of backpropagated columns.
+"""fisher and ggn: each layer's Gram matrix of backpropagated columns, from chunks of samples.
 
 A block (1/b) sum_r a_r a_r^T of m columns a_r with n elements has the non-zero eigenvalues of the m x m matrix
 (1/b) <a_r, a_s>, and m is hundreds where n is millions (Dangel et al. 2022, "ViViT": there for a list of module types,
@@ -9,203 +9,403 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from triaccel_ray.layers import Layer
-from triaccel_ray.measure.curvature.calls import Call, locate_samples, record_calls
-from triaccel_ray.measure.curvature.columns import Backward
-from triaccel_ray.measure.curvature.factors import Shape, factor_gram, factorize
-from triaccel_ray.measure.curvature.folding import FoldedNorms
-from triaccel_ray.measure.curvature.objective import Objective, tensor_cores
-from triaccel_ray.measure.curvature.persample import Cotangents, Head, compute_dtype, module_gram, sample_grams
-from triaccel_ray.measure.curvature.ways import Structure, Way, find_structure, next_way
-from triaccel_ray.out_of_memory import is_out_of_memory
+from triaccel_ray.measure.curvature.calls import (
+    Call,
+    Structure,
+    StructureChangedError,
+    Way,
+    find_structure,
+    locate_samples,
+    record_calls,
+)
+from triaccel_ray.measure.curvature.factors import (
+    Shape,
+    compute_dtype,
+    factor_columns,
+    factor_gram,
+    factorize,
+    module_columns,
+    require_replaceable,
+    sample_columns,
+)
+from triaccel_ray.measure.curvature.objective import (
+    FoldedNorms,
+    Head,
+    Objective,
+    fisher_head,
+    ggn_head,
+    pull_back,
+    tensor_cores,
+)
+from triaccel_ray.measure.curvature.spectrum import SpectrumShape, gradient_noise, reduce_matrices
+from triaccel_ray.out_of_memory import first_line, is_out_of_memory
+
+_TOGETHER = 512
+"""Order up to which the matrices of all layers are reduced at once; larger ones one by one, for their memory."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Grams:
-    """The Gram matrices of all layers."""
+class GramMethod:
+    """Forward and backward passes of the chunks of samples, and the Gram matrices that they allow."""
 
-    matrices: list[Tensor]
-    """For each layer [b q, b q], at least FP32: the inner products of its columns; column c of sample i is i q + c."""
-    structure: Structure
-    """How they were had; makes the next ones of the same shapes cheaper."""
+    def __init__(self, layers: Sequence[Layer], method: Literal["fisher", "ggn"], top_k: int) -> None:
+        self._layers, self._top_k = tuple(layers), top_k
+        self._head: Head = fisher_head if method == "fisher" else ggn_head
+        self._results: tuple[Tensor, ...] = ()
+        self._shape: SpectrumShape | None = None
+        self.structure: Structure | None = None
+        """What `prepare_anew` found; None before it."""
+
+    @property
+    def fallbacks(self) -> Mapping[str, str]:
+        """Names of the layers that take one pass of the whole model per sample, and why."""
+        return {} if self.structure is None else self.structure.fallbacks
+
+    def begin(self, generator: torch.Generator) -> int:
+        """Returns how many iterations follow: none."""
+        return 0
+
+    def prepare_anew(self, objective: Objective) -> None:
+        """Finds out how each layer can be measured, and measures."""
+        self.structure = find_ways(objective, self._layers, self._head)
+        try:
+            self.prepare(objective)
+        except StructureChangedError as error:
+            reason = f"the course of the model depends on its samples: {error}"
+        else:
+            return
+        self.structure = self.structure.by_samples(reason)
+        self.prepare(objective)
+
+    def prepare(self, objective: Objective) -> None:
+        """Measures everything by the structure that is known.
+
+        Raises:
+            StructureChangedError: the model takes another course.
+            Exception: whatever a module raises that works with `torch.func` no longer.
+        """
+        assert self.structure is not None
+        b, is_fisher = objective.num_samples, self._head is fisher_head
+        num_columns = b * self.structure.num_columns
+        total: Tensor | None = None
+        found: dict[Layer, Tensor] = {}
+        for layer, gram in layer_grams(objective, self._layers, self._head, self.structure):
+            found[layer] = gram if num_columns <= _TOGETHER else reduce_matrices([gram], b, self._top_k)
+            if is_fisher:
+                total = gram if total is None else total + gram.to(total)
+        if num_columns <= _TOGETHER:
+            matrices = reduce_matrices([found[layer] for layer in self._layers], b, self._top_k)
+        else:
+            matrices = torch.cat([found[layer].to(found[self._layers[0]].device) for layer in self._layers])
+        self._results = (matrices, *(() if total is None else gradient_noise(total)))
+        self._shape = SpectrumShape(
+            orders=(matrices.shape[1],) * len(self._layers),
+            counts=tuple(min(num_columns, layer.num_elements, self._top_k) for layer in self._layers),
+            top_k=self._top_k,
+        )
+
+    def advance(self) -> None:
+        """Does nothing: there is no iteration."""
+
+    def abandon(self) -> None:
+        """Lets go of results that nobody will ask for."""
+        self._results = ()
+
+    def finish(self) -> tuple[tuple[Tensor, ...], SpectrumShape]:
+        """Returns the reduced matrices and, for fisher, the two moments of the gradient; lets go of everything."""
+        assert self._shape is not None
+        results, self._results = self._results, ()
+        return results, self._shape
 
 
-def layer_grams(objective: Objective, layers: Sequence[Layer], head: Head, known: Structure | None = None) -> Grams:
-    """Returns each layer's Gram matrix of the columns that `head` defines.
+class _ClosedError(Exception):
+    """Ways that turned out not to be open: of some layers, or for all columns side by side."""
 
-    One forward pass of all samples and one backward pass, which keeps the gradients with respect to the layers'
-    outputs alone, and where it can, those of one layer at a time. From these in the first of the `Way`s that is open.
-    Without `known`, one more
-    forward pass of a single sample shows where the samples lie in each layer's inputs and outputs, and ways that fail
-    give place to the next; with it, what fails raises.
+    def __init__(self, layers: Mapping[Layer, str], *, columns: bool = False) -> None:
+        super().__init__()
+        self.layers, self.columns = dict(layers), columns
+
+
+def find_ways(objective: Objective, layers: Sequence[Layer], head: Head) -> Structure:
+    """Returns the structure of the model's course, found with two samples and one, and the ways that work with two.
+
+    Raises:
+        ValueError: a part of the graph is hidden in a reentrant checkpoint.
+    """
+    two = replace(objective.part(slice(0, 2)), limits=replace(objective.limits, chunk_samples=None))
+    watched = _watched(objective.model, layers)
+    with FoldedNorms():
+        outputs, calls = record_calls(two.outputs, watched)
+        single = record_calls(two.part(slice(0, 1)).outputs, watched)[1]
+    locate_samples(calls, single, 2)
+    root, cotangents = head(outputs, two)
+    structure = find_structure(root, calls, layers, objective.model, len(cotangents))
+    del outputs, calls, single, root, cotangents
+    while True:
+        try:
+            for _ in layer_grams(two, layers, head, structure, is_trial=True):
+                pass
+        except _ClosedError as closed:
+            structure = structure.without(closed.layers)
+            structure = replace(structure, batched_columns=structure.batched_columns and not closed.columns)
+        else:
+            return structure
+
+
+def layer_grams(
+    objective: Objective, layers: Sequence[Layer], head: Head, structure: Structure, *, is_trial: bool = False
+) -> Iterator[tuple[Layer, Tensor]]:
+    """Yields each layer's Gram matrix [b q, b q] of the columns that `head` defines, at least FP32.
+
+    The index is i q + c for column c of sample i. All samples at once take one forward and one backward pass. In
+    chunks, what a layer's matrix is made of is kept from every chunk: the factors of its columns or the columns
+    themselves, whichever are fewer bytes. Where they exceed `kept_bytes` altogether, the passes are made again for the
+    next layers, or for the next part of a layer's columns. So time grows with the bytes, not with pairs of chunks.
 
     Raises:
         StructureChangedError: the model did not take the course that is known.
     """
-    watched = [objective.model, *(module for layer in layers for module in layer.modules)]
-    with FoldedNorms():
-        outputs, calls = record_calls(objective.outputs, watched)
-    if known is None:
-        single = record_calls(objective.sample(0).outputs, watched)[1]
-        locate_samples(calls, single, objective.num_samples)
-        del single
-    else:
-        known.place_samples(calls)
-    root, cotangents = head(outputs, objective)
-    del outputs
-    structure = known or find_structure(root, calls, layers, objective.model)
-    backward = Backward(
-        root=root,
-        cotangents=cotangents,
-        limit_bytes=objective.chunk_bytes,
-        is_batched=structure.batched_columns,
-        is_trial=known is None,
-    )
-    shape, chunk_bytes = (objective.num_samples, len(cotangents)), objective.chunk_bytes
-    passes = _Passes(structure, backward, shape, chunk_bytes)
-    with tensor_cores() if objective.allow_tf32 else contextlib.nullcontext():
-        passes.of_layers(calls)
-    left = [layer for layer in layers if passes.ways[layer] is Way.SAMPLES]
-    if left:
-        passes.grams.update(zip(left, sample_grams(objective, left, head, shape), strict=True))
-    found = known or replace(structure, ways=passes.ways, batched_columns=backward.is_batched)
-    return Grams(matrices=[passes.grams[layer] for layer in layers], structure=found)
+    b, q = objective.num_samples, structure.num_columns
+    parts = objective.parts()
+    grams: dict[Layer, Tensor] = {}
+    groups = list(_groups(objective, structure, is_whole=len(parts) == 1))
+    left = [unit.layer for group in groups for unit in group]
+    for layer in layers:
+        if structure.ways[layer] is Way.NONE:
+            yield layer, layer.weights[0].new_zeros(b * q, b * q, dtype=compute_dtype(layer))
+    one: _Pass | None = None
+    for index, group in enumerate(groups):
+        kept: list[list[_Kept]] = [[] for _ in group]
+        for part in parts:
+            again = len(parts) == 1 and index + 1 < len(groups)
+            one = one or _Pass(part, head, structure, group if len(parts) > 1 else None, is_trial=is_trial)
+            for of_unit, found in zip(kept, one.collect(group, retain_graph=again), strict=True):
+                of_unit.append(found)
+            one = one if again else None  # before the next pass begins
+        for unit in group:
+            with _fast(objective):
+                gram = _gram(unit, kept.pop(0), (b, q), objective.limits.block_bytes)
+            grams[unit.layer] = gram if unit.layer not in grams else grams[unit.layer] + gram
+            left.remove(unit.layer)
+            if unit.layer not in left:
+                yield unit.layer, grams.pop(unit.layer)
 
 
-class _Passes:
-    """The passes of one measurement, and what they have given so far."""
+@dataclass(frozen=True, eq=False)
+class _Unit:
+    """Columns of one layer that are collected together."""
 
-    def __init__(self, structure: Structure, backward: Backward, shape: tuple[int, int], chunk_bytes: int) -> None:
-        """Begins with nothing; `shape` is (b, q)."""
-        self.structure, self.backward, self.shape, self.chunk_bytes = structure, backward, shape, chunk_bytes
-        self.grams: dict[Layer, Tensor] = {}
-        self.ways: dict[Layer, Way] = dict(structure.ways)
-        """How each layer is measured; ways that failed are replaced."""
-
-    def of_layers(self, calls: list[Call]) -> None:
-        """Adds the matrices of all layers but those to be had sample by sample; empties `calls`."""
-        self.grams.update({layer: self._zeros(layer) for layer, way in self.ways.items() if way is Way.NONE})
-        whole = self._whole(calls)
-        told = [layer for layer, way in self.ways.items() if way in (Way.FACTORS, Way.MODULE)]
-        own = {layer: [calls[index] for index in self.structure.own[layer]] for layer in told}
-        if not whole and self._can_hand_over(own):
-            first = frozenset(calls[index] for index in self.structure.first)
-            calls.clear()
-            self._by_turns(own, first)
-            return
-        calls.clear()  # each layer's calls, and what they hold, go with its turn
-        groups = list(_groups(own, self.shape[1], 4 * self.chunk_bytes))
-        for index, group in enumerate(groups):
-            wanted = [call for layer in group for call in own[layer]]
-            arrived = self.backward.pull_back(wanted, retain_graph=index + 1 < len(groups))
-            del wanted
-            for layer in group:
-                tensors = {call: arrived.pop(call) for call in own.pop(layer)}
-                if self.ways[layer] is Way.FACTORS:
-                    self.grams[layer] = self._factored(layer, tensors)
-                else:
-                    self._by_module(layer, tensors)
-        for layer in [layer for layer, way in self.ways.items() if way is Way.MODEL]:
-            self._by_module(layer, whole)
-
-    def _can_hand_over(self, own: Mapping[Layer, Sequence[Call]]) -> bool:
-        """Returns whether every layer's matrix can be made as soon as its gradients arrive.
-
-        The first measurement of a model is no such case: a layer may turn out to need the whole model's gradients.
-        """
-        return (
-            not self.backward.is_trial
-            and len(self.backward.cotangents) == 1
-            and all(way in (Way.NONE, Way.FACTORS) for way in self.ways.values())
-            and all(len(call.edges) == 1 for calls in own.values() for call in calls)
-        )
-
-    def _by_turns(self, own: dict[Layer, list[Call]], first: Collection[Call]) -> None:
-        """Adds the matrices of factored layers in the order in which gradients arrive; empties `own`."""
-        layer_of = {call: layer for layer, calls in own.items() for call in calls}
-        arrived: dict[Layer, dict[Call, list[Tensor | None]]] = {layer: {} for layer in own}
-
-        def take(call: Call, gradient: Tensor) -> None:
-            layer = layer_of[call]
-            arrived[layer][call] = [gradient]
-            if len(arrived[layer]) == len(own[layer]):
-                finish(layer)
-
-        def finish(layer: Layer) -> None:
-            self.grams[layer] = self._factored(layer, arrived.pop(layer))
-            for call in own.pop(layer):
-                call.arguments.clear()
-
-        self.backward.hand_over(list(layer_of), first, take)
-        for layer in list(own):  # with calls that the loss does not depend on
-            finish(layer)
-
-    def _whole(self, calls: Sequence[Call]) -> Cotangents:
-        """Returns what arrives at the whole model's outputs, if a layer needs it or may come to need it."""
-        asks = (Way.MODEL, Way.MODULE) if self.backward.is_trial else (Way.MODEL,)
-        if not self.structure.of_model or not any(way in asks for way in self.ways.values()):
-            return {}
-        return self.backward.pull_back([calls[index] for index in self.structure.of_model], retain_graph=True)
-
-    def _by_module(self, layer: Layer, tensors: Cotangents) -> None:
-        """Differentiates the modules of these calls under `torch.func`; in a trial, notes the next way if that fails.
-
-        Raises:
-            Exception: whatever a foreign module raises, if this is no trial.
-        """
-        reached = {call: gradients for call, gradients in tensors.items() if any(g is not None for g in gradients)}
-        try:
-            self.grams[layer] = (
-                module_gram(layer, reached, self.shape, self.chunk_bytes, check=self.backward.is_trial)
-                if reached
-                else self._zeros(layer)
-            )
-        except Exception as error:  # foreign code under a transformation that it need not support
-            if is_out_of_memory(error):
-                raise
-            if not self.backward.is_trial:
-                raise
-            self.ways[layer] = next_way(self.ways[layer], layer, self.structure.complete_in_model)
-
-    def _factored(self, layer: Layer, tensors: Cotangents) -> Tensor:
-        factors = [
-            factorize(call, gradient, compute_dtype(layer))
-            for call, gradients in tensors.items()
-            for gradient in gradients
-            if gradient is not None
-        ]
-        if not factors:
-            return self._zeros(layer)
-        weight, (b, q) = layer.weights[0], self.shape
-        groups = getattr(layer.modules[0], "groups", 1)
-        sizes = Shape(b=b, q=q, g=groups, o=weight.shape[0] // groups, k=weight.numel() // weight.shape[0])
-        return factor_gram(factors, sizes, self.chunk_bytes)
-
-    def _zeros(self, layer: Layer) -> Tensor:
-        size = self.shape[0] * self.shape[1]
-        return layer.weights[0].new_zeros(size, size, dtype=compute_dtype(layer))
+    layer: Layer
+    elements: slice | None = None
+    """Which of them: rows of a factored layer's weight in each of its groups, elements of any other; None: all, as
+    factors."""
 
 
-def _groups(own: Mapping[Layer, Sequence[Call]], q: int, limit_bytes: int) -> Iterator[list[Layer]]:
-    """Returns the layers in groups whose output gradients fit `limit_bytes`; in one group if there is one cotangent.
+@dataclass(frozen=True, eq=False)
+class _Factored:
+    """What a chunk's columns are made of."""
 
-    Each group takes its own backward passes: for many cotangents time is exchanged for memory, while a single one
-    asks for no more than training does.
-    """
-    group: list[Layer] = []
+    calls: tuple[tuple[nn.Module, Tensor, Tensor], ...]
+    """For each call that was reached: its module, input [s, ...] and output gradient [s, q, ...]."""
+
+
+_Kept = Tensor | _Factored
+"""Of one chunk: columns [s q, elements], or factors."""
+
+
+def _groups(objective: Objective, structure: Structure, *, is_whole: bool) -> Iterator[list[_Unit]]:
+    """Yields what is collected in the same passes: no more than `kept_bytes` of all samples, or a single unit."""
+    columns, limit = objective.num_samples * structure.num_columns, objective.limits.kept_bytes
+    group: list[_Unit] = []
     held_bytes = 0
-    for layer, calls in own.items():
-        elements = sum(math.prod(shape) for call in calls for shape in call.outputs if shape is not None)
-        needed_bytes = q * elements * layer.weights[0].element_size()
-        if group and q > 1 and held_bytes + needed_bytes > limit_bytes:
-            yield group
-            group, held_bytes = [], 0
-        group.append(layer)
-        held_bytes += needed_bytes
+    for layer, way in structure.ways.items():
+        for unit, num_bytes in _units(
+            layer, way, structure, (objective.num_samples, columns), limit, is_whole=is_whole
+        ):
+            if group and held_bytes + num_bytes > limit:
+                yield group
+                group, held_bytes = [], 0
+            group.append(unit)
+            held_bytes += num_bytes
     if group:
         yield group
+
+
+def _units(
+    layer: Layer, way: Way, structure: Structure, count: tuple[int, int], limit: int, *, is_whole: bool
+) -> Iterator[tuple[_Unit, int]]:
+    """Yields a layer's units with the bytes that are kept of them; `count` is (b, b q)."""
+    if way is Way.NONE:
+        return
+    (b, columns), itemsize = count, compute_dtype(layer).itemsize
+    num_slices, slice_bytes = layer.num_elements, columns * itemsize
+    if way is Way.FACTORS:
+        calls = [structure.calls[index] for index in structure.own[layer]]
+        inputs = 0 if is_whole else sum(math.prod(call.arguments[0]) for call in calls)  # which the graph holds then
+        outputs = sum(math.prod(call.outputs[0]) for call in calls)
+        factor_bytes = itemsize * (b * inputs + columns * outputs)
+        if is_whole or factor_bytes <= min(limit, slice_bytes * layer.num_elements):
+            # One cotangent asks for no more than training does.
+            yield _Unit(layer), 0 if is_whole and structure.num_columns == 1 else factor_bytes
+            return
+        num_slices = _shape(layer, count).o
+        slice_bytes *= layer.num_elements // num_slices
+    step = max(1, limit // slice_bytes)
+    for start in range(0, num_slices, step):
+        stop = min(start + step, num_slices)
+        yield _Unit(layer, slice(start, stop)), (stop - start) * slice_bytes
+
+
+class _Pass:
+    """One forward pass of some samples, and what backward passes collect of it."""
+
+    def __init__(
+        self, objective: Objective, head: Head, structure: Structure, group: Sequence[_Unit] | None, *, is_trial: bool
+    ) -> None:
+        """Runs the model; keeps the calls that `group` asks for, of which None is everything."""
+        self._objective, self._head, self._structure, self._is_trial = objective, head, structure, is_trial
+        self._is_chunk = group is not None
+        wanted = structure.ways if group is None else {unit.layer for unit in group}
+        needed = {index for layer in wanted for index in structure.calls_of(layer)}
+        self._calls: dict[int, Call] = {}
+        if not needed:
+            return
+        with FoldedNorms():
+            outputs, calls = record_calls(objective.outputs, _watched(objective.model, structure.ways))
+        structure.place_samples(calls, objective.num_samples)
+        self._calls = {index: call for index, call in enumerate(calls) if index in needed}
+        self._root, self._cotangents = head(outputs, objective)
+
+    def collect(self, group: Sequence[_Unit], *, retain_graph: bool) -> list[_Kept]:
+        """Returns what is kept of each unit; without `retain_graph` for the last time.
+
+        Raises:
+            Exception: whatever a foreign module raises; in a trial, a `_ClosedError` that says what does not work.
+        """
+        calls = {index: self._calls[index] for unit in group for index in self._structure.calls_of(unit.layer)}
+        arrived: dict[int, list[Tensor | None]] = {}
+        closed: dict[Layer, str] = {}
+        found: dict[_Unit, _Kept] = {}
+        with _fast(self._objective):
+            if calls:
+                arrived = self._pull_back(calls, retain_graph=retain_graph)
+            for unit in group:
+                try:
+                    if self._structure.ways[unit.layer] is not Way.SAMPLES:
+                        found[unit] = self._kept(unit, arrived)
+                except Exception as error:  # foreign code under a transformation that it need not support
+                    if is_out_of_memory(error) or not self._is_trial:
+                        raise
+                    closed[unit.layer] = f"torch.func cannot run its module or the model: {first_line(error)}"
+        if closed:
+            raise _ClosedError(closed)
+        left = list(dict.fromkeys(unit.layer for unit in group if unit not in found))
+        columns = dict(zip(left, self._by_samples(left), strict=True)) if left else {}
+        return [found[unit] if unit in found else columns[unit.layer][:, unit.elements] for unit in group]
+
+    def _kept(self, unit: _Unit, arrived: Mapping[int, list[Tensor | None]]) -> _Kept:
+        layer, limits = unit.layer, self._objective.limits
+        s, q = self._objective.num_samples, self._structure.num_columns
+        gradients = {index: arrived[index] for index in self._structure.calls_of(layer)}
+        if self._structure.ways[layer] is Way.FACTORS:
+            calls = tuple(
+                (self._calls[index].module, self._input(index), gradient)
+                for index, (gradient,) in gradients.items()
+                if gradient is not None
+            )
+            if unit.elements is None or not calls:
+                return _Factored(calls)
+            factors = [factorize(module, x, dy, compute_dtype(layer)) for module, x, dy in calls]
+            return factor_columns(factors, slice(0, s), unit.elements, _shape(layer, (s, s * q)))
+        reached = {
+            self._calls[index]: tensors for index, tensors in gradients.items() if any(t is not None for t in tensors)
+        }
+        if not reached:
+            return _Factored(())
+        if self._is_trial:
+            for call in reached:
+                require_replaceable(layer, call)
+        return module_columns(layer, reached, s, unit.elements, limits.block_bytes)
+
+    def _input(self, index: int) -> Tensor:
+        """Returns what the call received, samples first; alone, where it is kept beyond this pass."""
+        call = self._calls[index]
+        given: Tensor = call.args[0].detach().movedim(call.argument_dims[0], 0)
+        is_part_of_more = self._is_chunk and given.untyped_storage().nbytes() > given.nbytes
+        return given.clone() if is_part_of_more else given
+
+    def _by_samples(self, layers: Sequence[Layer]) -> Iterator[Tensor]:
+        """Returns the columns [s q, n] of layers from one pass of the whole model per sample: always right."""
+        samples = range(self._objective.num_samples)
+        rows = [sample_columns(self._objective.part(slice(i, i + 1)), layers, self._head) for i in samples]
+        return (torch.cat(of_layer) for of_layer in zip(*rows, strict=True))
+
+    def _pull_back(self, calls: Mapping[int, Call], *, retain_graph: bool) -> dict[int, list[Tensor | None]]:
+        """Returns the gradients with respect to each call's outputs, [s, q, ...]; None: it has none."""
+        edges = [edge for call in calls.values() for edge in call.edges if edge is not None]
+        largest = max(math.prod(shape) for call in calls.values() for shape in call.outputs)
+        fitting = self._objective.limits.block_bytes // (largest * self._root.element_size())
+        step = max(2, fitting) if self._structure.batched_columns else 1
+        try:
+            stacks = pull_back(self._root, self._cotangents, edges, step=step, retain_graph=retain_graph)
+        except Exception as error:  # an operation may have no batching rule, and raise whatever it likes
+            if is_out_of_memory(error) or not (self._is_trial and step > 1 and len(self._cotangents) > 1):
+                raise
+            raise _ClosedError({}, columns=True) from error
+        remaining = iter(stacks)
+        return {
+            index: [
+                _samples_first(next(remaining), dim) if edge is not None else None
+                for edge, dim in zip(call.edges, call.output_dims, strict=True)
+            ]
+            for index, call in calls.items()
+        }
+
+
+def _gram(unit: _Unit, kept: list[_Kept], count: tuple[int, int], block_bytes: int) -> Tensor:
+    """Returns the Gram matrix [b q, b q] of what was kept of all chunks, in their order; `count` is (b, q)."""
+    layer, (b, q) = unit.layer, count
+    dtype = compute_dtype(layer)
+    factored = [part for part in kept if isinstance(part, _Factored)]
+    if not factored:
+        columns = torch.cat([part for part in kept if isinstance(part, Tensor)])
+        kept.clear()
+        return columns @ columns.T
+    chunks = [part.calls for part in factored]
+    if not chunks[0]:
+        return layer.weights[0].new_zeros(b * q, b * q, dtype=dtype)
+    factors = []
+    for call in zip(*chunks, strict=True):
+        modules, inputs, gradients = zip(*call, strict=True)
+        factors.append(factorize(modules[0], _joined(inputs), _joined(gradients), dtype))
+    return factor_gram(factors, _shape(layer, (b, b * q)), block_bytes)
+
+
+def _joined(chunks: Sequence[Tensor]) -> Tensor:
+    return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks))
+
+
+def _samples_first(stack: Tensor | None, dim: int | None) -> Tensor | None:
+    return None if stack is None or dim is None else stack.movedim(dim + 1, 0)
+
+
+def _shape(layer: Layer, count: tuple[int, int]) -> Shape:
+    """Returns the sizes of a factored layer's columns; `count` is (b, b q)."""
+    (b, columns), weight = count, layer.weights[0]
+    groups = getattr(layer.modules[0], "groups", 1)
+    return Shape(b=b, q=columns // b, g=groups, o=weight.shape[0] // groups, k=weight.numel() // weight.shape[0])
+
+
+def _watched(model: nn.Module, layers: Iterable[Layer]) -> list[nn.Module]:
+    return [model, *(module for layer in layers for module in layer.modules)]
+
+
+def _fast(objective: Objective) -> contextlib.AbstractContextManager[None]:
+    return tensor_cores() if objective.allow_tf32 else contextlib.nullcontext()

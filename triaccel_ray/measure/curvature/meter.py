@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from triaccel_ray.config import CurvatureConfig
+from triaccel_ray.config import CurvatureConfig, CurvatureMethod
 from triaccel_ray.graphs import GraphPool
 from triaccel_ray.layers import Layer, Loss
-from triaccel_ray.measure.curvature.block_power import BlockPower
-from triaccel_ray.measure.curvature.estimate import CurvatureEstimate
-from triaccel_ray.measure.curvature.gram_method import GramMethod
-from triaccel_ray.measure.curvature.objective import Objective, measuring
-from triaccel_ray.measure.curvature.recording import Recording
-from triaccel_ray.measure.curvature.spectrum import SpectrumShape
+from triaccel_ray.measure.curvature.gram import GramMethod
+from triaccel_ray.measure.curvature.hessian import BlockPower
+from triaccel_ray.measure.curvature.objective import Limits, Objective, measuring
+from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, SpectrumShape
 from triaccel_ray.obstacles import watched
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
-from triaccel_ray.structure import map_tensors
+from triaccel_ray.pytree import map_tensors, tensors_in
+from triaccel_ray.random_states import random_states, set_random_states
 
 Results = tuple[tuple[Tensor, ...], SpectrumShape]
+Method = GramMethod | BlockPower
+"""One way to measure: `begin`, `prepare` or `prepare_anew`, `advance` as often as `begin` says, `finish`."""
+
+
+def method_of(layers: Sequence[Layer], name: CurvatureMethod, top_k: int) -> Method:
+    """Returns the method of this name, before its first measurement."""
+    return BlockPower(layers, top_k) if name == "hessian" else GramMethod(layers, name, top_k)
+
+
+_LEAST_BLOCK = 8 * 2**20
+_LEAST_BUDGET = 32 * 2**20
+"""Below it chunks cost more than they save: the allocator's own segments are as large."""
 
 
 class Stage(Enum):
@@ -53,9 +65,8 @@ class CurvatureMeter:
     anew when the shapes of the samples change, or when weights move.
 
     Two things differ from `top_eigenvalues`. For fisher and ggn on a GPU, what follows the forward pass uses TF32 (see
-    `tensor_cores`), whatever PyTorch's flags say; they are as before afterwards. And `hessian` is a block iteration,
-    all k vectors at once, which goes on from the vectors of the measurement before: 20 iterations the first time, 5
-    from then on.
+    `tensor_cores`), whatever PyTorch's flags say; they are as before afterwards. And `hessian` goes on from the vectors
+    of the measurement before: 20 iterations the first time, 5 from then on.
     """
 
     def __init__(
@@ -86,11 +97,12 @@ class CurvatureMeter:
         self._pool.on_release(self.release)
         self._may_capture = capture and self._pool.can_capture
         self._name = config.method
-        self._method: GramMethod | BlockPower
-        if config.method == "hessian":
-            self._method = BlockPower(layers, config.top_k)
-        else:
-            self._method = GramMethod(layers, config.method, config.top_k)
+        self._method = method_of(layers, config.method, config.top_k)
+        self.off_because = ""
+        """Why curvature is not measured; empty while it is. `try_out` and `switch_off` set it."""
+        self._num_samples = config.num_samples
+        self._largest_chunk: int | None = None
+        self._limits: Limits | None = None
         self._signature: Any = None
         self._recording: Recording | None = None
         self.not_captured_because = ""
@@ -112,7 +124,37 @@ class CurvatureMeter:
         """Whether measurements that were to be captured never will; `not_captured_because` says why."""
         return self._may_capture and self._stage is Stage.EAGER
 
-    def measure(self, inputs: Any, targets: Any, generator: torch.Generator) -> CurvatureEstimate:
+    @property
+    def fallbacks(self) -> Mapping[str, str]:
+        """Names of the layers that take one pass of the whole model per sample, and why; known after the first."""
+        return self._method.fallbacks
+
+    def try_out(self, inputs: Any, targets: Any) -> None:
+        """Measures these few samples for its errors alone, and switches curvature off where there is one.
+
+        What was known before is forgotten, and random states are put back. A lack of memory is left to `measure`.
+        """
+        states = random_states()
+        try:
+            objective = self._objective(inputs, targets)
+            objective.require_samples(self._name)
+            with measuring(self._model, strict_fp32=self._name != "hessian"):
+                self._measure_apart(objective)
+        except Exception as error:  # of the model's code or the loss's, run as training never runs it
+            if not is_out_of_memory(error):
+                self.switch_off(error)
+        finally:
+            set_random_states(states)
+
+    def switch_off(self, error: Exception) -> None:
+        """Gives up measuring for this reason, and what was kept for it."""
+        self.off_because = f"{self._name} cannot be measured: {first_line(error)}"
+        self._method.abandon()
+        self._forget()
+
+    def measure(
+        self, inputs: Any, targets: Any, generator: torch.Generator, *, budget_bytes: int | None = None
+    ) -> CurvatureEstimate:
         """Returns the measurement on these samples, still on the device.
 
         Waits for the device at the first three calls at most, where a capture fails, and where a model itself has the
@@ -122,6 +164,8 @@ class CurvatureMeter:
             inputs: the samples along dimension 0 of every tensor, on the device.
             targets: likewise.
             generator: draws the starting vectors of the first `hessian` measurement.
+            budget_bytes: what the measurement's tensors may take at their peak. Looked at when shapes are new and
+                after memory has run out; samples then pass in chunks. None: no bound.
 
         Raises:
             ValueError: as `top_eigenvalues`.
@@ -131,6 +175,8 @@ class CurvatureMeter:
         if signature != self._signature:
             self._forget()
             self._signature = signature
+        if self._limits is None:
+            self._limits = self._limits_within(budget_bytes, self._objective(inputs, targets))
         num_iterations = self._method.begin(generator)
         if self._recording is not None:
             return self._estimate(self._recording.replay(inputs, targets, num_iterations), self._recording.shape)
@@ -150,12 +196,14 @@ class CurvatureMeter:
             self._enter(Stage.CAPTURE, "released")
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the vectors from which `hessian` goes on, k n elements a layer; nothing for the other methods."""
+        """Returns why curvature is off, and the vectors from which `hessian` goes on, k n elements a layer."""
         vectors = self._method.vectors if isinstance(self._method, BlockPower) else None
-        return {"vectors": None if vectors is None else [vector.clone() for vector in vectors]}
+        copies = None if vectors is None else [vector.clone() for vector in vectors]
+        return {"vectors": copies, "off_because": self.off_because}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from where `state_dict` was taken."""
+        self.off_because = state["off_because"]
         if not isinstance(self._method, BlockPower) or state["vectors"] is None:
             return
         vectors = [vector.to(self._device) for vector in state["vectors"]]
@@ -171,9 +219,8 @@ class CurvatureMeter:
         self._stage, self._recording, self.not_captured_because = stage, recording, because
 
     def _forget(self) -> None:
-        """Drops what was found out about other shapes."""
-        if isinstance(self._method, GramMethod):
-            self._method.structure = None
+        """Drops what was found out about other shapes; the structure of the model's course holds for all."""
+        self._limits = None
         if self._may_capture:
             self._enter(Stage.EXPLORE, "nothing has been measured")
         else:
@@ -199,7 +246,10 @@ class CurvatureMeter:
         return None
 
     def _measure_eagerly(self, objective: Objective, num_iterations: int) -> Results:
-        """Measures without a graph, and goes on to the stage that what was seen allows."""
+        """Measures without a graph, and goes on to the stage that what was seen allows.
+
+        Where memory runs out, the next measurement takes half as many samples at once.
+        """
         obstacles: list[str] = []
         try:
             if self._stage is Stage.WATCH:
@@ -207,13 +257,16 @@ class CurvatureMeter:
                     results = self._run(objective, num_iterations)
             else:
                 results = self._run(objective, num_iterations)
-        except BaseException:
+        except BaseException as error:
             self._method.abandon()
+            if is_out_of_memory(error):
+                chunk = objective.limits.chunk_samples or objective.num_samples
+                self._largest_chunk, self._limits = max(1, chunk // 2), None
             raise
         if self._stage is Stage.EAGER:
             return results
-        if self._method.fallback_layers:
-            names = ", ".join(self._method.fallback_layers)
+        if self._method.fallbacks:
+            names = ", ".join(self._method.fallbacks)
             self._enter(Stage.EAGER, f"layers {names} take one pass of the model per sample")
         elif self._stage is Stage.EXPLORE:
             self._enter(Stage.WATCH, "only one measurement has been made")
@@ -226,7 +279,7 @@ class CurvatureMeter:
     def _run(self, objective: Objective, num_iterations: int) -> Results:
         """Measures; finds the structure anew if what is known of it no longer works."""
         if not self._prepare_as_before(objective):
-            self._method.prepare(objective)
+            self._method.prepare_anew(objective)
         for _ in range(num_iterations):
             self._method.advance()
         return self._method.finish()
@@ -248,15 +301,108 @@ class CurvatureMeter:
             self._enter(Stage.EXPLORE, "the model has taken another course")
         return False
 
+    def _limits_within(self, budget_bytes: int | None, objective: Objective) -> Limits:
+        """Returns how many samples may pass at once: the peaks of two and of four tell that of any number."""
+        b = objective.num_samples
+        if budget_bytes is None or b <= 4:
+            size = self._largest_chunk
+            return Limits(chunk_samples=None if size is None or size >= b else size)
+        budget_bytes = max(budget_bytes, _LEAST_BUDGET)
+        block = min(max(budget_bytes // 8, _LEAST_BLOCK), Limits.block_bytes)
+        few, more = (self._peak_bytes(objective.part(slice(0, count))) for count in (2, 4))
+        per_sample = max((more - few) / 2, 1.0)
+        fixed = max(few - 2 * per_sample, 0.0)
+        most = b if self._largest_chunk is None else min(b, self._largest_chunk)
+        if fixed + b * per_sample <= budget_bytes and most == b:
+            return Limits(block_bytes=block)
+        # A third for what is kept from chunk to chunk; `hessian` can do with no less than its products.
+        kept = self._method.kept_bytes if isinstance(self._method, BlockPower) else budget_bytes // 3
+        fitting = max(1, min(most, int((budget_bytes - kept - fixed) / per_sample)))
+        num_chunks = -(-b // fitting)
+        return Limits(chunk_samples=-(-b // num_chunks), kept_bytes=max(kept, block), block_bytes=block)
+
+    def _peak_bytes(self, objective: Objective) -> int:
+        """Returns the bytes that measuring these samples takes at its peak, beside what was there before.
+
+        By the allocator on a GPU, whose record of peaks begins anew. Elsewhere twice what the forward pass keeps: the
+        gradients that the backward pass holds are about as large.
+        """
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with measuring(self._model, strict_fp32=self._name != "hessian"):
+            if self._device.type != "cuda":
+                with saved_tensors_hooks(pack, lambda tensor: tensor):
+                    objective.value(objective.outputs())
+                return 2 * sum(kept.values())
+            self._measure_apart(objective)  # libraries take workspaces at their first call
+            torch.cuda.reset_peak_memory_stats(self._device)
+            before = torch.cuda.memory_allocated(self._device)
+            self._measure_apart(objective)
+            return torch.cuda.max_memory_allocated(self._device) - before
+
+    def _measure_apart(self, objective: Objective) -> None:
+        """Makes a measurement with one iteration at most, of which nothing is kept but the model's structure."""
+        vectors = self._method.vectors if isinstance(self._method, BlockPower) else None
+        if isinstance(self._method, BlockPower):
+            self._method.vectors = None
+        try:
+            num_iterations = self._method.begin(torch.Generator().manual_seed(0))
+            self._run(objective, min(num_iterations, 1))
+        finally:
+            self._method.abandon()
+            if isinstance(self._method, BlockPower):
+                self._method.vectors = vectors
+
     def _objective(self, inputs: Any, targets: Any) -> Objective:
         return Objective(
-            model=self._model, loss=self._loss, inputs=inputs, targets=targets, allow_tf32=self._device.type == "cuda"
+            model=self._model,
+            loss=self._loss,
+            inputs=inputs,
+            targets=targets,
+            planned_samples=self._num_samples,
+            limits=self._limits or Limits(),
+            allow_tf32=self._device.type == "cuda",
         )
 
     def _estimate(self, results: tuple[Tensor, ...], shape: SpectrumShape) -> CurvatureEstimate:
-        return CurvatureEstimate.of(results, shape, self._method.fallback_layers)
+        return CurvatureEstimate.of(results, shape, self._method.fallbacks)
 
     def _signature_of(self, inputs: Any, targets: Any) -> Any:
         """Returns what a structure and a recording depend on: shapes, other inputs, and where the weights are."""
         shapes = map_tensors(lambda tensor: (tensor.shape, tensor.dtype), (inputs, targets))
         return shapes, [tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers())]
+
+
+class Recording:
+    """A method captured with static inputs; reads the model's weights where they are, so that it sees them change."""
+
+    def __init__(self, method: Method, objective: Objective, num_iterations: int, pool: GraphPool) -> None:
+        """Captures; everything it needs must have run before, so that nothing is initialised inside.
+
+        Args:
+            method: after a pass over the same shapes.
+            objective: its inputs and targets are overwritten by every replay.
+            num_iterations: of the pass before; 0: the method has none.
+            pool: of the memory to use, which other graphs may share.
+
+        Raises:
+            Exception: see `GraphPool.capture`; `method` has then to be abandoned.
+        """
+        self._tensors = [*tensors_in(objective.inputs), *tensors_in(objective.targets)]
+        self._once = pool.capture(lambda: method.prepare(objective))
+        self._again = pool.capture(method.advance) if num_iterations else None
+        self._results, self.shape = method.finish()
+
+    def replay(self, inputs: Any, targets: Any, num_iterations: int) -> tuple[Tensor, ...]:
+        """Returns the results for other samples, in memory of their own: the graphs' may be shared."""
+        for static, given in zip(self._tensors, [*tensors_in(inputs), *tensors_in(targets)], strict=True):
+            static.copy_(given, non_blocking=True)
+        self._once.replay()
+        if self._again is not None:
+            for _ in range(num_iterations):
+                self._again.replay()
+        return tuple(result.clone() for result in self._results)

@@ -1,18 +1,42 @@
-"""The function whose curvature is measured, and the state a model is in while it is."""
+"""The function whose curvature is measured, what of it is differentiated, and the state a model is in meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.overrides import TorchFunctionMode
 
 from triaccel_ray.config import CurvatureMethod, require
-from triaccel_ray.layers import Loss, forward
-from triaccel_ray.structure import map_tensors, tensors_in
+from triaccel_ray.layers import Loss, forward, uncompiled
+from triaccel_ray.measure.curvature.spectrum import positive_roots
+from triaccel_ray.pytree import map_tensors, tensors_in
+
+Head = Callable[[Any, "Objective"], tuple[Tensor, Sequence[Tensor | None]]]
+"""Maps the model's outputs to the tensor to differentiate and the q cotangents that make the columns: column (i, c) is
+what sample i contributes to the gradient under cotangent c. A single cotangent None says that the tensor is scalar."""
+
+MAX_COLUMNS = 4096
+"""Columns b C up to which a Gram matrix is made: 64 MB a layer in FP32, and C backward passes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much of a measurement exists at once; every choice gives the same results up to rounding."""
+
+    chunk_samples: int | None = None
+    """Samples that pass through the model at once; None: all."""
+    kept_bytes: int = 512 * 2**20
+    """Bytes of what is kept from one chunk of samples for the next ones; more takes further passes."""
+    block_bytes: int = 128 * 2**20
+    """Bytes that one block of per-sample gradients may take; larger ones are formed and used up in pieces."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,9 +50,9 @@ class Objective:
     loss: Loss
     inputs: Any
     targets: Any
-    chunk_bytes: int = 128 * 2**20
-    """Bytes that one block of per-sample gradients may take; larger ones are formed and used up in pieces."""
-
+    planned_samples: int = 0
+    """How many samples a measurement will have, where these are a part of them."""
+    limits: Limits = field(default_factory=Limits)
     allow_tf32: bool = False
     """Whether everything after the forward pass may use `tensor_cores`."""
 
@@ -53,13 +77,22 @@ class Objective:
         found = self.num_samples
         require(found >= 2 or method == "hessian", "number of samples", found, f"{method} needs at least 2")
 
-    def sample(self, index: int) -> Objective:
-        """Returns the objective of one sample alone: l_i."""
+    def part(self, samples: slice) -> Objective:
+        """Returns the objective of some of the samples: the mean of their l_i."""
 
-        def one(tensor: Tensor) -> Tensor:
-            return tensor[index : index + 1]
+        def some(tensor: Tensor) -> Tensor:
+            return tensor[samples]
 
-        return replace(self, inputs=map_tensors(one, self.inputs), targets=map_tensors(one, self.targets))
+        planned = max(self.planned_samples, self.num_samples)
+        inputs, targets = map_tensors(some, self.inputs), map_tensors(some, self.targets)
+        return replace(self, inputs=inputs, targets=targets, planned_samples=planned)
+
+    def parts(self) -> list[Objective]:
+        """Returns the objectives of the chunks, which are views."""
+        b, size = self.num_samples, self.limits.chunk_samples
+        if size is None or size >= b:
+            return [self]
+        return [self.part(slice(start, min(start + size, b))) for start in range(0, b, size)]
 
     def outputs(self) -> Any:
         """Returns the model's outputs for all samples."""
@@ -77,6 +110,116 @@ class Objective:
         return value
 
 
+def fisher_head(outputs: Any, objective: Objective) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Returns the sum of the samples' losses, each of which makes one column: its gradient g_i.
+
+    The block is F_l = (1/b) sum_i g_i g_i^T, the uncentred second moment of the gradient: the true labels stand in
+    for labels drawn from the model, so that F is the Fisher matrix, hence near the Hessian, only as far as the model
+    fits (Martens 2020, section 11).
+    """
+    return objective.value(outputs) * objective.num_samples, [None]
+
+
+def ggn_head(outputs: Any, objective: Objective) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Returns the outputs [b, C], and C cotangents [b, C] which make the columns J_i^T S_i e_c.
+
+    The block is G_l = (1/b) sum_i J_i^T H_i J_i: J_i [C, n] the Jacobian of sample i's C outputs with respect to the
+    layer's weights, H_i = S_i S_i^T [C, C] the Hessian of its loss with respect to its outputs (Martens 2020, section
+    8), here exact, whatever the loss, with its negative part cut off. In a network of linear maps, ReLU, pooling and
+    eval-mode normalisation the outputs are piecewise linear in one layer's weights: where H_i has no negative part,
+    as with every convex loss, the layer's Hessian block *is* G_l. C counts all numbers that a sample puts out.
+
+    Raises:
+        ValueError: dimension 0 of an output is not the samples, or there would be more than `MAX_COLUMNS` columns.
+    """
+    b = objective.num_samples
+    parts = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad] or tensors_in(outputs)
+    if not parts or any(part.dim() < 1 or len(part) != b for part in parts):
+        found = [tuple(part.shape) for part in parts]
+        raise ValueError(
+            f"outputs have shapes {found}: ggn needs the {b} samples along dimension 0 of each; use method fisher"
+        )
+    sizes = [part[0].numel() for part in parts]
+    num_columns = sum(sizes) * max(b, objective.planned_samples)
+    if num_columns > MAX_COLUMNS:
+        raise ValueError(
+            f"outputs of {sum(sizes)} numbers per sample give ggn {num_columns} columns: must be at most "
+            f"{MAX_COLUMNS}; measure fewer samples, or use method fisher"
+        )
+
+    def value(flat: Tensor) -> Tensor:
+        """Returns the mean loss of outputs [b, C]."""
+        pieces = iter([piece.view(part.shape) for piece, part in zip(flat.split(sizes, dim=1), parts, strict=True)])
+        chosen = {id(part) for part in parts}
+        return objective.value(map_tensors(lambda each: next(pieces) if id(each) in chosen else each, outputs))
+
+    root = torch.cat([part.reshape(b, -1) for part in parts], dim=1)
+    roots = positive_roots(output_hessians(value, root)).to(root.dtype)
+    return root, list(roots.unbind(dim=2))
+
+
+def output_hessians(mean_loss: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor:
+    """Returns H_i, the Hessian of each sample's loss with respect to its outputs [b, C]: [b, C, C]."""
+    at = outputs.detach().requires_grad_()
+    b, num_outputs = at.shape
+    zeros = at.new_zeros(b, num_outputs)
+    value = mean_loss(at) * b
+    if not value.requires_grad:
+        return zeros.unsqueeze(2).expand(b, num_outputs, num_outputs)
+    (slope,) = torch.autograd.grad(value, at, create_graph=True, allow_unused=True)
+    if slope is None or not slope.requires_grad:
+        return zeros.unsqueeze(2).expand(b, num_outputs, num_outputs)
+    # Samples are independent, so that the sum over them gives each one's own row of second derivatives.
+    rows = [
+        torch.autograd.grad(slope[:, c].sum(), at, retain_graph=True, allow_unused=True)[0] for c in range(num_outputs)
+    ]
+    return torch.stack([zeros if row is None else row for row in rows], dim=1)
+
+
+def pull_back(
+    root: Tensor,
+    cotangents: Sequence[Tensor | None],
+    edges: Sequence[GradientEdge],
+    *,
+    step: int,
+    retain_graph: bool,
+) -> list[Tensor | None]:
+    """Returns the gradients of `root` at each edge under all q cotangents, [q, ...]; None: does not depend on it.
+
+    Samples do not see each other, so that the columns of one sample are those of a larger batch: `step` of them side by
+    side fill a device that a batch of 32 leaves idle.
+    """
+    if len(cotangents) == 1:
+        only = torch.autograd.grad(root, list(edges), cotangents[0], retain_graph=retain_graph, allow_unused=True)
+        return [None if gradient is None else gradient.unsqueeze(0) for gradient in only]
+    stacked, q = torch.stack([c for c in cotangents if c is not None]), len(cotangents)
+    stacks: list[Tensor | None] = [None] * len(edges)
+    for start in range(0, q, step):
+        some = slice(start, min(start + step, q))
+        with warnings.catch_warnings():
+            # What has no batching rule runs column by column, as it would otherwise.
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            arrived = torch.autograd.grad(
+                root,
+                list(edges),
+                stacked[some] if step > 1 else stacked[start],
+                retain_graph=retain_graph or some.stop < q,
+                allow_unused=True,
+                is_grads_batched=step > 1,
+            )
+        if step >= q:
+            return list(arrived)
+        found: list[tuple[int, Tensor | None]] = list(enumerate(arrived))
+        for e, gradient in found:
+            if gradient is None:
+                continue
+            stack = stacks[e]
+            if stack is None:
+                stack = stacks[e] = gradient.new_empty(q, *(gradient.shape[1:] if step > 1 else gradient.shape))
+            stack[some] = gradient
+    return stacks
+
+
 @contextlib.contextmanager
 def measuring(model: nn.Module, *, strict_fp32: bool = False) -> Iterator[None]:
     """Holds the model in the state it is measured in: eval mode, no autocast, gradients on; restored after.
@@ -86,12 +229,13 @@ def measuring(model: nn.Module, *, strict_fp32: bool = False) -> Iterator[None]:
 
     The flag `training` is written module by module rather than through `eval()`, which some models override to act.
     cuDNN's recurrent kernels refuse a backward pass in eval mode, and any second one, so that they are off while a
-    recurrent model is measured.
+    recurrent model is measured. Compiled modules run as they are written: hooks and a second derivative need that.
     """
     was_training = [(module, module.training) for module in model.modules()]
     device_types = {p.device.type for p in model.parameters()}
     is_recurrent = any(isinstance(module, nn.RNNBase) for module, _ in was_training)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(uncompiled())
         # Whether or not inference mode is on: autograd may be excluded otherwise, too, inside a custom operator, say.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # which the line above has switched on
@@ -132,3 +276,36 @@ def _fp32_as(precision: str) -> Iterator[None]:
         yield
     finally:
         products.fp32_precision, convolutions.fp32_precision = before
+
+
+class FoldedNorms(TorchFunctionMode):
+    """Has `F.batch_norm` in evaluation mode computed as x scale + shift, one multiply-add.
+
+    The same function up to rounding. Its gradient with respect to x needs the scale alone, where PyTorch's own keeps x:
+    in a network of convolutions, norms and ReLU that halves what a backward pass has to keep. Its second derivative is
+    nothing, where PyTorch's is written for training mode. Gradients with respect to the norm's own weight and bias,
+    which belong to no layer, are not formed.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Returns what `func` does."""
+        return (_batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
+
+
+def _batch_norm(
+    x: Tensor,
+    mean: Tensor | None,
+    var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if training or mean is None or var is None:
+        return F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
+    with torch.no_grad():
+        scale = torch.rsqrt(var + eps) * (1.0 if weight is None else weight)
+        shift = -mean * scale + (0.0 if bias is None else bias)
+    shape = (1, -1, *(1,) * (x.dim() - 2))
+    return torch.addcmul(shift.view(shape), x, scale.view(shape))

@@ -1,4 +1,4 @@
-"""From Gram matrices to eigenvalues, without waiting for the device: what is left of the problem is solved by the host.
+"""From matrices to eigenvalues, without waiting for the device: what is left of the problem is solved by the host.
 
 PyTorch's eigenvalue solvers read a status back, so that the host waits for everything before them. Here the device
 reduces each m x m matrix to one of order p, at most 32, which travels in the next copy to the host; LAPACK solves 21
@@ -8,8 +8,8 @@ of them in about a millisecond.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,6 +20,15 @@ _NUM_ITERATIONS = 12
 _SHIFT = 1e-13
 """Added to the diagonal of the correlations before Cholesky: above their rounding in FP64 at order 32, so that columns
 that have become dependent (a layer with fewer directions than columns) come out as almost zero."""
+
+_SMALLEST_NORM = 1e-150
+"""Of a column, so that its square is no zero to divide by."""
+
+
+_SIGN_STEPS = [(3.4445, -4.7750, 2.0315)] * 16 + [(1.875, -1.25, 0.375)] * 6
+"""Odd polynomials of degree 5 that drive eigenvalues in [-1, 1] to -1 and 1: steep at 0 first, to bring the small ones
+up to size, then with three derivatives zero at 1."""
+_ROOT_SHIFT = 1e-10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +45,53 @@ class SpectrumShape:
     """Whether no eigenvalue is negative but by rounding."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CurvatureEstimate:
+    """One measurement, still on the device."""
+
+    matrices: Tensor
+    """fp64 [num_layers, p, p]: symmetric, with the largest eigenvalues of each layer's block among their own."""
+    shape: SpectrumShape
+    mean_square_norm: Tensor | None = None
+    """|E g|^2 over all layers' weights, a scalar (fisher only)."""
+    trace_covariance: Tensor | None = None
+    """tr Cov[g_i] over all layers' weights, a scalar (fisher only)."""
+    fallbacks: Mapping[str, str] = field(default_factory=dict)
+    """Names of the layers for which fisher or ggn had to pass the samples through the whole model one by one, and
+    why."""
+
+    @classmethod
+    def of(cls, results: tuple[Tensor, ...], shape: SpectrumShape, fallbacks: Mapping[str, str]) -> CurvatureEstimate:
+        """Returns the estimate of a method's results: the matrices and, from fisher, the gradient's two moments."""
+        matrices, *moments = results
+        return cls(
+            matrices=matrices,
+            shape=shape,
+            mean_square_norm=moments[0] if moments else None,
+            trace_covariance=moments[1] if moments else None,
+            fallbacks=fallbacks,
+        )
+
+    @property
+    def fallback_layers(self) -> tuple[str, ...]:
+        """The names alone."""
+        return tuple(self.fallbacks)
+
+    @property
+    def eigenvalues(self) -> Tensor:
+        """fp32 [num_layers, k] where the matrices are, descending; waits for the device.
+
+        NaN in the places beyond what the samples or the layer's weights can fill (fisher: b, ggn: b C), and throughout
+        the row of a layer whose gradients are not finite.
+        """
+        return largest_eigenvalues(self.matrices.cpu(), self.shape).float().to(self.matrices.device)
+
+
 def largest_eigenvalues(matrices: Tensor, shape: SpectrumShape) -> Tensor:
     """Returns the largest eigenvalues of symmetric matrices [num_layers, p, p]: [num_layers, top_k], descending.
 
-    On the CPU, whose solver it uses. NaN in the whole row of a matrix that is not finite.
+    Where they have either sign, those largest in magnitude. On the CPU, whose solver it uses. NaN in the whole row of
+    a matrix that is not finite.
     """
     rows = matrices.new_full((len(shape.counts), shape.top_k), math.nan)
     for order in sorted(set(shape.orders)):
@@ -48,10 +100,11 @@ def largest_eigenvalues(matrices: Tensor, shape: SpectrumShape) -> Tensor:
         is_finite = leading.isfinite().flatten(1).all(dim=1)
         # The solver raises on NaN and infinity, which a diverging training produces and a policy should see.
         ascending = torch.linalg.eigvalsh(torch.where(is_finite[:, None, None], leading, 0.0))
-        descending = torch.where(is_finite[:, None], ascending.flip(1), math.nan)
+        by_size = ascending if shape.is_semidefinite else ascending.gather(1, ascending.abs().argsort(dim=1))
+        descending = torch.where(is_finite[:, None], by_size.flip(1), math.nan)
         for layer, values in zip(layers, descending, strict=True):
             count = shape.counts[layer]
-            rows[layer, :count] = values[:count]
+            rows[layer, :count] = values[:count].sort(descending=True).values
     return rows.clamp(min=0.0) if shape.is_semidefinite else rows
 
 
@@ -102,14 +155,19 @@ def ritz_matrices(matrices: Tensor, order: int, num_iterations: int = _NUM_ITERA
 
 def orthonormal(columns: Tensor) -> Tensor:
     """Returns an orthonormal basis [s, m, p] of FP64 columns; those that depend on earlier ones come out as zero."""
-    unit = columns / columns.norm(dim=1, keepdim=True).clamp(min=torch.finfo(columns.dtype).tiny)
-    correlations = unit.mT @ unit
-    correlations.diagonal(dim1=1, dim2=2).add_(_SHIFT)
+    basis: Tensor = columns @ orthonormalizing(columns.mT @ columns)
+    return basis
+
+
+def orthonormalizing(products: Tensor) -> Tensor:
+    """Returns W [..., p, p] with which V W is orthonormal, from the products V^T V of p columns in FP64."""
+    norms = products.diagonal(dim1=-2, dim2=-1).sqrt().clamp(min=_SMALLEST_NORM)
+    correlations = products / (norms.unsqueeze(-1) * norms.unsqueeze(-2))
+    correlations.diagonal(dim1=-2, dim2=-1).add_(_SHIFT)
     upper = torch.linalg.cholesky_ex(correlations, upper=True).L
     identity = torch.eye(upper.shape[-1], dtype=upper.dtype, device=upper.device).expand_as(upper)
     inverse: Tensor = torch.linalg.solve_triangular(upper, identity, upper=True)
-    basis: Tensor = unit @ inverse
-    return basis
+    return inverse / norms.unsqueeze(-1)
 
 
 def pseudo_random(num_rows: int, num_columns: int, *, like: Tensor) -> Tensor:
@@ -118,3 +176,48 @@ def pseudo_random(num_rows: int, num_columns: int, *, like: Tensor) -> Tensor:
     columns = torch.arange(num_columns, device=like.device, dtype=torch.float64)
     values: Tensor = torch.frac(torch.sin(rows[:, None] * 12.9898 + columns * 78.233 + 1.0) * 43758.5453)
     return values.to(like.dtype)
+
+
+def positive_roots(matrices: Tensor) -> Tensor:
+    """Returns S with S S^T = the positive part of each symmetric matrix [b, C, C], in FP64; NaN where not finite.
+
+    By products and a Cholesky factor alone, since an eigenvalue solver would have the host wait:
+
+        P = (H + H sign(H)) / 2,   sign(H) by X <- (3 X - X^3) / 2 from H / |H|_F, faster at first
+
+    Eigenvalues below 1e-9 |H|_F may keep a wrong sign: the shift of the factor covers them.
+    """
+    doubled = matrices.double()
+    is_finite = doubled.isfinite().flatten(1).all(dim=1)[:, None, None]
+    symmetric = torch.where(is_finite, (doubled + doubled.mT) / 2, 0.0)
+    scale = symmetric.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)[:, None, None]
+    unit = symmetric / scale
+    sign = unit
+    for first, third, fifth in _SIGN_STEPS:
+        square = sign @ sign
+        sign = first * sign + (third * square + fifth * (square @ square)) @ sign
+    positive = (unit + unit @ sign) / 2
+    positive = (positive + positive.mT) / 2
+    positive.diagonal(dim1=1, dim2=2).add_(_ROOT_SHIFT)
+    factor, failed = torch.linalg.cholesky_ex(positive)
+    roots = factor * scale.sqrt()
+    return torch.where(is_finite & (failed == 0)[:, None, None], roots, math.nan)
+
+
+def gradient_noise(total: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns unbiased |E g|^2 and tr Cov[g_i] of the per-sample gradient over all layers, scalars.
+
+        |E g|^2    = sum_{i != j} S_ij / (b (b - 1))
+        tr Cov[g]  = (tr S - sum_ij S_ij / b) / (b - 1)
+
+    with S = `total` [b, b] the sum of the layers' Gram matrices (McCandlish et al. 2018, appendix A, from two batch
+    sizes; here from all pairs of samples). Unbiased, so where noise drowns the gradient the first can come out below 0:
+    the average over measurements needs that, and whoever divides by it has to cut it off.
+    """
+    b = len(total)
+    trace = total.diagonal().sum()
+    # Not sum - trace: where the noise is large, that is a small difference of large numbers.
+    across = (total - torch.diag(total.diagonal())).sum()
+    mean_square_norm = across / (b * (b - 1))
+    trace_covariance = (trace - (trace + across) / b) / (b - 1)
+    return mean_square_norm, trace_covariance
