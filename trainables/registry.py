@@ -12,7 +12,8 @@ from pathlib import Path
 from types import ModuleType
 
 from trainables.task import Recipe, Task
-from triaccel_ray.config import ControlConfig, require_instance
+from triaccel_ray.config import ControlConfig, require, require_instance
+from triaccel_ray.metrics import LOSS, Metric, as_metrics
 
 _PLACES: Mapping[str, tuple[str, str]] = {
     "digits": ("digits", "Digits"),
@@ -23,6 +24,7 @@ _PLACES: Mapping[str, tuple[str, str]] = {
     "cifar100-resnet18": ("cifar", "Cifar100ResNet18"),
     "cifar100-resnet18-imagenet-stem": ("cifar", "Cifar100ResNet18ImagenetStem"),
     "cifar100-efficientnet-b0": ("cifar", "Cifar100EfficientNetB0"),
+    "text-gpt": ("text", "TextGpt"),
 }
 """Name of a bundled task -> its module among the trainables, and its class."""
 
@@ -94,7 +96,23 @@ def load_task(name: str, data_dir: Path | None) -> Task:
         ) from error
     require_instance(f"{task_class.__name__}.recipe", recipe, Recipe)
     require_instance(f"{task_class.__name__}.control", control, ControlConfig)
+    _require_metrics(task)
     return task
+
+
+def _require_metrics(task: Task) -> None:
+    """Returns if the task's metrics are such, and its objective is one of them.
+
+    Raises:
+        TypeError, ValueError: they are not; or it counts correct samples, as tasks did before they had metrics.
+    """
+    name = type(task).__name__
+    for metric in as_metrics(task.metrics):
+        require_instance(f"{name}.metrics[{metric!r}]", task.metrics[metric], Metric)
+    rule = f"must be one of {name}.metrics, {', '.join(task.metrics) or 'which has none'}, or {LOSS}"
+    require(task.objective in (*task.metrics, LOSS), f"{name}.objective", task.objective, rule)
+    rule = "is asked no more; set metrics = {'accuracy': Metric(values=..., unit='%', of_mean=...)}"
+    require(not hasattr(task, "num_correct"), f"{name}.num_correct", "a method", rule)
 
 
 def _import_class(name: str) -> type[Task]:

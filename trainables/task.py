@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from triaccel_ray.config import AmpPrecision, ControlConfig, require, require_flag, require_integer, require_number
+from triaccel_ray.metrics import ACCURACY, LOSS, Goal, Metric
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +107,8 @@ class Recipe:
 class Task(ABC):
     """An experiment. Subclass it, and `triaccel run package.module:MyTask` trains it.
 
-    A subclass sets `name`, and `recipe` and `control` where the defaults do not suit; it defines `model` and `data`.
+    A subclass sets `name`, and where the defaults do not suit `recipe`, `control`, `metrics` and `objective`; it
+    defines `model` and `data`.
     """
 
     name: ClassVar[str] = ""
@@ -114,10 +117,21 @@ class Task(ABC):
     """Defaults that the command line can override."""
     control: ClassVar[ControlConfig] = ControlConfig()
     """Default thresholds and intervals."""
+    metrics: ClassVar[Mapping[str, Metric]] = {"accuracy": ACCURACY}
+    """Name -> what held-out samples are judged by besides the loss; all of them are recorded."""
+    objective: ClassVar[str] = "accuracy"
+    """The metric that runs are compared by, or `loss`."""
 
     def __init__(self, data_dir: Path | None = None) -> None:
         """Remembers where data files lie; reads nothing yet."""
         self.data_dir = data_dir
+
+    @property
+    def goal(self) -> Goal:
+        """The objective, and whether much or little of it is wanted."""
+        if self.objective == LOSS:
+            return Goal(name=LOSS, maximize=False, unit="")
+        return self.metrics[self.objective].goal(self.objective)
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -147,12 +161,6 @@ class Task(ABC):
                 "alone, or define loss(outputs, targets, recipe) in the task"
             )
         return F.cross_entropy(outputs.float(), targets, label_smoothing=recipe.label_smoothing)
-
-    def num_correct(self, outputs: Any, targets: Tensor) -> Tensor | float:
-        """Returns how many samples of the batch are right, a scalar tensor or a number; top-1 unless overridden."""
-        from triaccel_ray.apply.evaluate import count_top1
-
-        return count_top1(outputs, targets)
 
     def optimizer(self, model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         """Returns the optimizer: SGD with momentum, weight decay on weights of two or more dimensions alone."""

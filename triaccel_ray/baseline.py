@@ -7,10 +7,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from triaccel_ray.apply.evaluate import Evaluation, Metric, count_top1, evaluate
+from triaccel_ray.apply.evaluate import Evaluation, Metrics, evaluate
 from triaccel_ray.apply.feed import Feed
 from triaccel_ray.config import AmpPrecision
-from triaccel_ray.epochs import EpochStats, Schedule, mean_loss
+from triaccel_ray.epochs import EpochStats, SampleSchedule, Schedule, mean_loss
 from triaccel_ray.layers import Loss, find_layers, forward
 from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.measure.timing import EpochClock
@@ -52,7 +52,8 @@ class BaselineLoop:
         layers = find_layers(model)
         self.device = next(model.parameters()).device
         self.model, self.optimizer, self._loss = model, optimizer, loss
-        self._schedule = schedule
+        self._schedule = SampleSchedule(schedule, optimizer, batch_size=batch_size)
+        self._sets_rates = callable(schedule)
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self.memory = memory_meter(self.device, memory_budget, memory_headroom)
         self.feed = Feed(as_source(data).to(self.device), seed=seed, device=self.device)
@@ -88,11 +89,12 @@ class BaselineLoop:
         if self.feed.at_epoch_start:
             self._epoch_loss.zero_()
             self._epoch_steps = 0
-        if self._schedule is not None:
+        if self._sets_rates:
             for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
-                group["lr"] = base * self._schedule(epoch)
+                group["lr"] = base * self._schedule.factor(epoch)
         self.model.train()
-        inputs, targets = self.feed.source.batch(self.feed.take(self.plan.batch_size), self.feed.generator)
+        indices = self.feed.take(self.plan.batch_size)
+        inputs, targets = self.feed.source.batch(indices, self.feed.generator)
         with torch.autocast(self.device.type, dtype=self._dtype, enabled=self._autocast):
             loss = self._loss(forward(self.model, inputs), targets)
         self.memory.check()
@@ -100,10 +102,11 @@ class BaselineLoop:
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        self._schedule.advance(self.feed)
         self.num_steps += 1
         self._epoch_steps += 1
         mean = loss.detach().double()
-        added = torch.stack([mean, torch.ones_like(mean)]) * len(targets)
+        added = torch.stack([mean, torch.ones_like(mean)]) * len(indices)
         if self._scaler.is_enabled():  # it skips a step whose loss is no number, and one such step says little
             added = torch.where(mean.isfinite(), added, 0.0)
         self._epoch_loss += added
@@ -118,12 +121,12 @@ class BaselineLoop:
             epoch=self.feed.epoch,
             loss=mean_loss(self._epoch_loss),
             num_steps=self._epoch_steps,
-            num_samples=len(self.feed.source),
+            num_samples=self.feed.num_samples,
             seconds=self._clock.finish(),
         )
 
-    def evaluate(self, data: Any, metric: Metric = count_top1, *, is_last: bool = False) -> Evaluation:
-        """Returns accuracy and mean loss on `data`, computed in FP32 and eval mode, each sample drawn once.
+    def evaluate(self, data: Any, metrics: Metrics | None = None, *, is_last: bool = False) -> Evaluation:
+        """Returns mean loss and metrics on `data`, computed in FP32 and eval mode, each sample drawn once.
 
         In batches of the size that trains, so that judging never takes more memory than training, last or not.
         """
@@ -131,7 +134,7 @@ class BaselineLoop:
             self.model,
             self._loss,
             data,
-            metric,
+            metrics,
             device=self.device,
             batch_size=self.plan.batch_size,
             step=self.num_steps,
@@ -149,6 +152,7 @@ class BaselineLoop:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),
             "feed": self.feed.state_dict(),
+            "schedule": self._schedule.state_dict(),
             "counters": [self.num_steps, self._epoch_steps],
             "epoch_loss": self._epoch_loss.clone(),
             "epoch_seconds": self._clock.seconds(),
@@ -162,6 +166,7 @@ class BaselineLoop:
         self.optimizer.load_state_dict(state["optimizer"])
         self._scaler.load_state_dict(state["scaler"])
         self.feed.load_state_dict(state["feed"])
+        self._schedule.load_state_dict(state["schedule"])
         self.num_steps, self._epoch_steps = state["counters"]
         self._epoch_loss.copy_(state["epoch_loss"])
         self._clock.restore(state["epoch_seconds"])

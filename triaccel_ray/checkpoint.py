@@ -12,7 +12,7 @@ import torch
 from triaccel_ray.durable import sync_folder
 from triaccel_ray.out_of_memory import first_line
 
-FORMAT = 1
+FORMAT = 2
 
 
 class CheckpointError(ValueError):

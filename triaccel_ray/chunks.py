@@ -6,7 +6,7 @@ import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,9 @@ _CHUNK_BYTES = 4 * 2**20
 _CHUNKS_AHEAD = 2
 """Chunks a worker keeps ready."""
 
+Collate = Callable[[list[Any]], Any]
+"""Maps a list of items to a batch: a pair (inputs, targets), or a mapping."""
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -35,35 +38,63 @@ class Chunk:
 class ChunkReader(Dataset[Any]):
     """A data set of chunks, each an item: how `DataLoader` hands them to its worker processes."""
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Dataset[Any], collate: Collate | None) -> None:
+        self._dataset, self._collate = dataset, collate
 
-    def __getitem__(self, chunk: Chunk) -> tuple[int, list[Any]]:
-        """Returns the chunk's size and its collated inputs and targets."""
-        return len(chunk.indices), read(self._dataset, chunk.indices, chunk.seed)
+    def __getitem__(self, chunk: Chunk) -> tuple[int, Any]:
+        """Returns the chunk's size and its collated samples."""
+        return len(chunk.indices), read(self._dataset, chunk.indices, chunk.seed, self._collate)
 
 
-def read(dataset: Dataset[Any], indices: Sequence[int], seed: int | None) -> list[Any]:
-    """Returns inputs and targets of the samples at `indices`, collated as `DataLoader` would.
+def read(dataset: Dataset[Any], indices: Sequence[int], seed: int | None, collate: Collate | None = None) -> Any:
+    """Returns the samples at `indices` as a batch, by `collate`, or else as `DataLoader` would.
 
     With a `seed`, the global generators of Python, PyTorch (CPU) and NumPy start anew before every sample, from the
     seed and the sample's index: what a random transform makes of it depends neither on the process that reads it nor
     on what was read before.
 
     Raises:
-        TypeError: an item of the data set is no (input, target) pair.
+        TypeError: an item, without `collate`, is neither an (input, target) pair nor a mapping.
     """
     samples = []
     for index in indices:
         if seed is not None:
-            _seed_generators(_mix(seed, index))
-        sample = dataset[index]
-        if not isinstance(sample, tuple | list) or len(sample) != 2:
-            kind = type(sample).__name__ + (f" of {len(sample)}" if isinstance(sample, tuple | list) else "")
-            raise TypeError(f"item {index} of {type(dataset).__name__} is a {kind}: must be a pair (input, target)")
-        samples.append(sample)
-    pair: list[Any] = default_collate(samples)
-    return pair
+            seed_generators(seed, index)
+        samples.append(dataset[index])
+        if collate is None:
+            require_pair(samples[-1], f"item {index} of {type(dataset).__name__}")
+    return default_collate(samples) if collate is None else collate(samples)
+
+
+def require_pair(value: Any, what: str) -> None:
+    """Checks that `value` has inputs and targets: an item, or what a `collate_fn` made of several.
+
+    Raises:
+        TypeError: it is neither a pair nor a mapping; the message begins with `what`.
+    """
+    if isinstance(value, Mapping) or (isinstance(value, tuple | list) and len(value) == 2):
+        return
+    kind = type(value).__name__ + (f" of {len(value)}" if isinstance(value, tuple | list) else "")
+    raise TypeError(
+        f"{what} is a {kind}: must be a pair (input, target), or a mapping of names to tensors; give "
+        "DatasetSource(dataset, collate_fn=...) a function that makes one of a list of items"
+    )
+
+
+def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
+    """Returns the two halves of a batch; a mapping is both: the model takes what it needs by name, so does the loss."""
+    return (batch, batch) if isinstance(batch, Mapping) else (batch[0], batch[1])
+
+
+def next_batch_size(num_left: int, wanted: int) -> int:
+    """Returns how many of an epoch's last `num_left` samples the next batch has, at most `wanted`, or 3.
+
+    The last two batches share their samples where one sample would be left over, which batch norm could not take.
+    """
+    half = num_left // 2
+    if num_left == wanted + 1:
+        return half if half > 1 else num_left
+    return min(wanted, num_left)
 
 
 @contextmanager
@@ -81,7 +112,9 @@ def undisturbed_generators() -> Iterator[None]:
             numpy.random.set_state(state)
 
 
-def _seed_generators(seed: int) -> None:
+def seed_generators(seed: int, index: int) -> None:
+    """Seeds the global generators of Python, PyTorch (CPU) and NumPy, by a pass's seed and a sample's index."""
+    seed = _mix(seed, index)
     random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would also touch CUDA, which a worker must not
     if "numpy" in sys.modules:
@@ -115,16 +148,12 @@ class Passage:
         """Returns whether these samples, at least one, are the next ones."""
         return len(indices) > 0 and torch.equal(self.order[self.cursor : self.cursor + len(indices)], indices)
 
-    def next_size(self, last: int) -> int:
-        """Returns how many samples the next batch will have: as many as the last, or what a feed leaves at the end."""
-        return last if self.num_left > last + 1 else self.num_left
-
 
 @dataclass(frozen=True)
 class Part:
     """Collated samples."""
 
-    batch: list[Any]
+    batch: Any
     size: int
 
     def cut(self, start: int, end: int) -> Part:
@@ -135,12 +164,17 @@ class Part:
 
 
 class Workers:
-    """Processes that read a passage in chunks, and the samples that came back and await their batch."""
+    """Processes that read a passage in chunks, and the samples that came back and await their batch.
 
-    def __init__(self, dataset: Dataset[Any], num_workers: int, *, pinned: bool) -> None:
+    Chunks are cut and joined to batches of any size, unless they come from a `collate` of the user's, which may pad
+    them, or mix their samples: then a chunk is a batch, and another size than the last begins anew at the cursor.
+    """
+
+    def __init__(self, dataset: Dataset[Any], num_workers: int, *, collate: Collate | None, pinned: bool) -> None:
         self._chunks = Chunks(num_workers)
+        self._is_whole = collate is not None
         self._options: dict[str, Any] = {
-            "dataset": ChunkReader(dataset),
+            "dataset": ChunkReader(dataset, collate),
             "sampler": self._chunks,
             "batch_size": None,  # the chunk is the item
             "collate_fn": _unchanged,
@@ -154,7 +188,7 @@ class Workers:
             "multiprocessing_context": "fork" if sys.platform == "linux" else None,
         }
         self._loader: DataLoader[Any] | None = None
-        self._iterator: Iterator[list[Any]] | None = None
+        self._iterator: Iterator[tuple[int, Any]] | None = None
         self._passage: Passage | None = None
         self._parts: deque[Part] = deque()
         self._num_ready = 0
@@ -171,15 +205,13 @@ class Workers:
                 self._loader = DataLoader(**self._options)
             self._iterator = iter(self._loader)
 
-    def peek(self, passage: Passage, num: int) -> list[list[Any]]:
+    def peek(self, passage: Passage, num: int) -> list[Any]:
         """Returns the passage's next `num` samples in one or more parts; they stay until they are dropped."""
-        if self._passage is not passage:
+        if self._passage is not passage or (self._is_whole and self._next_whole() != num):
+            self._chunks.batch_size = num if self._is_whole else None
             self.start(passage)
         while self._num_ready < num:
-            part = self._pull()
-            self._chunks.adapt(part)
-            self._parts.append(part)
-            self._num_ready += part.size
+            self._pull()
         parts, missing = [], num
         for part in self._parts:
             if missing <= 0:
@@ -187,6 +219,16 @@ class Workers:
             parts.append(part.cut(0, missing).batch)
             missing -= part.size
         return parts
+
+    def likely_size(self, passage: Passage, last: int) -> int:
+        """Returns how many samples the next batch may have, at least one, where the last had `last`."""
+        return self._next_whole() if self._is_whole else next_batch_size(passage.num_left, last)
+
+    def _next_whole(self) -> int:
+        """Returns the size of the next chunk, 0 at the passage's end."""
+        if not self._parts and self._passage is not None and self._passage.num_left:
+            self._pull()
+        return self._parts[0].size if self._parts else 0
 
     def drop(self, num: int) -> None:
         """Gives up the next `num` samples, which `peek` has returned."""
@@ -203,7 +245,8 @@ class Workers:
         self._parts.clear()
         self._num_ready = 0
 
-    def _pull(self) -> Part:
+    def _pull(self) -> None:
+        """Takes in the next chunk."""
         assert self._iterator is not None
         try:
             size, batch = next(self._iterator)
@@ -211,7 +254,10 @@ class Workers:
             failure = error.with_traceback(None)  # its frames hold the iterator; the worker's are in the message
             self.close()
         else:
-            return Part(batch, size)
+            self._parts.append(Part(batch, size))
+            self._num_ready += size
+            self._chunks.adapt(self._parts[-1])
+            return
         raise failure
 
 
@@ -222,12 +268,22 @@ class Chunks:
         self._num_workers = num_workers
         self._size = CHUNK_SIZES.start
         self.passage: Passage | None = None
+        self.batch_size: int | None = None
+        """Samples of each chunk, where it is to be a batch as it is."""
 
     def __iter__(self) -> Iterator[Chunk]:
         """Returns the chunks that are left, each cut only when a worker can take it."""
         if self.passage is None:
             return
         passage, start = self.passage, self.passage.cursor
+        if self.batch_size is not None:
+            size = self.batch_size  # of the first; of the others what a feed leaves at the end of an epoch
+            while start < len(passage.order):
+                indices = passage.order[start : start + size]
+                start += len(indices)
+                size = next_batch_size(len(passage.order) - start, self.batch_size)
+                yield Chunk(indices.tolist(), passage.seed)
+            return
         # A passage in few chunks would leave processes idle at its end.
         largest = max(len(passage.order) // (4 * self._num_workers), CHUNK_SIZES.start)
         while start < len(passage.order):
@@ -249,10 +305,10 @@ def _unchanged(chunk: Any) -> Any:
 def map_tree(function: Callable[..., Any], *trees: Any) -> Any:
     """Returns `function` of every leaf, of the trees' leaves in the same place when there are several.
 
-    Trees are what `default_collate` makes: dicts, lists, tuples and named tuples over tensors and lists of strings.
+    Trees are what `default_collate` makes: mappings, lists, tuples and named tuples over tensors and lists of strings.
     """
     first = trees[0]
-    if isinstance(first, dict):
+    if isinstance(first, Mapping):
         return {key: map_tree(function, *(tree[key] for tree in trees)) for key in first}
     if isinstance(first, tuple) and hasattr(first, "_fields"):
         return type(first)(*(map_tree(function, *leaves) for leaves in zip(*trees, strict=True)))

@@ -18,6 +18,7 @@ CurvatureMethod = Literal["fisher", "ggn", "hessian"]
 LrRule = Literal["none", "sqrt", "linear", "adascale"]
 AmpPrecision = Literal["fp16", "bf16"]
 """What automatic mixed precision, a baseline, computes in on a GPU: FP16 under a gradient scaler, or BF16 without."""
+Compile = Literal["auto", "on", "off"]
 DataPlace = Literal["device", "host"]
 """Where samples that are held whole in tensors lie while a GPU trains on them."""
 
@@ -69,29 +70,26 @@ class PrecisionConfig:
     """Layer name -> its own precision before any statistic, in place of `initial`."""
     tau_low: float = 1e-7
     """Gradient variance below which a layer computes in FP16; >= 0."""
-    tau_high: float = 1e-3
-    """Gradient variance from which a layer computes in FP32; > tau_low, may be infinite."""
-    offer_emulated: bool = False
-    """Whether layers may compute in a precision that the device merely emulates: FP16 on most CPUs, at a tenth of
-    FP32's speed."""
+    tau_high: float = math.inf
+    """Gradient variance from which a layer computes in FP32; > tau_low. Infinite: none does for its variance. FP32
+    takes time and memory, and was worth neither where we looked; a search on your own task may find otherwise."""
+    offer_useless: bool = False
+    """Whether layers may compute in a precision that gains nothing: one that the device merely emulates (FP16 on most
+    CPUs, at a tenth of FP32's speed), or FP16 where compiled code is as fast in BF16."""
     beta: float = 0.9
     """Smoothing of the variance, in [0, 1). The paper gives none; 0.9 averages over about 10 steps, well inside one
     control interval, so that a tick sees the interval it ends and not the ones before."""
     dwell_ticks: int = 2
-    """Ticks a layer keeps a precision at least, unless curvature or a neighbour's border moves it; >= 0."""
+    """Ticks a layer keeps a precision at least, unless curvature moves it; >= 0."""
     patience_ticks: int = 2
     """Consecutive ticks that must ask for a lower precision before a layer is demoted; >= 1. Promotion needs one."""
-    border_aware: bool = True
-    """Whether a layer is demoted only where that saves more time than the casts at its borders take, by the costs
-    measured on the device; without such costs every demotion is made."""
     overflow_bar_ticks: int = 20
     """Ticks during which a layer stays out of FP16 after most steps of an interval overflowed in it although the loss
     scale stood at its minimum; >= 1."""
 
     def __post_init__(self) -> None:
         require_flag("precision enabled", self.enabled)
-        require_flag("border_aware", self.border_aware)
-        require_flag("offer_emulated", self.offer_emulated)
+        require_flag("offer_useless", self.offer_useless)
         for level in (self.initial, *self.initial_layers.values()):
             require(isinstance(level, Precision), "initial", level, "must be a Precision")
         require_number("tau_low", self.tau_low, "must be a number >= 0", low=0.0)
@@ -263,6 +261,9 @@ class ExecutionConfig:
     capture: bool = True
     """Whether steps are captured as CUDA graphs. Python code in the model and the loss then runs at captures only:
     switch it off for a model whose forward pass depends on Python state that changes."""
+    compile: Compile = "auto"
+    """`auto`: on a GPU `torch.compile` compiles a model without fused norms: its repeated blocks, or the whole of it.
+    `on`: the whole of any model, in place of fused norms, on a CPU, too. `off`: none."""
     fuse: bool = True
     """Whether batch normalisation, the sum and the activation that follow it become one kernel."""
     recompute: bool = True
@@ -281,6 +282,7 @@ class ExecutionConfig:
     a GPU reads each batch ("zero-copy"): less memory of the device, and for small samples hardly more time."""
 
     def __post_init__(self) -> None:
+        require(self.compile in ("auto", "on", "off"), "compile", self.compile, "must be auto, on or off")
         for name in ("capture", "fuse", "recompute", "autotune", "lean_memory"):
             require_flag(name, getattr(self, name))
         require(self.data_on in ("device", "host"), "data_on", self.data_on, "must be device or host")
@@ -295,6 +297,13 @@ class ControlConfig:
     do_no_harm: bool = True
     """Whether a lower precision, or a larger batch, is undone where steps then take over 25 % longer per sample. Time
     differs from run to run: without this rule two equal runs on a CPU decide alike."""
+    control_share: float = 0.02
+    """Share of the training time that control may take on a GPU, in (0, 1]: a measurement of curvature, or a lower
+    precision, waits until what they have taken so far is within it. Without effect where `do_no_harm` is off."""
+    clip_norm: float | None = None
+    """Global L2 norm to which larger gradients are scaled down; > 0, None: no bound."""
+    max_skipped_steps: int = 50
+    """Steps in a row with a NaN or infinite gradient after which training ends; >= 1. Such steps are never made."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -304,6 +313,12 @@ class ControlConfig:
     def __post_init__(self) -> None:
         require_integer("every_steps (T_ctrl)", self.every_steps, low=1)
         require_flag("do_no_harm", self.do_no_harm)
+        require_number(
+            "control_share", self.control_share, "must lie in (0, 1]", low=math.nextafter(0.0, 1.0), high=1.0
+        )
+        require_integer("max_skipped_steps", self.max_skipped_steps, low=1)
+        if self.clip_norm is not None:
+            require_number("clip_norm", self.clip_norm, "must be > 0", low=math.nextafter(0.0, 1.0))
         require_instance("precision", self.precision, PrecisionConfig)
         require_instance("curvature", self.curvature, CurvatureConfig)
         require_instance("batch", self.batch, BatchConfig)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
@@ -12,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.layers import Loss, forward
+from triaccel_ray.layers import Loss, forward, uncompiled
 from triaccel_ray.out_of_memory import is_out_of_memory
+from triaccel_ray.pytree import map_tensors, tensors_in
 from triaccel_ray.random_states import random_states, set_random_states
 from triaccel_ray.sources import DataSource, TensorSource
-from triaccel_ray.structure import map_tensors
 
 OWN_PACKAGES = ("triaccel_ray", "trainables", "kernels", "search_spaces")
 MAX_FRAMES = 3
@@ -77,9 +76,9 @@ def users_lines(error: BaseException) -> str:
 
 
 def require_working(
-    model: nn.Module, loss: Loss, source: DataSource, metric: Callable[[Any, Any], Any] | None = None
+    model: nn.Module, loss: Loss, source: DataSource, judge: Callable[[Any, Any], Any] | None = None
 ) -> None:
-    """Passes two samples of `source` through model and loss, and judges them by `metric` where one is given.
+    """Passes two samples of `source` through model and loss, and has `judge` judge them where it is given.
 
     Random states, buffers and training modes are put back; no gradient is computed, no parameter changes. Of targets
     that are integers in a tensor, the smallest and the largest are tried. A lack of memory is left to training.
@@ -91,11 +90,9 @@ def require_working(
     before = random_states()
     buffers = [(module, *named, named[1].clone()) for module in model.modules() for named in _buffers_of(module)]
     modes = {module: module.training for module in model.modules()}
-    # Compiling for two samples would take longer than the check. Loading what compiles would, too.
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
     try:
-        with eager:
-            _pass(model, loss, source, metric)
+        with uncompiled():  # compiling for two samples would take longer than the check
+            _pass(model, loss, source, judge)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -112,14 +109,16 @@ def _buffers_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return module.named_buffers(recurse=False)
 
 
-def _pass(model: nn.Module, loss: Loss, source: DataSource, metric: Callable[[Any, Any], Any] | None) -> None:
+def _pass(model: nn.Module, loss: Loss, source: DataSource, judge: Callable[[Any, Any], Any] | None) -> None:
     device = next(model.parameters()).device
     with blaming("the training data"):
         indices = _two(source).to(device if source.is_resident else "cpu")
         inputs, targets = source.batch(indices, torch.Generator(device).manual_seed(0))
 
     def shapes() -> str:
-        return f" (inputs {described(inputs)})"
+        is_double = any(tensor.dtype is torch.float64 for tensor in tensors_in(inputs))
+        advice = '; parameters are float32: use .float(), of an array .astype("float32")' if is_double else ""
+        return f" (inputs {described(inputs)}{advice})"
 
     model.train()
     with torch.enable_grad():
@@ -128,38 +127,18 @@ def _pass(model: nn.Module, loss: Loss, source: DataSource, metric: Callable[[An
         if outputs is None:
             raise TypeError(f"model {type(model).__name__} returned None: its forward must return the outputs")
         _require_loss(_loss_of(loss, outputs, targets))
-    if metric is None:
+    if judge is None:
         return
     model.eval()
     with torch.no_grad():
         with blaming(f"model {type(model).__name__}, in eval mode,", shapes):
             outputs = forward(model, inputs)
         _loss_of(loss, outputs, targets)
-        num_correct(metric, outputs, targets)
-
-
-def num_correct(metric: Callable[[Any, Any], Any], outputs: Any, targets: Any) -> Tensor:
-    """Returns how many samples are right by `metric`, fp64 scalar on the targets' device.
-
-    Raises:
-        UserCodeError: it raised.
-        TypeError: it returned neither a number nor a scalar tensor.
-    """
-    name = getattr(metric, "__name__", type(metric).__name__)
-    with blaming(name, lambda: _seen(outputs, targets)):
-        found = metric(outputs, targets)
-    if isinstance(found, bool | int | float):
-        return torch.tensor(float(found), dtype=torch.float64, device=targets.device)
-    if not isinstance(found, Tensor) or found.dim() != 0:
-        raise TypeError(
-            f"{name} returned {described(found)}: must be the number of correct samples, a number or a scalar tensor; "
-            "sum over the samples"
-        )
-    return found.double()
+        judge(outputs, targets)
 
 
 def _loss_of(loss: Loss, outputs: Any, targets: Any) -> Any:
-    with blaming("the loss", lambda: _seen(outputs, targets)):
+    with blaming("the loss", lambda: seen(outputs, targets)):
         if isinstance(targets, Tensor) and targets.is_cuda:
             # There a class out of range is an assertion on the device, after which the process cannot use it any more.
             try:
@@ -195,7 +174,7 @@ def _two(source: DataSource) -> Tensor:
         first, last = int(targets.argmin()), int(targets.argmax())
         if first != last:
             return torch.tensor([first, last])
-    return torch.arange(min(2, len(source)))
+    return source.probe(2)
 
 
 def described(value: Any) -> str:
@@ -209,7 +188,8 @@ def described(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _seen(outputs: Any, targets: Any) -> str:
+def seen(outputs: Any, targets: Any) -> str:
+    """Returns kinds and shapes of both, for messages."""
     return f" (outputs {described(outputs)}, targets {described(targets)})"
 
 

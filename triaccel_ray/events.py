@@ -18,6 +18,7 @@ from triaccel_ray.config import ControlConfig
 from triaccel_ray.decide.state import Decision
 from triaccel_ray.durable import sync_folder
 from triaccel_ray.jsonable import decode, encode
+from triaccel_ray.metrics import LOSS, Goal
 from triaccel_ray.plan import Applied
 from triaccel_ray.signals import Observation
 
@@ -42,6 +43,8 @@ class Start:
     """Task, method, seed, hardware, versions: whatever a reader should be able to filter by."""
     parameters: Mapping[str, float | int | str | bool | None] = field(default_factory=dict)
     """Settings outside the control loop: recipe, budget."""
+    goal: Goal = field(default_factory=Goal)
+    """What the task is judged by."""
     format: int = FORMAT
 
 
@@ -63,9 +66,10 @@ class Epoch:
     step: int
     """Optimizer steps done."""
     train_loss: float
-    held_out_accuracy: float | None
-    """Percent of the validation samples; None where the run does not look (test samples, before its end)."""
     held_out_loss: float | None
+    """On the validation samples; None where the run does not look (test samples, before its end)."""
+    held_out_metrics: Mapping[str, float] = field(default_factory=dict)
+    """Name -> figure, likewise."""
     seconds: float
     """Wall-clock time of the training part, the device synchronised at both ends."""
     images_per_second: float
@@ -78,10 +82,14 @@ class Epoch:
     num_skipped: int | None
     """Optimizer steps skipped for an overflow; None where that is not known."""
     score: float | None
-    """Accuracy / (typical seconds x peak GB)."""
+    """`efficiency_score` of the goal's figure, typical seconds and peak GB."""
     typical_seconds: float | None = None
     """Median seconds of the last epochs, at most five, under the plan in force: what its steps take, whatever the
     machine did in one of them."""
+
+    def held_out(self, goal: Goal) -> float | None:
+        """Returns the goal's figure on the validation samples; None where the run does not look."""
+        return self.held_out_loss if goal.name == LOSS else self.held_out_metrics.get(goal.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +288,19 @@ def read_events(path: Path) -> Iterator[Event]:
         yield parse_event(line, f"event log {path}, line {number}")
 
 
+def epoch_of(data: Any) -> Epoch:
+    """Returns the epoch that was encoded as `data`, by a version too that knew no metric but accuracy.
+
+    Raises:
+        ValueError: it is no epoch.
+    """
+    if isinstance(data, dict) and "held_out_accuracy" in data:
+        data = dict(data)
+        accuracy = data.pop("held_out_accuracy")
+        data["held_out_metrics"] = {} if accuracy is None else {"accuracy": accuracy}
+    return decode(Epoch, data)
+
+
 def parse_event(line: bytes, where: str) -> Event:
     """Returns the event that one line holds.
 
@@ -290,7 +311,7 @@ def parse_event(line: bytes, where: str) -> Event:
         raw: Any = json.loads(line)
         if not isinstance(raw, dict) or raw.get("kind") not in _KINDS:
             raise ValueError(f"kind = {raw.get('kind') if isinstance(raw, dict) else raw!r}")
-        record = decode(_KINDS[raw["kind"]], raw.get("data"))
+        record = epoch_of(raw.get("data")) if raw["kind"] == "epoch" else decode(_KINDS[raw["kind"]], raw.get("data"))
         if isinstance(record, Start) and record.format != FORMAT:
             raise ValueError(f"format = {record.format}: this version reads format {FORMAT}")
         return Event(sequence=int(raw["sequence"]), time_ms=int(raw["time_ms"]), record=record)

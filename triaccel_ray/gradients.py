@@ -54,3 +54,8 @@ def _gradient(parameter: nn.Parameter, copy: Tensor | None) -> Tensor | None:
     if gradient.stride() != parameter.stride() and not have_equal_dense_strides(gradient, parameter):
         gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
     return gradient
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Returns whether hooks act on the parameter's gradient."""
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

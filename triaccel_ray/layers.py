@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +31,7 @@ class Layer:
     weights: tuple[nn.Parameter, ...]
     """Trainable parameters of two or more dimensions, the first module's own first."""
     fixed_precision: bool = False
-    """True for recurrent modules: they keep flattened weights of their own, which a cast would not reach."""
+    """True for recurrent modules, whose flattened weights a cast would not reach, and for embeddings, which look up."""
 
     @property
     def num_elements(self) -> int:
@@ -78,7 +80,8 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
             name=name,
             modules=tuple(modules),
             weights=weights,
-            fixed_precision=any(isinstance(m, nn.RNNBase) for m in modules),
+            fixed_precision=any(isinstance(m, nn.RNNBase) for m in modules)
+            or all(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in modules),
         )
         for name, modules, weights in found.values()
     )
@@ -90,14 +93,22 @@ def _weights(module: nn.Module, *, recurse: bool) -> list[nn.Parameter]:
     return list(dict.fromkeys(p for p in own if p.dim() >= 2 and p.requires_grad))
 
 
+def unwatched_weights(model: nn.Module, layers: Sequence[Layer]) -> list[str]:
+    """Returns the names of trainable parameters of two or more dimensions that belong to no layer."""
+    watched = {id(weight) for layer in layers for weight in layer.weights}
+    everywhere = {id(weight) for weight in _weights(model, recurse=True)}
+    return [name for name, p in model.named_parameters() if id(p) in everywhere and id(p) not in watched]
+
+
 def require_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, layers: Sequence[Layer]) -> None:
     """Checks that the loop can train the model with this optimizer.
 
     Raises:
         TypeError: `optimizer` is no PyTorch optimizer.
-        ValueError: trainable parameters are not FP32, gradients are sparse, or the optimizer needs a closure or updates
-            no layer of the model.
+        ValueError: the model is spread over processes, trainable parameters are not FP32, gradients are sparse, or the
+            optimizer needs a closure or updates no layer of the model.
     """
+    _require_single_process(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer = {optimizer!r:.80}: must be a torch.optim.Optimizer, a new one for this model")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -119,6 +130,24 @@ def require_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, layers
         )
 
 
+def _require_single_process(model: nn.Module) -> None:
+    """Raises ValueError for a model whose gradients other processes share: each would decide for itself."""
+    distributed = torch.distributed
+    if not distributed.is_available():
+        return
+    kinds = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    for kind in ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"):
+        if kind in kinds:
+            raise ValueError(
+                f"model is a {kind}: the loop trains in one process, on one device; give it the module inside"
+            )
+    if distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise ValueError(
+            f"torch.distributed has {distributed.get_world_size()} processes: the loop trains in one, and each would "
+            "adapt on its own; start one process a device, without init_process_group"
+        )
+
+
 def lay_out(model: nn.Module) -> None:
     """Lays the weights of a model with 2-d convolutions out in channels_last memory, in place; values stay.
 
@@ -135,6 +164,14 @@ def lay_out(model: nn.Module) -> None:
 Loss = Callable[[Any, Any], Tensor]
 """Maps a model's outputs and the targets to the mean loss over the samples, a scalar. In training, outputs arrive with
 their floating-point tensors in FP32."""
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which compiled modules run their own code.
+
+    `torch.compiler` is left alone where nobody has loaded what it needs: that takes a second.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 def forward(model: nn.Module, inputs: Any) -> Any:

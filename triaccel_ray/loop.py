@@ -8,36 +8,41 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from triaccel_ray.apply.actuators import Actuators
-from triaccel_ray.apply.evaluate import Evaluation, Metric, count_top1, evaluate, judged_at_once
+from triaccel_ray.apply.evaluate import Evaluation, Metrics, evaluate, judged_at_once
 from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
-from triaccel_ray.apply.precision import emulated_precisions, supported_precisions
-from triaccel_ray.config import ControlConfig, require_instance, require_number
+from triaccel_ray.apply.precision import supported_precisions, useless_precisions
+from triaccel_ray.config import ControlConfig, require_instance
 from triaccel_ray.decide import ControlState, decide, initial_decision
 from triaccel_ray.dry_run import require_working
-from triaccel_ray.epochs import EpochStats, Schedule, mean_loss
+from triaccel_ray.epochs import EpochStats, SampleSchedule, Schedule, mean_loss
 from triaccel_ray.events import EventLog, Start, Tick
 from triaccel_ray.graphs import GraphPool
 from triaccel_ray.jsonable import decode, encode
-from triaccel_ray.layers import Loss, find_layers, lay_out, require_trainable
+from triaccel_ray.layers import Loss, find_layers, lay_out, require_trainable, unwatched_weights
 from triaccel_ray.lean_memory import set_lean
 from triaccel_ray.lent_stream import LentStream
-from triaccel_ray.measure.costs import measure_costs
 from triaccel_ray.measure.curvature import CurvatureMeter
 from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.measure.sensors import Sensors
-from triaccel_ray.measure.timing import EpochClock, StepTimer
+from triaccel_ray.measure.timing import EpochClock, StepTimer, TimeShare
+from triaccel_ray.obstacles import watching_forward
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.pending import PendingTick
 from triaccel_ray.plan import Fault, FaultKind, Plan, Precision
 from triaccel_ray.random_states import random_states, set_random_states
+from triaccel_ray.signals import Observation
 from triaccel_ray.sources import as_source, delivered
 from triaccel_ray.steps import StepParts, build_steps
+
+
+class NonFiniteGradientsError(RuntimeError):
+    """The training has diverged: no step was made for a while."""
 
 
 class ControlLoop:
@@ -67,9 +72,12 @@ class ControlLoop:
             optimizer: any PyTorch optimizer over the model's parameters that needs no closure. Fused ones skip an
                 overflow without asking the host.
             loss: maps (outputs, targets) to the mean loss; outputs arrive in FP32.
-            data: the training samples: a (inputs, targets) pair of tensors, a map-style data set, or a `DataSource`.
+            data: the training samples: an (inputs, targets) pair of tensors or arrays, a data set, map-style or
+                iterable, a `DataLoader`, or a `DataSource`.
             config: thresholds and intervals; the defaults when None.
-            schedule: factor on the learning rates by epoch; a PyTorch scheduler of your own works as well.
+            schedule: function of the epochs trained, fractional, that returns a factor on the learning rates; or a
+                scheduler of PyTorch's for this optimizer, which the loop advances by samples, an epoch's steps at
+                `batch.start` each epoch. One that you step yourself, once an epoch, works as well.
             memory_budget: bytes this process may hold on the device; the whole device when None.
             memory_headroom: bytes on top of what the process holds before its first batch; a budget is a bound on it.
             seed: of the order of the samples, the augmentation and the curvature's samples.
@@ -86,7 +94,7 @@ class ControlLoop:
         require_trainable(model, optimizer, self._layers)
         self.device = next(model.parameters()).device
         self.model, self._loss = model, loss
-        self._schedule = schedule or (lambda epoch: 1.0)
+        self._schedule = SampleSchedule(schedule, optimizer, batch_size=self.config.batch.start)
         lay_out(model)
         set_lean(self.device, self.config.execution.lean_memory)
         self.memory = memory_meter(self.device, memory_budget, memory_headroom)
@@ -94,30 +102,18 @@ class ControlLoop:
         self.optimizer = LayerwiseOptimizer(optimizer, self._layers, release_memory=self._make_room)
         source = delivered(as_source(data), self.device, self.config.execution.data_on)
         # On a stream that the steps use again: another one would keep workspaces of its own.
-        with LentStream(self.device).current() if self.device.type == "cuda" else contextlib.nullcontext():
+        stream = LentStream(self.device).current() if self.device.type == "cuda" else contextlib.nullcontext()
+        with stream, watching_forward(model) as waits:
             require_working(model, loss, source)
         self.feed = Feed(source, seed=seed, device=self.device)
         self.loss_scale = LossScale(self.config.loss_scale, self.device)
         self._curvature_samples = torch.Generator().manual_seed(seed)
         self.memory.require_room()
 
-        # On a CPU timings differ from run to run, and so would the decisions of two equal runs.
-        self._costs_due = (
-            self.device.type == "cuda" and self.config.precision.enabled and self.config.precision.border_aware
-        )
-        offered = self.config.precision.offer_emulated
-        named = [
-            (layer.name, supported_precisions(layer, self.device, offer_emulated=offered)) for layer in self._layers
-        ]
-        first = initial_decision(self.config, named)
-        self.state: ControlState = first.state
         # Every step adds its loss to both: of the epoch, and since the last tick.
         losses = torch.zeros(2, 2, dtype=torch.float64, device=self.device)
         self._epoch_loss = losses[0]
         moments = GradientMoments(self._layers, self.optimizer.watched, beta=self.config.precision.beta)
-        self._supported = dict(named)
-        self.timer = StepTimer(self.device)
-        self.sensors = Sensors(named, moments, self.memory, self.timer, losses[1])
         self._steps, faults = build_steps(
             StepParts(
                 model=model,
@@ -131,24 +127,58 @@ class ControlLoop:
                 memory=self.memory,
                 make_room=self._make_room,
                 pool=self._pool,
+                batch_varies=self.config.batch.enabled,
+                waits=waits,
+                clip_norm=self.config.clip_norm,
             ),
             self.config.execution,
         )
+        self._epoch_steps, self._adapting_ms = 0, 0.0
+        self.num_steps = 0
+        """Optimizer steps done, skipped ones included."""
+        try:
+            self._set_up(faults, moments, losses[1], on_tick)
+        except BaseException:
+            self._give_model_back()
+            raise
+
+    def _set_up(
+        self,
+        faults: tuple[Fault, ...],
+        moments: GradientMoments,
+        losses: Tensor,
+        on_tick: Callable[[Tick], None] | None,
+    ) -> None:
+        """Prepares what decides: the first plan, the sensors, curvature. The model is wrapped already."""
+        self._precision = self._steps.step.precision
+        useless = useless_precisions(self.device.type, is_compiled=self._steps.step.is_compiled)
+        offered = {} if self.config.precision.offer_useless else useless
+        named = [(layer.name, supported_precisions(layer, without=offered)) for layer in self._layers]
+        first = initial_decision(self.config, named)
+        self.state: ControlState = first.state
+        self.timer = StepTimer(self.device)
+        self.sensors = Sensors(named, moments, self.memory, self.timer, losses)
         if reason := self.feed.source.streamed_because:
             faults += (Fault(kind=FaultKind.DATA_STREAMED, step=0, phase="data", detail=reason),)
         wanted = set(Precision) if self.config.precision.enabled else {self.config.precision.initial}
-        if not offered:
-            emulated = FaultKind.PRECISION_EMULATED
-            faults += tuple(
-                Fault(kind=emulated, step=0, phase="precision", detail=f"{reason}: it is not offered")
-                for level, reason in emulated_precisions(self.device.type).items()
-                if level in wanted
+        wanted |= set(self.config.precision.initial_layers.values())
+        faults += tuple(
+            Fault(kind=FaultKind.PRECISION_REFUSED, step=0, phase="precision", detail=f"{reason}: it is not offered")
+            for level, reason in useless.items()
+            if level in wanted and not self.config.precision.offer_useless
+        )
+        if names := unwatched_weights(self.model, self._layers):
+            text = f"weights beside child layers are no layers, and not adapted: {', '.join(names)}"
+            faults += (Fault(kind=FaultKind.NOT_A_LAYER, step=0, phase="layers", detail=text[:500]),)
+        if self.device.type == "cuda" and self.optimizer.waits_for_host:
+            self._record_slower(
+                "optimizer",
+                "the host waits at each step for whether gradients are finite: give the optimizer fused=True",
             )
         self.sensors.record_faults(faults)
-        self._precision = self._steps.step.precision
         self.curvature = CurvatureMeter(
-            model,
-            loss,
+            self.model,
+            self._loss,
             self._layers,
             self.config.curvature,
             device=self.device,
@@ -157,15 +187,18 @@ class ControlLoop:
         )
         self._actuators = Actuators(first.plan, self._steps, self._pool)
         self._clock = EpochClock(self.device)
-        self._epoch_steps = 0
-        self.num_steps = 0
-        """Optimizer steps done, skipped ones included."""
         self.num_ticks = 0
+        self._curvature_told: set[str] = set()
+        # The noise scale is what the batch may wait for.
+        needs_noise = self.config.batch.bound_by_noise_scale or self.config.batch.lr_rule == "adascale"
+        is_shared = self.config.do_no_harm and not needs_noise
+        self._curvature_share = TimeShare(self.device, self.config.control_share if is_shared else None)
+        if self.config.curvature.enabled:
+            self._try_curvature()
         log = getattr(on_tick, "__self__", None)
         if isinstance(log, EventLog) and log.num_records == 0:
             log.append(Start(control=self.config))
         self._pending = PendingTick(on_tick, decides_late=self.device.type == "cuda")
-        self._curvature_told = False
 
     @property
     def plan(self) -> Plan:
@@ -196,11 +229,8 @@ class ControlLoop:
         if not self.model.training:
             self.model.train()
         self._precision.refresh_copies()
-        factor = float(self._schedule(epoch))
-        rule = f"must be a finite number >= 0, here after {epoch:.4g} epochs"
-        require_number("schedule", factor, rule, low=0.0, high=1e300)
         copies = self._precision.copies_in_force
-        obstacle = self.optimizer.set_rates(factor * plan.batch_lr_scale, plan.lr_scale, copies)
+        obstacle = self.optimizer.set_rates(self._schedule.factor(epoch) * plan.batch_lr_scale, plan.lr_scale, copies)
         if obstacle is not None:
             self._record_slower("optimizer", obstacle)
         scale = self.loss_scale.factor(self._precision.needs_loss_scale)
@@ -208,6 +238,7 @@ class ControlLoop:
         self.timer.begin()
         self.sensors.record_faults(self._steps.run(indices, scale, step=self.num_steps))
         self.timer.end(counts=len(indices) == plan.batch_size)
+        self._schedule.advance(self.feed)
         if self.optimizer.survived:
             self._record_optimizer_faults()
         self.num_steps += 1
@@ -238,8 +269,6 @@ class ControlLoop:
 
     def _observe(self) -> None:
         """Begins to read what the next decision rests on."""
-        if self._costs_due and self.state.costs is None:
-            self._measure_costs()
         reading = self.sensors.read(
             plan=self.plan,
             step=self.num_steps,
@@ -247,6 +276,7 @@ class ControlLoop:
             epoch=self.feed.position,
             loss_scale=self.loss_scale.factor(self._precision.needs_loss_scale),
             num_skipped=self.loss_scale.num_skipped,
+            num_skipped_in_row=self.loss_scale.num_skipped_in_row,
         )
         self._pending.observing(reading.observation, step=self.num_steps)
 
@@ -258,7 +288,9 @@ class ControlLoop:
         observation = self._pending.take_observation()
         if observation is None:
             return None
-        observation = replace(observation, faults=(*observation.faults, *self.sensors.take_faults()))
+        faults = (*observation.faults, *self.sensors.take_faults())
+        observation = replace(observation, faults=faults, adapting_ms=self._adapting_ms)
+        self._require_finite(observation)
         decision = decide(self.config, observation, self.state)
         applied = self._actuators.apply(decision.plan, step=self.num_steps)
         self.state = decision.state
@@ -268,6 +300,7 @@ class ControlLoop:
             # Else the allocator's pool would look as full as before, and the batch would shrink at every tick.
             self.memory.begin_window()
         self.sensors.record_faults(applied.faults)
+        self._adapting_ms += applied.adapt_ms
         self.num_ticks += 1
         self.timer.interrupt()
         tick = Tick(observation=observation, decision=decision, applied=applied)
@@ -286,12 +319,14 @@ class ControlLoop:
             epoch=self.feed.epoch,
             loss=mean_loss(self._epoch_loss),
             num_steps=self._epoch_steps,
-            num_samples=len(self.feed.source),
+            num_samples=self.feed.num_samples,
             seconds=seconds,
         )
 
-    def evaluate(self, data: Any, metric: Metric = count_top1, *, is_last: bool = False) -> Evaluation:
-        """Returns accuracy and mean loss on `data`, computed in FP32 and eval mode, each sample drawn once.
+    def evaluate(self, data: Any, metrics: Metrics | None = None, *, is_last: bool = False) -> Evaluation:
+        """Returns mean loss and metrics on `data`, computed in FP32 and eval mode, each sample drawn once.
+
+        Without `metrics` a classifier is judged by its accuracy, any other model by its loss alone.
 
         In batches of the size that trains, on a GPU in parts of it (`judged_at_once`). `is_last` says that no step
         follows: the captured graphs then give back their memory first.
@@ -305,7 +340,7 @@ class ControlLoop:
                 self.model,
                 self._loss,
                 data,
-                metric,
+                metrics,
                 device=self.device,
                 batch_size=judged_at_once(self.plan.batch_size, on_gpu=on_gpu, beside_graphs=not is_last),
                 step=self.num_steps,
@@ -322,11 +357,19 @@ class ControlLoop:
         All of it is tried, whatever becomes of the rest: after an error of the device, reading from it raises again.
         """
         with contextlib.ExitStack() as stack:
+            stack.callback(self._give_model_back)
+            stack.callback(self._pending.record)
+            with contextlib.suppress(NonFiniteGradientsError):
+                self._decide()
+
+    def _give_model_back(self) -> None:
+        """Gives the model its own forward functions back, and the graphs' memory to the device."""
+        with contextlib.ExitStack() as stack:
             stack.callback(self.feed.close)
             stack.callback(self._pool.release)
-            stack.callback(self._precision.remove)
-            stack.callback(self._pending.record)
-            self._decide()
+            stack.callback(self._steps.step.precision.remove)
+            if self._steps.step.compilation is not None:
+                stack.callback(self._steps.step.compilation.remove)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything a resumed run needs to equal an uninterrupted one."""
@@ -334,16 +377,16 @@ class ControlLoop:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.optimizer.state_dict(),
             "feed": self.feed.state_dict(),
+            "schedule": self._schedule.state_dict(),
             "loss_scale": self.loss_scale.state_dict(),
             "sensors": self.sensors.state_dict(),
             "curvature": self.curvature.state_dict(),
-            "costs_due": self._costs_due,
             "curvature_samples": self._curvature_samples.get_state(),
             "control": encode(self.state),
             "undecided": self._pending.state(),
             "plan": encode(self.plan),
             "num_micro_batches": self._steps.step.num_micro_batches,
-            "counters": [self.num_steps, self.num_ticks, self._epoch_steps],
+            "counters": [self.num_steps, self.num_ticks, self._epoch_steps, self._adapting_ms],
             "epoch_loss": self._epoch_loss.clone(),
             "epoch_seconds": self._clock.seconds(),
             "memory_peaks": [self.memory.peak_bytes, self.memory.allocated_peak_bytes],
@@ -359,16 +402,16 @@ class ControlLoop:
         self.feed.load_state_dict(state["feed"])  # first, because it refuses another data set
         self.model.load_state_dict(state["model"])
         self.optimizer.optimizer.load_state_dict(state["optimizer"])
+        self._schedule.load_state_dict(state["schedule"])
         self.loss_scale.load_state_dict(state["loss_scale"])
         self.sensors.load_state_dict(state["sensors"])
         self.curvature.load_state_dict(state["curvature"])
-        self._costs_due = self._costs_due and state["costs_due"]
         self._curvature_samples.set_state(state["curvature_samples"])
         self.state = decode(ControlState, state["control"])
         self._pending.restore(state["undecided"])
         self._actuators = Actuators(decode(Plan, state["plan"]), self._steps, self._pool)
         self._steps.step.set_num_micro_batches(state["num_micro_batches"])
-        self.num_steps, self.num_ticks, self._epoch_steps = state["counters"]
+        self.num_steps, self.num_ticks, self._epoch_steps, self._adapting_ms = state["counters"]
         self._epoch_loss.copy_(state["epoch_loss"])
         self._clock.restore(state["epoch_seconds"])
         self.timer.interrupt()
@@ -376,18 +419,19 @@ class ControlLoop:
         self.memory.raise_peaks(*state["memory_peaks"])
         set_random_states(state["random"])
 
-    def _measure_costs(self) -> None:
-        """Measures, once, what each layer costs in each precision, and a border, at the batch size in force."""
-        self._costs_due = False  # without memory for it: not again at every tick
-        self.memory.refresh_peaks()
-        with self._steps.adapting(), self._precision.suspended():
-            count = -(-self.plan.batch_size // self._steps.step.num_micro_batches)
-            indices = torch.arange(min(count, len(self.feed.source)))
-            inputs, _ = self.feed.source.batch(self.feed.placed(indices), None)
-            result = measure_costs(self.model, self._layers, inputs, self._supported, step=self.num_steps)
-        self.sensors.record_faults(result.faults)
-        if result.costs is not None:
-            self.sensors.record_costs(result.costs)
+    def _require_finite(self, observation: Observation) -> None:
+        """Ends a training whose gradients are no longer finite. FP16 may overflow: it is left to the loss scale.
+
+        Raises:
+            NonFiniteGradientsError: `max_skipped_steps` steps in a row were skipped.
+        """
+        num_skipped, limit = observation.num_skipped_in_row, self.config.max_skipped_steps
+        if num_skipped >= limit and Precision.FP16 not in observation.plan.precision.values():
+            raise NonFiniteGradientsError(
+                f"the gradients of the last {num_skipped} steps were NaN or infinite, up to step {observation.step}: "
+                "none of these steps was made. Lower the learning rate, set clip_norm, or look for log(0) and 0/0 in "
+                f"model and loss; max_skipped_steps = {limit} says how many may follow one another"
+            )
 
     def _make_room(self) -> None:
         """Gives back what can be had again: captured steps, and what the allocator keeps."""
@@ -405,32 +449,68 @@ class ControlLoop:
             self.sensors.record_faults([fault])
         self.optimizer.survived.clear()
 
+    def _try_curvature(self) -> None:
+        """Measures curvature on two samples, so that what cannot be measured is off from the first step on."""
+        indices = self.feed.source.probe(2)
+        with self._curvature_share.spending(counts=False), self._steps.on_stream(), self._precision.suspended():
+            inputs, targets = self.feed.source.batch(self.feed.placed(indices), None)
+            self.curvature.try_out(inputs, targets)
+        self.memory.trim()
+        self._tell_of_curvature()
+
+    def _tell_of_curvature(self) -> None:
+        """Records, each once and with its reason, that curvature is off or slower than it might be."""
+        layers_by_reason: dict[str, list[str]] = {}
+        for layer, reason in self.curvature.fallbacks.items():
+            layers_by_reason.setdefault(reason, []).append(layer)
+        found = [
+            (FaultKind.CURVATURE_FALLBACK, f"layers {', '.join(layers)}: {reason}")
+            for reason, layers in layers_by_reason.items()
+        ]
+        if self.curvature.stays_eager:
+            found.append((FaultKind.CAPTURE_FAILED, self.curvature.not_captured_because))
+        if self.curvature.off_because:
+            found = [(FaultKind.CURVATURE_OFF, self.curvature.off_because)]
+        for kind, detail in found:
+            if detail not in self._curvature_told:
+                self._curvature_told.add(detail)
+                self.sensors.record_faults([Fault(kind=kind, step=self.num_steps, phase="curvature", detail=detail)])
+
     def _measure_curvature(self) -> None:
         """Measures every layer's largest eigenvalues on plain training samples, for the next tick to read."""
+        if self.curvature.off_because or not self._curvature_share.allows:
+            return
         config = self.config.curvature
-        count = min(config.num_samples, len(self.feed.source))
-        indices = torch.randperm(len(self.feed.source), generator=self._curvature_samples)[:count]
+        indices = self.feed.source.probe(config.num_samples, self._curvature_samples)
         if self._pool.holds_graphs and self.curvature.needs_room:
             self._pool.release()  # or the process would hold memory for a step and a measurement at once
         try:
             # On the stream of the steps, because only graphs of one stream share memory.
-            with self._steps.on_stream(), self._precision.suspended():
+            with self._curvature_share.spending(), self._steps.on_stream(), self._precision.suspended():
                 inputs, targets = self.feed.source.batch(self.feed.placed(indices), None)
-                self.sensors.record_curvature(self.curvature.measure(inputs, targets, self._device_generator()))
-            if self.curvature.stays_eager and not self._curvature_told:
-                self._curvature_told = True
-                self._record_slower("curvature", self.curvature.not_captured_because)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            fault = Fault.out_of_memory(
-                first_line(error), step=self.num_steps, phase="curvature", micro_batch_size=count
-            )
-            self.sensors.record_faults([fault])
+                generator, budget = self._device_generator(), self._step_bytes()
+                self.sensors.record_curvature(self.curvature.measure(inputs, targets, generator, budget_bytes=budget))
+        except Exception as error:  # curvature only steers: training goes on without it
+            if is_out_of_memory(error):
+                fault = Fault.out_of_memory(
+                    first_line(error), step=self.num_steps, phase="curvature", micro_batch_size=len(indices)
+                )
+                self.sensors.record_faults([fault])
+            else:
+                self.curvature.switch_off(error)
+                self._tell_of_curvature()
         else:
+            self._tell_of_curvature()
             return
         # Outside the handler: the traceback no longer holds the attempt's tensors.
         self._make_room()
+
+    def _step_bytes(self) -> int | None:
+        """Returns the bytes that tensors took at their peak so far, beside those that stay; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        self.memory.refresh_peaks()
+        return self.memory.allocated_peak_bytes - torch.cuda.memory_allocated(self.device)
 
     def _device_generator(self) -> torch.Generator:
         """Returns a generator on the device, seeded from the saved one so that a resumed run draws the same."""

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
 from triaccel_ray.random_states import host_random_state
 
@@ -33,6 +34,31 @@ def watched(obstacles: list[str], device: torch.device) -> Iterator[None]:
     if host_random_state() != before:
         found.append("the model draws random numbers on the host, which a replay would not draw anew")
     obstacles.extend(reason for reason in dict.fromkeys(found) if reason not in obstacles)
+
+
+@contextlib.contextmanager
+def watching_forward(model: nn.Module) -> Iterator[list[str]]:
+    """Returns, in a list that fills meanwhile, why the host waits for a GPU inside the model's forward passes."""
+    found: list[str] = []
+    device = next(model.parameters()).device
+    entered: list[contextlib.AbstractContextManager[None]] = []
+
+    def before(*_: object) -> None:
+        entered.append(watched(found, device))
+        entered[-1].__enter__()
+
+    def after(*_: object) -> None:
+        entered.pop().__exit__(None, None, None)
+
+    if device.type != "cuda":
+        yield found
+        return
+    hooks = model.register_forward_pre_hook(before), model.register_forward_hook(after, always_call=True)
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _reason(warning: warnings.WarningMessage) -> str | None:

@@ -77,8 +77,6 @@ class ReasonCode(StrEnum):
     VARIANCE = "variance"
     CURVATURE = "curvature"
     CURVATURE_RELEASED = "curvature_released"
-    HELD_BORDER = "held_border"
-    BORDER_RELEASED = "border_released"
     OVERFLOW = "overflow"
     LR_SCALE = "lr_scale"
     MEMORY_LOW = "memory_low"
@@ -121,8 +119,20 @@ class FaultKind(StrEnum):
     BUDGET_EXCEEDED = "budget_exceeded"
     """On a CPU: the process holds more than its budget, and no smaller batch would change that. Recorded for the user;
     no rule acts."""
-    PRECISION_EMULATED = "precision_emulated"
-    """The device has no instructions for a precision, which is not offered. Recorded for the user; no rule acts."""
+    PRECISION_REFUSED = "precision_refused"
+    """A precision is not offered: the device has no instructions for it, or it gains nothing. Recorded for the user;
+    no rule acts."""
+    NOT_A_LAYER = "not_a_layer"
+    """Weights that belong to no layer keep the precision and the learning rate that they have. Recorded for the user;
+    no rule acts."""
+    COMPILED = "compiled"
+    """What `torch.compile` makes of the model, or why nothing. Recorded for the user; no rule acts."""
+    CURVATURE_OFF = "curvature_off"
+    """Curvature cannot be measured: it is off from here on, and what was measured before stays in force. Recorded for
+    the user; no rule acts."""
+    CURVATURE_FALLBACK = "curvature_fallback"
+    """Layers whose curvature takes one pass of the whole model per sample, slower. Recorded for the user; no rule
+    acts."""
     CAPTURE_OUT_OF_MEMORY = "capture_out_of_memory"
     """A step found no memory as a CUDA graph, or for its batch beside one: it runs eagerly, slower. A batch
     retreats by a rung where it is elastic, and is made in halves where not."""
@@ -136,7 +146,8 @@ class Fault:
     step: int
     """Optimizer step during which it happened."""
     phase: str
-    """`forward_backward`, `evaluation`, `curvature`, `optimizer`, `costs`, `fuse`, `capture` or `apply`."""
+    """`forward_backward`, `evaluation`, `curvature`, `optimizer`, `fuse`, `compile`, `capture`, `apply`, and what else
+    the kinds name."""
     batch_size: int = 0
     """Batch size in force; for a plan that could not be applied, the one it wanted."""
     micro_batch_size: int = 0
@@ -169,4 +180,4 @@ class Applied:
     """Captured steps dropped since the last tick to make room for others, each by a name for people."""
     adapt_ms: float = 0.0
     """Milliseconds that went into new plans since the last tick: first steps of a new kind, autotuning and compilation
-    included, captures, those that failed too, and the one measurement of what layers cost."""
+    included, captures, those that failed too."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
+
+from triaccel_ray.metrics import Goal
 
 BYTES_PER_GB = 1e9
 """Decimal: 1 GB of the score is 10^9 bytes."""
@@ -14,8 +17,37 @@ TIMED_EPOCHS = 5
 """Seconds per epoch are the mean over this many last epochs (section 4.2), the run's first left out."""
 
 
-def efficiency_score(accuracy_percent: float, seconds_per_epoch: float, memory_gb: float) -> float:
-    """Returns accuracy / (seconds per epoch x memory in GB).
+ACCURACY = Goal()
+_LEAST = 1e-6
+"""What a metric to be minimised counts as at least, so that the score of a perfect model is finite."""
+
+
+def quality(value: float, goal: Goal) -> float:
+    """Returns what stands in the place of accuracy % in the score, for any metric: >= 0, more is better.
+
+    Accuracy, and whatever else is to be maximised, stands for itself. A metric to be minimised counts as 100 / metric:
+    half of it is worth as much as twice the accuracy, and which of two methods scores how many times more does not
+    depend on the unit, bits or nats. It orders methods of one task; across tasks it says nothing.
+
+    Raises:
+        ValueError: a percentage is outside [0, 100], a metric to be minimised is negative, or the value is NaN.
+    """
+    if goal.unit == "%" and not 0.0 <= value <= 100.0:
+        raise ValueError(f"{goal.words} = {value!r}: must lie in [0, 100] percent")
+    if math.isnan(value) or (value < 0.0 and not goal.maximize):
+        raise ValueError(
+            f"{goal.words} = {value!r}: must be a number >= 0; of a log-likelihood minimise the exponential"
+        )
+    return max(value, 0.0) if goal.maximize else 100.0 / max(value, _LEAST)
+
+
+def quality_text(goal: Goal) -> str:
+    """Returns the formula of `quality`, for people."""
+    return goal.words if goal.maximize else f"(100 / {goal.words})"
+
+
+def efficiency_score(value: float, seconds_per_epoch: float, memory_gb: float, goal: Goal = ACCURACY) -> float:
+    """Returns quality / (seconds per epoch x memory in GB), where the quality of a classifier is its accuracy %.
 
     The paper's formula (section 4.2) has memory in percent and a factor 100; with memory in GB as its Table 1 prints
     it, and no factor, eleven of the twelve published scores come out to the last digit, two of them (17.59 and 18.17)
@@ -23,13 +55,11 @@ def efficiency_score(accuracy_percent: float, seconds_per_epoch: float, memory_g
     printed.
 
     Raises:
-        ValueError: the accuracy is outside [0, 100], or time or memory are not positive.
+        ValueError: the value has no `quality`, or time or memory are not positive.
     """
-    if not 0.0 <= accuracy_percent <= 100.0:
-        raise ValueError(f"accuracy = {accuracy_percent!r}: must lie in [0, 100] percent")
     if not (seconds_per_epoch > 0.0 and memory_gb > 0.0):
         raise ValueError(f"seconds, memory = {(seconds_per_epoch, memory_gb)!r}: must both be positive")
-    return accuracy_percent / (seconds_per_epoch * memory_gb)
+    return quality(value, goal) / (seconds_per_epoch * memory_gb)
 
 
 def mean_epoch_seconds(seconds: Sequence[float]) -> float:

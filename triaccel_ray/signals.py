@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from triaccel_ray.plan import Fault, Plan, Precision
@@ -73,23 +72,6 @@ class NoiseSignal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerCost:
-    """What a layer's precision costs in time, measured on the device at some batch size.
-
-    The policy compares costs with each other alone: taken at one batch size they serve at others, roughly.
-    """
-
-    name: str
-    compute_ms: Mapping[Precision, float]
-    """Milliseconds of forward and backward of the layer, and of the norms and activations that follow it, in each
-    precision that could be measured."""
-    border_ms: float
-    """Milliseconds that a step takes longer when the layer before, in module order, computes in another precision: a
-    cast of the layer's input and one of the gradient on its way back, between FP32 and a 16-bit format. That is the
-    dearest border; one between FP16 and BF16 moves fewer bytes."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Observation:
     """Everything that enters a rule. Replaying the same observations reproduces every decision."""
 
@@ -111,9 +93,11 @@ class Observation:
     loss_scale: float = 1.0
     num_skipped: int = 0
     """Optimizer steps skipped for a non-finite gradient since the run began."""
+    num_skipped_in_row: int = 0
+    """Of these, skipped since the last step that was made."""
+    adapting_ms: float = 0.0
+    """Milliseconds that new plans have taken since the run began: first steps, compilation, captures."""
     noise: NoiseSignal | None = None
     """None when not measured since the last tick."""
-    costs: tuple[LayerCost, ...] | None = None
-    """In module order, without the layers that could not be measured; None when not measured since the last tick."""
     faults: tuple[Fault, ...] = ()
     """What was survived since the last decision, oldest first; some of it after the rest was measured."""

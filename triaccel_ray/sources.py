@@ -1,86 +1,37 @@
-"""Where samples come from: anything with a length that returns a batch for a vector of indices."""
+"""Samples in tensors, in data sets of PyTorch's and in what else users have, as sources."""
 
 from __future__ import annotations
 
 import copy
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 
+from triaccel_ray.chunks import Collate, inputs_and_targets, require_pair
 from triaccel_ray.config import DataPlace
+from triaccel_ray.data_source import DataSource as DataSource
 from triaccel_ray.host_memory import in_host_memory
+from triaccel_ray.iterable import IterableSource as IterableSource
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.stream import SampleStream
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 """Maps inputs [batch, ...] to augmented inputs on the same device, drawing from the generator alone."""
-
-
-class DataSource(ABC):
-    """A finite set of samples, addressed by index, so that any batch size can be drawn at any step."""
-
-    streamed_because: str = ""
-    """Why samples given as tensors are read from the host all the same; empty where they are not."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Returns the number of samples."""
-
-    @abstractmethod
-    def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Any, Tensor]:
-        """Returns inputs and targets of the samples at `indices` (int64 [batch]).
-
-        `generator` drives augmentation and lives on the source's device; None asks for the plain samples.
-        """
-
-    def views(self, inputs: Any) -> Sequence[Any]:
-        """Returns the forms in which samples to be judged are shown to the model, as they are first.
-
-        The outputs, tensors where there are several forms, are averaged ("test-time augmentation"). The source that is
-        asked is the one that `to` returns; a source around another passes the call on.
-        """
-        return (inputs,)
-
-    @abstractmethod
-    def to(self, device: torch.device) -> DataSource:
-        """Returns the same samples, delivered on `device`."""
-
-    def kept_on_host(self, device: torch.device) -> DataSource:
-        """Returns the same samples, delivered on `device` and kept, where that can be, in memory of the host.
-
-        A source around another passes the call on; one that moves tensors of its own in `to` does so here, too.
-        """
-        return self.to(device)
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether `batch` works on the device alone, given indices that are there: no copy, no waiting, no host.
-
-        A CUDA graph may then hold it. A source of which this is False gets its indices on the CPU.
-        """
-        return False
-
-    def announce(self, order: Tensor, *, seed: int, follows: bool) -> None:  # noqa: B027  # most read nothing ahead
-        """Hears which samples will be asked for next, in batches of any size: int64 [n], at most once each.
-
-        `follows` says whether they come after those announced before, or in their place. `seed` fixes, together with
-        a sample's index, what random transforms make of it.
-        """
-
-    def set_epoch(self, epoch: int) -> None:  # noqa: B027  # most prepare a sample alike in all of them
-        """Hears which pass over the samples, from 0, the batches asked for from now on belong to.
-
-        The next order is announced before. A resident source that prepares samples by it keeps it in one tensor on the
-        device, for a captured step does not call `batch` again; a source around another passes the call on.
-        """
-
-    def close(self) -> None:  # noqa: B027  # most have nothing running
-        """Ends what runs to read ahead."""
 
 
 class TensorSource(DataSource):
@@ -179,6 +130,10 @@ class TensorSource(DataSource):
 class DatasetSource(DataSource):
     """An ordinary map-style PyTorch data set, read sample by sample and collated as `DataLoader` would.
 
+    Items are (input, target) pairs, or mappings such as {"input_ids": ..., "labels": ...}. Of a mapping the model gets
+    the batch by name, labels included, and the loss the same batch as its targets: a model that computes its own loss
+    is trained by `lambda outputs, batch: outputs.loss`, any other by one that looks up `batch["labels"]`.
+
     Training reads ahead of itself, in worker processes, and a GPU gets each batch by a copy that overlaps with the
     step before it. A random transform in the data set that draws from the global generators of Python, PyTorch or
     NumPy gives the same whatever the batch sizes, the number of workers and the moment at which a run was resumed;
@@ -186,33 +141,43 @@ class DatasetSource(DataSource):
     """
 
     def __init__(
-        self, dataset: Dataset[Any], device: torch.device | None = None, *, num_workers: int | None = None
+        self,
+        dataset: Dataset[Any],
+        device: torch.device | None = None,
+        *,
+        num_workers: int | None = None,
+        collate_fn: Collate | None = None,
     ) -> None:
-        """Wraps `dataset`, whose items are (input, target) pairs.
+        """Wraps `dataset`, of any items with a `collate_fn`, which makes a pair or a mapping of a list of them.
 
         `num_workers` processes read ahead; 0 reads in this process, when a batch is asked for. None means 0 for a
         CPU, which is busy training, and for a GPU one less than the CPUs at hand, 4 at most. Processes are forked on
         Linux: the data set is not copied, and must not use CUDA.
 
         Raises:
-            TypeError: the data set is iterable only; exact epochs at a changing batch size need indices.
+            TypeError: the data set cannot be indexed, or is a mapping of columns.
             ValueError: the data set is empty, or `num_workers` negative.
         """
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise TypeError(
-                f"{type(dataset).__name__} cannot be indexed: every sample exactly once at a changing batch size needs "
-                "a map-style data set with __len__ and __getitem__"
+                f"{type(dataset).__name__} cannot be indexed: must be a map-style data set with __len__ and "
+                "__getitem__; one that can be iterated over is an IterableSource"
+            )
+        if isinstance(dataset, Mapping):
+            raise TypeError(
+                f"{type(dataset).__name__} of {', '.join(map(str, list(dataset)[:4]))} holds columns, not samples: "
+                "give torch.utils.data.StackDataset(**columns)"
             )
         if len(dataset) == 0:  # type: ignore[arg-type]  # torch's Dataset leaves __len__ to its subclasses
             raise ValueError(f"{type(dataset).__name__} holds 0 samples: a source needs at least one")
         if num_workers is not None and num_workers < 0:
             raise ValueError(f"num_workers = {num_workers}: must be 0 or more")
-        self._dataset, self._num_workers = dataset, num_workers
+        self._dataset, self._num_workers, self._collate = dataset, num_workers, collate_fn
         self._deliver_on(device or torch.device("cpu"))
 
     def _deliver_on(self, device: torch.device) -> None:
         workers = _default_workers(device) if self._num_workers is None else self._num_workers
-        self._stream = SampleStream(self._dataset, device, workers)
+        self._stream = SampleStream(self._dataset, device, workers, self._collate)
 
     def __len__(self) -> int:
         """Returns the number of samples."""
@@ -222,13 +187,15 @@ class DatasetSource(DataSource):
         """Begins to read ahead the samples that will be asked for next."""
         self._stream.announce(order, seed=seed, follows=follows)
 
-    def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Any, Tensor]:
+    def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Any, Any]:
         """Returns the collated samples at `indices`; the data set does its own augmentation.
 
         Samples other than the announced ones are read at once, in this process.
         """
-        inputs, targets = self._stream.batch(indices)
-        return inputs, targets
+        batch = self._stream.batch(indices)
+        if self._collate is not None:
+            require_pair(batch, "what collate_fn returned")
+        return inputs_and_targets(batch)
 
     def to(self, device: torch.device) -> Self:
         """Returns the same data set with batches delivered on `device`."""
@@ -249,21 +216,74 @@ def _default_workers(device: torch.device) -> int:
 
 
 def as_source(data: Any) -> DataSource:
-    """Returns `data` as a source: itself, a (inputs, targets) pair of tensors, or a map-style data set.
+    """Returns `data` as a source: itself, an (inputs, targets) pair of tensors or arrays, a data set, a `DataLoader`.
+
+    Of a `DataLoader` it takes the data set, `collate_fn` and `num_workers`; batch size and order are the loop's.
 
     Raises:
         TypeError: none of these.
+        ValueError: a `DataLoader` chooses samples or batches in a way of its own, or has a `worker_init_fn`.
     """
     if isinstance(data, DataSource):
         return data
+    if isinstance(data, DataLoader):
+        return _source_of_loader(data)
     if hasattr(data, "batch"):
         raise TypeError(
             f"{type(data).__name__} has a method batch, but is no DataSource: derive it from "
             "triaccel_ray.sources.DataSource"
         )
     if isinstance(data, tuple) and len(data) == 2 and not all(isinstance(part, tuple | list) for part in data):
-        return TensorSource(*data)
-    return DatasetSource(data)
+        return TensorSource(*map(_tensor_of, data))
+    if type(data) is TensorDataset and len(data.tensors) == 2:
+        return TensorSource(*data.tensors)
+    return _source_of(data)
+
+
+def _source_of(dataset: Any, num_workers: int | None = None, collate: Collate | None = None) -> DataSource:
+    if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")):
+        return IterableSource(dataset, num_workers=num_workers or 0, collate_fn=collate)
+    return DatasetSource(dataset, num_workers=num_workers, collate_fn=collate)
+
+
+def _tensor_of(part: Any) -> Any:
+    """Returns an array of NumPy's as a tensor over the same memory; anything else as it is."""
+    if "numpy" not in sys.modules or not isinstance(part, sys.modules["numpy"].ndarray):
+        return part
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nothing here writes to it
+        return torch.from_numpy(part)
+
+
+def _source_of_loader(loader: DataLoader[Any]) -> DataSource:
+    dataset: Any = loader.dataset
+    sampler: Any = loader.sampler
+    in_batches = type(loader.batch_sampler) is BatchSampler
+    is_random = isinstance(sampler, RandomSampler)
+    each_once = (
+        isinstance(dataset, IterableDataset)
+        or type(sampler) is SequentialSampler
+        or (is_random and not sampler.replacement and sampler.num_samples == len(sampler.data_source))
+    )
+    for name, value, is_fine, way_out in (
+        ("batch_size", loader.batch_size, in_batches, "give it a batch_size and no batch_sampler"),
+        ("sampler", type(sampler).__name__, each_once, "choose samples by torch.utils.data.Subset(dataset, indices)"),
+        (
+            "worker_init_fn",
+            getattr(loader.worker_init_fn, "__name__", loader.worker_init_fn),
+            loader.worker_init_fn is None,
+            "prepare in the data set's __getitem__, when it is first called",
+        ),
+    ):
+        if not is_fine:
+            raise ValueError(
+                f"the DataLoader has {name} = {value}: the loop draws every sample once an epoch, in batches of its "
+                f"own size; {way_out}"
+            )
+    collate = None if loader.collate_fn is default_collate else loader.collate_fn
+    if collate is None and type(dataset) is TensorDataset:
+        return as_source(dataset)
+    return _source_of(dataset, loader.num_workers, collate)
 
 
 def delivered(source: DataSource, device: torch.device, data_on: DataPlace) -> DataSource:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from triaccel_ray.chunks import Passage, Workers, leaves_of, map_tree, read, undisturbed_generators
+from triaccel_ray.chunks import Collate, Passage, Workers, leaves_of, map_tree, read, undisturbed_generators
 
 _BATCHES_IN_FLIGHT = 8
 """Batches the host may be ahead of the device: it stays busy, and the copies that await it stay few."""
@@ -22,7 +22,7 @@ _BATCHES_IN_FLIGHT = 8
 class _Copied:
     """A batch on the device, or on its way there."""
 
-    batch: list[Any]
+    batch: Any
     size: int
     done: torch.cuda.Event | None
     """None where there was nothing to wait for."""
@@ -35,10 +35,11 @@ class SampleStream:
     comes out the same: the data set's random transforms are seeded by pass and sample.
     """
 
-    def __init__(self, dataset: Dataset[Any], device: torch.device, num_workers: int) -> None:
+    def __init__(self, dataset: Dataset[Any], device: torch.device, num_workers: int, collate: Collate | None) -> None:
         """Reads nothing and starts no process before the first announced batch; with `num_workers` 0 none ever."""
-        self._dataset, self._device = dataset, device
-        self._workers = Workers(dataset, num_workers, pinned=device.type == "cuda") if num_workers else None
+        self._dataset, self._device, self._collate = dataset, device, collate
+        pinned = device.type == "cuda"
+        self._workers = Workers(dataset, num_workers, collate=collate, pinned=pinned) if num_workers else None
         self._current: Passage | None = None
         self._following: Passage | None = None
         self._seed: int | None = None
@@ -55,8 +56,8 @@ class SampleStream:
             self._begin(passage)
             self._seed = seed
 
-    def batch(self, indices: Tensor) -> list[Any]:
-        """Returns inputs and targets of the samples at `indices`, int64 [b], on the device."""
+    def batch(self, indices: Tensor) -> Any:
+        """Returns the collated samples at `indices`, int64 [b], on the device."""
         indices = indices.cpu()
         passage = self._passage_with(indices)
         if passage is None:
@@ -91,7 +92,7 @@ class SampleStream:
             return self._current
         return None
 
-    def _hand_over(self, passage: Passage, size: int, workers: Workers) -> list[Any]:
+    def _hand_over(self, passage: Passage, size: int, workers: Workers) -> Any:
         """Returns the passage's next samples and, on a GPU, sets out with the batch after them."""
         copied = self._ahead
         self._ahead = None
@@ -110,7 +111,7 @@ class SampleStream:
             if passage.num_left:
                 # What does not fit beside the present batch is copied when its turn comes.
                 with suppress(torch.OutOfMemoryError):
-                    self._ahead = self._copy(passage, passage.next_size(size), workers)
+                    self._ahead = self._copy(passage, workers.likely_size(passage, size), workers)
         return copied.batch
 
     def _copy(self, passage: Passage, size: int, workers: Workers) -> _Copied:
@@ -131,18 +132,22 @@ class SampleStream:
         if len(self._in_flight) > _BATCHES_IN_FLIGHT:
             self._in_flight.popleft().synchronize()
 
-    def _read_here(self, indices: Tensor) -> list[Any]:
+    def _read_here(self, indices: Tensor) -> Any:
         with undisturbed_generators() if self._seed is not None else nullcontext():
-            batch = read(self._dataset, indices.tolist(), self._seed)
-        if self._device.type == "cuda":
-            batch = map_tree(lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf, batch)
-        return _join([batch], self._device)
+            batch = read(self._dataset, indices.tolist(), self._seed, self._collate)
+        return moved(batch, self._device)
 
 
-def _join(parts: Sequence[list[Any]], device: torch.device) -> list[Any]:
+def moved(batch: Any, device: torch.device) -> Any:
+    """Returns a batch from the host on `device`, by copies that the host does not wait for."""
+    if device.type == "cuda":
+        batch = map_tree(lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf, batch)
+    return _join([batch], device)
+
+
+def _join(parts: Sequence[Any], device: torch.device) -> Any:
     """Returns the parts' samples as one batch on `device`; pinned memory is left to be read when its turn comes."""
-    joined: list[Any] = map_tree(lambda *leaves: _join_leaves(leaves, device), *parts)
-    return joined
+    return map_tree(lambda *leaves: _join_leaves(leaves, device), *parts)
 
 
 def _join_leaves(leaves: Sequence[Any], device: torch.device) -> Any:

@@ -17,21 +17,24 @@ def end_step(
     num_samples: int,
     totals: Tensor,
     found_nonfinite: Tensor,
-    state: LossScaleState | None,
+    state: LossScaleState,
     *,
+    moves_scale: bool = True,
     kernel: bool | None = None,
 ) -> None:
     """Adds one step's loss to the totals and moves the loss scale, in one launch and without a look from the host.
 
-    A step that overflowed was not made: it moves the scale (Micikevicius et al. 2018) and counts as skipped, and its
-    loss, which may be as infinite as its gradients, is left out. Can be captured in a CUDA graph.
+    A step with a gradient that is not finite was not made: it counts as skipped, and its loss, which may be as infinite
+    as its gradients, is left out. With `moves_scale` the loss scale follows (Micikevicius et al. 2018). Can be captured
+    in a CUDA graph.
 
     Args:
         loss_sum: the loss summed over the step's samples, fp64 scalar.
         num_samples: how many they are.
         totals: fp64 [rows, 2], contiguous: sums of losses, numbers of samples.
         found_nonfinite: whether any gradient was not finite, fp32 scalar, 0 or 1.
-        state: the loss scale; None where there is none, and no step is ever skipped.
+        state: the loss scale, and how many steps were skipped.
+        moves_scale: whether the step was made with this scale.
         kernel: whether to run the Triton kernel: by default on a GPU; on a CPU it needs Triton's interpreter.
 
     Raises:
@@ -48,6 +51,6 @@ def end_step(
     if totals.is_cuda if kernel is None else kernel:
         from kernels.step_end.triton import launch  # here: without a GPU triton need not exist
 
-        launch(loss_sum, num_samples, totals, found_nonfinite, state)
+        launch(loss_sum, num_samples, totals, found_nonfinite, state, moves_scale=moves_scale)
     else:
-        reference.end_step(loss_sum, num_samples, totals, found_nonfinite, state)
+        reference.end_step(loss_sum, num_samples, totals, found_nonfinite, state, moves_scale=moves_scale)

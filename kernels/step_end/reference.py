@@ -18,6 +18,8 @@ class LossScaleState:
     """Finite steps since the scale last moved, fp32 scalar."""
     num_skipped: Tensor
     """Steps skipped so far, fp64 scalar."""
+    num_skipped_in_row: Tensor
+    """Steps skipped since the last one that was made, fp64 scalar."""
     growth_interval: int
     """Finite steps in a row after which the scale doubles."""
     minimum: float
@@ -26,10 +28,16 @@ class LossScaleState:
     """Largest scale."""
 
 
+def count_skipped(state: LossScaleState, found_nonfinite: Tensor) -> None:
+    """Counts a step that was not made."""
+    state.num_skipped.add_(found_nonfinite > 0)
+    state.num_skipped_in_row.add_(1.0).mul_(found_nonfinite > 0)
+
+
 def move_scale(state: LossScaleState, found_nonfinite: Tensor) -> None:
     """Halves the scale after an overflow, doubles it after `growth_interval` finite steps in a row."""
+    count_skipped(state, found_nonfinite)
     overflow = found_nonfinite > 0
-    state.num_skipped.add_(overflow)
     state.num_finite.copy_(torch.where(overflow, 0.0, state.num_finite + 1.0))
     grow = state.num_finite >= state.growth_interval
     state.num_finite.copy_(torch.where(grow, 0.0, state.num_finite))
@@ -38,11 +46,15 @@ def move_scale(state: LossScaleState, found_nonfinite: Tensor) -> None:
 
 
 def end_step(
-    loss_sum: Tensor, num_samples: int, totals: Tensor, found_nonfinite: Tensor, state: LossScaleState | None
+    loss_sum: Tensor,
+    num_samples: int,
+    totals: Tensor,
+    found_nonfinite: Tensor,
+    state: LossScaleState,
+    *,
+    moves_scale: bool,
 ) -> None:
     """Adds (loss_sum, num_samples) to every row of `totals`, and moves the loss scale; see `api.end_step`."""
+    (move_scale if moves_scale else count_skipped)(state, found_nonfinite)
     added = torch.stack([loss_sum, torch.full_like(loss_sum, num_samples)])
-    if state is not None:
-        move_scale(state, found_nonfinite)
-        added = torch.where(found_nonfinite > 0, 0.0, added)
-    totals += added
+    totals += torch.where(found_nonfinite > 0, 0.0, added)

@@ -15,13 +15,15 @@ from kernels.step_end.reference import LossScaleState
 
 
 def launch(
-    loss_sum: Tensor, num_samples: int, totals: Tensor, found_nonfinite: Tensor, state: LossScaleState | None
+    loss_sum: Tensor,
+    num_samples: int,
+    totals: Tensor,
+    found_nonfinite: Tensor,
+    state: LossScaleState,
+    *,
+    moves_scale: bool,
 ) -> None:
     """Does what the reference does."""
-    # Without a scale the pointers are read by nobody; any of the right dtype will do.
-    scale = found_nonfinite if state is None else state.scale
-    num_finite = found_nonfinite if state is None else state.num_finite
-    num_skipped = loss_sum if state is None else state.num_skipped
     with on_device(totals.device):
         _end_step_kernel[(1,)](
             loss_sum,
@@ -29,13 +31,14 @@ def launch(
             totals,
             len(totals),
             found_nonfinite,
-            scale,
-            num_finite,
-            num_skipped,
-            0 if state is None else state.growth_interval,
-            1.0 if state is None else state.minimum,
-            1.0 if state is None else state.maximum,
-            HAS_SCALE=state is not None,
+            state.scale,
+            state.num_finite,
+            state.num_skipped,
+            state.num_skipped_in_row,
+            state.growth_interval,
+            state.minimum,
+            state.maximum,
+            MOVES_SCALE=moves_scale,
             ROWS=triton.next_power_of_2(len(totals)),
             num_warps=1,
             enable_fp_fusion=True,
@@ -52,22 +55,24 @@ def _end_step_kernel(
     scale,
     num_finite,
     num_skipped,
+    num_skipped_in_row,
     growth_interval,
     minimum,
     maximum,
-    HAS_SCALE: tl.constexpr,
+    MOVES_SCALE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    skipped = 0.0 * tl.load(found_nonfinite)
-    if HAS_SCALE:
-        skipped = tl.load(found_nonfinite)
+    skipped = tl.load(found_nonfinite)
+    one = tl.where(skipped > 0.0, 1.0, 0.0)
+    tl.store(num_skipped, tl.load(num_skipped) + one)
+    tl.store(num_skipped_in_row, (tl.load(num_skipped_in_row) + 1.0) * one)
+    if MOVES_SCALE:
         finite = tl.where(skipped > 0.0, 0.0, tl.load(num_finite) + 1.0)
         grow = finite >= growth_interval
         factor = tl.where(skipped > 0.0, 0.5, tl.where(grow, 2.0, 1.0))
         moved = tl.minimum(tl.maximum(tl.load(scale) * factor, minimum), maximum)
         tl.store(num_finite, tl.where(grow, 0.0, finite))
         tl.store(scale, moved)
-        tl.store(num_skipped, tl.load(num_skipped) + tl.where(skipped > 0.0, 1.0, 0.0))
     row = tl.arange(0, ROWS)
     mask = row < num_rows
     loss = tl.where(skipped > 0.0, 0.0, tl.load(loss_sum))

@@ -12,15 +12,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from triaccel_ray.apply.copies import has_hooks
 from triaccel_ray.apply.step import Step, StepOutcome
 from triaccel_ray.config import ExecutionConfig
-from triaccel_ray.gradients import Gradients
+from triaccel_ray.gradients import Gradients, has_hooks
 from triaccel_ray.graphs import Graph, GraphPool
 from triaccel_ray.lent_stream import LentStream
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.plan import Fault, FaultKind
-from triaccel_ray.structure import map_tensors, tensors_in
+from triaccel_ray.pytree import map_tensors, tensors_in
 
 MAX_GRAPHS = 8
 """Captured steps kept. They share one pool, so that a further one costs its kernels' arguments, a few MB at most."""
@@ -62,7 +61,7 @@ class _Captured:
     graph: Graph
     indices: Tensor
     """Read by a graph that makes its own batch."""
-    batch: tuple[Any, Tensor] | None
+    batch: tuple[Any, Any] | None
     """Read, in place of `indices`, by a graph whose batch comes from the host."""
     loss_sum: Tensor
     gradients: Gradients
@@ -73,8 +72,8 @@ class AdaptingCost:
     """What new plans have cost since this was last asked for."""
 
     milliseconds: float = 0.0
-    """First steps of new batch sizes and precisions, autotuning and compilation included, captures, and the measurement
-    of what layers cost; whether they succeeded or not."""
+    """First steps of new batch sizes and precisions, autotuning and compilation included, and captures; whether they
+    succeeded or not."""
     evicted: list[str] = field(default_factory=list)
     """Captured steps that were dropped."""
 
@@ -112,6 +111,7 @@ class StepCache:
         self._eager_gradients = gradients_of()
         self._stream = LentStream(step.feed.generator.device) if pool.handle is not None else None
         self._entries: OrderedDict[_Key, _Captured] = OrderedDict()
+        self._compiled: set[_Key] = set()
         self._warm: set[_Key] = set()
         self._too_large: set[_Key] = set()
         self._ground: tuple[Any, ...] = ()
@@ -132,8 +132,6 @@ class StepCache:
     def run(self, indices: Tensor, loss_scale: Tensor, *, step: int) -> tuple[Fault, ...]:
         """Makes one training step on the samples at `indices`; returns what it survived.
 
-        Low-precision copies must be up to date (`LayerPrecision.refresh_copies`).
-
         Raises:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.
         """
@@ -145,6 +143,7 @@ class StepCache:
             if self._entries and self._find_ground() != self._ground:
                 self._pool.release()
                 self._warm.clear()
+                self._compiled.clear()
             if key in self._entries:
                 obstacle = self._fill(key, indices, step)
             elif key not in self._warm:
@@ -168,19 +167,32 @@ class StepCache:
         return replace(outcome, faults=(*outcome.faults, *self._refused_norms(step)))
 
     def _first(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> tuple[Fault, ...]:
-        """Makes the first step of a kind, eagerly, and watches for what a captured one could not do."""
+        """Makes the first step of a kind, eagerly, and watches for what a captured one could not do.
+
+        Compiling waits for the device itself: a step that compiles is not watched, but the one after it.
+        """
         ground = self._find_ground()
+        compiles = self.step.is_compiled and key not in self._compiled
         with self._timed():
-            outcome = self._eager(indices, loss_scale, step, watch=True)
+            outcome = self._eager(indices, loss_scale, step, watch=not compiles)
             self.step.zero_grad()
         if any(fault.kind is FaultKind.OUT_OF_MEMORY for fault in outcome.faults):
             return outcome.faults  # what passed in the end was another kind of step
+        if compiles:
+            self._compiled.add(key)
+            return outcome.faults
         self._warm.add(key)
         obstacles = [*outcome.obstacles]
         if self._find_ground() != ground:
             obstacles.append("the step puts other tensors in place of parameters or buffers, which a replay would not")
         if not obstacles:
             return outcome.faults
+        if self.step.compilation is not None and self.step.compilation.is_regional:
+            self.step.compilation.compile_whole()  # the code between the blocks may do without, once compiled
+            self._compiled.clear()
+            self._warm.clear()
+            text = f"{self.step.compilation}: {'; '.join(obstacles)}"
+            return (*outcome.faults, Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text))
         self.enabled = False
         return (*outcome.faults, _capture_fault(key, step, "; ".join(obstacles)))
 
@@ -224,7 +236,7 @@ class StepCache:
         loss_sums: list[Tensor] = []
 
         def work() -> None:
-            batches = iter([batch]) if batch is not None else self.step.batches(static)
+            batches = iter([(key.batch_size, *batch)]) if batch is not None else self.step.batches(static)
             loss_sums.append(self.step.accumulate(batches, key.batch_size, loss_scale))
             gradients.collect(self.step.precision.copies_in_force)
             if self._update.is_capturable:
@@ -304,22 +316,6 @@ class StepCache:
             yield
         finally:
             torch.backends.cudnn.benchmark = before
-
-    @contextlib.contextmanager
-    def adapting(self) -> Iterator[None]:
-        """Counts what is done inside, on the stream of the steps, as cost of adapting.
-
-        The captured steps' memory is given back before it, and what it leaves behind after it.
-        """
-        if self._stream is None:
-            yield
-            return
-        self._pool.release()
-        try:
-            with self.on_stream(), self._timed():
-                yield
-        finally:
-            torch.cuda.empty_cache()
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:

@@ -1,4 +1,8 @@
-"""Low-precision copies of weights, which forward passes read and the optimizer writes: autocast casts nothing."""
+"""Low-precision copies of weights, which forward passes read and the optimizer writes: autocast casts nothing.
+
+For steps that are not compiled. There a cast of each weight, and of its gradient, is a launch of its own: 8 % of a
+step of ResNet-18 at batch 96 on an H200.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.multi_tensor import have_equal_dense_strides
+from triaccel_ray.gradients import has_hooks
 from triaccel_ray.layers import NORMS, Layer
 
 
@@ -101,11 +106,6 @@ class ComputeCopies:
 def _state(parameter: Tensor) -> tuple[Any, ...]:
     """Returns what changes when somebody writes into the parameter, or puts another tensor in its place."""
     return parameter._version, parameter.data_ptr(), parameter.stride()
-
-
-def has_hooks(parameter: nn.Parameter) -> bool:
-    """Returns whether hooks act on the parameter's gradient, which a copy in its place would pass by."""
-    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _parameters_of(layer: Layer) -> list[nn.Parameter]:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.dry_run import described, num_correct
+from triaccel_ray.dry_run import blaming, described, seen
 from triaccel_ray.layers import Loss, forward
+from triaccel_ray.metrics import ACCURACY, Metric, Values, as_metrics, is_classification
 from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.plan import Fault
-from triaccel_ray.sources import DataSource, as_source
+from triaccel_ray.pytree import tensors_in
+from triaccel_ray.sources import DataSource, IterableSource, as_source
 
-Metric = Callable[[Any, Tensor], Tensor | float]
-"""Maps outputs and targets to the number of correct samples: a scalar tensor, which waits for nothing, or a number."""
+Metrics: TypeAlias = "Mapping[str, Metric | Values]"
+"""Name -> metric, or function(outputs, targets) whose mean over the samples is the figure."""
 
 
 def judged_at_once(batch_size: int, *, on_gpu: bool, beside_graphs: bool) -> int:
@@ -31,33 +34,17 @@ def judged_at_once(batch_size: int, *, on_gpu: bool, beside_graphs: bool) -> int
     return max(batch_size // parts, 1)
 
 
-def count_top1(outputs: Any, targets: Tensor) -> Tensor:
-    """Returns how many samples have their largest output at the target's index.
-
-    Raises:
-        TypeError: the targets are no classes, one for each sample.
-    """
-    if not isinstance(outputs, Tensor) or targets.is_floating_point() or targets.shape != outputs.shape[:-1]:
-        raise TypeError(
-            f"outputs {described(outputs)}, targets {described(targets)}: accuracy and score count the samples whose "
-            "largest output is at the target's class. Without classes, define num_correct(outputs, targets) in the "
-            "task, or give evaluate() a metric: how many samples are right, such as those within a tolerance"
-        )
-    correct: Tensor = (outputs.argmax(dim=-1) == targets).sum()
-    return correct
-
-
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """A model's quality on held-out samples."""
 
-    accuracy: float
-    """Percent correct, by the mean output over the views of each sample."""
     loss: float
-    """Mean over the samples, of the same outputs."""
+    """Mean over the samples, by the mean output over the views of each sample."""
+    metrics: Mapping[str, float]
+    """Name -> figure, of the same outputs; NaN where nothing was counted."""
     num_samples: int
-    one_view_accuracy: float | None = None
-    """Percent correct by each sample's first view, the sample as it is; None where it has no other."""
+    one_view: Mapping[str, float] = field(default_factory=dict)
+    """The metrics by each sample's first view, the sample as it is; empty where it has no other."""
     faults: tuple[Fault, ...] = ()
 
 
@@ -66,37 +53,40 @@ def evaluate(
     model: nn.Module,
     loss: Loss,
     data: Any,
-    metric: Metric,
+    metrics: Metrics | None = None,
     *,
     device: torch.device,
     batch_size: int,
     step: int,
     release_memory: Callable[[], None],
 ) -> Evaluation:
-    """Returns accuracy and loss over all samples of `data`, each drawn once, in eval mode and FP32.
+    """Returns loss and metrics over all samples of `data`, each drawn once, in eval mode and FP32.
+
+    Without `metrics` a classifier, whose outputs are [b, C] and whose targets are integers [b], is judged by its
+    accuracy, any other model by its loss alone. The host waits for the device once, at the end.
 
     On an out-of-memory error the samples that failed are tried again in batches half as large.
 
     Raises:
         torch.OutOfMemoryError, MemoryError: not even a single sample fits.
-        ValueError: `metric` counts more samples right than there are.
+        TypeError: a metric does not fit outputs and targets, or returned something else than it has to.
+        UserCodeError: a metric raised.
     """
+    judge = _Judge(model, loss, None if metrics is None else as_metrics(metrics))
     training = {module: module.training for module in model.modules()}
     model.eval()
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
-    has_views = False
+    totals = torch.zeros((), dtype=torch.float64, device=device)
     faults: list[Fault] = []
     cursor = 0
     source = as_source(data).to(device)
-    source.announce(torch.arange(len(source)), seed=0, follows=False)
+    if not isinstance(source, IterableSource):
+        source.announce(torch.arange(len(source)), seed=0, follows=False)
     try:
-        while cursor < len(source):
+        while size := source.reach(cursor, batch_size):
             at = device if source.is_resident else torch.device("cpu")
-            indices = torch.arange(cursor, min(cursor + batch_size, len(source)), device=at)
+            indices = torch.arange(cursor, cursor + size, device=at)
             try:
-                judged, several = _judge(model, loss, source, metric, indices)
-                has_views |= several
-                totals += judged
+                totals = totals + judge(source, indices)
                 cursor += len(indices)
                 continue
             except (RuntimeError, MemoryError) as error:
@@ -111,37 +101,91 @@ def evaluate(
             module.training = mode
         if source is not data:
             source.close()  # ends the processes that have read ahead
-    num_right, loss_sum, num_right_at_first = totals.tolist()
-    if not 0 <= num_right <= len(source):
-        raise ValueError(
-            f"num_correct = {num_right:g} of {len(source)} samples: must count samples, each once; of several values a "
-            "sample, such as tokens, count the sample right by a rule of yours, or return their mean times its samples"
-        )
+    loss_sum, *sums = totals.tolist()
+    half = len(sums) // 2
     return Evaluation(
-        accuracy=100.0 * num_right / len(source),
-        loss=loss_sum / len(source),
-        num_samples=len(source),
-        one_view_accuracy=100.0 * num_right_at_first / len(source) if has_views else None,
+        loss=loss_sum / cursor,
+        metrics=judge.figures(sums[:half]),
+        num_samples=cursor,
+        one_view=judge.figures(sums[half:]) if judge.has_views else {},
         faults=tuple(faults),
     )
 
 
-def _judge(model: nn.Module, loss: Loss, source: DataSource, metric: Metric, indices: Tensor) -> tuple[Tensor, bool]:
-    """Returns number of correct samples, sum of losses, number correct by the first view, fp64 [3]; and if it had more.
+class _Judge:
+    """Judges batches."""
 
-    All of them or, on an error, none.
+    def __init__(self, model: nn.Module, loss: Loss, metrics: dict[str, Metric] | None) -> None:
+        self._model, self._loss, self._metrics = model, loss, metrics
+        self.has_views = False
+
+    def __call__(self, source: DataSource, indices: Tensor) -> Tensor:
+        """Returns the sum of losses, sum and weight by each of K metrics, and these by the first view: fp64 [1 + 4K].
+
+        Of all samples or, on an error, of none.
+        """
+        inputs, targets = source.batch(indices, None)
+        views = source.views(inputs)
+        if not isinstance(views, tuple | list) or not views:
+            found = type(views).__name__
+            raise TypeError(f"{type(source).__name__}.views returned a {found}: must be a tuple or list, not empty")
+        first, *others = (forward(self._model, view) for view in views)
+        outputs = _mean([first, *others], len(indices), source) if others else first
+        if self._metrics is None:
+            self._metrics = {"accuracy": ACCURACY} if is_classification(outputs, targets) else {}
+        loss_sum = self._loss(outputs, targets).double() * len(indices)
+        counted = measured(self._metrics, outputs, targets)
+        at_first = measured(self._metrics, first, targets) if others else counted
+        self.has_views |= bool(others)
+        return torch.cat([loss_sum.reshape(1), counted, at_first])
+
+    def figures(self, sums: list[float]) -> dict[str, float]:
+        """Returns the figures, of sum and weight by each metric."""
+        found = {}
+        for (name, metric), total, weight in zip((self._metrics or {}).items(), sums[::2], sums[1::2], strict=True):
+            with blaming(f"of_mean of metrics[{name!r}]"):
+                found[name] = float(metric.of_mean(total / weight if weight else math.nan))
+        return found
+
+
+def measured(metrics: Mapping[str, Metric], outputs: Any, targets: Any) -> Tensor:
+    """Returns sum and weight by each of K metrics, fp64 [2K] on the targets' device.
+
+    Raises:
+        UserCodeError: a metric raised.
+        TypeError: a metric does not fit outputs and targets, or returned something else than it has to.
     """
-    inputs, targets = source.batch(indices, None)
-    views = source.views(inputs)
-    if not isinstance(views, tuple | list) or not views:
-        found = type(views).__name__
-        raise TypeError(f"{type(source).__name__}.views returned a {found}: must be a tuple or list, not empty")
-    first, *others = (forward(model, view) for view in views)
-    outputs = _mean([first, *others], len(indices), source) if others else first
-    loss_sum = loss(outputs, targets).double() * len(indices)
-    correct = num_correct(metric, outputs, targets)
-    correct_at_first = num_correct(metric, first, targets) if others else correct
-    return torch.stack([correct, loss_sum, correct_at_first]), bool(others)
+    parts = [part for name, metric in metrics.items() for part in _sum_and_weight(name, metric, outputs, targets)]
+    return torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64, device=_first(outputs, targets).device)
+
+
+def _sum_and_weight(name: str, metric: Metric, outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
+    with blaming(f"metrics[{name!r}]", lambda: seen(outputs, targets)):
+        found = metric.values(outputs, targets)
+    num_samples, device = len(_first(outputs, targets)), _first(outputs, targets).device
+    if isinstance(found, Tensor) and found.shape[:1] == (num_samples,):
+        return found.sum(dtype=torch.float64), _scalar(found.numel(), device)
+    if isinstance(found, tuple) and len(found) == 2 and all(map(_is_number, found)):
+        return _scalar(found[0], device), _scalar(found[1], device)
+    raise TypeError(
+        f"metrics[{name!r}] returned {described(found)}{seen(outputs, targets)}: must be a tensor with a row for each "
+        f"of {num_samples} samples, or (sum, weight), two scalars; of a mean m over n samples return (m * n, n)"
+    )
+
+
+def _first(outputs: Any, targets: Any) -> Tensor:
+    """Returns a tensor [b, ...] that tells how many samples there are, and where."""
+    return tensors_in([targets, outputs])[0]
+
+
+def _is_number(value: Any) -> bool:
+    return value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, int | float)
+
+
+def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float64)
+    return torch.full((), float(value), dtype=torch.float64, device=device)
 
 
 def _mean(outputs: list[Any], num_samples: int, source: DataSource) -> Tensor:

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triaccel_ray.sources import DataSource
+from triaccel_ray.chunks import next_batch_size
+from triaccel_ray.sources import DataSource, IterableSource
 
 
 class Feed:
     """Walks through a random permutation of the samples, a new one each epoch, in batches of any size.
 
-    The source is told each permutation as soon as it is known, so that it may read ahead.
+    The source is told each permutation as soon as it is known, so that it may read ahead. An `IterableSource` has an
+    order of its own, and an epoch ends with its samples.
     """
 
     def __init__(self, source: DataSource, *, seed: int, device: torch.device) -> None:
@@ -26,6 +28,11 @@ class Feed:
         self._seed = seed
         self.epoch = 0
         self._cursor = 0
+        self._is_stream = isinstance(source, IterableSource)
+        self._num_taken = 0
+        """In all epochs, of a stream."""
+        self.num_samples = source.expected_samples if isinstance(source, IterableSource) else len(source)
+        """Of an epoch; of a stream the last one's, and 0 in the first where the data set does not say."""
         self._order = self._announced_order(follows=False)
         self._told_epoch: int | None = None
         """The epoch that the source knows its batches to belong to."""
@@ -34,8 +41,20 @@ class Feed:
 
     @property
     def position(self) -> float:
-        """Passes over the samples, fractional."""
-        return self.epoch + self._cursor / len(self.source)
+        """Passes over the samples, fractional; a stream's first counts once it is over, unless its length is known."""
+        if self._is_stream:
+            return self.epoch + (min(self._cursor / self.num_samples, 0.999) if self.num_samples else 0.0)
+        return self.epoch + self._cursor / self.num_samples
+
+    def num_batches(self, batch_size: int) -> int:
+        """Returns how many steps in batches of `batch_size` lead here: ceil(samples / `batch_size`) for a whole epoch.
+
+        Within an epoch as many as its share of the samples, rounded down; of a stream all samples / `batch_size`.
+        """
+        if self._is_stream:
+            return self._num_taken // batch_size
+        per_epoch = -(-self.num_samples // batch_size)
+        return self.epoch * per_epoch + per_epoch * self._cursor // self.num_samples
 
     @property
     def at_epoch_start(self) -> bool:
@@ -46,18 +65,19 @@ class Feed:
         """Returns the indices of the next samples, int64 [num_samples], fewer at the end of an epoch.
 
         They are on the device for a source that is resident there, views of the epoch's order; else on the CPU.
-        A single sample is never left over for a batch of its own, which batch normalisation could not take: it joins
-        the one before. After the last sample the next epoch begins.
+        Where one sample would be left over, which batch normalisation could not take, the last two batches share their
+        samples evenly; only of 3 samples taken by 2 all come at once. After the last sample the next epoch begins.
         """
         if self._told_epoch != self.epoch:
             self.source.set_epoch(self.epoch)
             self._told_epoch = self.epoch
-        end = self._cursor + num_samples
-        if end >= len(self.source) - 1:
-            end = len(self.source)
-        indices = self._order[self._cursor : end]
-        self._cursor = end
-        if end == len(self.source):
+        num_left = self.source.reach(self._cursor, num_samples + 2)  # two more tell the last batches from the others
+        start, size = self._cursor, next_batch_size(num_left, num_samples)
+        self._cursor += size
+        self._num_taken += size
+        indices = torch.arange(start, self._cursor) if self._is_stream else self._order[start : self._cursor]
+        if size == num_left:
+            self.num_samples = self._cursor
             self.epoch += 1
             self._cursor = 0
             self._order = self._announced_order(follows=True)
@@ -74,12 +94,18 @@ class Feed:
         self.source.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position and the augmentation's random state."""
+        """Returns the position and the augmentation's random state.
+
+        Raises:
+            ValueError: a stream that does not tell its state is within an epoch.
+        """
         return {
             "epoch": self.epoch,
             "cursor": self._cursor,
             "seed": self._seed,
-            "num_samples": len(self.source),
+            "num_samples": self.num_samples,
+            "num_taken": self._num_taken,
+            "stream": self.source.state_at(self._cursor) if isinstance(self.source, IterableSource) else None,
             "generator": self.generator.get_state(),
         }
 
@@ -89,19 +115,24 @@ class Feed:
         Raises:
             ValueError: the state belongs to a data set of another size.
         """
-        if state["num_samples"] != len(self.source):
+        if not self._is_stream and state["num_samples"] != self.num_samples:
             raise ValueError(
-                f"num_samples = {state['num_samples']}: the checkpoint's data set; this one has {len(self.source)}"
+                f"num_samples = {state['num_samples']}: the checkpoint's data set; this one has {self.num_samples}"
             )
         self._seed, self.epoch, self._cursor = state["seed"], state["epoch"], state["cursor"]
+        self.num_samples, self._num_taken = state["num_samples"], state["num_taken"]
         self._order = self._announced_order(follows=False)
+        self._told_epoch = None
+        if isinstance(self.source, IterableSource):
+            self.source.resume(self.epoch, self._cursor, state["stream"])
         self.generator.set_state(state["generator"])
 
     def _announced_order(self, *, follows: bool) -> Tensor:
         """Returns the present epoch's order, int64 [n], and announces what is left of it."""
         # A generator of its own an epoch, so that a position is enough to resume from.
         seed = (self._seed * 1_000_003 + self.epoch) % 2**63
-        order = torch.randperm(len(self.source), generator=torch.Generator().manual_seed(seed))
+        num_samples = 0 if self._is_stream else self.num_samples
+        order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
         self.source.announce(order[self._cursor :], seed=seed, follows=follows)
         if self.source.is_resident and self._device.type == "cuda":
             return order.pin_memory().to(self._device, non_blocking=True)

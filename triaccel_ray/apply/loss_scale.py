@@ -24,6 +24,7 @@ class LossScale:
             scale=torch.tensor(config.initial, device=device),
             num_finite=torch.zeros((), device=device),
             num_skipped=torch.zeros((), dtype=torch.float64, device=device),
+            num_skipped_in_row=torch.zeros((), dtype=torch.float64, device=device),
             growth_interval=config.growth_interval,
             minimum=MINIMUM_LOSS_SCALE,
             maximum=MAXIMUM,
@@ -35,6 +36,11 @@ class LossScale:
         """Steps skipped so far, fp64 scalar."""
         return self.state.num_skipped
 
+    @property
+    def num_skipped_in_row(self) -> Tensor:
+        """Steps skipped since the last one that was made, fp64 scalar."""
+        return self.state.num_skipped_in_row
+
     def factor(self, active: bool) -> Tensor:
         """Returns the factor on the loss: the scale while FP16 is in use, else 1; fp32 scalar."""
         return self.state.scale if active else self._one
@@ -45,6 +51,7 @@ class LossScale:
             "scale": self.state.scale.clone(),
             "num_finite": self.state.num_finite.clone(),
             "num_skipped": self.state.num_skipped.clone(),
+            "num_skipped_in_row": self.state.num_skipped_in_row.clone(),
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -52,3 +59,4 @@ class LossScale:
         self.state.scale.copy_(state["scale"])
         self.state.num_finite.copy_(state["num_finite"])
         self.state.num_skipped.copy_(state["num_skipped"])
+        self.state.num_skipped_in_row.copy_(state["num_skipped_in_row"])

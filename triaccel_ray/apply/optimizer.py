@@ -48,7 +48,7 @@ class LayerwiseOptimizer:
         if self._fused is None:
             _allocate_momentum(optimizer)
         device = self.watched[0].device
-        self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
+        self._one = torch.ones((), device=device)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -59,6 +59,11 @@ class LayerwiseOptimizer:
     def is_capturable(self) -> bool:
         """Whether `update` is device work alone, which a CUDA graph can hold."""
         return self._fused is not None
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether a step asks the host if gradients are finite: neither a kernel nor the optimizer skips by itself."""
+        return self._fused is None and not self._skips_on_device
 
     def set_rates(self, lr_factor: float, lr_scale: Mapping[str, float], copies: Mapping[int, Tensor]) -> str | None:
         """Sets what `update` uses: lr = group lr x `lr_factor` x the layer's scale, and the copies it writes.
@@ -71,45 +76,49 @@ class LayerwiseOptimizer:
             self._fused = None  # the state is the optimizer's own already
         return obstacle
 
-    def update(self, gradients: Gradients, *, loss_scale: Tensor | None, found_nonfinite: Tensor) -> None:
+    def update(self, gradients: Gradients, *, divisor: Tensor | None, found_nonfinite: Tensor) -> None:
         """Updates the parameters, once, from `gradients` (of `watched`); otherwise as `step`."""
         if self._fused is None:
             for parameter, gradient in zip(gradients.parameters, gradients.tensors, strict=True):
                 parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-            self.step(self._lr_factor, self._lr_scale, loss_scale=loss_scale, found_nonfinite=found_nonfinite)
+            self.step(self._lr_factor, self._lr_scale, divisor=divisor, found_nonfinite=found_nonfinite)
             return
-        if loss_scale is None:
-            loss_scale, found_nonfinite = self._one, self._zero
-        self._fused.launch(gradients, loss_scale=loss_scale, found_nonfinite=found_nonfinite)
+        self._fused.launch(
+            gradients, loss_scale=self._one if divisor is None else divisor, found_nonfinite=found_nonfinite
+        )
 
     def step(
         self,
         lr_factor: float,
         lr_scale: Mapping[str, float],
         *,
-        loss_scale: Tensor | None,
+        divisor: Tensor | None,
         found_nonfinite: Tensor,
     ) -> None:
         """Updates the parameters, once, with lr = group lr x `lr_factor` x the layer's scale.
 
-        With a `loss_scale` (scalar tensor) gradients are divided by it first, and the step is skipped when
-        `found_nonfinite` is 1: on the device where the optimizer is fused, else by asking the host.
+        With a `divisor` (fp32 scalar tensor: the loss scale, more where the norm is clipped) gradients are divided by
+        it first, so that step hooks see them as they are. The step is skipped when `found_nonfinite` is 1: on the
+        device where the optimizer is fused, else by asking the host.
         """
         own_groups = self.optimizer.param_groups
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if divisor is not None and gradients:
+            torch._foreach_mul_(gradients, 1.0 / divisor)
         split = [self._split(group, lr_factor, lr_scale) for group in own_groups]
         self.optimizer.param_groups = [part for parts in split for part in parts]
         try:
-            self._step_with_room(loss_scale, found_nonfinite)
+            self._step_with_room(found_nonfinite)
         finally:
             self.optimizer.param_groups = own_groups
             for group, parts in zip(own_groups, split, strict=True):
                 _keep_state(group, parts)
 
-    def _step_with_room(self, loss_scale: Tensor | None, found_nonfinite: Tensor) -> None:
+    def _step_with_room(self, found_nonfinite: Tensor) -> None:
         """Makes the step; after an out-of-memory error once more, if no parameter and no state had been written yet."""
         before = self._versions()
         try:
-            self._step(loss_scale, found_nonfinite)
+            self._step(found_nonfinite)
             return
         except (RuntimeError, MemoryError) as error:
             after = self._versions()
@@ -121,26 +130,22 @@ class LayerwiseOptimizer:
             self.survived.append(first_line(error))
         # Outside the handler: the traceback no longer holds the attempt's tensors.
         self._release_memory()
-        self._step(loss_scale, found_nonfinite)
+        self._step(found_nonfinite)
 
     def _versions(self) -> dict[int, int]:
         """Returns how often each parameter and state tensor has been written in place."""
         state = [value for of_one in self.optimizer.state.values() for value in of_one.values()]
         return {id(t): t._version for t in (*self.parameters, *state) if isinstance(t, Tensor)}
 
-    def _step(self, loss_scale: Tensor | None, found_nonfinite: Tensor) -> None:
-        if loss_scale is None:
-            self.optimizer.step()
-        elif self._skips_on_device:
+    def _step(self, found_nonfinite: Tensor) -> None:
+        if self._skips_on_device and all(group.get("fused") for group in self.optimizer.param_groups):
             # Attributes that PyTorch's fused optimizers read; torch.amp.GradScaler sets the same.
-            vars(self.optimizer).update(grad_scale=loss_scale, found_inf=found_nonfinite)
+            vars(self.optimizer).update(grad_scale=None, found_inf=found_nonfinite)
             try:
                 self.optimizer.step()
             finally:
-                vars(self.optimizer).update(grad_scale=None, found_inf=None)
+                vars(self.optimizer).update(found_inf=None)
         elif not found_nonfinite.item():
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
-            torch._foreach_mul_(gradients, 1.0 / loss_scale)
             self.optimizer.step()
 
     def _split(self, group: dict[str, Any], lr_factor: float, lr_scale: Mapping[str, float]) -> list[dict[str, Any]]:

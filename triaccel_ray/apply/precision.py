@@ -1,11 +1,11 @@
-"""Each layer computes in the precision its plan names; everything between layers follows the data it receives."""
+"""Each layer computes in the precision its plan names, under an autocast region of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache, partial
 from types import MappingProxyType, MethodType
 from typing import Any
 
@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from triaccel_ray.apply.copies import ComputeCopies
 from triaccel_ray.apply.fused_norm import FusedNorm
 from triaccel_ray.dtypes import DTYPES
-from triaccel_ray.layers import NORMS, SINGLE_DTYPE_NORMS, Layer
+from triaccel_ray.layers import Layer, uncompiled
 from triaccel_ray.plan import Precision
-from triaccel_ray.structure import map_tensors, tensors_in
+from triaccel_ray.pytree import cast_floating, tensors_in
 
 _NO_COPIES: Mapping[int, Tensor] = MappingProxyType({})
 _EMULATED_RATIO = 2.5
@@ -32,19 +32,27 @@ _SINGLE_DTYPE_FUNCTIONS = frozenset(
 )
 
 
-def supported_precisions(layer: Layer, device: torch.device, *, offer_emulated: bool = False) -> tuple[Precision, ...]:
-    """Returns what `layer` can compute in on `device`, FP32 always among them.
-
-    What the device merely emulates is left out unless `offer_emulated` says otherwise.
-    """
+def supported_precisions(layer: Layer, *, without: Collection[Precision] = ()) -> tuple[Precision, ...]:
+    """Returns what `layer` can compute in, FP32 always among them, and nothing of `without`."""
     if layer.fixed_precision:
         return (Precision.FP32,)
-    emulated = () if offer_emulated else emulated_precisions(device.type)
-    return tuple(level for level in Precision if level not in emulated)
+    return tuple(level for level in Precision if level not in without)
+
+
+def useless_precisions(device_type: str, *, is_compiled: bool) -> Mapping[Precision, str]:
+    """Returns the precisions that gain nothing, each with the reason.
+
+    Compiled code takes as long in FP16 as in BF16 (ViT-S on an H200: 9.0 and 8.9 ms a step), while FP16 needs a loss
+    scale and each new plan seconds of compilation.
+    """
+    emulated = _emulated_precisions(device_type)
+    if is_compiled and Precision.BF16 not in emulated:
+        return {Precision.FP16: "compiled code is no faster in fp16 than in bf16", **emulated}
+    return emulated
 
 
 @cache
-def emulated_precisions(device_type: str) -> Mapping[Precision, str]:
+def _emulated_precisions(device_type: str) -> Mapping[Precision, str]:
     """Returns the precisions without instructions of their own on a device, each with how that was found out.
 
     A GPU is asked. A CPU is timed: forward and backward pass of a small convolution, the best of three, against FP32.
@@ -74,15 +82,24 @@ def _convolution_seconds(dtype: torch.dtype) -> float:
     return min(seconds)
 
 
-class LayerPrecision:
-    """Casts a layer's inputs and weights on entry, so that it computes, and returns, in its own precision.
+class _Region:
+    """A layer's compute dtype. Compiled code is specialised on it: equal blocks with equal dtypes share their code."""
 
-    Weights stay FP32 parameters. Where `copies` holds a weight in the layer's precision the layer computes with that,
-    and the gradient arrives there; else the cast is part of the graph and the gradient arrives in FP32. Batch
-    normalisation and activations take what they are given. Layer, group and RMS normalisation demand one dtype and
-    have their parameters cast to that of their input. Operations between layers that multiply matrices (attention
-    written out, say) could meet two precisions; they run under `torch.autocast` to the plan's most common low one.
-    Functions that autocast leaves with two dtypes, or refuses FP16 beside BF16 (concatenation), get the wider of them.
+    __slots__ = ("dtype",)
+
+    def __init__(self) -> None:
+        self.dtype: torch.dtype | None = None
+        """None: the layer computes as if nobody had touched it."""
+
+
+class LayerPrecision:
+    """Runs each layer's forward function under `torch.autocast` to its dtype, or without autocast in FP32.
+
+    Weights stay FP32 parameters: their casts are part of the graph, and gradients arrive in FP32. Where `copies` holds
+    a weight in the layer's precision the layer computes with that, and the gradient arrives there. Between layers
+    autocast's own policy holds, to the plan's most common low dtype: embeddings, norms and residual sums are FP32 as
+    under `torch.amp`, batch normalisation follows its input. Functions for which autocast refuses FP16 beside BF16
+    (concatenation) get FP32.
     """
 
     def __init__(
@@ -95,7 +112,7 @@ class LayerPrecision:
     ) -> None:
         """Wraps the layers' forward functions; `remove` undoes it.
 
-        `norms` are told to write what the layers that read them compute in, so that no cast stands at the border.
+        `norms` are told to write what the layers that read them compute in, so that no cast stands between.
 
         Raises:
             ValueError: the model, or the one that it is a copy of, is wrapped already.
@@ -106,15 +123,14 @@ class LayerPrecision:
         self._name_of = {module: layer.name for layer in layers for module in layer.modules}
         self._device_type = next(model.parameters()).device.type
         self._glue: torch.dtype | None = None
-        self._dtypes: dict[str, torch.dtype] = {layer.name: torch.float32 for layer in layers}
-        self._is_set = self._suspended = self.is_removed = False
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._regions = {layer.name: _Region() for layer in layers}
+        self._is_suspended = self.is_removed = False
         self._wrapped: list[tuple[nn.Module, Any]] = []
         for layer in layers:
             for module in layer.modules:
-                self._wrap_layer(module, layer.name)
-        for module in model.modules():
-            if isinstance(module, SINGLE_DTYPE_NORMS):
-                self._wrap_norm(module)
+                self._wrap(module, self._regions[layer.name])
+        self.set(dict.fromkeys(self._regions, Precision.FP32))
 
     def set(self, precision: Mapping[str, Precision]) -> None:
         """Puts the layers' precisions into force.
@@ -122,13 +138,14 @@ class LayerPrecision:
         Raises:
             KeyError: a name is not a layer's.
         """
-        unknown = sorted(set(precision) - set(self._dtypes))
+        unknown = sorted(set(precision) - set(self._regions))
         if unknown:
             raise KeyError(f"layers {unknown} are not in the model")
         wanted = {**self._dtypes, **{name: DTYPES[level] for name, level in precision.items()}}
-        if wanted == self._dtypes and self._is_set:
+        if wanted == self._dtypes:
             return
-        self._dtypes, self._is_set = wanted, True
+        self._dtypes = wanted
+        self._put()
         if self.copies is not None:
             self.copies.set(self._dtypes)
         for norm in self._norms:
@@ -161,22 +178,25 @@ class LayerPrecision:
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Returns a context for the forward pass, inside which precisions apply between layers too."""
-        enabled = self._glue is not None and not self._suspended
-        is_mixed = enabled and len(set(self._dtypes.values())) > 1
+        enabled = self._glue is not None and not self._is_suspended
+        refuses = enabled and {torch.float16, torch.bfloat16} <= set(self._dtypes.values())
         with (
             torch.autocast(self._device_type, dtype=self._glue or torch.bfloat16, enabled=enabled),
-            _Promotion() if is_mixed else contextlib.nullcontext(),
+            _Promotion() if refuses else contextlib.nullcontext(),
         ):
             yield
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Returns a context inside which everything computes in FP32, whatever the plan."""
-        before, self._suspended = self._suspended, True
+        """Returns a context inside which the model computes in FP32 and uncompiled, whatever the plan."""
+        before, self._is_suspended = self._is_suspended, True
+        self._put()
         try:
-            yield
+            with uncompiled():
+                yield
         finally:
-            self._suspended = before
+            self._is_suspended = before
+            self._put()
 
     def remove(self) -> None:
         """Gives every module its own forward function back."""
@@ -185,40 +205,49 @@ class LayerPrecision:
             if own is not None:
                 module.__dict__["forward"] = own
         self._wrapped.clear()
-        self._suspended = self.is_removed = True  # for deep copies of the model, which keep the wrapping
+        self._is_suspended = self.is_removed = True  # for deep copies of the model, which keep the wrapping
+        self._put()
 
-    def _wrap_layer(self, module: nn.Module, name: str) -> None:
-        original = _unbound_forward(module)
+    def _put(self) -> None:
+        for name, dtype in self._dtypes.items():
+            self._regions[name].dtype = None if self._is_suspended else dtype
+
+    def _wrap(self, module: nn.Module, region: _Region) -> None:
+        original, device_type = _unbound_forward(module), self._device_type
+        copied = contextlib.nullcontext if self.copies is None else partial(_computing_with, module, self.copies)
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._suspended:
+            if region.dtype is None:
                 return original(module, *args, **kwargs)
-            dtype = self._dtypes[name]
-            with torch.autocast(self._device_type, enabled=False), _parameters_as(module, dtype, self.copies_in_force):
-                return original(module, *_cast(args, dtype), **_cast(kwargs, dtype))
+            if region.dtype is torch.float32:
+                with torch.autocast(device_type, enabled=False):
+                    return original(module, *cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32))
+            # Uncached: autocast's cache does not tell FP16 casts of a weight from BF16 ones.
+            with torch.autocast(device_type, dtype=region.dtype, cache_enabled=False), copied():
+                return original(module, *args, **kwargs)
 
-        self._install(module, forward)
-
-    def _wrap_norm(self, module: nn.Module) -> None:
-        original = _unbound_forward(module)
-
-        def forward(module: nn.Module, input: Tensor) -> Any:  # noqa: A002  # the name that callers may use
-            if self._suspended:
-                return original(module, input)
-            with torch.autocast(self._device_type, enabled=False), _parameters_as(module, input.dtype, {}):
-                return original(module, input)
-
-        self._install(module, forward)
-
-    def _install(self, module: nn.Module, forward: Any) -> None:
+        forward.owner = self  # type: ignore[attr-defined]  # functions take attributes
         self._wrapped.append((module, module.__dict__.get("forward")))
-        forward.owner = self
         # Bound to its module, so that a deep copy of the model computes with its own weights.
         module.__dict__["forward"] = MethodType(forward, module)
 
 
+@contextlib.contextmanager
+def _computing_with(module: nn.Module, copies: ComputeCopies) -> Iterator[None]:
+    """Lets the parameters of `module` and of the modules below it appear as their copies, where there are any."""
+    saved = [(part, part._parameters) for part in (module.modules() if module._modules else (module,))]
+    try:
+        for part, own in saved:
+            shown: dict[str, Any] = {name: copies.in_force.get(id(p), p) for name, p in own.items()}
+            part._parameters = shown
+        yield
+    finally:
+        for part, own in saved:
+            part._parameters = own
+
+
 class _Promotion(TorchFunctionMode):
-    """Gives functions that demand one dtype the wider one of what they are given."""
+    """Gives functions that demand one dtype FP32, or FP64, where they are given several."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -226,7 +255,7 @@ class _Promotion(TorchFunctionMode):
             dtypes = {tensor.dtype for tensor in tensors_in([args, kwargs]) if tensor.is_floating_point()}
             if len(dtypes) > 1:
                 widest = torch.float64 if torch.float64 in dtypes else torch.float32
-                args, kwargs = _cast(args, widest), _cast(kwargs, widest)
+                args, kwargs = cast_floating(args, widest), cast_floating(kwargs, widest)
         return func(*args, **kwargs)
 
 
@@ -241,33 +270,3 @@ def _unbound_forward(module: nn.Module) -> Callable[..., Any]:
     if own is None:
         return type(module).forward
     return lambda _, *args, **kwargs: own(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _parameters_as(module: nn.Module, dtype: torch.dtype, copies: Mapping[int, Any]) -> Iterator[None]:
-    """Lets the floating-point parameters of `module` and of the modules below it appear in `dtype`.
-
-    From `copies` (id of a parameter -> its copy) where there is one, else cast. Norms below it are left to themselves,
-    unless `module` is the norm.
-    """
-    if dtype is torch.float32:
-        yield
-        return
-    saved: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
-    try:
-        for part in module.modules() if module._modules else (module,):
-            if part is module or not isinstance(part, NORMS):
-                saved.append((part, part._parameters))
-                part._parameters = {
-                    name: copies[id(p)] if id(p) in copies else _cast(p, dtype) for name, p in part._parameters.items()
-                }
-        yield
-    finally:
-        for part, parameters in saved:
-            part._parameters = parameters
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from triaccel_ray.apply.compile import Compilation, first_paragraph, is_compile_error, is_compiled
 from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.fuse import Fusion
 from triaccel_ray.apply.precision import LayerPrecision
@@ -17,7 +18,7 @@ from triaccel_ray.layers import Loss, forward
 from triaccel_ray.obstacles import watched
 from triaccel_ray.out_of_memory import BudgetExceededError, first_line, is_out_of_memory
 from triaccel_ray.plan import Fault, FaultKind
-from triaccel_ray.structure import map_tensors
+from triaccel_ray.pytree import cast_floating
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +53,25 @@ class Step:
         release_memory: Callable[[], None],
         is_exceeded_at_rest: Callable[[], bool] = lambda: False,
         fusion: Fusion | None = None,
+        compilation: Compilation | None = None,
     ) -> None:
         """Borrows the model and its surroundings; `check_memory` raises when the process is beyond its budget.
 
         `is_exceeded_at_rest` says whether it is so without a batch in flight. `fusion` computes in place of `model`
-        for as long as it stands for it.
+        for as long as it stands for it, `compilation` until compiling fails.
         """
         self.model, self._loss, self.feed, self.precision = model, loss, feed, precision
-        self.fusion = fusion
+        self.fusion, self.compilation = fusion, compilation
+        self._is_users_compiled = is_compiled(model) and compilation is None
         self._check_memory, self._release_memory = check_memory, release_memory
         self._is_exceeded_at_rest = is_exceeded_at_rest
         self._num_micro_batches = 1
         self._is_budget_waived = False
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether passes run code from `torch.compile`, ours or the user's."""
+        return self.compilation is not None or self._is_users_compiled
 
     @property
     def num_micro_batches(self) -> int:
@@ -98,55 +106,76 @@ class Step:
             except (RuntimeError, MemoryError) as error:
                 is_soft = isinstance(error, BudgetExceededError)
                 is_smallest = -(-len(indices) // self._num_micro_batches) == 1
-                if not is_out_of_memory(error) or (is_smallest and not is_soft):
+                is_too_large = is_out_of_memory(error)
+                is_uncompilable = self.compilation is not None and is_compile_error(error) and not is_too_large
+                if not is_uncompilable and (not is_too_large or (is_smallest and not is_soft)):
                     raise
-                detail = first_line(error)
+                detail = first_paragraph(error) if is_uncompilable else first_line(error)
             # Outside the handler: the traceback no longer holds the attempt's tensors.
             self.zero_grad()
             before.restore(self.model, self.feed)
             self._release_memory()
+            obstacles.clear()
+            if is_uncompilable and self.compilation is not None:
+                self.compilation.remove()
+                self.compilation = None
+                text = f"torch.compile failed, the model runs as it is: {detail}"
+                faults.append(Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text))
+                continue
             if is_soft and (is_smallest or self._is_exceeded_at_rest()):
                 self._num_micro_batches, self._is_budget_waived = num_parts, True
                 exceeded = FaultKind.BUDGET_EXCEEDED
-                faults = [Fault(kind=exceeded, step=step, phase="forward_backward", detail=detail)]
+                faults[:] = [
+                    *_compiled_in(faults),
+                    Fault(kind=exceeded, step=step, phase="forward_backward", detail=detail),
+                ]
                 continue
             self._num_micro_batches = min(2 * self._num_micro_batches, len(indices))
             at_once = -(-len(indices) // self._num_micro_batches)
-            faults = [
+            faults[:] = [
+                *_compiled_in(faults),
                 Fault.out_of_memory(
                     detail, step=step, phase="forward_backward", batch_size=len(indices), micro_batch_size=at_once
-                )
+                ),
             ]
 
     def accumulate(
         self,
-        batches: Iterable[tuple[Any, Tensor]],
+        batches: Iterable[tuple[int, Any, Any]],
         num_samples: int,
         loss_scale: Tensor,
         obstacles: list[str] | None = None,
     ) -> Tensor:
         """Adds up the gradients of `batches`, parts of one batch of `num_samples`; returns the sum of their losses.
 
+        Each part is its number of samples, its inputs and its targets.
+
         Device work alone, as long as the model, the loss and the source of the batches do nothing else. With a list of
         `obstacles`, what a captured step could not do again is watched for, and added there.
         """
         loss_sum = torch.zeros((), dtype=torch.float64, device=loss_scale.device)
-        model = self.model if self.fusion is None or not self.fusion.holds() else self.fusion.module
         device = loss_scale.device
-        for inputs, targets in batches:
+        for count, inputs, targets in batches:
             watch = contextlib.nullcontext() if obstacles is None else watched(obstacles, device)
-            with watch:
+            compiled = contextlib.nullcontext() if self.compilation is None else self.compilation.in_force()
+            with watch, compiled:
                 with self.precision.in_force():
-                    outputs = _as_fp32(forward(model, inputs))
+                    outputs = cast_floating(forward(self._forward_of(inputs), inputs), torch.float32)
                 with torch.autocast(device.type, enabled=False):
                     loss = self._loss(outputs, targets)
                 self._require_memory()
-                (loss * (loss_scale * (len(targets) / num_samples))).backward()
+                (loss * (loss_scale * (count / num_samples))).backward()
             if self._num_micro_batches > 1 and self.precision.copies is not None:
                 self.precision.copies.gather_gradients()
-            loss_sum += loss.detach().double() * len(targets)
+            loss_sum += loss.detach().double() * count
             self._require_memory()
         return loss_sum
+
+    def _forward_of(self, inputs: Any) -> nn.Module:
+        """Returns what to call with `inputs`: the model, or what stands for it."""
+        if self.fusion is not None and self.fusion.holds():
+            return self.fusion.module
+        return self.model if self.compilation is None else self.compilation.forward_of(inputs)
 
     def _require_memory(self) -> None:
         if not self._is_budget_waived:
@@ -159,10 +188,15 @@ class Step:
         if self.precision.copies is not None:
             self.precision.copies.zero_grad()
 
-    def batches(self, indices: Tensor) -> Iterator[tuple[Any, Tensor]]:
-        """Yields the samples at `indices` in the present number of micro-batches."""
-        for part in _micro_batches(indices, self._num_micro_batches):
-            yield self.feed.source.batch(part, self.feed.generator)
+    def batches(self, indices: Tensor) -> Iterator[tuple[int, Any, Any]]:
+        """Yields the samples at `indices` in the present number of micro-batches: number, inputs, targets."""
+        for part in indices.split(_part_sizes(len(indices), self._num_micro_batches)):
+            yield len(part), *self.feed.source.batch(part, self.feed.generator)
+
+
+def _compiled_in(faults: list[Fault]) -> list[Fault]:
+    """Returns the faults that a later attempt does not replace."""
+    return [fault for fault in faults if fault.kind is FaultKind.COMPILED]
 
 
 class _Snapshot:
@@ -186,16 +220,13 @@ class _Snapshot:
             torch.cuda.set_rng_state(self._global_cuda, self._device)
 
 
-def _micro_batches(indices: Tensor, num_micro_batches: int) -> Sequence[Tensor]:
-    """Returns `indices` in at most `num_micro_batches` parts of nearly equal size.
+def _part_sizes(num_samples: int, num_micro_batches: int) -> list[int]:
+    """Returns the sizes of at most `num_micro_batches` parts, nearly equal.
 
     No sample is left alone beside larger parts: batch normalisation could not take it.
     """
-    parts = torch.tensor_split(indices, min(num_micro_batches, len(indices)))
-    if len(parts[-1]) == 1 < len(parts[0]):
-        return torch.tensor_split(indices, len(indices) // 2)
-    return parts
-
-
-def _as_fp32(outputs: Any) -> Any:
-    return map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, outputs)
+    num_parts = min(num_micro_batches, num_samples)
+    if num_samples // num_parts == 1 and num_samples > num_parts:
+        num_parts = num_samples // 2
+    size, num_larger = divmod(num_samples, num_parts)
+    return [size + 1] * num_larger + [size] * (num_parts - num_larger)

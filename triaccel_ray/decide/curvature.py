@@ -22,8 +22,8 @@ def remember_curvature(
 ) -> tuple[dict[str, LayerState], list[Reason]]:
     """Returns the layers' states after this tick's measurement, and who is newly held or released (rule 5).
 
-    A layer is held one precision higher while its largest smoothed eigenvalue exceeds tau_curv; only a measurement
-    can release it, so that a layer does not flap between two refreshes.
+    A layer is held one precision higher while the eigenvalue that also scales its rate exceeds tau_curv; only a
+    measurement can release it, so that a layer does not flap between two refreshes.
     """
     updated: dict[str, LayerState] = {}
     reasons: list[Reason] = []
@@ -35,12 +35,16 @@ def remember_curvature(
         eigenvalues = smooth_eigenvalues(
             config.smoothing, state.eigenvalues, signal.eigenvalues, is_second=state.measured_once
         )
-        largest = eigenvalues[0]
+        measured_once = state.eigenvalues is None
+        measured = replace(state, eigenvalues=eigenvalues, measured_once=measured_once)
+        largest = acting_eigenvalue(config, measured)
+        if largest is None:
+            updated[signal.name] = measured
+            continue
         held = largest > config.tau_curv
         if held != state.held:
             reasons.append(_hold_reason(signal, largest, config.tau_curv, held))
-        measured_once = state.eigenvalues is None
-        updated[signal.name] = replace(state, eigenvalues=eigenvalues, held=held, measured_once=measured_once)
+        updated[signal.name] = replace(measured, held=held)
     return updated, reasons
 
 
@@ -83,14 +87,20 @@ def smooth_noise(weight: float, past: NoiseSignal | None, measured: NoiseSignal 
 
 
 def lr_scale(config: CurvatureConfig, state: LayerState) -> float:
-    """Returns 1 / (1 + alpha max_i lambda_i), rule 4; 1 before a measurement or where the curvature is negative.
+    """Returns 1 / (1 + alpha max_i lambda_i), rule 4; 1 before a value acts or where the curvature is negative."""
+    largest = acting_eigenvalue(config, state)
+    return 1.0 if largest is None else 1.0 / (1.0 + config.alpha * max(largest, 0.0))
+
+
+def acting_eigenvalue(config: CurvatureConfig, state: LayerState) -> float | None:
+    """Returns the eigenvalue that scales the layer's rate and may hold its precision, rules 4 and 5; None: neither.
 
     Where measurements are averaged, a single one does not act yet: nothing tells an outlier from it.
     """
     is_single = state.measured_once and config.smoothing > 0.0
     if not config.enabled or not state.eigenvalues or is_single:
-        return 1.0
-    return 1.0 / (1.0 + config.alpha * max(state.eigenvalues[0], 0.0))
+        return None
+    return state.eigenvalues[0]
 
 
 def lr_reasons(old: Mapping[str, float], new: Mapping[str, float], layers: Mapping[str, LayerState]) -> list[Reason]:

@@ -1,16 +1,15 @@
-"""Rules 2 and 5: the precision of each layer, and what it costs at the borders."""
+"""Rules 2 and 5: the precision of each layer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from triaccel_ray.config import PrecisionConfig
-from triaccel_ray.decide.borders import Grant, Prediction, Wish, grant
 from triaccel_ray.decide.state import LayerState, nearest_supported
 from triaccel_ray.decide.throughput import barred_precision
 from triaccel_ray.plan import Precision, Reason, ReasonCode
-from triaccel_ray.signals import LayerCost, LayerSignal, Observation
+from triaccel_ray.signals import LayerSignal, Observation
 
 
 def precision_for_variance(config: PrecisionConfig, variance: float) -> Precision:
@@ -29,7 +28,6 @@ def decide_precision(
     config: PrecisionConfig,
     observation: Observation,
     layers: Mapping[str, LayerState],
-    costs: Sequence[LayerCost] | None = None,
     *,
     may_lower: bool = True,
 ) -> tuple[dict[str, Precision], dict[str, LayerState], list[Reason]]:
@@ -40,9 +38,6 @@ def decide_precision(
     it drifts through. Curvature promotes at once and releases at once, because it is measured rarely anyway.
 
     Without `may_lower` no layer is demoted by its variance now: the last change of plan is not judged yet.
-
-    With `costs`, what they settle on is granted as far as it pays (`borders.grant`). What a neighbour's change brings
-    about waits for no dwell of its own: the plan changes at that tick anyway.
     """
     if not config.enabled:
         return _keep_but_leave_fp16(observation, layers)
@@ -53,24 +48,16 @@ def decide_precision(
     settled = {
         signal.name: _settle(config, signal, before[signal.name], may_lower=may_lower) for signal in observation.layers
     }
-    granted = _grant(observation, settled, costs if config.border_aware else None)
     plan: dict[str, Precision] = {}
     updated: dict[str, LayerState] = {}
     reasons: list[Reason] = []
-    for signal, chosen in zip(observation.layers, granted.precision, strict=True):
+    for signal in observation.layers:
         name, old, new = signal.name, before[signal.name], settled[signal.name]
-        in_force, wanted, refused = observation.plan.precision[name], _chosen(signal, new), granted.refused.get(name)
-        changes = chosen is not in_force
-        if refused is None and changes:
+        in_force, chosen = observation.plan.precision[name], _chosen(signal, new)
+        if chosen is not in_force:
             reasons.append(_reason(config, signal, (old, new), in_force, chosen))
-        elif refused is not None and (changes or old.refused is not wanted):
-            reasons.append(_border_reason(name, wanted, refused, in_force, chosen))
-        plan[name] = chosen
-        updated[name] = replace(
-            new,
-            refused=None if refused is None else wanted,
-            ticks_since_change=0 if changes else new.ticks_since_change,
-        )
+            new = replace(new, ticks_since_change=0)
+        plan[name], updated[name] = chosen, new
     return plan, updated, reasons
 
 
@@ -91,30 +78,16 @@ def keep_precision(
             ticks_since_change=state.ticks_since_change + 1,
             fp16_bar_ticks=max(state.fp16_bar_ticks - 1, 0),
         )
-        chosen = _chosen(signal, state)
-        if chosen is in_force:
-            state = replace(state, refused=None)
-        elif chosen is not state.refused or chosen.rank > in_force.rank:
+        if _chosen(signal, state) is not in_force:
             bar = 0 if in_force is Precision.FP16 else state.fp16_bar_ticks
-            state = LayerState(by_variance=in_force, eigenvalues=state.eigenvalues, fp16_bar_ticks=bar)
+            state = LayerState(
+                by_variance=in_force,
+                eigenvalues=state.eigenvalues,
+                measured_once=state.measured_once,
+                fp16_bar_ticks=bar,
+            )
         updated[signal.name] = state
     return plan, updated
-
-
-def _grant(observation: Observation, layers: Mapping[str, LayerState], costs: Sequence[LayerCost] | None) -> Grant:
-    """Returns everything that the layers want; with costs, only what pays."""
-    known = {cost.name: cost for cost in costs or ()}
-    wishes = [
-        Wish(
-            name=signal.name,
-            in_force=observation.plan.precision[signal.name],
-            wanted=_chosen(signal, layers[signal.name]),
-            supported=signal.supported,
-            cost=known.get(signal.name),
-        )
-        for signal in observation.layers
-    ]
-    return Grant(precision=tuple(wish.wanted for wish in wishes)) if costs is None else grant(wishes)
 
 
 def _keep_but_leave_fp16(
@@ -174,9 +147,6 @@ def _reason(
     if retried and chosen is after.by_variance is before.by_variance:
         text = f"tried again after {chosen.value} was slower: {change}"
         return Reason(code=ReasonCode.SLOWER, subject=signal.name, text=text)
-    if chosen is before.refused:
-        text = f"its borders no longer cost more than it saves: {change}"
-        return Reason(code=ReasonCode.BORDER_RELEASED, subject=signal.name, text=text)
     if signal.variance is None or after.by_variance is before.by_variance:
         code, cause = ReasonCode.CURVATURE_RELEASED, "released by curvature"
         if after.held:
@@ -192,18 +162,6 @@ def _reason(
     if after.held:
         text += ", held one higher by curvature"
     return Reason(code=ReasonCode.VARIANCE, subject=signal.name, text=text, value=signal.variance, threshold=threshold)
-
-
-def _border_reason(name: str, wanted: Precision, refused: Prediction, in_force: Precision, chosen: Precision) -> Reason:
-    """Returns why a layer stays above what it wants, or is raised there beside a promoted neighbour."""
-    outcome = (
-        f"stays {chosen.value}" if chosen is in_force else f"{in_force.value} -> {chosen.value} with its neighbours"
-    )
-    whose = "its borders" if refused.num_layers == 1 else f"the borders of {refused.num_layers} such neighbours"
-    text = f"{wanted.value} saves {refused.saving_ms:.3g} ms, {whose} cost {refused.border_ms:.3g} ms: {outcome}"
-    return Reason(
-        code=ReasonCode.HELD_BORDER, subject=name, text=text, value=refused.saving_ms, threshold=refused.border_ms
-    )
 
 
 def _overflow_reason(signal: LayerSignal, in_force: Precision, chosen: Precision) -> Reason:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.plan import Plan, Precision, Reason
-from triaccel_ray.signals import LayerCost, NoiseSignal
+from triaccel_ray.signals import NoiseSignal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +26,6 @@ class LayerState:
     """Whether the eigenvalues are those of a single measurement."""
     held: bool = False
     """Whether curvature holds the layer one precision higher."""
-    refused: Precision | None = None
-    """The lower precision that the layer was refused because its borders would cost more than it saves."""
     fp16_bar_ticks: int = 0
     """Ticks during which the layer still stays out of FP16 after it overflowed there for good."""
     too_slow: Precision | None = None
@@ -87,8 +85,6 @@ class ControlState:
     layers: Mapping[str, LayerState]
     batch: BatchState = field(default_factory=BatchState)
     throughput: ThroughputState = field(default_factory=ThroughputState)
-    costs: tuple[LayerCost, ...] | None = None
-    """Measured last; None before the first measurement."""
     step: int = 0
     """Optimizer steps done at the last tick."""
     num_skipped: int = 0

@@ -24,7 +24,6 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     tick enlarges memory use (any number of layers promoted together, or the batch grown); retreats are not limited.
     After a plan that could not be applied, precision keeps what is in force and nothing is enlarged for one tick.
     """
-    costs = state.costs if observation.costs is None else observation.costs
     layers, hold_reasons = remember_curvature(config.curvature, observation, state.layers)
     judged = judge(config, observation, state.throughput, layers, state.batch)
     layers = judged.layers
@@ -35,7 +34,7 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     else:
         layers, overflow_reasons = bar_overflowing(config.precision, observation, state, layers)
         precision, layers, precision_reasons = decide_precision(
-            config.precision, observation, layers, costs, may_lower=not judged.is_open
+            config.precision, observation, layers, may_lower=not judged.is_open and _is_affordable(config, observation)
         )
         precision_reasons = [*overflow_reasons, *precision_reasons]
     enlarged = any(
@@ -68,7 +67,6 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
             layers=layers,
             batch=batch.state,
             throughput=watch(judged.state, observation.plan, plan),
-            costs=costs,
             step=observation.step,
             num_skipped=observation.num_skipped,
         ),
@@ -81,6 +79,12 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
             *_batch_lr_reasons(config.batch, observation.plan, plan),
         ),
     )
+
+
+def _is_affordable(config: ControlConfig, observation: Observation) -> bool:
+    """Returns whether what new plans have cost is within its share of the time that steps have taken."""
+    training_ms = observation.step * (observation.step_ms or 0.0)
+    return not config.do_no_harm or observation.adapting_ms <= config.control_share * training_ms
 
 
 def _apply_failed_reason(observation: Observation) -> Reason:

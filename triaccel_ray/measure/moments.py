@@ -20,11 +20,12 @@ class GradientMoments:
     def __init__(self, layers: Sequence[Layer], watched: Sequence[nn.Parameter], *, beta: float) -> None:
         """Watches the weights of `layers` for variance, and all `watched` parameters for non-finite gradients."""
         layer_of = {id(weight): index for index, layer in enumerate(layers) for weight in layer.weights}
-        self._beta = beta
+        self._beta, self._num_layers = beta, len(layers)
+        # What belongs to no layer is a group of its own, for the global norm.
         self._stats = GradStats(
             [p.numel() for p in watched],
-            [layer_of.get(id(p)) for p in watched],
-            num_groups=len(layers),
+            [layer_of.get(id(p), len(layers)) for p in watched],
+            num_groups=len(layers) + 1,
             beta=beta,
             device=watched[0].device,
         )
@@ -39,7 +40,17 @@ class GradientMoments:
 
     def read(self) -> Tensor:
         """Returns v_l with its bias towards the initial zero corrected, fp64 [num_layers]; NaN before any statistic."""
-        return self._stats.average / (1.0 - self._beta**self._stats.count)
+        average, count = self._stats.average[: self._num_layers], self._stats.count[: self._num_layers]
+        return average / (1.0 - self._beta**count)
+
+    def norm(self, loss_scale: Tensor) -> Tensor:
+        """Returns the global L2 norm of the last update's gradients without the factor `loss_scale`, fp64 scalar.
+
+        Not finite where a gradient was not.
+        """
+        stats = self._stats
+        squares = stats.sum_squares_about_mean + stats.sum**2 / stats.num_elements.clamp(min=1)
+        return squares.sum().sqrt() / loss_scale
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the averages and counts."""

@@ -17,7 +17,7 @@ from triaccel_ray.measure.memory import MemoryMeter
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.measure.timing import StepTimer
 from triaccel_ray.plan import Fault, Plan, Precision
-from triaccel_ray.signals import LayerCost, LayerSignal, NoiseSignal, Observation
+from triaccel_ray.signals import LayerSignal, NoiseSignal, Observation
 
 
 class Reading:
@@ -60,7 +60,6 @@ class Sensors:
         self._layers, self.moments, self.memory, self.timer = layers, moments, memory, timer
         self.losses = losses
         self._curvature: CurvatureEstimate | None = None
-        self._costs: tuple[LayerCost, ...] | None = None
         self._faults: list[Fault] = []
 
     def record_faults(self, faults: Sequence[Fault]) -> None:
@@ -77,15 +76,20 @@ class Sensors:
         """Keeps a measurement, still on the device, for the next tick."""
         self._curvature = estimate
 
-    def record_costs(self, costs: tuple[LayerCost, ...]) -> None:
-        """Keeps what the layers' precisions and borders cost, for the next tick."""
-        self._costs = costs
-
     def read(
-        self, *, plan: Plan, step: int, tick: int, epoch: float, loss_scale: Tensor, num_skipped: Tensor
+        self,
+        *,
+        plan: Plan,
+        step: int,
+        tick: int,
+        epoch: float,
+        loss_scale: Tensor,
+        num_skipped: Tensor,
+        num_skipped_in_row: Tensor,
     ) -> Reading:
         """Begins to read what was seen since the last reading, and begins anew. One copy from the device."""
-        packed = [self.moments.read(), self.losses, loss_scale.double().view(1), num_skipped.double().view(1)]
+        scalars = torch.stack([loss_scale.double(), num_skipped.double(), num_skipped_in_row.double()])
+        packed = [self.moments.read(), self.losses, scalars]
         if self._curvature is not None:
             packed.append(_pack_curvature(self._curvature))
         shape = None if self._curvature is None else self._curvature.shape
@@ -96,7 +100,6 @@ class Sensors:
             plan=plan,
             layers=(),
             memory=self.memory.read(),
-            costs=self._costs,
             faults=self.take_faults(),
         )
         step_ms = self.timer.read()
@@ -104,18 +107,18 @@ class Sensors:
             torch.cat(packed), lambda values: self._completed(replace(known, step_ms=step_ms()), values, shape)
         )
         self.losses.zero_()
-        self._curvature = self._costs = None
+        self._curvature = None
         return reading
 
     def _completed(self, known: Observation, values: Tensor, shape: SpectrumShape | None) -> Observation:
         """Returns `known` with what came from the device: variances, losses, loss scale and, with `shape`, spectra."""
         num_layers = len(self._layers)
         variances: list[float] = values[:num_layers].tolist()
-        loss_sum, num_samples, scale, skipped = values[num_layers : num_layers + 4].tolist()
+        loss_sum, num_samples, scale, skipped, in_row = values[num_layers : num_layers + 5].tolist()
         spectra: list[tuple[float, ...] | None] = [None] * num_layers
         noise = None
         if shape is not None:
-            spectra, noise = _unpack_curvature(values[num_layers + 4 :], shape)
+            spectra, noise = _unpack_curvature(values[num_layers + 5 :], shape)
         layers = tuple(
             LayerSignal(
                 name=name,
@@ -131,6 +134,7 @@ class Sensors:
             loss=loss_sum / num_samples if num_samples else None,
             loss_scale=scale,
             num_skipped=int(skipped),
+            num_skipped_in_row=int(in_row),
             noise=noise,
         )
 
@@ -143,7 +147,6 @@ class Sensors:
             "curvature": None if estimate is None else _pack_curvature(estimate),
             "curvature_shape": None if estimate is None else asdict(estimate.shape),
             "has_noise": estimate is not None and estimate.trace_covariance is not None,
-            "costs": None if self._costs is None else [encode(cost) for cost in self._costs],
             "faults": encode(tuple(self._faults)),
         }
 
@@ -152,8 +155,6 @@ class Sensors:
         self.moments.load_state_dict(state["moments"])
         self.losses.copy_(state["losses"])
         self._faults = [decode(Fault, fault) for fault in state["faults"]]
-        costs = state["costs"]
-        self._costs = None if costs is None else tuple(decode(LayerCost, cost) for cost in costs)
         self._curvature = None
         if state["curvature"] is not None:
             values = state["curvature"].to(self.losses.device)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 
 import torch
@@ -115,3 +116,39 @@ def _milliseconds(first: _Mark, last: _Mark) -> float:
         return float(first.elapsed_time(last))
     assert not isinstance(last, torch.cuda.Event)
     return 1e3 * (last - first)
+
+
+class TimeShare:
+    """Keeps work beside the training within a share of a GPU's time.
+
+    The next piece is taken to last as long as the last one. On a CPU, where equal runs are to do equal work, and
+    without a share everything is allowed.
+    """
+
+    def __init__(self, device: torch.device, share: float | None) -> None:
+        """Starts the clock."""
+        self._device, self._share = device, share if device.type == "cuda" else None
+        self._began = time.perf_counter()
+        self._spent_seconds = self._last_seconds = 0.0
+
+    @property
+    def allows(self) -> bool:
+        """Whether another piece would be within the share of the time so far."""
+        if self._share is None:
+            return True
+        return self._spent_seconds + self._last_seconds <= self._share * (time.perf_counter() - self._began)
+
+    @contextlib.contextmanager
+    def spending(self, *, counts: bool = True) -> Iterator[None]:
+        """Times the piece of work inside, and waits for the device to do so; one that does not count is a sample."""
+        if self._share is None:
+            yield
+            return
+        torch.cuda.synchronize(self._device)
+        began = time.perf_counter()
+        try:
+            yield
+            torch.cuda.synchronize(self._device)
+        finally:
+            self._last_seconds = time.perf_counter() - began
+            self._spent_seconds += self._last_seconds if counts else 0.0

@@ -1,0 +1,149 @@
+"""A GPT on the bytes of text files: trains anywhere, without a download, on the standard library of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainables.task import Purpose, Recipe, Splits, Task
+from trainables.text_files import Windows, read_bytes, split_by_file, text_files
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, require
+from triaccel_ray.metrics import BITS_PER_BYTE, PERPLEXITY, Metric
+
+NUM_BYTES = 256
+_ON_GPU = {"layers": 6, "width": 384, "heads": 6, "context": 256, "most_windows": 1 << 20}
+_ON_CPU = {"layers": 2, "width": 64, "heads": 4, "context": 64, "most_windows": 1 << 11}
+
+
+class Block(nn.Module):
+    """Causal self-attention, then a layer of four times the width; a norm before each, a sum behind."""
+
+    def __init__(self, width: int, heads: int, layers: int) -> None:
+        """Makes a block of one of `layers`; the more there are, the less each adds at first (GPT-2)."""
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        for linear in (self.qkv, self.out, self.up, self.down):
+            nn.init.normal_(linear.weight, std=0.02)
+            nn.init.zeros_(linear.bias)
+        for linear in (self.out, self.down):
+            nn.init.normal_(linear.weight, std=0.02 / (2 * layers) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns [b, t, width] for x [b, t, width]."""
+        x = x + self.attend(self.norm1(x))
+        y: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return y
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Returns what each position takes in from those up to itself, [b, t, width]."""
+        # each [b, heads, t, width / heads]
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y: Tensor = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return y
+
+
+class GPT(nn.Module):
+    """Logits of the next byte at every position; the embedding is the output's weight, too."""
+
+    def __init__(self, *, layers: int, width: int, heads: int, context: int) -> None:
+        """Draws the weights from torch's global generator.
+
+        Raises:
+            ValueError: the heads do not divide the width.
+        """
+        super().__init__()
+        require(width % heads == 0, "width", width, f"must be a multiple of heads = {heads}")
+        self.bytes, self.places = nn.Embedding(NUM_BYTES, width), nn.Embedding(context, width)
+        for embedding in (self.bytes, self.places):
+            nn.init.normal_(embedding.weight, std=0.02)
+        self.blocks = nn.ModuleList(Block(width, heads, layers) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, NUM_BYTES, bias=False)
+        self.head.weight = self.bytes.weight
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Returns logits [b, t, 256] of the byte that follows each in text, int64 [b, t] with t <= context."""
+        x = self.bytes(text) + self.places(torch.arange(text.shape[1], device=text.device))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class TextGpt(Task):
+    """A GPT on bytes, split by file into 80 % training, 10 % validation and 10 % test text.
+
+    The text is the modules of the installed Python's standard library, or the files below `--data-dir`. Another Python
+    has another library: figures of two versions are not comparable. A subclass sets the size; what it does not set is
+    10.8 million weights and all of the text on a GPU, 0.1 million and 2,048 windows of 64 bytes on a CPU.
+    """
+
+    name: ClassVar[str] = "text-gpt"
+    layers: ClassVar[int | None] = None
+    """Blocks."""
+    width: ClassVar[int | None] = None
+    """Features at every position."""
+    heads: ClassVar[int | None] = None
+    """Heads of attention; they divide the width."""
+    context: ClassVar[int | None] = None
+    """Bytes that the model sees."""
+    most_windows: ClassVar[int | None] = None
+    """Windows of context bytes to train on in an epoch at most, spread over the text; an eighth as many to judge."""
+    recipe: ClassVar[Recipe] = Recipe(epochs=5, lr=2e-3, warmup_epochs=0.5, weight_decay=0.1, amp="bf16")
+    control: ClassVar[ControlConfig] = ControlConfig(
+        every_steps=20,
+        curvature=CurvatureConfig(every_steps=200, num_samples=8),
+        batch=BatchConfig(start=32, minimum=16, maximum=64, granularity=16, lr_rule="sqrt", bound_by_noise_scale=True),
+    )
+    metrics: ClassVar[Mapping[str, Metric]] = {"bits_per_byte": BITS_PER_BYTE, "perplexity": PERPLEXITY}
+    objective: ClassVar[str] = "bits_per_byte"
+
+    def _size(self, name: str) -> int:
+        """Returns one measure of the model or the data: the class's own, or that which suits this machine."""
+        own: int | None = getattr(self, name)
+        return (_ON_GPU if torch.cuda.is_available() else _ON_CPU)[name] if own is None else own
+
+    def model(self) -> nn.Module:
+        """Returns the network."""
+        return GPT(**{name: self._size(name) for name in ("layers", "width", "heads", "context")})
+
+    def data(self, purpose: Purpose) -> Splits:
+        """Returns the samples for `purpose`; test files are read for FINAL alone.
+
+        Raises:
+            FileNotFoundError: the folder holds fewer than three files with text.
+        """
+        files = text_files(self.data_dir)
+        split = split_by_file({name: path.stat().st_size for name, path in files.items()})
+        final, context, most = purpose is Purpose.FINAL, self._size("context"), self._size("most_windows")
+        train = split["train"] + (split["validation"] if final else [])
+        held_out = split["test" if final else "validation"]
+        return Splits(
+            train=Windows(read_bytes([files[name] for name in train]), context, most),
+            held_out=Windows(read_bytes([files[name] for name in held_out]), context, max(most // 8, 1)),
+        )
+
+    def loss(self, outputs: Any, targets: Tensor, recipe: Recipe) -> Tensor:
+        """Returns the mean cross-entropy of a byte, in nats: outputs [b, t, 256], targets [b, t]."""
+        smoothing = recipe.label_smoothing
+        return F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten(), label_smoothing=smoothing)
+
+    def optimizer(self, model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+        """Returns AdamW; embeddings and matrices decay, norms and biases do not."""
+        parameters = list(model.parameters())
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": recipe.weight_decay},
+            {
+                "params": [p for p in parameters if p.dim() < 2],
+                "weight_decay": 0.0,
+                "lr": recipe.lr * recipe.norm_bias_lr_factor,
+            },
+        ]
+        return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=True)

@@ -1,0 +1,104 @@
+"""Text as bytes: which files there are, which of them are held out, and samples cut from their bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from triaccel_ray.config import require
+from triaccel_ray.sources import DataSource
+
+_NOT_ITS_OWN = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+"""Folders of the standard library that hold other packages, or its tests, which not every installation has."""
+_SHARE_HELD_OUT = 0.1
+"""Of the bytes, for validation and for testing each."""
+PARTS = ("test", "validation", "train")
+
+
+def text_files(folder: Path | None) -> dict[str, Path]:
+    """Returns the files below `folder` by their names there, hidden and empty ones left out, in order of name.
+
+    Without a folder, the modules of the standard library.
+
+    Raises:
+        FileNotFoundError: there are fewer than three, one for each part.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder.expanduser()
+    found = {}
+    for path in sorted(root.rglob("*.py" if folder is None else "*")):
+        parts = path.relative_to(root).parts
+        is_own = _NOT_ITS_OWN.isdisjoint(parts) if folder is None else not any(part.startswith(".") for part in parts)
+        if is_own and path.is_file() and path.stat().st_size:
+            found["/".join(parts)] = path
+    if len(found) < len(PARTS):
+        raise FileNotFoundError(
+            f"{root} holds {len(found)} files with text: must hold at least {len(PARTS)}, for training, validation and "
+            "testing, each file in one of them; cut a large one (`split -n l/20 FILE`), or name another --data-dir"
+        )
+    return found
+
+
+def split_by_file(sizes: Mapping[str, int]) -> dict[str, list[str]]:
+    """Returns the names of the files of each part, given their bytes by name.
+
+    Files come in the order of a hash of their names. The first that make up a tenth of the bytes are for testing, the
+    next that do for validation, and each part has one file at least.
+    """
+    order = sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).digest())
+    wanted = _SHARE_HELD_OUT * sum(sizes.values())
+    split = {}
+    for num_after, part in ((2, "test"), (1, "validation")):
+        count, taken = 1, sizes[order[0]]
+        while taken < wanted and count < len(order) - num_after:
+            taken += sizes[order[count]]
+            count += 1
+        split[part], order = order[:count], order[count:]
+    return {**split, "train": order}
+
+
+def read_bytes(paths: Sequence[Path]) -> Tensor:
+    """Returns the files' bytes one after another, a zero byte behind each: uint8 [n]."""
+    return torch.frombuffer(bytearray(b"".join(path.read_bytes() + b"\0" for path in paths)), dtype=torch.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class Windows(DataSource):
+    """Windows of `context` + 1 bytes: inputs are the first `context` of each, targets the last, int64 [b, context].
+
+    All that there are, one behind the other; or `most` of them, evenly spread over the text.
+    """
+
+    text: Tensor
+    """uint8 [n]"""
+    context: int
+    most: int
+
+    def __post_init__(self) -> None:
+        rule = f"must hold at least {self.context + 1} bytes, one window; give more text or a smaller context"
+        require(len(self.text) > self.context, "text (bytes)", len(self.text), rule)
+
+    def __len__(self) -> int:
+        """Returns the number of windows."""
+        return min((len(self.text) - 1) // self.context, self.most)
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether a batch is cut out on the device alone: always."""
+        return True
+
+    def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """Returns the windows at `indices`; nothing about them is random."""
+        device, stride = self.text.device, (len(self.text) - 1) // len(self)
+        places = indices.to(device)[:, None] * stride + torch.arange(self.context + 1, device=device)
+        windows = self.text[places].long()
+        return windows[:, :-1], windows[:, 1:]
+
+    def to(self, device: torch.device) -> Windows:
+        """Returns the same windows of bytes on `device`."""
+        return Windows(self.text.to(device), self.context, self.most)

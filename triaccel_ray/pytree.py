@@ -1,0 +1,56 @@
+"""Nested values that hold tensors, as models take and return them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree  # no public name yet; torch.func and Hugging Face register their types there
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Returns `value` with every tensor in it replaced by `function` of it; containers keep their types.
+
+    Walked through are what PyTorch's pytree knows (tuples, named tuples, lists, dicts, `ModelOutput`), other mappings
+    and dataclasses. Anything else that is no tensor stays as it is.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    return _pytree.tree_map(lambda leaf: _map_leaf(function, leaf), value)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Returns the tensors in `value`, in the order in which `map_tensors` meets them."""
+    found: list[Tensor] = []
+    map_tensors(found.append, value)
+    return found
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Returns `value` with its floating-point tensors in `dtype`."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+
+
+def _map_leaf(function: Callable[[Tensor], Any], leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return function(leaf)
+    if isinstance(leaf, Mapping):
+        items = {key: map_tensors(function, item) for key, item in leaf.items()}
+        if not isinstance(leaf, dict):
+            return type(leaf)(items)  # type: ignore[call-arg]  # as mappings are made
+        mapping = copy.copy(leaf)  # of any kind, such as one that knows a default
+        for key, item in items.items():
+            mapping[key] = item
+        return mapping
+    if isinstance(leaf, tuple | list):  # of a class of its own
+        return type(leaf)(map_tensors(function, item) for item in leaf)
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        same = copy.copy(leaf)  # `dataclasses.replace` would run the class's own checks on what `function` returns
+        for field in dataclasses.fields(leaf):
+            object.__setattr__(same, field.name, map_tensors(function, getattr(leaf, field.name)))
+        return same
+    return leaf
