@@ -51,8 +51,11 @@ Method = Literal["triaccel", "fp32", "amp", "engine-amp", "fixed", "dynamic-batc
 # Long ones: of a field's docstring tyro would keep the line breaks.
 METHOD_HELP = "How to train. " + "; ".join(f"{name}: {METHODS[name]}" for name in get_args(Method)) + "."
 OBJECTIVE_HELP = (
-    "What to maximize among trials within --margin of AMP's accuracy. pareto draws trials for accuracy, time and "
-    "memory at once, and ranks them by score."
+    "What to optimize among trials within --margin of AMP. metric is what the task is judged by, such as accuracy. "
+    "pareto draws trials for metric, time and memory at once, and ranks them by score."
+)
+MARGIN_HELP = (
+    "What a trial may lose against AMP on validation samples: percentage points of accuracy, percent of other metrics."
 )
 FIXED_HELP = (
     "Fixed settings to try on validation samples: pairs of precision and batch size. The best becomes the row `fixed`. "
@@ -104,10 +107,9 @@ class Search:
     trials: int = 16
     """Configurations to try."""
     objective: Annotated[
-        Literal["score", "accuracy", "time", "memory", "pareto"], tyro.conf.arg(help=OBJECTIVE_HELP)
+        Literal["score", "metric", "accuracy", "time", "memory", "pareto"], tyro.conf.arg(help=OBJECTIVE_HELP)
     ] = "score"
-    margin: float = 1.0
-    """Validation accuracy that a trial may lose against AMP, in percentage points."""
+    margin: Annotated[float, tyro.conf.arg(help=MARGIN_HELP)] = 1.0
     trials_per_gpu: Annotated[int, tyro.conf.arg(help=f"Trials {SHARING}")] = 1
     seed: int = 0
     """Seed of the sampler and of every run."""

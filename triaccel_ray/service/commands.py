@@ -172,7 +172,7 @@ def _(command: cli.Doctor) -> int:
     if command.tasks:
         for name in TASKS:
             task = load_task(name, None)
-            out.print(f"{name:40} {task.recipe.epochs} epochs, batch {task.control.batch.start}")
+            out.print(f"{name:40} {task.recipe.epochs} epochs, batch {task.control.batch.start}, {task.goal.words}")
         return 0
     return show_findings(command.where.storage_path, command.where.tracking_uri, command.where.address)
 
@@ -233,7 +233,7 @@ def _train(spec: RunSpec, place: Place, where: Where, given: str | None, *, resu
         recording(tracker, folder, words, experiment=experiment),
     ):
         specs, num_gpus = {folder.name: spec}, _num_gpus(spec, where.address)
-        with RunProgress(f"{spec.task}: {METHODS[spec.method]}", specs, each_epoch=True) as progress:
+        with RunProgress(f"{spec.task}: {METHODS[spec.method]}", specs, goal=spec.goal, each_epoch=True) as progress:
             outcomes = run_all(specs, place.parent, num_gpus=num_gpus, on_glance=progress.update, resume=resume)
     outcome = outcomes[folder.name]
     if isinstance(outcome, Exception):  # or input that only the actor could judge
@@ -254,7 +254,7 @@ def _search(spec: SearchSpec, place: Place, where: Where, given: str | None, *, 
     with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, parent) as log:
         with _ray(where, words):
             num_gpus, shared = _num_gpus(spec.base, where.address), _shared(spec.base)
-            with RunProgress(f"{spec.base.task}: baselines and probe") as progress:
+            with RunProgress(f"{spec.base.task}: baselines and probe", goal=spec.base.goal) as progress:
                 prepared = prepare(spec, place, num_gpus=num_gpus, on_glance=progress.update, shared=shared)
             title = f"{spec.base.task}: {spec.num_trials} trials"
             with TrialProgress(title, spec.num_trials, folder / TRIALS, prepared.objective):
@@ -289,7 +289,7 @@ def _compare(spec: ComparisonSpec, place: Place, where: Where, given: str | None
             if read_comparison(folder).choices is None:
                 _choose(spec, place, num_gpus)
             todo = read_comparison(folder).unfinished()
-            with RunProgress(f"{spec.base.task}: comparison", todo) as progress:
+            with RunProgress(f"{spec.base.task}: comparison", todo, goal=spec.base.goal) as progress:
                 outcomes = run_all(todo, place, num_gpus=num_gpus, on_glance=progress.update, resume=True)
         record = read_comparison(folder)
         refused = next(iter(outcomes.values()), None)
@@ -325,7 +325,7 @@ def _ray(where: Where, words: str) -> AbstractContextManager[None]:
 def _choose(spec: ComparisonSpec, place: Place, num_gpus: float) -> None:
     """Has the trials on validation samples run; the object store has these samples meanwhile, and no longer."""
     shared = _shared(trial_of(spec.base))
-    with RunProgress(f"{spec.base.task}: trials on validation samples") as progress:
+    with RunProgress(f"{spec.base.task}: trials on validation samples", goal=spec.base.goal) as progress:
         choose(spec, place, num_gpus=num_gpus, on_glance=progress.update, shared=shared)
 
 

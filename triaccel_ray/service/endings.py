@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -26,6 +27,42 @@ def as_interrupt(*numbers: signal.Signals) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def never_lost() -> Iterator[None]:
+    """Has a Ctrl-C that comes while a process is started take effect at the end of what happens inside; others at once.
+
+    Python drops exceptions that leave its fork hooks: a KeyboardInterrupt raised there would be lost, and the lock of
+    `logging` would stay taken.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    pressed = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        if not _starts_process(frame):
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if pressed:
+            raise KeyboardInterrupt
+
+
+def _starts_process(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code is subprocess.Popen.__init__.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextlib.contextmanager

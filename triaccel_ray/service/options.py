@@ -126,11 +126,13 @@ class Training:
     memory_headroom: Size = None
     """Memory limit above what the idle process holds, such as 500MiB. Replaces the budget."""
     data_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
-    """Folder of the data files, in torchvision's layout or CIFAR's binary one. Default: the task's cache."""
+    """Folder of the data files: CIFAR's, in torchvision's or the binary layout, or text. Default: the task's own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto takes a GPU if there is one."""
     capture: Given[Literal["on", "off"]] = None
     """Run steps on a GPU as CUDA graphs. Turn off if the model's Python code must run at every step. Default: on."""
+    compile: Given[Literal["auto", "on", "off"]] = None
+    """Use torch.compile: on any model, or on a GPU on those without fused batch normalization. Default: auto."""
     fuse: Given[Literal["on", "off"]] = None
     """Fuse batch normalization with the operations after it, on a GPU. Default: on."""
     recompute: Given[Literal["on", "off"]] = None
@@ -165,7 +167,7 @@ class Training:
         """Returns `execution` with what was given."""
         names = ("capture", "fuse", "recompute", "autotune", "lean_memory")
         switched = {name: value == "on" for name in names if (value := getattr(self, name)) is not None}
-        return replace(execution, **switched, **_given({"data_on": self.data_on}))
+        return replace(execution, **switched, **_given({"data_on": self.data_on, "compile": self.compile}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +208,8 @@ class Thresholds:
     """How the learning rate follows the batch size."""
     noise_bound: Given[Literal["on", "off"]] = None
     """Stop growing the batch at the gradient noise scale. Needs --curvature fisher."""
+    clip_norm: Given[float] = None
+    """Global norm to which larger gradients are scaled down."""
 
     def onto(self, control: ControlConfig, *, batch_size: int | None = None) -> ControlConfig:
         """Returns `control` with the thresholds that were given.
@@ -246,7 +250,7 @@ class Thresholds:
             precision=replace(control.precision, **_given(precision)),
             curvature=replace(control.curvature, **_given(curvature)),
             batch=replace(control.batch, **_given(batch)),
-            **_given({"every_steps": self.t_ctrl}),
+            **_given({"every_steps": self.t_ctrl, "clip_norm": self.clip_norm}),
         )
 
 

@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from triaccel_ray.events import End, Epoch, LogError, parse_event
+from triaccel_ray.metrics import Goal
 from triaccel_ray.out_of_memory import first_line
-from triaccel_ray.score import BYTES_PER_GB
+from triaccel_ray.score import ACCURACY, BYTES_PER_GB
 from triaccel_ray.service import console
 from triaccel_ray.service.console import plain_table
 from triaccel_ray.service.runs.objective import Objective
@@ -72,14 +73,16 @@ class Progress:
 class RunProgress(Progress):
     """Epochs, images per second, batch size, memory against the limit and precisions of a set of runs."""
 
-    def __init__(self, title: str, names: Iterable[str] = (), *, each_epoch: bool = False) -> None:
+    def __init__(
+        self, title: str, names: Iterable[str] = (), *, goal: Goal = ACCURACY, each_epoch: bool = False
+    ) -> None:
         """Lists the runs of these names as waiting; others are added when something is known of them.
 
         Without a terminal a run has a line at its end, and with `each_epoch` one for every epoch.
         """
         super().__init__(title)
         self._glances: dict[str, Glance] = {name: Glance(name=name) for name in names}
-        self._each_epoch = each_epoch
+        self._goal, self._each_epoch = goal, each_epoch
         self._last_reason = ""
 
     def update(self, glance: Glance) -> None:
@@ -100,7 +103,7 @@ class RunProgress(Progress):
             self.say(f"{glance.name} failed: {'likewise' if reason == self._last_reason else reason}")
             self._last_reason = reason
         elif glance.results is not None and not self._each_epoch:
-            self.say(f"{glance.name} finished: {_figures(glance.results)}")
+            self.say(f"{glance.name} finished: {_figures(glance.results, self._goal)}")
         elif glance.last is not None and self._each_epoch:
             self._say_epoch(glance.last, now)
         self._refresh()
@@ -108,12 +111,13 @@ class RunProgress(Progress):
     def _say_epoch(self, epoch: Epoch, known: Glance) -> None:
         status = known.status
         num_epochs = 0 if status is None else status.num_epochs
+        judged = epoch.held_out(self._goal)
         if epoch.epoch not in (1, num_epochs) and epoch.epoch % max(math.ceil(num_epochs / MAX_LINES), 1):
             return
         parts = [
             f"epoch {epoch.epoch}" + (f"/{num_epochs}" if num_epochs else ""),
             f"loss {epoch.train_loss:.4f}",
-            *([] if epoch.held_out_accuracy is None else [f"accuracy {epoch.held_out_accuracy:.2f} %"]),
+            *([] if judged is None else [self._goal.named(judged)]),
             f"batch {epoch.batch_size}",
             *([] if status is None else [_precisions(status.layers_per_precision)]),
             format_bytes(epoch.peak_bytes) + ("" if status is None else f" of {format_bytes(status.limit_bytes)}"),
@@ -122,7 +126,7 @@ class RunProgress(Progress):
         self.say(", ".join(parts))
 
     def _table(self) -> Table:
-        table = plain_table("run", "epoch", "", "images/s", "batch", "memory", "layers", "val. acc.")
+        table = plain_table("run", "epoch", "", "samples/s", "batch", "memory", "layers", "validation")
         for name, glance in self._glances.items():
             status = glance.status
             if glance.error is not None:
@@ -140,7 +144,7 @@ class RunProgress(Progress):
                     str(status.batch_size),
                     f"{format_bytes(status.used_bytes)} of {format_bytes(status.limit_bytes)}",
                     _precisions(status.layers_per_precision),
-                    "" if status.accuracy is None else f"{status.accuracy:.2f} %",
+                    status.judged,
                 )
         return table
 
@@ -200,17 +204,20 @@ class TrialProgress(Progress):
         last = self._last.get(name)
         if end.status == "failed":
             return f"failed: {end.message}"
-        if last is None or last.held_out_accuracy is None:
+        goal = self._objective.goal
+        metric = None if last is None else last.held_out(goal)
+        if last is None or metric is None:
             return end.status
         so_far = {
             "score": last.score or 0.0,
-            "accuracy": last.held_out_accuracy,
+            goal.name: metric,
             "seconds_per_epoch": last.seconds,
             "peak_gb": last.peak_bytes / BYTES_PER_GB,
         }
-        figures = f"{_figures(end.results or so_far)}, batch {last.batch_size}"
-        shortfall = self._objective.shortfall(last.epoch, last.held_out_accuracy)
-        why = f"; {shortfall:.2f} points of accuracy short of the margin" if shortfall else ""
+        figures = f"{_figures(end.results or so_far, goal)}, batch {last.batch_size}"
+        shortfall = self._objective.shortfall(last.epoch, metric)
+        unit = "points" if goal.unit == "%" else "percent"
+        why = f"; {shortfall:.2f} {unit} of {goal.words} beyond the margin" if shortfall else ""
         if end.status == "stopped":
             why = why or f"; others had more at epoch {last.epoch}"
             return f"stopped after epoch {last.epoch}: {figures}{why}"
@@ -221,7 +228,9 @@ class TrialProgress(Progress):
         return sum(state != "running" for state in self._states.values())
 
     def _table(self) -> Table:
-        table = plain_table("trial", "state", "epoch", "accuracy %", "seconds", "batch", "peak GB", "score")
+        table = plain_table(
+            "trial", "state", "epoch", self._objective.goal.heading, "seconds", "batch", "peak GB", "score"
+        )
         # Running trials always, of the others the best that fit a small screen; a pruned one's score is an early one.
         places = {"running": 0, "finished": 1}
         order = sorted(self._states, key=lambda name: (places.get(self._states[name], 2), -self._score(name), name))
@@ -229,8 +238,9 @@ class TrialProgress(Progress):
             last = self._last.get(name)
             cells = [""] * 6
             if last is not None:
-                accuracy = "" if last.held_out_accuracy is None else f"{last.held_out_accuracy:.2f}"
-                cells = [str(last.epoch), accuracy, f"{last.seconds:.2f}", str(last.batch_size)]
+                metric = last.held_out(self._objective.goal)
+                judged = "" if metric is None else self._objective.goal.cell(metric)
+                cells = [str(last.epoch), judged, f"{last.seconds:.2f}", str(last.batch_size)]
                 cells += [f"{last.peak_bytes / BYTES_PER_GB:.3f}", f"{last.score or 0.0:.2f}"]
             table.add_row(name, self._states[name], *cells)
         table.caption = f"{self._num_ended} of {self._num_trials} trials done"
@@ -241,10 +251,10 @@ class TrialProgress(Progress):
         return (last.score or 0.0) if last is not None else 0.0
 
 
-def _figures(results: Mapping[str, float]) -> str:
+def _figures(results: Mapping[str, float], goal: Goal) -> str:
     """Returns a run's results in one line."""
     return (
-        f"score {results['score']:.4g}, accuracy {results['accuracy']:.2f} %, "
+        f"score {results['score']:.4g}, {goal.named(results[goal.name])}, "
         f"{results['seconds_per_epoch']:.3g} s/epoch, {results['peak_gb']:.4g} GB"
     )
 

@@ -22,7 +22,7 @@ from ray._raylet import setproctitle  # type: ignore[attr-defined]  # compiled, 
 from triaccel_ray.config import require
 from triaccel_ray.out_of_memory import first_line
 from triaccel_ray.service.clusters.head_watch import watching
-from triaccel_ray.service.endings import as_interrupt
+from triaccel_ray.service.endings import as_interrupt, never_lost
 from triaccel_ray.service.runs.spec import COMMIT_VARIABLE, RunSpec, commit_of
 from triaccel_ray.service.tracking.tracking import without_credentials, without_passwords
 
@@ -62,7 +62,7 @@ def cluster(address: str | None, *, num_cpus: int | None = None, last_words: str
                 log_to_driver=False,
                 runtime_env={"env_vars": environment},
             )
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises a bare Exception where a node is slow to start
         if address is not None:
             raise ClusterUnavailableError(_message(address, first_line(error))) from error
         raise ClusterUnavailableError(
@@ -102,7 +102,8 @@ def _started_here() -> Iterator[None]:
     given = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)  # for the processes that Ray starts
     try:
-        yield
+        with never_lost():
+            yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
         for name, value in given.items():

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from trainables.task import Purpose
 from triaccel_ray.config import require
+from triaccel_ray.score import quality
 from triaccel_ray.service.comparisons.comparison import (
     CHOICES,
     REFERENCE,
@@ -59,7 +60,7 @@ def choose(
 
 
 def fixed_trials(spec: ComparisonSpec, settings: Sequence[FixedSetting]) -> dict[str, RunSpec]:
-    """Returns the trials of fixed settings by name, and that of AMP, by whose accuracy they are judged."""
+    """Returns the trials of fixed settings by name, and that of AMP, by which they are judged."""
     reference = {_trial_name(REFERENCE, 0, None): trial_of(replace(spec.base, method=REFERENCE))}
     return {**reference, **{setting.name: trial_of(setting.onto(spec.base)) for setting in settings}}
 
@@ -81,7 +82,7 @@ def trial_of(spec: RunSpec) -> RunSpec:
 
 
 def best_setting(settings: Sequence[FixedSetting], runs: Mapping[str, RunRecord]) -> FixedSetting:
-    """Returns the setting of the best score among those within the margin of AMP's accuracy, as a search would.
+    """Returns the setting of the best score among those within the margin of AMP's metric, as a search would.
 
     Where none is within the margin, the one that lacks least.
 
@@ -106,12 +107,12 @@ def best_setting(settings: Sequence[FixedSetting], runs: Mapping[str, RunRecord]
 
 
 def judge(amp: RunRecord) -> Objective:
-    """Returns what fixed settings are chosen by: the score, within one point of the AMP trial's validation accuracy."""
-    return Objective.against(amp.epochs)
+    """Returns what fixed settings are chosen by: the score, within one point of the AMP trial's validation metric."""
+    return Objective.against(amp.epochs, amp.start.goal)
 
 
 def best_sample(spec: ComparisonSpec, method: str, fixed: FixedSetting | None, runs: Mapping[str, RunRecord]) -> Tuned:
-    """Returns the sample of the highest validation accuracy, among equals of the lowest validation loss.
+    """Returns the sample of the best validation metric, among equals of the lowest validation loss.
 
     Where no trial ran to its end, the recipe as it is.
     """
@@ -120,7 +121,8 @@ def best_sample(spec: ComparisonSpec, method: str, fixed: FixedSetting | None, r
     for index in range(len(samples)):
         run = runs[_trial_name(method, index, fixed)]
         if run.status == "finished" and run.end is not None:
-            ranks[index] = (-run.end.results["accuracy"], run.end.results["loss"], index)
+            goal, results = run.start.goal, run.end.results
+            ranks[index] = (-quality(results[goal.name], goal), results["loss"], index)
     if not ranks:
         return Tuned(trial="", sample=samples[0])
     best = min(ranks, key=lambda index: ranks[index])

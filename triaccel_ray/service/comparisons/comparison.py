@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainables.task import Purpose
 from triaccel_ray.config import require, require_integer
+from triaccel_ray.metrics import Goal
 from triaccel_ray.service.comparisons.fixed import FIXED, FixedSetting
 from triaccel_ray.service.comparisons.tuning import RecipeSample
 from triaccel_ray.service.runs.methods import METHODS
@@ -31,13 +32,12 @@ ABLATION: Mapping[str, str] = {
 }
 """Methods of the ablation, in the order of the paper's Table 2 -> row; its "standard" is the FP32 baseline."""
 FIGURES: Mapping[str, str] = {
-    "accuracy": "test accuracy %",
     "seconds_per_epoch": "s/epoch",
     "peak_gb": "process peak GB",
     "allocated_peak_gb": "allocator peak GB",
     "score": "score",
 }
-"""Result -> column heading."""
+"""Result -> column heading, after the metrics that the task is judged by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +126,8 @@ class MethodResults:
     method: str
     by_seed: Mapping[int, Mapping[str, float]]
     """Seed -> figure -> value."""
+    goal: Goal = field(default_factory=Goal)
+    """What the task is judged by: one of the figures."""
 
     @property
     def num_runs(self) -> int:
@@ -174,7 +176,11 @@ class Comparison:
     def results(self, method: str) -> MethodResults:
         """Returns the results of one method's finished runs."""
         ended = (run for run in self.runs.values() if run.spec.method == method and run.status == "finished")
-        return MethodResults(method=method, by_seed={run.spec.seed: run.end.results for run in ended if run.end})
+        return MethodResults(
+            method=method,
+            by_seed={run.spec.seed: run.end.results for run in ended if run.end},
+            goal=self.spec.base.goal,
+        )
 
 
 def final_runs(spec: ComparisonSpec, choices: Choices) -> dict[str, RunSpec]:
@@ -231,10 +237,10 @@ def summary_metrics(record: Comparison) -> dict[str, float]:
 
     Seven a method, so that all methods together stay below 60 keys; everything else is in the tables.
     """
-    metrics = {}
+    metrics, judged = {}, record.spec.base.goal.name
     for results in map(record.results, record.spec.all_methods):
-        for figure in ("accuracy", "seconds_per_epoch", "score") if results.num_runs > 1 else ():
+        for figure in (judged, "seconds_per_epoch", "score") if results.num_runs > 1 else ():
             metrics[f"{results.method}/{figure}_std"] = results.deviation(figure)
-        for figure in ("accuracy", "seconds_per_epoch", "peak_gb", "score") if results.num_runs else ():
+        for figure in (judged, "seconds_per_epoch", "peak_gb", "score") if results.num_runs else ():
             metrics[f"{results.method}/{figure}_mean"] = results.mean(figure)
     return metrics

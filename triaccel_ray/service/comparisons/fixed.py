@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from trainables.registry import load_task
-from triaccel_ray.apply.precision import supported_precisions
+from triaccel_ray.apply.precision import supported_precisions, useless_precisions
 from triaccel_ray.decide.batch import batch_lr_scale, ladder
 from triaccel_ray.layers import find_layers
 from triaccel_ray.plan import Precision
@@ -73,5 +73,6 @@ def precisions_where_it_runs(spec: RunSpec, *, num_gpus: float) -> tuple[Precisi
 
 def _precisions(spec: RunSpec) -> list[str]:
     model = load_task(spec.task, None if spec.data_dir is None else Path(spec.data_dir)).model()
-    layers, device = find_layers(model), spec.torch_device
-    return [level.value for level in Precision if any(level in supported_precisions(each, device) for each in layers)]
+    useless = useless_precisions(spec.torch_device.type, is_compiled=False)
+    offered = [supported_precisions(layer, without=useless) for layer in find_layers(model)]
+    return [level.value for level in Precision if any(level in each for each in offered)]

@@ -1,4 +1,4 @@
-"""Pictures of a comparison: accuracy against what it cost, and the score, each with the spread over seeds."""
+"""Pictures of a comparison: the metric against what it cost, and the score, each with the spread over seeds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from triaccel_ray.score import quality_text
 from triaccel_ray.service.comparisons.comparison import MethodResults
 from triaccel_ray.service.reports.comparison_tables import label
 from triaccel_ray.service.reports.figure_style import GREY, INK, METHOD_LOOKS, new_figure, panel, save
@@ -21,7 +22,7 @@ def save_comparison_figures(results: Sequence[MethodResults], folder: Path, *, a
     if not drawn:
         return []
     pictures = {
-        "accuracy_against_cost": accuracy_against_cost(drawn, about=about),
+        f"{drawn[0].goal.name}_against_cost": metric_against_cost(drawn, about=about),
         "score": score_bars(drawn, about=about),
     }
     for name, figure in pictures.items():
@@ -29,12 +30,14 @@ def save_comparison_figures(results: Sequence[MethodResults], folder: Path, *, a
     return [folder / f"{name}.png" for name in pictures]
 
 
-def accuracy_against_cost(results: Sequence[MethodResults], *, about: str = "") -> Figure:
-    """Returns test accuracy against seconds per epoch and against peak memory; bars are standard deviations."""
+def metric_against_cost(results: Sequence[MethodResults], *, about: str = "") -> Figure:
+    """Returns the test metric against seconds per epoch and against peak memory; bars are standard deviations."""
     figure = new_figure(11.0, 4.9)
     left, right = figure.subplots(1, 2, sharey=True)
-    panel(left, "Accuracy against time", about, x_label="seconds per epoch", y_label="test accuracy, percent")
-    panel(right, "Accuracy against memory", " " if about else "", x_label="peak memory of the process, GB")
+    goal = results[0].goal
+    words = goal.words.capitalize()
+    panel(left, f"{words} against time", about, x_label="seconds per epoch", y_label=f"test {goal.axis}")
+    panel(right, f"{words} against memory", " " if about else "", x_label="peak memory of the process, GB")
     for axes, cost in ((left, "seconds_per_epoch"), (right, "peak_gb")):
         for each in results:
             _draw_method(axes, each, cost)
@@ -48,7 +51,7 @@ def score_bars(results: Sequence[MethodResults], *, about: str = "") -> Figure:
     """Returns the score of every method, the first at the top; bars are standard deviations."""
     figure = new_figure(9.6, 1.5 + 0.42 * len(results))
     axes = figure.subplots()
-    panel(axes, "Score: accuracy / (seconds per epoch x process peak GB)", about)
+    panel(axes, f"Score: {quality_text(results[0].goal)} / (seconds per epoch x process peak GB)", about)
     places = range(len(results))
     means, deviations = [each.mean("score") for each in results], [_spread(each, "score") for each in results]
     whiskers: dict[str, Any] = {"ecolor": INK, "capsize": 3.0, "error_kw": {"linewidth": 1.2}}
@@ -71,9 +74,9 @@ def _draw_method(axes: Axes, results: MethodResults, cost: str) -> None:
     bars: dict[str, Any] = {"linestyle": "none", "elinewidth": 1.0, "capsize": 2.0, "label": label(results.method)}
     axes.errorbar(
         results.mean(cost),
-        results.mean("accuracy"),
+        results.mean(results.goal.name),
         xerr=_spread(results, cost),
-        yerr=_spread(results, "accuracy"),
+        yerr=_spread(results, results.goal.name),
         **look,
         **bars,
     )

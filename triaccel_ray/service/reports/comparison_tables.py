@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
 
+from triaccel_ray.metrics import Goal
+from triaccel_ray.score import quality_text
 from triaccel_ray.service.comparisons.choosing import judge
 from triaccel_ray.service.comparisons.comparison import (
     ABLATION,
@@ -26,8 +28,8 @@ from triaccel_ray.service.comparisons.significance import (
     smallest_effect,
 )
 from triaccel_ray.service.reports.notes import sharing_note
-from triaccel_ray.service.reports.tables import VIEWS_NOTE, Grid
-from triaccel_ray.service.runs.record import ONE_VIEW, RunRecord
+from triaccel_ray.service.reports.tables import FIGURE_COLUMNS, VIEWS_NOTE, Grid, figure_cells, metric_headings
+from triaccel_ray.service.runs.record import ONE_VIEW
 from triaccel_ray.service.runs.spec import RunSpec
 
 _ADAPTS_PRECISION = ("dynamic-precision", "dynamic-both", "triaccel")
@@ -43,8 +45,11 @@ def label(method: str) -> str:
 def values_grid(results: Sequence[MethodResults], labels: Mapping[str, str] | None = None, *, mark: str = "") -> Grid:
     """Returns one row a method, mean and standard deviation over seeds; the note ends with `mark`."""
     finished = [figures for each in results for figures in each.by_seed.values()]
-    num_with_views = sum(ONE_VIEW in figures for figures in finished)
-    headings = {**FIGURES, ONE_VIEW: "by one view %"} if num_with_views else FIGURES
+    goal = _goal(results)
+    one_view, headings = f"{ONE_VIEW}{goal.name}", _headings(results)
+    num_with_views = sum(one_view in figures for figures in finished)
+    if num_with_views:
+        headings[one_view] = f"by one view {goal.unit}".rstrip()
     rows = []
     for each in results:
         known = [name for name in headings if all(name in figures for figures in each.by_seed.values())]
@@ -52,7 +57,7 @@ def values_grid(results: Sequence[MethodResults], labels: Mapping[str, str] | No
         rows.append([(labels or {}).get(each.method, label(each.method)), str(each.num_runs), *cells])
     note = (
         "mean ± standard deviation over seeds; s/epoch: mean of the last five epochs; "
-        "score = accuracy / (s/epoch x process peak GB)"
+        f"score = {quality_text(goal)} / (s/epoch x process peak GB)"
     )
     views = VIEWS_NOTE if num_with_views else ""
     if 0 < num_with_views < len(finished):
@@ -88,7 +93,8 @@ def differences_grid(pairs: Sequence[tuple[MethodResults, MethodResults]], label
 
     A figure that is zero everywhere, as the allocator's peak on a CPU, is left out.
     """
-    headings = {name: text for name, text in FIGURES.items() if any(_is_measured(each, name) for each in pairs)}
+    known = _headings([each for pair in pairs for each in pair])
+    headings = {name: text for name, text in known.items() if any(_is_measured(each, name) for each in pairs)}
     columns = {name: _column(pairs, name) for name in headings}
     differences = [difference for column in columns.values() for difference, _ in column]
     is_tested = any(difference.is_tested for difference in differences)
@@ -123,13 +129,12 @@ def trials_grid(record: Comparison) -> Grid:
     chosen = {tuned.trial for tuned in choices.tuned.values()} | ({choices.fixed.name} if choices.fixed else set())
     rows = []
     for name, run in record.trials.items():
-        figures, cells = run.figures, [""] * 4
-        if figures is not None:
-            cells = [f"{figures.accuracy:.2f}", f"{figures.seconds:.3f}", f"{figures.peak_gb:.3f}"]
-            cells.append(f"{figures.score:.2f}")
+        figures = run.figures
+        cells = [""] * (1 + len(FIGURE_COLUMNS)) if figures is None else figure_cells(figures, run.start.goal)
         rows.append([name + (" *" if name in chosen else ""), run.status, *_settings(run.spec), *cells])
-    header = ("trial", "status", "precision", "batch", "lr", "weight decay", "val. accuracy %", "s/epoch", "peak GB")
-    return Grid(header=(*header, "score"), rows=rows, note="; ".join(_choice_notes(record)))
+    judged = f"val. {record.spec.base.goal.heading}"
+    header = ("trial", "status", "precision", "batch", "lr", "weight decay", judged, *FIGURE_COLUMNS)
+    return Grid(header=header, rows=rows, note="; ".join(_choice_notes(record)))
 
 
 def _choice_notes(record: Comparison) -> Iterator[str]:
@@ -139,20 +144,28 @@ def _choice_notes(record: Comparison) -> Iterator[str]:
         yield note
     if spec.num_fixed and "amp-recipe" in trials and trials["amp-recipe"].epochs:
         objective = judge(trials["amp-recipe"])
-        floor = objective.reference[-1] - objective.margin
-        yield f"fixed setting: {spec.num_fixed} asked for, best score of at least {floor:.2f} % (AMP less one point)"
+        margin = f"margin {objective.margin_text}"
+        yield f"fixed setting: {spec.num_fixed} asked for, best score of {objective.limit_text} (AMP, {margin})"
         fixed = record.choices.fixed if record.choices else None
-        if fixed is not None and _accuracy(trials[fixed.name]) < floor:
+        figures = None if fixed is None else trials[fixed.name].figures
+        if figures is not None and objective.shortfall(len(objective.reference), figures.metric):
             yield "none of them reached that: the one nearest to it"
     if spec.num_tuned:
         yield (
             f"learning rate and weight decay: the same {spec.num_tuned} samples for every method, the recipe among "
-            "them; the highest accuracy, among equals the lowest loss"
+            f"them; the best {spec.base.goal.words}, among equals the lowest loss"
         )
 
 
-def _accuracy(run: RunRecord) -> float:
-    return run.figures.accuracy if run.figures else 0.0
+def _goal(results: Sequence[MethodResults]) -> Goal:
+    return results[0].goal if results else Goal()
+
+
+def _headings(results: Sequence[MethodResults]) -> dict[str, str]:
+    """Returns column headings by figure: the metrics, on test samples, and FIGURES."""
+    names = [name for each in results for figures in each.by_seed.values() for name in figures]
+    metrics = metric_headings(dict.fromkeys(names), _goal(results))
+    return {**{name: f"test {text}" for name, text in metrics.items()}, **FIGURES}
 
 
 def _settings(spec: RunSpec) -> list[str]:

@@ -64,7 +64,7 @@ def view_comparison(record: Comparison) -> None:
             place, Section(title="Pictures", text="Bars: standard deviation over seeds.", pictures=pictures)
         )
     if curves := _curves(record):
-        picture = save(learning_curves(curves, about=subtitle), folder / FIGURES / "curves.png")
+        picture = save(learning_curves(curves, spec.base.goal, about=subtitle), folder / FIGURES / "curves.png")
         said = "" if spec.base.purpose is Purpose.SEARCH else _NO_ACCURACY
         sections.insert(place + bool(pictures), Section(title="Learning and time", text=said, pictures=[picture]))
     if command:

@@ -1,4 +1,4 @@
-"""Learning curves of many runs beside each other: accuracy or loss over epochs and seconds, and time by epoch."""
+"""Learning curves of many runs beside each other: metric or loss over epochs and seconds, and time by epoch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from triaccel_ray.events import Epoch
+from triaccel_ray.metrics import Goal
 from triaccel_ray.service.reports.figure_style import INK, LOG_FROM, new_figure, panel
 
 
@@ -30,14 +31,16 @@ class Curve:
     """Whether a cross ends the curve."""
 
 
-def learning_curves(curves: Sequence[Curve], *, about: str = "") -> Figure:
+def learning_curves(curves: Sequence[Curve], goal: Goal, *, about: str = "") -> Figure:
     """Returns four panels: what was learned over epochs and over seconds, seconds and samples per second by epoch.
 
-    Accuracy is drawn where every run was judged on validation samples, the training loss elsewhere. The curves given
-    last lie on top.
+    The goal's metric is drawn where every run was judged on validation samples, the training loss elsewhere. The curves
+    given last lie on top.
     """
-    judged = all(epoch.held_out_accuracy is not None for curve in curves for epoch in curve.epochs)
-    title, unit = ("Validation accuracy", "percent") if judged else ("Training loss", "mean over the samples")
+    judged = all(epoch.held_out(goal) is not None for curve in curves for epoch in curve.epochs)
+    title, unit = "Training loss", "mean over the samples"
+    if judged:
+        title, unit = f"Validation {goal.words}", goal.axis_unit
     figure = new_figure(11.0, 7.4)
     (by_epoch, by_seconds), (time, speed) = figure.subplots(2, 2)
     panel(by_epoch, f"{title} over epochs", about, x_label="epoch", y_label=unit)
@@ -46,7 +49,7 @@ def learning_curves(curves: Sequence[Curve], *, about: str = "") -> Figure:
     panel(speed, "Speed", x_label="epoch", y_label="samples per second")
     for curve in curves:
         numbers = [epoch.epoch for epoch in curve.epochs]
-        learned = [(epoch.held_out_accuracy if judged else epoch.train_loss) or 0.0 for epoch in curve.epochs]
+        learned = [(epoch.held_out(goal) if judged else epoch.train_loss) or 0.0 for epoch in curve.epochs]
         _draw(by_epoch, curve, numbers, learned)
         _draw(by_seconds, curve, np.cumsum([epoch.seconds for epoch in curve.epochs]).tolist(), learned)
         _draw(time, curve, numbers, [epoch.seconds for epoch in curve.epochs])

@@ -57,7 +57,7 @@ def save_run_figures(events: Iterable[Event], folder: Path) -> list[Path]:
     )
     pictures: dict[str, Callable[[], Figure]] = {}
     if epochs:
-        pictures["overview"] = partial(overview, epochs, ticks, start.control.batch, about=about)
+        pictures["overview"] = partial(overview, epochs, ticks, start.control.batch, start.goal, about=about)
     if ticks:
         pictures["precision"] = partial(precision_heatmap, ticks, about=about)
         pictures["curvature_and_lr"] = partial(curvature_and_lr, ticks, start.control.curvature, about=about)

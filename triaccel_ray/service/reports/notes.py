@@ -13,6 +13,8 @@ _SLOWER = {
     (FaultKind.CAPTURE_FAILED, "capture"): "steps ran eagerly, without CUDA graphs",
     (FaultKind.CAPTURE_FAILED, "optimizer"): "the optimizer stepped by itself, without its kernel",
     (FaultKind.CAPTURE_FAILED, "curvature"): "curvature was measured without CUDA graphs",
+    (FaultKind.CURVATURE_OFF, "curvature"): "curvature was switched off",
+    (FaultKind.CURVATURE_FALLBACK, "curvature"): "curvature took one pass of the model per sample",
     (FaultKind.FUSION_REFUSED, "fuse"): "batch normalisation ran apart from what follows it",
 }
 
@@ -32,8 +34,8 @@ def run_notes(run: RunRecord) -> Iterator[str]:
     if seconds > 0:
         num_dropped = sum(len(tick.applied.evicted) for tick in run.ticks)
         yield (
-            f"adapting took {seconds:.1f} s of the run: first steps of new plans, captures, measuring what borders "
-            f"cost; {num_dropped} captured steps were dropped"
+            f"adapting took {seconds:.1f} s of the run: first steps of new plans, compilation, captures; "
+            f"{num_dropped} captured steps were dropped"
         )
     faults = [fault for tick in run.ticks for fault in tick.observation.faults]
     num_out_of_memory = sum(fault.kind is FaultKind.OUT_OF_MEMORY for fault in faults)

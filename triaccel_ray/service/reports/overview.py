@@ -12,6 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
 from triaccel_ray.config import BatchConfig
 from triaccel_ray.events import Epoch, Tick
+from triaccel_ray.metrics import Goal
 from triaccel_ray.plan import FaultKind, Plan, Precision
 from triaccel_ray.score import BYTES_PER_GB
 from triaccel_ray.service.reports.figure_style import (
@@ -37,10 +38,12 @@ _ABOVE: Final[dict[str, Any]] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1
 """Where legends stand: above the axes, beside the title, never on data."""
 
 
-def overview(epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig, *, about: str = "") -> Figure:
-    """Returns eight panels: loss, accuracy, precisions, batch size, memory, samples per second, and time twice.
+def overview(
+    epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig, goal: Goal, *, about: str = ""
+) -> Figure:
+    """Returns eight panels: loss, metric, precisions, batch size, memory, samples per second, and time twice.
 
-    All but the last run over epochs; that one shows accuracy over seconds of training. A baseline has no ticks: its
+    All but the last run over epochs; that one shows the metric over seconds of training. A baseline has no ticks: its
     batch size and peak come from its epochs.
     """
     figure = new_figure(11.0, 10.0)
@@ -50,14 +53,14 @@ def overview(epochs: Sequence[Epoch], ticks: Sequence[Tick], batch: BatchConfig,
     _draw_loss(grid[0, 0], epochs, about)
     numbers = [float(epoch.epoch) for epoch in epochs]
     x_label = "epoch"
-    _draw_accuracy(grid[0, 1], epochs, numbers, "Validation accuracy", x_label)
+    _draw_metric(grid[0, 1], epochs, numbers, goal, x_label)
     _draw_precisions(grid[1, 0], epochs, ticks)
     _draw_batch(grid[1, 1], epochs, ticks, batch)
     _draw_memory(grid[2, 0], epochs, ticks, batch)
     _draw_by_epoch(grid[2, 1], epochs, [epoch.images_per_second for epoch in epochs], "Speed", "samples per second")
     _draw_seconds(grid[3, 0], epochs, ticks)
     elapsed = np.cumsum([epoch.seconds for epoch in epochs]).tolist()
-    _draw_accuracy(grid[3, 1], epochs, elapsed, "Validation accuracy over time", "seconds of training")
+    _draw_metric(grid[3, 1], epochs, elapsed, goal, "seconds of training")
     for axes in grid.flat[:7]:
         axes.set_xlabel(x_label, fontsize=9.5, color=GREY)
     grid[0, 0].set_xlim(0.0, epochs[-1].epoch)
@@ -105,20 +108,20 @@ def _draw_loss(axes: Axes, epochs: Sequence[Epoch], about: str) -> None:
     legend(axes, loc="upper right")  # losses fall
 
 
-def _draw_accuracy(axes: Axes, epochs: Sequence[Epoch], at: Sequence[float], title: str, x_label: str) -> None:
-    panel(axes, title, " " if x_label == "epoch" else "", x_label=x_label, y_label="percent")
+def _draw_metric(axes: Axes, epochs: Sequence[Epoch], at: Sequence[float], goal: Goal, x_label: str) -> None:
+    is_over_epochs = x_label == "epoch"
+    title = f"Validation {goal.words}" + ("" if is_over_epochs else " over time")
+    panel(axes, title, " " if is_over_epochs else "", x_label=x_label, y_label=goal.axis_unit)
     seen = [
-        (place, epoch.held_out_accuracy)
-        for place, epoch in zip(at, epochs, strict=True)
-        if epoch.held_out_accuracy is not None
+        (place, value) for place, epoch in zip(at, epochs, strict=True) if (value := epoch.held_out(goal)) is not None
     ]
     if not seen:
         say(axes, "not looked at before the end of the run")
         return
     axes.plot(*zip(*seen, strict=True), color=NAVY, linewidth=2.0, **_marker(epochs))
-    mark_level(axes, seen[-1][1], f"{seen[-1][1]:.1f}", NAVY)
+    mark_level(axes, seen[-1][1], f"{seen[-1][1]:.1f}" if goal.unit == "%" else goal.cell(seen[-1][1]), NAVY)
     axes.yaxis.set_major_locator(MaxNLocator(5))
-    if x_label != "epoch":
+    if not is_over_epochs:
         axes.set_xlim(left=0.0)
 
 

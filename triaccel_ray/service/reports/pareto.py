@@ -1,4 +1,4 @@
-"""What a search found: accuracy against time and memory, and the trials that no other one beats."""
+"""What a search found: the metric against time and memory, and the trials that no other one beats."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
+from triaccel_ray.metrics import Goal
 from triaccel_ray.service.reports.figure_style import (
     BLUE,
     DASHED,
@@ -33,15 +34,15 @@ class Outcome:
     label: str
     method: str
     """`fp32` and `amp` are the baselines."""
-    accuracy: float
-    """Percent."""
+    metric: float
+    """What the task is judged by."""
     seconds: float
     """Per epoch."""
     peak_gb: float
     """Memory of the process at its peak, 10^9 bytes."""
     score: float
     feasible: bool = True
-    """Whether the accuracy is within the margin."""
+    """Whether the metric is within the margin."""
     pruned: bool = False
     """Whether the trial was stopped before its last epoch: its figures are those of the epoch that it reached."""
 
@@ -60,20 +61,21 @@ def pareto_indices(costs: Sequence[Sequence[float]]) -> list[int]:
     return sorted(front)
 
 
-def pareto_front(outcomes: Sequence[Outcome], *, accuracy_floor: float | None = None, about: str = "") -> Figure:
-    """Returns accuracy against seconds per epoch and against peak memory, two panels.
+def pareto_front(outcomes: Sequence[Outcome], goal: Goal, *, limit: float | None = None, about: str = "") -> Figure:
+    """Returns the goal's metric against seconds per epoch and against peak memory, two panels.
 
-    The finished trials that no other one beats in a panel's two quantities are joined. `accuracy_floor` is the
-    accuracy, in percent, that a feasible trial reaches at least.
+    The finished trials that no other one beats in a panel's two quantities are joined. `limit` is the metric of a trial
+    that is barely feasible.
     """
     figure = new_figure(11.0, 4.7)
     left, right = figure.subplots(1, 2, sharey=True)
-    panel(left, "Accuracy against time", about, x_label="seconds per epoch", y_label="accuracy, percent")
-    panel(right, "Accuracy against memory", " " if about else "", x_label="peak memory, GB")
-    _draw_panel(left, outcomes, lambda outcome: outcome.seconds, accuracy_floor)
-    _draw_panel(right, outcomes, lambda outcome: outcome.peak_gb, accuracy_floor)
-    if accuracy_floor is not None:
-        mark_level(right, accuracy_floor, "margin")
+    words = goal.words.capitalize()
+    panel(left, f"{words} against time", about, x_label="seconds per epoch", y_label=goal.axis)
+    panel(right, f"{words} against memory", " " if about else "", x_label="peak memory, GB")
+    _draw_panel(left, outcomes, lambda outcome: outcome.seconds, goal, limit)
+    _draw_panel(right, outcomes, lambda outcome: outcome.peak_gb, goal, limit)
+    if limit is not None:
+        mark_level(right, limit, "margin")
     handles, labels = left.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9, labelcolor=INK)
@@ -81,23 +83,24 @@ def pareto_front(outcomes: Sequence[Outcome], *, accuracy_floor: float | None = 
 
 
 def _draw_panel(
-    axes: Axes, outcomes: Sequence[Outcome], cost: Callable[[Outcome], float], accuracy_floor: float | None
+    axes: Axes, outcomes: Sequence[Outcome], cost: Callable[[Outcome], float], goal: Goal, limit: float | None
 ) -> None:
     trials = [outcome for outcome in outcomes if outcome.method not in BASELINES]
     good = [outcome for outcome in trials if outcome.feasible and not outcome.pruned]
     poor = [outcome for outcome in trials if not outcome.feasible and not outcome.pruned]
     pruned = [outcome for outcome in trials if outcome.pruned]
-    if accuracy_floor is not None:
-        axes.axhline(accuracy_floor, color=GREY, linewidth=1.1, linestyle=DASHED)
+    if limit is not None:
+        axes.axhline(limit, color=GREY, linewidth=1.1, linestyle=DASHED)
     if pruned:
         cross: dict[str, Any] = {"marker": "x", "color": GREY, "linewidth": 1.2}
         axes.scatter(*_places(pruned, cost), s=34, label="stopped early (pruned), at its last epoch", **cross)
     if poor:
         hollow: dict[str, Any] = {"facecolors": "none", "edgecolors": "#9AA5B1", "linewidth": 1.1}
-        axes.scatter(*_places(poor, cost), s=34, label="trial below the margin", **hollow)
+        axes.scatter(*_places(poor, cost), s=34, label="trial beyond the margin", **hollow)
     if good:
         axes.scatter(*_places(good, cost), s=42, color=BLUE, alpha=0.55, linewidth=0, label="trial")
-        indices = pareto_indices([(cost(outcome), -outcome.accuracy) for outcome in good])
+        sign = -1.0 if goal.maximize else 1.0
+        indices = pareto_indices([(cost(outcome), sign * outcome.metric) for outcome in good])
         front = sorted((good[index] for index in indices), key=cost)
         line: dict[str, Any] = {
             "color": NAVY,
@@ -116,20 +119,24 @@ def _draw_panel(
         if same:
             look: dict[str, Any] = {"color": colour, "edgecolor": "white", "linewidth": 1.0, "zorder": 4}
             axes.scatter(*_places(same, cost), s=76, marker=marker, label=name, **look)
-            place = (cost(same[0]), same[0].accuracy)
+            place = (cost(same[0]), same[0].metric)
             style: dict[str, Any] = {"fontsize": 9.5, "fontweight": "bold", "color": colour, "ha": "center"}
             text = axes.annotate(name, place, (0, 8), textcoords="offset points", zorder=5, **style)
             text.set_path_effects([withStroke(linewidth=3.0, foreground="white")])
     axes.margins(0.09)
-    finished = [outcome.accuracy for outcome in outcomes if not outcome.pruned]
+    finished = [outcome.metric for outcome in outcomes if not outcome.pruned]
     if pruned and finished:  # a trial that was stopped after an epoch would flatten what is to be told apart
-        lowest = min([*finished, *([] if accuracy_floor is None else [accuracy_floor])])
-        span = max(max(finished) - lowest, 1.0)
-        axes.set_ylim(bottom=max(axes.get_ylim()[0], lowest - 1.5 * span))
+        shown = [*finished, *([] if limit is None else [limit])]
+        low, high = min(shown), max(shown)
+        room = 1.5 * max(high - low, 1.0 if goal.unit == "%" else 0.01 * abs(high))
+        if goal.maximize:
+            axes.set_ylim(bottom=max(axes.get_ylim()[0], low - room))
+        else:
+            axes.set_ylim(top=min(axes.get_ylim()[1], high + room))
 
 
 def _places(outcomes: Sequence[Outcome], cost: Callable[[Outcome], float]) -> tuple[list[float], list[float]]:
-    return [cost(outcome) for outcome in outcomes], [outcome.accuracy for outcome in outcomes]
+    return [cost(outcome) for outcome in outcomes], [outcome.metric for outcome in outcomes]
 
 
 def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
+from triaccel_ray.metrics import Goal
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.searches.search import SearchRecord, best_trial
 from triaccel_ray.service.translation import command_of
 
-_SCORE: Final[tuple[str, Callable[[Figures], str]]] = ("scores", lambda figures: f"{figures.score:.4g}")
-_SAYS: Final[Mapping[str, tuple[str, Callable[[Figures], str]]]] = {
+_Says: TypeAlias = tuple[str, Callable[[Figures, Goal], str]]
+_SCORE: Final[_Says] = ("scores", lambda figures, goal: f"{figures.score:.4g}")
+_METRIC: Final[_Says] = ("reaches", lambda figures, goal: goal.text(figures.metric))
+_SAYS: Final[Mapping[str, _Says]] = {
     "score": _SCORE,
     "pareto": _SCORE,
-    "accuracy": ("reaches", lambda figures: f"{figures.accuracy:.2f} %"),
-    "time": ("takes", lambda figures: f"{figures.seconds:.4g} s an epoch"),
-    "memory": ("peaks at", lambda figures: f"{figures.peak_gb:.4g} GB"),
+    "metric": _METRIC,
+    "accuracy": _METRIC,
+    "time": ("takes", lambda figures, goal: f"{figures.seconds:.4g} s an epoch"),
+    "memory": ("peaks at", lambda figures, goal: f"{figures.peak_gb:.4g} GB"),
 }
 """Objective -> verb, and the figure that it maximises for people."""
 
@@ -50,26 +54,28 @@ def recommendation(record: SearchRecord) -> Recommendation:
     if best is None or best.figures is None:
         return Recommendation(sentence=_why_none(record))
     verb, say = _SAYS[objective.name]
+    goal = objective.goal
     beaten, better = objective.value(best.epochs[-1].epoch, best.figures), None
     others = []
     for name in ("amp", "fp32"):
         run = record.baselines.get(name)
         if run is None or run.status != "finished" or run.figures is None:
             continue
-        others.append(f"{name.upper()} {say(run.figures)}")
+        others.append(f"{name.upper()} {say(run.figures, goal)}")
         value = objective.value(run.epochs[-1].epoch, run.figures)
         if value > beaten:
             beaten, better = value, run
-    figure = say(best.figures)
+    figure = say(best.figures, goal)
     if better is None or better.figures is None:
         beside = f" ({', '.join(others)})" if others else ""
         sentence = f"The best trial, {best.name}, {verb} {figure}{beside}. To train with its thresholds:"
         return Recommendation(sentence=sentence, command=command_of(best.spec), best=best)
     name = better.spec.method.upper()
-    relation = "above" if objective.name in ("time", "memory") else "below"
+    little_is_better = objective.name in ("time", "memory") or (_SAYS[objective.name] is _METRIC and not goal.maximize)
+    relation = "above" if little_is_better else "below"
     sentence = (
-        f"The best trial, {best.name}, {verb} {figure}, {relation} {name}'s {say(better.figures)}: on this task and "
-        f"hardware train with {name}."
+        f"The best trial, {best.name}, {verb} {figure}, {relation} {name}'s {say(better.figures, goal)}: on this task "
+        f"and hardware train with {name}."
     )
     return Recommendation(sentence=sentence, command=command_of(better.spec), best=best, beaten_by=name)
 
@@ -82,14 +88,14 @@ def _why_none(record: SearchRecord) -> str:
         causes = {run.end.cause for run in record.trials if run.end is not None}
         way_out = "; ".join(way for cause, way in _WAYS_OUT.items() if cause in causes)
         if not causes - {""} and ends["stopped"]:
-            way_out = "all were pruned, short of AMP's accuracy: try --lr-rule linear, more epochs or a larger --margin"
+            way_out = "all were pruned, too far behind AMP: try --lr-rule linear, more epochs or a larger --margin"
         way_out = way_out or "see the reasons below, then `triaccel resume` tries them again"
         return f"No trial ran to its end ({told}): {way_out}."
     failed = sum(run.end is not None and run.end.status == "failed" for run in record.trials)
     reasons = f" {failed} failed; the page lists the reasons." if failed else ""
     objective = record.objective
-    floor = f" {objective.reference[-1] - objective.margin:.2f} %" if objective.reference else " it"
+    limit = f" {objective.goal.text(objective.limit)}" if objective.reference else " it"
     return (
-        f"None of the {finished} finished trials reaches{floor} (AMP less the margin of {objective.margin:g} points): "
+        f"None of the {finished} finished trials reaches{limit} (AMP with a margin of {objective.margin_text}): "
         f"allow more trials, more epochs or a larger --margin.{reasons}"
     )

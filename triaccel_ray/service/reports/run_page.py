@@ -24,7 +24,7 @@ def write_run_page(run: RunRecord, pictures: Sequence[Path]) -> Path:
     command = command_of(spec) + " --final" * (spec.purpose is Purpose.FINAL)
     sections = about(spec, [run], facts, command)
     if run.end is not None and run.end.results:
-        result = result_grid(run.end.results)
+        result = result_grid(run.end.results, run.start.goal)
         sections.append(Section(title="Result", header=result.header, rows=result.rows, text=result.note))
     sections += troubles({run.name: run})
     sections.append(Section(title="What the loop did", text="\n".join(run_notes(run)), pictures=pictures))

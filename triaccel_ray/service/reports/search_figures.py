@@ -24,7 +24,6 @@ NUM_TICKS: Final = 5
 """Values named on each axis."""
 
 _FIGURE_AXES: Final[Sequence[tuple[str, Callable[[Figures], float], str]]] = (
-    ("accuracy, %", lambda figures: figures.accuracy, ".1f"),
     ("s/epoch", lambda figures: figures.seconds, ".3g"),
     ("peak GB", lambda figures: figures.peak_gb, ".3g"),
     ("score", lambda figures: figures.score, ".3g"),
@@ -79,7 +78,7 @@ def parallel_coordinates(scales: Sequence[Scale], lines: Sequence[Line], *, abou
         ("best trial", Line(rank=1.0, feasible=True, best=True)),
         ("better", Line(rank=1.0, feasible=True)),
         ("worse", Line(rank=0.0, feasible=True)),
-        ("below the margin", Line(rank=0.0, feasible=False)),
+        ("beyond the margin", Line(rank=0.0, feasible=False)),
     ):
         axes.plot([], [], label=label, **_look(line))
     legend(axes, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4, borderaxespad=0.2)
@@ -103,6 +102,10 @@ def coordinates(record: SearchRecord, best: RunRecord | None) -> tuple[list[Scal
         )
         for scale in scales
     ]
+    goal = objective.goal
+    heading, form = (f"{goal.words}, %", ".1f") if goal.unit == "%" else (goal.words, ".4g")
+    judged = [figures.metric for _, _, figures in trials]
+    axes.append(Scale(name=heading, positions=judged, text=partial(_formatted, form)))
     for name, value_of, form in _FIGURE_AXES:
         text = partial(_formatted, form)
         axes.append(Scale(name=name, positions=[value_of(figures) for _, _, figures in trials], text=text))
@@ -110,7 +113,7 @@ def coordinates(record: SearchRecord, best: RunRecord | None) -> tuple[list[Scal
     lines = [
         Line(
             rank=values.index(value) / max(len(values) - 1, 1),
-            feasible=objective.shortfall(run.epochs[-1].epoch, figures.accuracy) == 0.0,
+            feasible=objective.shortfall(run.epochs[-1].epoch, figures.metric) == 0.0,
             best=best is not None and run.name == best.name,
         )
         for value, run, figures in trials

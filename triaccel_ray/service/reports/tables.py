@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from triaccel_ray.events import Epoch
+from triaccel_ray.metrics import RESERVED, Goal
 from triaccel_ray.service.reports.notes import sharing_note
 from triaccel_ray.service.runs.objective import Figures, Objective
 from triaccel_ray.service.runs.record import ONE_VIEW, RunRecord
 from triaccel_ray.service.searches.dimensions import Dimension, dimensions
 from triaccel_ray.service.searches.search import SearchRecord, ranked
 
-VIEWS_NOTE = "accuracy: by the mean output over the views of each sample; by one view: by the sample as it is"
-FIGURE_COLUMNS = ("accuracy %", "s/epoch", "peak GB", "score")
+VIEWS_NOTE = "metrics: by the mean output over the views of each sample; by one view: by the sample as it is"
+FIGURE_COLUMNS = ("s/epoch", "peak GB", "score")
+"""After the metric that the task is judged by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,12 @@ class Grid:
         return "\n".join([*lines, "", self.note, ""] if self.note else [*lines, ""])
 
 
+def metric_headings(names: Iterable[str], goal: Goal) -> dict[str, str]:
+    """Returns column headings by name: of the goal, then of the other metrics among these names of results."""
+    others = [name for name in names if name not in RESERVED and not name.startswith(ONE_VIEW)]
+    return {goal.name: goal.heading, **{name: name.replace("_", " ") for name in others if name != goal.name}}
+
+
 def search_grid(record: SearchRecord) -> Grid:
     """Returns baselines and trials with thresholds and figures: finished trials best first, then stopped ones."""
     objective = record.objective
@@ -39,20 +48,20 @@ def search_grid(record: SearchRecord) -> Grid:
     baselines = [(name.upper(), run) for name, run in record.baselines.items() if name != "probe"]
     trials = [(run.name, run) for _, run in ranked(record)]
     rows = [_search_row(label, run, objective, scales) for label, run in (*baselines, *trials)]
-    num_empty = len(scales) + 1 + len(FIGURE_COLUMNS)
+    num_empty = len(scales) + 2 + len(FIGURE_COLUMNS)
     rows += [[run.name, run.status, *[""] * num_empty] for run in record.trials if run.figures is None]
     rows += [[name, "damaged", *[""] * num_empty] for name in record.damaged]
     notes = ["figures are those of the epoch named beside them"]
     if objective.reference:
-        floor = objective.reference[-1] - objective.margin
+        amp = objective.goal.text(objective.reference[-1])
         notes.append(
-            f"maximised: {objective.name}, among trials of at least {floor:.2f} % (AMP {objective.reference[-1]:.2f} % "
-            f"less {objective.margin:g} points); * below AMP's accuracy at the same epoch less the margin"
+            f"best: {objective.name}, among trials of {objective.limit_text} (AMP {amp}, margin "
+            f"{objective.margin_text}); * behind AMP at the same epoch by more than the margin"
         )
     if any(run.status == "stopped" for run in record.trials):
         notes.append("stopped: pruned before its last epoch, hence ranked after all that finished")
     names = tuple(scale.name for scale in scales)
-    header = ("run", "status", *names, "at epoch", *FIGURE_COLUMNS)
+    header = ("run", "status", *names, "at epoch", objective.goal.heading, *FIGURE_COLUMNS)
     return Grid(
         header=header,
         rows=rows,
@@ -63,11 +72,13 @@ def search_grid(record: SearchRecord) -> Grid:
 
 def run_grid(run: RunRecord) -> Grid:
     """Returns one run's epochs."""
+    goal = run.start.goal
+    headings = metric_headings((name for epoch in run.epochs for name in epoch.held_out_metrics), goal)
     rows = [
         [
             str(epoch.epoch),
             f"{epoch.train_loss:.4f}",
-            "" if epoch.held_out_accuracy is None else f"{epoch.held_out_accuracy:.2f}",
+            *(_metric_cell(epoch, name, goal) for name in headings),
             f"{epoch.seconds:.3f}",
             f"{epoch.images_per_second:,.0f}",
             str(epoch.batch_size),
@@ -77,22 +88,29 @@ def run_grid(run: RunRecord) -> Grid:
         ]
         for epoch in run.epochs
     ]
-    header = ("epoch", "train loss", "accuracy %", "seconds", "images/s", "batch", "peak GB", "skipped", "score")
+    header = ("epoch", "train loss", *headings.values(), "seconds", "samples/s", "batch", "peak GB", "skipped", "score")
     return Grid(header=header, rows=rows)
 
 
-def result_grid(results: Mapping[str, float]) -> Grid:
+def _metric_cell(epoch: Epoch, name: str, goal: Goal) -> str:
+    if name == goal.name:
+        value = epoch.held_out(goal)
+        return "" if value is None else goal.cell(value)
+    return f"{epoch.held_out_metrics[name]:.4g}" if name in epoch.held_out_metrics else ""
+
+
+def result_grid(results: Mapping[str, float], goal: Goal) -> Grid:
     """Returns a run's final figures."""
     names = {
-        "accuracy": "accuracy %",
+        **metric_headings(results, goal),
         "seconds_per_epoch": "s/epoch",
         "peak_gb": "process peak GB",
         "allocated_peak_gb": "allocator peak GB",
         "score": "score",
     }
-    note = ""
-    if ONE_VIEW in results:
-        names[ONE_VIEW], note = "by one view %", VIEWS_NOTE
+    note, one_view = "", f"{ONE_VIEW}{goal.name}"
+    if one_view in results:
+        names[one_view], note = f"by one view {goal.unit}".rstrip(), VIEWS_NOTE
     cells = [f"{results[name]:.4g}" if name in results else "" for name in names]
     return Grid(header=list(names.values()), rows=[cells], note=note)
 
@@ -102,16 +120,17 @@ def _search_row(label: str, run: RunRecord, objective: Objective, scales: Sequen
     searched = run.spec.method == "triaccel"
     thresholds = [scale.text(scale.value(control)) if searched else "" for scale in scales]
     num_epochs = epochs[-1].epoch if epochs else 0
-    cells = [""] * 4
+    cells = [""] * (1 + len(FIGURE_COLUMNS))
     if run.figures is not None:
-        short = run.spec.method == "triaccel" and objective.shortfall(num_epochs, run.figures.accuracy) > 0
-        cells = _figure_cells(run.figures, mark=" *" if short else "")
+        short = run.spec.method == "triaccel" and objective.shortfall(num_epochs, run.figures.metric) > 0
+        cells = figure_cells(run.figures, objective.goal, mark=" *" if short else "")
     return [label, run.status, *thresholds, f"{num_epochs} of {run.spec.recipe.epochs}", *cells]
 
 
-def _figure_cells(figures: Figures, *, mark: str) -> list[str]:
+def figure_cells(figures: Figures, goal: Goal, *, mark: str = "") -> list[str]:
+    """Returns the cells of the goal's column and FIGURE_COLUMNS."""
     return [
-        f"{figures.accuracy:.2f}{mark}",
+        f"{goal.cell(figures.metric)}{mark}",
         f"{figures.seconds:.3f}",
         f"{figures.peak_gb:.3f}",
         f"{figures.score:.2f}",

@@ -34,7 +34,7 @@ def view_run(run: RunRecord) -> None:
     title = f"{run.name}: {run.spec.task}, {METHODS[run.spec.method]}, {run.status}"
     out.print(rich_table(grid, title=title) if grid.rows else title)
     if run.end is not None and run.end.results:
-        out.print(rich_table(result_grid(run.end.results), title="result"))
+        out.print(rich_table(result_grid(run.end.results, run.start.goal), title="result"))
     notes = "\n".join([*run_notes(run), *(line for section in troubles({run.name: run}) for line in section.lines)])
     if notes:
         out.print(f"\n{notes}", markup=False, soft_wrap=True)
@@ -60,17 +60,21 @@ def view_search(record: SearchRecord) -> None:
     said = Section(text="" if is_beaten else advice.sentence, notice=advice.sentence if is_beaten else "")
     facts = {
         "what": f"search of {spec.num_trials} trials in space {spec.space}, objective {spec.objective}, margin "
-        f"{spec.margin:g} points",
+        f"{record.objective.margin_text}",
         "seed": f"{spec.base.seed}, sampler {spec.seed}",
     }
     sections = [replace(said, command=advice.command)]
     sections += about(spec.base, [*record.baselines.values(), *record.trials], facts, search_command_of(spec))
     sections += unwell
     if (picture := save_pareto_front(record)) is not None:
-        sections.append(Section(title="Accuracy against time and memory", pictures=[picture]))
+        sections.append(
+            Section(title=f"{spec.base.goal.words.capitalize()} against time and memory", pictures=[picture])
+        )
     sections.append(Section(title="Trials, best first", header=grid.header, rows=grid.rows, text=grid.note))
     if curves := _curves(record, advice.best):
-        picture = save(learning_curves(curves, about=record.folder.name), record.folder / FIGURES / "curves.png")
+        picture = save(
+            learning_curves(curves, spec.base.goal, about=record.folder.name), record.folder / FIGURES / "curves.png"
+        )
         sections.append(Section(title="Learning curves and time", pictures=[picture]))
     sections += _threshold_sections(record, advice.best)
     sections += _timelines(record)
@@ -130,7 +134,7 @@ def _timelines(record: SearchRecord) -> list[Section]:
     for run in order:
         pictures = run_figures(run.folder / EVENTS, run.folder / FIGURES)
         figures = run.figures
-        result = "" if figures is None else f", {figures.accuracy:.2f} %, score {figures.score:.2f}"
+        result = "" if figures is None else f", {run.start.goal.text(figures.metric)}, score {figures.score:.2f}"
         title = f"{run.name}: {run.status} after {run.epochs[-1].epoch if run.epochs else 0} epochs{result}"
         notes = "\n".join(run_notes(run))
         sections.append(Section(title=title, text=notes, pictures=pictures, folded=True))
@@ -146,12 +150,12 @@ def save_pareto_front(record: SearchRecord) -> Path | None:
         figures = run.figures
         if figures is None or run.spec.method == "probe" or run.status not in ("finished", "stopped"):
             continue
-        feasible = objective.shortfall(run.epochs[-1].epoch, figures.accuracy) == 0.0
+        feasible = objective.shortfall(run.epochs[-1].epoch, figures.metric) == 0.0
         outcomes.append(
             Outcome(
                 label=run.name,
                 method=run.spec.method,
-                accuracy=figures.accuracy,
+                metric=figures.metric,
                 seconds=figures.seconds,
                 peak_gb=figures.peak_gb,
                 score=figures.score,
@@ -161,9 +165,9 @@ def save_pareto_front(record: SearchRecord) -> Path | None:
         )
     if not outcomes:
         return None
-    floor = objective.reference[-1] - objective.margin if objective.reference else None
+    limit = objective.limit if objective.reference else None
     subtitle = "; ".join(filter(None, (record.folder.name, sharing_note(record.spec.base))))
-    front = pareto_front(outcomes, accuracy_floor=floor, about=subtitle)
+    front = pareto_front(outcomes, objective.goal, limit=limit, about=subtitle)
     return save(front, record.folder / FIGURES / "pareto.png")
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from trainables.task import Purpose, Splits, Task
-from triaccel_ray.apply.precision import emulated_precisions
+from triaccel_ray.apply.evaluate import measured
+from triaccel_ray.apply.precision import useless_precisions
 from triaccel_ray.baseline import Baseline, BaselineLoop
 from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.dry_run import blaming, described, refusing_exits, require_working
@@ -65,7 +66,7 @@ def build_loop(
     on_gpu = device.type == "cuda"
     with LentStream(device).current() if on_gpu and not spec.is_baseline else contextlib.nullcontext():
         for source in (train, *([] if held_out is None else [held_out])):
-            require_working(model, loss, source, task.num_correct)
+            require_working(model, loss, source, partial(measured, task.metrics))
         if on_gpu:
             _warm_up(model, loss, train, device)
     if on_gpu:
@@ -180,8 +181,9 @@ def _rehearse(spec: RunSpec, control: ControlConfig, task: Task, train: DataSour
     source, loss = _Rehearsal(train, 2 * batch_size), partial(task.loss, recipe=spec.recipe)
     levels = [control.precision.initial]
     if control.precision.enabled:
-        emulated = () if control.precision.offer_emulated else emulated_precisions("cpu")
-        levels = [level for level in Precision if level not in emulated]
+        is_compiled = control.execution.compile == "on"
+        useless = () if control.precision.offer_useless else useless_precisions("cpu", is_compiled=is_compiled)
+        levels = [level for level in Precision if level not in useless]
     # What goes wrong here goes wrong in the run, too, which then has a log to say so.
     with contextlib.suppress(Exception), refusing_exits():
         for level in levels:
@@ -202,7 +204,7 @@ def _rehearse(spec: RunSpec, control: ControlConfig, task: Task, train: DataSour
                 loop = ControlLoop(model, optimizer, loss, source, config=config)
             loop.step()
             loop.step()
-            loop.evaluate(source, task.num_correct, is_last=True)
+            loop.evaluate(source, task.metrics, is_last=True)
             loop.close()
             memory = loop.memory
             del loop, model, optimizer

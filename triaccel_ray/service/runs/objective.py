@@ -1,21 +1,23 @@
-"""What a search maximises: one of the figures, among configurations that learn as well as the AMP baseline."""
+"""What a search goes by: one of the figures, among configurations that learn as well as the AMP baseline."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Self
 
 from triaccel_ray.config import require, require_number
 from triaccel_ray.events import Epoch
+from triaccel_ray.metrics import Goal
+from triaccel_ray.score import quality
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
     """What is known of a configuration after an epoch."""
 
-    accuracy: float
-    """Percent of the validation samples."""
+    metric: float
+    """What the task is judged by (`Goal`), on the validation samples."""
     seconds: float
     """Per epoch, mean of the last five."""
     peak_gb: float
@@ -23,15 +25,16 @@ class Figures:
     score: float
 
 
-_VALUES: Final[Mapping[str, Callable[[Figures], float]]] = {
-    "score": lambda figures: figures.score,
-    "accuracy": lambda figures: figures.accuracy,
-    "time": lambda figures: 1.0 / figures.seconds,
-    "memory": lambda figures: 1.0 / figures.peak_gb,
+_VALUES: Final[Mapping[str, Callable[[Figures, Goal], float]]] = {
+    "score": lambda figures, goal: figures.score,
+    "metric": lambda figures, goal: quality(figures.metric, goal),
+    "accuracy": lambda figures, goal: quality(figures.metric, goal),  # the metric's name where that is what it is
+    "time": lambda figures, goal: 1.0 / figures.seconds,
+    "memory": lambda figures, goal: 1.0 / figures.peak_gb,
 }
 
 _CHANCE: Final = 1.0
-"""Percentage points by which accuracies of a few hundred samples differ from epoch to epoch."""
+"""Points by which the metric on a few hundred samples differs from epoch to epoch."""
 
 OBJECTIVES: Final = (*_VALUES, "pareto")
 """Names on the command line."""
@@ -39,56 +42,81 @@ OBJECTIVES: Final = (*_VALUES, "pareto")
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """A figure to maximise under the condition that accuracy is within `margin` of the AMP baseline's.
+    """A figure to maximise under the condition that the task's metric is within `margin` of the AMP baseline's.
 
-    Without the condition the score could be won by a fast model that learned nothing.
+    Without the condition the score could be won by a fast model that learned nothing. A point is a percentage point
+    for metrics in percent, and one percent of AMP's figure for any other.
     """
 
     name: str = "score"
-    """One of OBJECTIVES; with `pareto` trials are drawn for accuracy, time and memory at once, whatever the margin, and
+    """One of OBJECTIVES; with `pareto` trials are drawn for metric, time and memory at once, whatever the margin, and
     ranked by the score under it."""
     margin: float = 1.0
-    """Percentage points of validation accuracy that may be given up; >= 0."""
+    """Points of the metric that may be given up; >= 0."""
     reference: tuple[float, ...] = ()
-    """Validation accuracy of the AMP baseline after each epoch, in percent; empty: no condition."""
+    """The AMP baseline's metric on the validation samples after each epoch; empty: no condition."""
+    goal: Goal = field(default_factory=Goal)
 
     def __post_init__(self) -> None:
         require(self.name in OBJECTIVES, "objective", self.name, f"must be one of {', '.join(OBJECTIVES)}")
-        require_number("margin", self.margin, "must lie in [0, 100] percentage points", low=0.0, high=100.0)
+        rule = f"the task is judged by {self.goal.words}; write metric"
+        require(self.name != "accuracy" or self.goal.name == "accuracy", "objective", self.name, rule)
+        require_number("margin", self.margin, "must lie in [0, 100] points", low=0.0, high=100.0)
 
     @classmethod
-    def against(cls, amp: Sequence[Epoch], *, name: str = "score", margin: float = 1.0) -> Self:
+    def against(cls, amp: Sequence[Epoch], goal: Goal, *, name: str = "score", margin: float = 1.0) -> Self:
         """Returns the objective whose condition are the epochs of the AMP baseline.
 
         Raises:
             ValueError: one of them was not judged on validation samples.
         """
-        accuracies = [epoch.held_out_accuracy for epoch in amp]
-        for epoch, accuracy in zip(amp, accuracies, strict=True):
+        figures = [epoch.held_out(goal) for epoch in amp]
+        for epoch, figure in zip(amp, figures, strict=True):
             rule = "was not judged on validation samples, so nothing can be measured by it; run the baseline again"
-            require(accuracy is not None, "epoch of the AMP baseline", epoch.epoch, rule)
-        return cls(name=name, margin=margin, reference=tuple(each for each in accuracies if each is not None))
+            require(figure is not None, "epoch of the AMP baseline", epoch.epoch, rule)
+        reference = tuple(each for each in figures if each is not None)
+        return cls(name=name, margin=margin, reference=reference, goal=goal)
 
-    def shortfall(self, epoch: int, accuracy: float) -> float:
-        """Returns the percentage points missing to the baseline at the same epoch less the margin; 0 when feasible."""
+    @property
+    def limit(self) -> float:
+        """What is feasible at the last epoch: AMP's metric less the margin, or more it where little is wanted."""
+        baseline, sign = self.reference[-1], -1.0 if self.goal.maximize else 1.0
+        return baseline + sign * self.margin * self._point(baseline)
+
+    @property
+    def limit_text(self) -> str:
+        """The limit for people."""
+        return f"at {'least' if self.goal.maximize else 'most'} {self.goal.text(self.limit)}"
+
+    @property
+    def margin_text(self) -> str:
+        """The margin for people."""
+        return f"{self.margin:g} {'points' if self.goal.unit == '%' else 'percent'}"
+
+    def shortfall(self, epoch: int, metric: float) -> float:
+        """Returns the points missing to the baseline at the same epoch less the margin; 0 when feasible."""
         if not self.reference:
             return 0.0
         baseline = self.reference[min(epoch, len(self.reference)) - 1]
-        return max(baseline - self.margin - accuracy, 0.0)
+        lost = baseline - metric if self.goal.maximize else metric - baseline
+        return max(lost / self._point(baseline) - self.margin, 0.0)
+
+    def _point(self, baseline: float) -> float:
+        return 1.0 if self.goal.unit == "%" else max(abs(baseline) / 100.0, 1e-12)
 
     def is_hopeless(self, epoch: int, figures: Figures) -> bool:
-        """Returns whether the accuracy lies below what is feasible by more than the margin once more.
+        """Returns whether the metric misses what is feasible by more than the margin once more.
 
         Less than that may be the chance of one epoch.
         """
-        return self.name != "pareto" and self.shortfall(epoch, figures.accuracy) > max(self.margin, _CHANCE)
+        return self.name != "pareto" and self.shortfall(epoch, figures.metric) > max(self.margin, _CHANCE)
 
     def value(self, epoch: int, figures: Figures) -> float:
         """Returns what the search maximises: the figure, positive; or minus the shortfall, which is below every figure.
 
         So infeasible configurations are ordered too, by how much they lack, and early epochs can be compared.
         """
-        shortfall = self.shortfall(epoch, figures.accuracy)
+        shortfall = self.shortfall(epoch, figures.metric)
         if shortfall > 0.0:
             return -shortfall
-        return _VALUES["score" if self.name == "pareto" else self.name](figures)
+        return _VALUES["score" if self.name == "pareto" else self.name](figures, self.goal)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from triaccel_ray.events import End, Epoch, Interruption, LogError, Start, Tick, read_events
+from triaccel_ray.metrics import Goal
 from triaccel_ray.score import BYTES_PER_GB, efficiency_score, mean_epoch_seconds
 from triaccel_ray.service.failures import RESULTS
 from triaccel_ray.service.runs.objective import Figures
@@ -16,8 +17,8 @@ from triaccel_ray.service.storage.layout import EVENTS, SPEC, read_value
 
 OWN_CODE = "code of your own"
 """Stands for the task of a run that a `ControlLoop` outside the service has logged."""
-ONE_VIEW = "one_view_accuracy"
-"""Result of runs judged by the mean output over several views of each sample: percent correct by the first alone."""
+ONE_VIEW = "one_view_"
+"""Begins the results of runs judged by the mean output over several views of each sample: a metric by the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +54,22 @@ class RunRecord:
 
     @property
     def figures(self) -> Figures | None:
-        """The figures of the whole run, with the accuracy that it ended with; None before it was first judged."""
-        return _figures(self.epochs, self.end.results if self.end else {})
+        """The figures of the whole run, with the metric that it ended with; None before it was first judged."""
+        return _figures(self.epochs, self.start.goal, self.end.results if self.end else {})
 
     def figures_after(self, epoch: int) -> Figures | None:
         """Returns the figures as they were after `epoch` epochs; None where the run was not judged then."""
-        return _figures([each for each in self.epochs if each.epoch <= epoch])
+        return _figures([each for each in self.epochs if each.epoch <= epoch], self.start.goal)
 
 
-def _figures(epochs: Sequence[Epoch], results: Mapping[str, float] = MappingProxyType({})) -> Figures | None:
-    """Returns the figures after these epochs; accuracy and seconds as the run's results have them, where there are."""
+def _figures(
+    epochs: Sequence[Epoch], goal: Goal, results: Mapping[str, float] = MappingProxyType({})
+) -> Figures | None:
+    """Returns the figures after these epochs; metric and seconds as the run's results have them, where there are."""
     if not epochs:
         return None
-    accuracy = results.get("accuracy", epochs[-1].held_out_accuracy)
-    if accuracy is None:
+    metric = results.get(goal.name, epochs[-1].held_out(goal))
+    if metric is None:
         return None
     seconds = (
         results.get("seconds_per_epoch")
@@ -74,8 +77,8 @@ def _figures(epochs: Sequence[Epoch], results: Mapping[str, float] = MappingProx
         or mean_epoch_seconds([epoch.seconds for epoch in epochs])
     )
     peak_gb = epochs[-1].peak_bytes / BYTES_PER_GB
-    score = efficiency_score(accuracy, seconds, peak_gb)
-    return Figures(accuracy=accuracy, seconds=seconds, peak_gb=peak_gb, score=score)
+    score = efficiency_score(metric, seconds, peak_gb, goal)
+    return Figures(metric=metric, seconds=seconds, peak_gb=peak_gb, score=score)
 
 
 def has_begun(folder: Path) -> bool:

@@ -16,6 +16,7 @@ from trainables.registry import load_task
 from trainables.task import Purpose, Recipe
 from triaccel_ray.config import BatchConfig, ControlConfig, require, require_integer, require_number
 from triaccel_ray.measure.memory import memory_meter
+from triaccel_ray.metrics import Goal
 from triaccel_ray.plan import Precision
 from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.units import format_bytes
@@ -55,6 +56,8 @@ class RunSpec:
     """`auto`, `cpu` or `cuda`; auto takes the GPU where there is one."""
     trials_per_gpu: int = 1
     """Runs that share a GPU, this one counted; each may hold its part of the memory, and timings are marked."""
+    goal: Goal = field(default_factory=Goal)
+    """What the task is judged by."""
 
     def __post_init__(self) -> None:
         require(self.method in METHODS, "method", self.method, f"must be one of {', '.join(METHODS)}")
@@ -125,6 +128,7 @@ def run_spec(task_name: str, *, data_dir: Path | None, recipe: Mapping[str, obje
     return RunSpec(
         task=task_name,
         data_dir=None if data_dir is None else str(data_dir.expanduser().absolute()),
+        goal=task.goal,
         recipe=replace(task.recipe, **given),  # type: ignore[arg-type]  # names checked by the dataclass
         **settings,  # type: ignore[arg-type]  # likewise
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from trainables.task import Purpose, Splits
 from triaccel_ray.apply.evaluate import Evaluation
 from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.checkpoint import CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
+from triaccel_ray.config import require
 from triaccel_ray.dry_run import refusing_exits, users_lines
-from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Record, Start, TakenOverError
+from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Record, Start, TakenOverError, epoch_of
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.lean_memory import set_lean
 from triaccel_ray.loop import ControlLoop
+from triaccel_ray.metrics import LOSS
 from triaccel_ray.plan import Precision
 from triaccel_ray.score import BYTES_PER_GB, EpochTimes, efficiency_score
 from triaccel_ray.service.failures import (
@@ -56,7 +59,8 @@ class Status:
     used_bytes: int
     limit_bytes: int
     layers_per_precision: dict[str, int]
-    accuracy: float | None
+    judged: str
+    """The task's metric on the validation samples, for people; empty before there is one."""
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -84,6 +88,8 @@ class Worker:
             torch.set_num_threads(1)  # a thread that waits for one beside a busy neighbour loses more than it gains
         seed_everything(spec.seed)
         self._task = load_task(spec.task, None if spec.data_dir is None else Path(spec.data_dir))
+        rule = f"the run is judged by {spec.goal.name}: begin a new one"
+        require(self._task.goal == spec.goal, "objective of the task", self._task.objective, rule)
         self._splits = splits_of(self._task, spec.purpose) if splits is None else splits
         # once, not at every evaluation
         self._held_out = delivered(self._splits.held_out, self.device, execution.data_on)
@@ -92,7 +98,7 @@ class Worker:
         self._log: EventLog | None = None
         self._writing = threading.Lock()
         self._times = EpochTimes()
-        self._one_view: float | None = None
+        self._one_view: Mapping[str, float] = {}
         self.last: Epoch | None = None
         """The last epoch's record."""
         self.ended = False
@@ -106,10 +112,11 @@ class Worker:
             ValueError: no epoch has been judged.
         """
         last = self.last
-        if last is None or last.held_out_accuracy is None or last.score is None:
+        metric = None if last is None else last.held_out(self.spec.goal)
+        if last is None or metric is None or last.score is None:
             raise ValueError("figures: no epoch of this run has been judged on validation samples")
         return Figures(
-            accuracy=last.held_out_accuracy,
+            metric=metric,
             seconds=last.typical_seconds or last.seconds,
             peak_gb=last.peak_bytes / BYTES_PER_GB,
             score=last.score,
@@ -214,15 +221,15 @@ class Worker:
             epoch=stats.epoch,
             step=self.loop.num_steps,
             train_loss=stats.loss,
-            held_out_accuracy=None if judged is None else judged.accuracy,
             held_out_loss=None if judged is None else judged.loss,
+            held_out_metrics={} if judged is None else judged.metrics,
             seconds=stats.seconds,
             images_per_second=stats.num_samples / stats.seconds,
             batch_size=self.loop.plan.batch_size,
             peak_bytes=memory.peak_bytes,
             allocated_peak_bytes=memory.allocated_peak_bytes,
             num_skipped=self.loop.num_skipped,
-            score=None if judged is None else self._score(judged.accuracy, typical),
+            score=None if judged is None else self._score(judged.metrics, judged.loss, typical),
             typical_seconds=typical,
         )
         self._append(record)
@@ -238,14 +245,14 @@ class Worker:
         last = self.last
         if last is None:
             raise ValueError("epochs = 0: a run is finished after at least one epoch")
-        accuracy, loss = last.held_out_accuracy, last.held_out_loss
-        if accuracy is None or loss is None:
+        metrics, loss = last.held_out_metrics, last.held_out_loss
+        if loss is None:
             try:
                 judged = self._judge()
             except Exception as error:
                 self.fail(error)
                 raise
-            accuracy, loss = judged.accuracy, judged.loss
+            metrics, loss = judged.metrics, judged.loss
         memory = self.loop.memory
         memory.refresh_peaks()
         # Of a run on validation samples as its trials are judged; of a final run as the paper has it.
@@ -253,13 +260,13 @@ class Worker:
         if self.spec.purpose is Purpose.SEARCH:
             seconds = last.typical_seconds or seconds
         results = {
-            "accuracy": accuracy,
-            **({} if self._one_view is None else {ONE_VIEW: self._one_view}),
-            "loss": loss,
+            **metrics,
+            **{f"{ONE_VIEW}{name}": value for name, value in self._one_view.items()},
+            LOSS: loss,
             "seconds_per_epoch": seconds,
             "peak_gb": memory.peak_bytes / BYTES_PER_GB,
             "allocated_peak_gb": memory.allocated_peak_bytes / BYTES_PER_GB,
-            "score": self._score(accuracy, seconds),
+            "score": self._score(metrics, loss, seconds),
             "idle_gb": memory.idle_bytes / BYTES_PER_GB,
             "limit_gb": memory.limit_bytes / BYTES_PER_GB,
             "epochs": float(last.epoch),
@@ -355,7 +362,7 @@ class Worker:
         earlier = {"last": state.get("epoch_seconds", []), "settled": [], "has_changed_plan": False}
         self._times.load_state_dict(state.get("epoch_times", earlier))
         if state["last"] is not None:
-            self.last = decode(Epoch, state["last"])
+            self.last = epoch_of(state["last"])
 
     def status(self) -> Status | None:
         """Returns a glance at the run; safe to call from another thread while it trains. None once it is closed."""
@@ -363,9 +370,10 @@ class Worker:
         if loop is None:
             return None
         levels = list(loop.plan.precision.values())
+        metric = None if self.last is None else self.last.held_out(self.spec.goal)
         # Positions count the samples taken, of which the last batch is under way, and on a GPU a few more.
         elapsed = loop.epoch_seconds_so_far
-        done = (loop.feed.position - int(loop.feed.position)) * len(loop.feed.source) - loop.plan.batch_size
+        done = (loop.feed.position - int(loop.feed.position)) * loop.feed.num_samples - loop.plan.batch_size
         rate = self.last.images_per_second if self.last else 0.0
         if done > 0 and elapsed > MIN_RATE_SECONDS:
             rate = done / elapsed
@@ -377,7 +385,7 @@ class Worker:
             used_bytes=loop.memory.window_peak_bytes,
             limit_bytes=loop.memory.limit_bytes,
             layers_per_precision={level.value: levels.count(level) for level in Precision},
-            accuracy=None if self.last is None else self.last.held_out_accuracy,
+            judged="" if metric is None else self.spec.goal.text(metric),
         )
 
     def _is_own(self, spec: str) -> bool:
@@ -420,28 +428,34 @@ class Worker:
         info["memory_source"] = self.loop.memory.source
         return Start(
             control=self._control,
+            goal=spec.goal,
             info={**info, **environment(self.device)},
             parameters={**recipe, "memory_limit_bytes": self.loop.memory.limit_bytes},
         )
 
     def _judge(self) -> Evaluation:
         with refusing_exits():
-            judged = self.loop.evaluate(self._held_out, self._task.num_correct, is_last=self.finished)
+            judged = self.loop.evaluate(self._held_out, self._task.metrics, is_last=self.finished)
         # An overflow may have reached the moving averages of a norm. The loss alone may be the task's own affair.
         if not math.isfinite(judged.loss) and not is_finite(self.loop.model):
             raise NonFiniteLossError(
                 f"the loss on held-out samples is {judged.loss}, and the model holds numbers that are none"
                 f"{self._way_out()}"
             )
-        self._one_view = judged.one_view_accuracy
+        name = self.spec.goal.name
+        if not math.isfinite(judged.metrics.get(name, 0.0)):
+            raise NonFiniteLossError(f"{name} of held-out samples is {judged.metrics[name]}{self._way_out()}")
+        self._one_view = judged.one_view
         return judged
 
     def _way_out(self) -> str:
         in_fp16 = self.spec.method == "amp" and self.spec.recipe.amp == "fp16" and self.device.type == "cuda"
         return ": FP16 may be too narrow for this model, try --amp bf16" if in_fp16 else ""
 
-    def _score(self, accuracy: float, seconds: float) -> float:
-        return efficiency_score(accuracy, seconds, self.loop.memory.peak_bytes / BYTES_PER_GB)
+    def _score(self, metrics: Mapping[str, float], loss: float, seconds: float) -> float:
+        goal = self.spec.goal
+        value = loss if goal.name == LOSS else metrics[goal.name]
+        return efficiency_score(value, seconds, self.loop.memory.peak_bytes / BYTES_PER_GB, goal)
 
     def _write_spec(self) -> None:
         with needing_room(self.folder):

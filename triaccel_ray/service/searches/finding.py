@@ -36,6 +36,7 @@ def found_in(record: SearchRecord) -> Found | None:
     info = best.start.info
     return Found(
         task=best.spec.task,
+        metric=best.spec.goal.name,
         command=search_command_of(record.spec),
         date=_day(best),
         hardware=info.get("hardware", "unknown"),
@@ -57,7 +58,7 @@ def _result(run: RunRecord) -> Result:
     figures = run.figures
     assert figures is not None  # of a finished run on validation samples
     return Result(
-        accuracy=figures.accuracy, seconds_per_epoch=figures.seconds, peak_gb=figures.peak_gb, score=figures.score
+        metric=figures.metric, seconds_per_epoch=figures.seconds, peak_gb=figures.peak_gb, score=figures.score
     )
 
 

@@ -66,7 +66,7 @@ class SearchSpec:
     objective: str = "score"
     """One of OBJECTIVES."""
     margin: float = 1.0
-    """Percentage points below the AMP baseline that stay feasible."""
+    """Points behind the AMP baseline that stay feasible (`Objective`)."""
     seed: int = 0
     """Of the sampler."""
 
@@ -75,7 +75,7 @@ class SearchSpec:
         require_integer("trials", self.num_trials, low=1)
         require(self.num_trials <= 100_000, "trials", self.num_trials, "must be at most 100,000")
         require(self.objective in OBJECTIVES, "objective", self.objective, f"must be one of {', '.join(OBJECTIVES)}")
-        Objective(name=self.objective, margin=self.margin)
+        Objective(name=self.objective, margin=self.margin, goal=self.base.goal)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +102,12 @@ class SearchRecord:
 
     @property
     def objective(self) -> Objective:
-        """What trials are judged by; without the condition on accuracy before the AMP baseline has finished."""
-        return Objective(name=self.spec.objective) if self.prepared is None else self.prepared.objective
+        """What trials are judged by; without the condition on the metric before the AMP baseline has finished."""
+        return (
+            Objective(name=self.spec.objective, goal=self.spec.base.goal)
+            if self.prepared is None
+            else self.prepared.objective
+        )
 
 
 def begin_search(spec: SearchSpec, folder: Path) -> None:
@@ -253,7 +257,7 @@ def best_trial(record: SearchRecord) -> RunRecord | None:
 
 def _prepared(spec: SearchSpec, runs: Mapping[str, RunRecord]) -> Prepared:
     amp = runs["amp"]
-    objective = Objective.against(amp.epochs, name=spec.objective, margin=spec.margin)
+    objective = Objective.against(amp.epochs, spec.base.goal, name=spec.objective, margin=spec.margin)
     headroom = spec.base.memory_headroom_bytes
     if spec.base.memory_budget_bytes is None and headroom is None:
         headroom = _headroom_bytes(spec.base, runs.get("probe", amp))
@@ -306,7 +310,7 @@ class _Pruner(ASHAScheduler):
 def _tuner(spec: SearchSpec, trainable: Any, place: Place, own: Path, claim: Claim | None) -> tune.Tuner:
     space = search_space(spec.space, spec.optional)
     pareto = spec.objective == "pareto"
-    several: Directions = {"accuracy": "maximize", "seconds_per_epoch": "minimize", "peak_gb": "minimize"}
+    several: Directions = {"quality": "maximize", "seconds_per_epoch": "minimize", "peak_gb": "minimize"}
     scheduler: TrialScheduler = FIFOScheduler()
     if not pareto:
         epochs = spec.base.recipe.epochs

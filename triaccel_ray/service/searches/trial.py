@@ -13,6 +13,7 @@ from ray import tune
 
 from search_spaces.thresholds import Calibration, thresholds
 from triaccel_ray.events import End, LogError, TakenOverError
+from triaccel_ray.score import quality
 from triaccel_ray.service.failures import (
     RESULTS,
     DiskFullError,
@@ -37,10 +38,10 @@ from triaccel_ray.service.storage.place import Place
 
 _logger = logging.getLogger(__name__)
 
-FAILED_OBJECTIVE = -1000.0
-"""Objective of a configuration that diverged or never fitted: below every shortfall in percentage points."""
+FAILED_OBJECTIVE = -1e9
+"""Objective of a configuration that diverged or never fitted: below every shortfall in points."""
 _FAILED = {
-    "accuracy": 0.0,
+    "quality": 0.0,
     "seconds_per_epoch": 1e9,
     "peak_gb": 1e9,
     "score": 0.0,
@@ -189,7 +190,7 @@ class ThresholdTrial(tune.Trainable):
         objective = self._context.objective
         return {
             "epoch": epoch,
-            "accuracy": figures.accuracy,
+            "quality": quality(figures.metric, objective.goal),
             "seconds_per_epoch": figures.seconds,
             "peak_gb": figures.peak_gb,
             "score": figures.score,

@@ -105,7 +105,7 @@ def _epoch_metrics(epoch: Epoch) -> dict[str, float | None]:
     return {
         "epoch": epoch.epoch,
         "train/epoch_loss": epoch.train_loss,
-        "val/accuracy": epoch.held_out_accuracy,
+        **{f"val/{legal_name(name)}": value for name, value in epoch.held_out_metrics.items()},
         "val/loss": epoch.held_out_loss,
         "seconds_per_epoch": epoch.seconds,
         "images_per_second": epoch.images_per_second,

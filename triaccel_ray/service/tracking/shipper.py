@@ -18,7 +18,7 @@ from triaccel_ray.service.failures import is_disk_full
 from triaccel_ray.service.storage.layout import BASELINES, EVENTS
 from triaccel_ray.service.tracking.shipment import Label, Shipment
 from triaccel_ray.service.tracking.shipped import num_waiting
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
 
 LONGEST_PAUSE_S = 60.0
 LONGEST_MESSAGE = 500
@@ -126,6 +126,8 @@ class Shipper:
                     try:
                         shown_below = folder != self._root and not self._is_baseline(folder)
                         num_events += self._shipment(folder).ship(parent_id if shown_below else None)
+                    except TrackingUnavailableError:
+                        raise
                     except Exception as failure:
                         error = self._describe(folder, failure)
                         # One run's trouble is its own; the store's is everyone's, and ends the pass.
