@@ -69,7 +69,7 @@ def test_it_learns(method: Baseline) -> None:
     for _ in range(3):
         loop.train_epoch()
     result = loop.evaluate(images(40, seed=1))
-    assert result.accuracy >= 95.0
+    assert result.metrics["accuracy"] >= 95.0
     assert result.num_samples == 40
 
 
@@ -153,4 +153,4 @@ def test_amp_on_a_gpu_is_fp16_with_a_scaler() -> None:
         loop.train_epoch()
     assert set(seen) == {torch.float16}
     assert loop.state_dict()["scaler"]["scale"] >= 1.0
-    assert loop.evaluate(images(40, seed=1)).accuracy >= 95.0
+    assert loop.evaluate(images(40, seed=1)).metrics["accuracy"] >= 95.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.build import same
-from triaccel_ray.checkpoint import CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
+from triaccel_ray.checkpoint import FORMAT, CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
 from triaccel_ray.random_states import random_states, set_random_states
 
 STATE: dict[str, Any] = {"weights": torch.arange(300.0), "counters": [1, 2], "nested": {"name": None, "half": 0.5}}
@@ -62,19 +62,21 @@ def test_garbage_is_damaged(tmp_path: Path, data: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("content", "found"),
-    [({"format": 1}, "1"), ({"model": {}}, "None"), ([1], "'list'")],
+    [({"format": FORMAT}, str(FORMAT)), ({"model": {}}, "None"), ([1], "'list'")],
 )
 def test_what_is_no_checkpoint_of_ours_is_refused(tmp_path: Path, content: Any, found: str) -> None:
     path = tmp_path / "checkpoint.pt"
     torch.save(content, path)
-    with pytest.raises(CheckpointError, match=rf"checkpoint {path} has format {found}: this version reads format 1"):
+    with pytest.raises(
+        CheckpointError, match=rf"checkpoint {path} has format {found}: this version reads format {FORMAT}"
+    ):
         load_checkpoint(path)
 
 
 def test_a_checkpoint_of_another_version_is_told_apart_from_a_damaged_one(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     torch.save({"format": 7, "state": {}}, path)
-    with pytest.raises(OtherFormatError, match="has format 7, this version reads format 1: go on with"):
+    with pytest.raises(OtherFormatError, match=f"has format 7, this version reads format {FORMAT}: go on with"):
         load_checkpoint(path)
 
 
@@ -91,7 +93,7 @@ class Trap:
 @pytest.mark.parametrize("write", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))])
 def test_loading_runs_no_code(tmp_path: Path, write: Any) -> None:
     path, sprung = tmp_path / "checkpoint.pt", tmp_path / "sprung"
-    write({"format": 1, "state": {"trap": Trap(sprung)}}, path)
+    write({"format": FORMAT, "state": {"trap": Trap(sprung)}}, path)
     with pytest.raises(CheckpointError, match=rf"checkpoint {path} is damaged"):
         load_checkpoint(path)
     assert not sprung.exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.build import CPU, ConvNet, Limited, blobs, cross_entropy, images, loop_of, mlp, same, values
+from tests.build import CPU, ConvNet, Limited, blobs, cross_entropy, images, mlp, same, values
+from triaccel_ray.apply.evaluate import measured
 from triaccel_ray.dry_run import MAX_FRAMES, UserCodeError, blaming, refusing_exits, require_working
 from triaccel_ray.loop import ControlLoop
+from triaccel_ray.metrics import as_metrics
 from triaccel_ray.random_states import random_states
 from triaccel_ray.sources import TensorSource, as_source
 
@@ -98,8 +100,18 @@ BAD: tuple[tuple[str, dict[str, Any], type[Exception], tuple[str, ...]], ...] = 
     (
         "arrays",
         {"data": (np.zeros((4, 8)), np.zeros(4))},
+        UserCodeError,
+        (
+            "mat1 and mat2 must have the same dtype",
+            "inputs float64 (2, 8)",
+            'use .float(), of an array .astype("float32")',
+        ),
+    ),
+    (
+        "lists",
+        {"data": ([[1.0] * 8] * 4, torch.zeros(4))},
         TypeError,
-        ("inputs are a ndarray", "torch.as_tensor(inputs)"),
+        ("inputs are a list", "torch.as_tensor(inputs)"),
     ),
     ("a single number", {"data": (torch.ones(4, 8), torch.tensor(3))}, ValueError, ("targets are a single number",)),
     (
@@ -131,38 +143,10 @@ def test_an_optimizer_is_no_class() -> None:
         ControlLoop(mlp(), torch.optim.SGD, cross_entropy, blobs(64))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("metric", "message"),
-    [
-        (lambda outputs, targets: None, "returned None: must be the number of correct samples"),
-        (lambda outputs, targets: outputs.argmax(-1) == targets, "returned bool (2,): must be the number"),
-        (broken_metric, "broken_metric raised IndexError"),
-    ],
-)
-def test_a_metric_that_counts_nothing_is_refused(metric: Callable[..., Any], message: str) -> None:
-    with pytest.raises((TypeError, UserCodeError), match=re.escape(message)):
-        require_working(mlp(), cross_entropy, as_source(blobs(64)), metric)
-
-
-def test_a_metric_may_return_a_number() -> None:
-    loop, _ = loop_of(mlp(), blobs(64))
-    right = loop.evaluate(blobs(40))
-    assert loop.evaluate(blobs(40), lambda outputs, targets: int((outputs.argmax(-1) == targets).sum())) == right
-    loop.close()
-
-
-def test_a_task_without_classes_has_no_accuracy() -> None:
-    loop, _ = loop_of(nn.Linear(8, 1), (torch.randn(64, 8), torch.randn(64, 1)), loss=nn.functional.mse_loss)
-    with pytest.raises(TypeError, match=r"targets float32 .*: accuracy and score count .* define num_correct"):
-        loop.evaluate((torch.randn(16, 8), torch.randn(16, 1)))
-    loop.close()
-
-
-def test_more_right_than_there_are_is_refused() -> None:
-    loop, _ = loop_of(mlp(), blobs(64))
-    with pytest.raises(ValueError, match=r"num_correct = 160 of 40 samples: must count samples"):
-        loop.evaluate(blobs(40), lambda outputs, targets: 4 * len(targets))
-    loop.close()
+def test_a_metric_that_fails_is_named_before_training() -> None:
+    judge = partial(measured, as_metrics({"broken": broken_metric}))
+    with pytest.raises(UserCodeError, match=re.escape("metrics['broken'] raised IndexError")):
+        require_working(mlp(), cross_entropy, as_source(blobs(64)), judge)
 
 
 def test_two_samples_leave_no_trace() -> None:

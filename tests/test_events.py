@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from triaccel_ray.events import (
     read_events,
 )
 from triaccel_ray.jsonable import encode
+from triaccel_ray.metrics import Goal
 from triaccel_ray.plan import Applied, Fault, FaultKind
 from triaccel_ray.signals import LayerSignal, NoiseSignal
 
@@ -43,6 +45,20 @@ def a_tick() -> Tick:
     return Tick(observation=observation, decision=decision, applied=Applied(plan=plan, faults=(FAULT,)))
 
 
+EPOCH = Epoch(
+    epoch=1,
+    step=10,
+    train_loss=-math.inf,
+    held_out_loss=1.0,
+    held_out_metrics={"accuracy": 90.0, "perplexity": math.inf},
+    seconds=0.5,
+    images_per_second=20.0,
+    batch_size=8,
+    peak_bytes=2**40,
+    allocated_peak_bytes=0,
+    num_skipped=1,
+    score=None,
+)
 RECORDS: list[Record] = [
     Start(
         control=ControlConfig(curvature=CurvatureConfig(tau_curv=math.inf)),
@@ -50,20 +66,7 @@ RECORDS: list[Record] = [
         parameters={"lr": 0.1, "epochs": 2, "seed": 2**60 + 1, "nesterov": True, "budget": None, "device": "cpu"},
     ),
     a_tick(),
-    Epoch(
-        epoch=1,
-        step=10,
-        train_loss=-math.inf,
-        held_out_accuracy=None,
-        held_out_loss=1.0,
-        seconds=0.5,
-        images_per_second=20.0,
-        batch_size=8,
-        peak_bytes=2**40,
-        allocated_peak_bytes=0,
-        num_skipped=1,
-        score=None,
-    ),
+    EPOCH,
     End(status="failed", cause="bug", message="größer\nals", results={"accuracy": 99.0, "loss": math.inf}),
 ]
 
@@ -145,6 +148,7 @@ def test_a_log_shorter_than_its_checkpoint_is_refused(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from triaccel_ray.events import End, EventLog, TakenOverError
@@ -228,6 +232,7 @@ def test_a_log_that_cannot_be_put_in_place_leaves_the_old_one_whole(
 DYING = """
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from triaccel_ray.events import EventLog
@@ -298,3 +303,17 @@ def test_a_damaged_line_is_named(tmp_path: Path, damaged: bytes, found: str) -> 
 def test_a_missing_log_is_named(tmp_path: Path) -> None:
     with pytest.raises(LogError, match=r"nowhere cannot be read: No such file or directory; name the folder of a run"):
         list(read_events(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(("accuracy", "metrics"), [(91.5, {"accuracy": 91.5}), (None, {})])
+def test_an_epoch_of_a_version_that_knew_accuracy_alone_can_be_read(
+    accuracy: float | None, metrics: dict[str, float]
+) -> None:
+    data = encode(EPOCH)
+    del data["held_out_metrics"]
+    line = json.dumps({"sequence": 1, "time_ms": 2, "kind": "epoch", "data": {**data, "held_out_accuracy": accuracy}})
+    record = parse_event(line.encode(), "a line").record
+    assert record == replace(EPOCH, held_out_metrics=metrics)
+    assert isinstance(record, Epoch)
+    assert record.held_out(Goal()) == accuracy
+    assert record.held_out(Goal(name="loss", maximize=False, unit="")) == EPOCH.held_out_loss

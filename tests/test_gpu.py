@@ -108,7 +108,7 @@ def test_the_loop_learns_with_all_strategies_on_and_its_log_replays(fused: bool)
     loop = ControlLoop(model, optimizer, nn.functional.cross_entropy, data, config=config, on_tick=ticks.append)
     for _ in range(6):
         loop.train_epoch()
-    assert loop.evaluate(data).accuracy > 60.0
+    assert loop.evaluate(data).metrics["accuracy"] > 60.0
     assert {level for tick in ticks for level in tick.decision.plan.precision.values()} >= {Precision.BF16}
     assert any(layer.eigenvalues for tick in ticks for layer in tick.observation.layers)
     assert replay(config, [(tick.observation, tick.decision) for tick in ticks]).diverged_at is None

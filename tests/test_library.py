@@ -38,7 +38,7 @@ config = ControlConfig(every_steps=5, batch=BatchConfig(start=32))
 loop = ControlLoop(model, optimizer, nn.functional.cross_entropy, data, config=config)
 for _ in range(20):
     loop.train_epoch()
-print("accuracy", loop.evaluate(data).accuracy, "ticks", loop.num_ticks, "batch", loop.plan.batch_size)
+print("accuracy", loop.evaluate(data).metrics["accuracy"], "ticks", loop.num_ticks, "batch", loop.plan.batch_size)
 loop.close()
 """
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.build import (
     BF16,
     CONFIG,
+    CURVATURE,
     FP16,
     FP32,
     PRECISION,
@@ -38,10 +39,10 @@ from triaccel_ray.sources import TensorSource
 
 
 def test_a_net_learns_with_every_strategy_on() -> None:
-    loop, ticks = loop_of(mlp(), blobs(240))
+    loop, ticks = loop_of(mlp(), blobs(240), replace(CONFIG, curvature=replace(CURVATURE, smoothing=0.0)))
     stats = [loop.train_epoch() for _ in range(3)]
     result = loop.evaluate(blobs(100, seed=1))
-    assert result.accuracy >= 99.0
+    assert result.metrics["accuracy"] >= 99.0
     assert result.loss < 0.1
     assert [each.epoch for each in stats] == [1, 2, 3]
     assert [each.num_samples for each in stats] == [240] * 3
@@ -176,7 +177,7 @@ def test_closing_leaves_an_ordinary_model() -> None:
     assert all(p.dtype is torch.float32 for p in model.parameters())
     other.load_state_dict(model.state_dict())
     inputs, _ = images(8, seed=3)
-    assert torch.equal(model.eval()(inputs), other.eval()(inputs))
+    torch.testing.assert_close(model.eval()(inputs), other.eval()(inputs))  # in another memory layout
 
 
 @pytest.mark.parametrize("model", [nn.BatchNorm1d(4), nn.ReLU()])
@@ -239,7 +240,7 @@ def test_a_net_learns_on_a_gpu_under_a_budget() -> None:
     loop, ticks = loop_of(model, images(240), memory_budget=4 * 2**30)
     for _ in range(6):
         loop.train_epoch()
-    assert loop.evaluate(images(100, seed=1)).accuracy >= 99.0
+    assert loop.evaluate(images(100, seed=1)).metrics["accuracy"] >= 99.0
     assert {tick.observation.memory.limit_bytes for tick in ticks} == {4 * 2**30}
     assert all(tick.observation.memory.allocated_peak_bytes > 0 for tick in ticks)
     loop.close()

@@ -2,14 +2,30 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import psutil
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.build import CONFIG, CPU, FP16, QUIET, Limited, Rerun, blobs, cross_entropy, loop_of, mlp, same, values
+from tests.build import (
+    CONFIG,
+    CPU,
+    FP16,
+    QUIET,
+    ConvNet,
+    Limited,
+    Rerun,
+    blobs,
+    cross_entropy,
+    images,
+    loop_of,
+    mlp,
+    same,
+    values,
+)
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import BatchConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import replay
@@ -117,10 +133,10 @@ class Moody(Limited):
 
     def __init__(self, error: Exception) -> None:
         super().__init__(1000)
-        self.error = error
+        self.error, self.is_broken = error, True
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if not self.training:
+        if not self.training and self.is_broken:
             raise self.error
         return inputs
 
@@ -137,10 +153,125 @@ def test_a_measurement_that_does_not_fit_is_survived(error: Exception) -> None:
     assert ticks[-1].observation.loss < ticks[0].observation.loss
 
 
-def test_other_errors_of_a_measurement_propagate() -> None:
-    loop, _ = loop_of(nn.Sequential(mlp(), Moody(RuntimeError("shapes do not match"))), blobs(240))
-    with pytest.raises(RuntimeError, match="shapes do not match"):
+def curvature_faults(ticks: list[Tick]) -> list[tuple[FaultKind, int, str]]:
+    faults = [fault for tick in ticks for fault in tick.observation.faults if fault.phase == "curvature"]
+    return [(fault.kind, fault.step, fault.detail) for fault in faults]
+
+
+class Paired(nn.Module):
+    """Takes samples and a table that all of them share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, inputs: Tensor, table: Tensor) -> Tensor:
+        return self.body(inputs + table.mean(dim=0))
+
+
+class PairedSource(TensorSource):
+    def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Any, Tensor]:
+        inputs, targets = super().batch(indices, generator)
+        return (inputs, torch.ones(7, 8)), targets
+
+    def to(self, device: torch.device) -> Self:
+        return self
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.body = nn.Linear(8, 8), mlp()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return checkpoint(self.body, self.first(inputs), use_reentrant=True)
+
+
+def long_sequences() -> tuple[Tensor, Tensor]:
+    return torch.randn(64, 90, 8), torch.randint(4, (64, 90))
+
+
+def sequence_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "method", "reason"),
+    [
+        (mlp, long_sequences(), "ggn", "ggn cannot be measured: outputs of 360 numbers per sample give"),
+        (Reentrant, blobs(64), "fisher", "fisher cannot be measured: model calls torch.utils.checkpoint with"),
+        (Reentrant, blobs(64), "hessian", "hessian cannot be measured: model calls torch.utils.checkpoint"),
+        (Paired, PairedSource(*blobs(64)), "fisher", "fisher cannot be measured: inputs and targets have shapes [(2"),
+        (mlp, blobs(1), "fisher", "fisher cannot be measured: number of samples = 1: fisher needs at least 2"),
+        (
+            lambda: nn.Sequential(mlp(), Moody(LookupError("eval mode is broken"))), blobs(64), "fisher",
+            "fisher cannot be measured: eval mode is broken",
+        ),
+    ],
+)  # fmt: skip
+def test_curvature_that_cannot_be_measured_is_off_from_the_first_step_on(
+    model: Any, data: Any, method: Any, reason: str
+) -> None:
+    config = replace(QUIET, curvature=CurvatureConfig(every_steps=2, method=method), every_steps=4)
+    loss = sequence_loss if method == "ggn" else cross_entropy
+    loop, ticks = loop_of(model(), data, config, loss=loss)
+    for _ in range(2):
         loop.train_epoch()
+    loop.tick()
+    ((kind, step, detail),) = curvature_faults(ticks)
+    assert (kind, step) == (FaultKind.CURVATURE_OFF, 0)
+    assert detail.startswith(reason)
+    assert all(layer.eigenvalues is None for tick in ticks for layer in tick.observation.layers)
+
+
+def test_trying_curvature_leaves_random_states_and_training_as_they_are() -> None:
+    losses = []
+    for enabled in (False, True):
+        torch.manual_seed(3)
+        curvature = CurvatureConfig(enabled=enabled, every_steps=1000, method="hessian")
+        loop, _ = loop_of(ConvNet(), images(64), replace(QUIET, curvature=curvature))
+        losses.append(loop.train_epoch().loss)
+        loop.close()
+    assert losses[0] == losses[1]
+
+
+def test_a_later_error_switches_curvature_off_also_for_a_resumed_run() -> None:
+    model = nn.Sequential(mlp(), Moody(RuntimeError("shapes do not match")))
+    model[1].is_broken = False
+    loop, ticks = loop_of(model, blobs(240))
+    for _ in range(9):
+        loop.step()
+    measured = loop.state.layers["0.0"].eigenvalues
+    assert measured is not None
+    model[1].is_broken = True
+    loop.train_epoch()
+    state = loop.state_dict()
+    assert curvature_faults(ticks) == [(FaultKind.CURVATURE_OFF, 16, "fisher cannot be measured: shapes do not match")]
+    assert loop.state.layers["0.0"].eigenvalues == measured
+    loop.close()
+    resumed, later = loop_of(nn.Sequential(mlp(), Moody(RuntimeError("not asked"))), blobs(240))
+    resumed.model[1].is_broken = False
+    resumed.load_state_dict(state)
+    resumed.train_epoch()
+    assert all(layer.eigenvalues is None for tick in later for layer in tick.observation.layers)
+
+
+def test_layers_that_fall_back_are_told_of_once_with_their_reason() -> None:
+    class Deciding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return -x if bool((x > 1e9).any()) else x @ self.weight
+
+    loop, ticks = loop_of(nn.Sequential(mlp(), Deciding()), blobs(240))
+    loop.train_epoch()
+    ((kind, step, detail),) = curvature_faults(ticks)
+    assert (kind, step) == (FaultKind.CURVATURE_FALLBACK, 0)
+    assert detail.startswith("layers 1: torch.func cannot run its module or the model: ")
+    assert "data-dependent" in detail
+    assert any(layer.eigenvalues for tick in ticks for layer in tick.observation.layers)
 
 
 def test_an_evaluation_that_does_not_fit_is_a_fault_of_the_next_tick() -> None:
@@ -160,7 +291,7 @@ def test_an_evaluation_that_does_not_fit_is_a_fault_of_the_next_tick() -> None:
 def test_overflows_are_skipped_and_counted() -> None:
     config = replace(
         CONFIG,
-        precision=PrecisionConfig(enabled=False, initial=FP16, offer_emulated=True),
+        precision=PrecisionConfig(enabled=False, initial=FP16, offer_useless=True),
         curvature=CurvatureConfig(enabled=False),
     )
     model = nn.Sequential(nn.Linear(8, 4))

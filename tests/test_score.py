@@ -1,8 +1,11 @@
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from triaccel_ray.score import EpochTimes, efficiency_score, mean_epoch_seconds
+from triaccel_ray.metrics import Goal
+from triaccel_ray.score import EpochTimes, efficiency_score, mean_epoch_seconds, quality, quality_text
 
 # Tri-Accel, Table 1: accuracy in percent, seconds an epoch, memory in GB, printed score.
 TABLE_1 = {
@@ -42,6 +45,37 @@ def test_one_published_score_does_not_come_out() -> None:
 def test_an_impossible_accuracy_is_refused(accuracy: float) -> None:
     with pytest.raises(ValueError, match=r"accuracy = .*: must lie in \[0, 100\] percent"):
         efficiency_score(accuracy, 1.0, 1.0)
+
+
+LITTLE = Goal(name="bits_per_byte", maximize=False, unit="")
+MUCH = Goal(name="r2", maximize=True, unit="")
+
+
+@pytest.mark.parametrize(
+    ("value", "goal", "expected"),
+    [(90.0, Goal(), 90.0), (2.0, LITTLE, 50.0), (0.0, LITTLE, 1e8), (0.5, MUCH, 0.5), (-3.0, MUCH, 0.0)],
+)
+def test_the_quality_of_any_metric_grows_as_it_gets_better(value: float, goal: Goal, expected: float) -> None:
+    assert quality(value, goal) == expected
+    assert efficiency_score(value, 2.0, 5.0, goal) == expected / 10.0
+
+
+@given(one=st.floats(1e-3, 1e3), other=st.floats(1e-3, 1e3), unit=st.floats(0.1, 10.0))
+def test_which_method_scores_how_many_times_more_depends_on_no_unit(one: float, other: float, unit: float) -> None:
+    ratio = quality(one, LITTLE) / quality(other, LITTLE)
+    assert quality(unit * one, LITTLE) / quality(unit * other, LITTLE) == pytest.approx(ratio)
+    assert (ratio > 1.0) == (one < other) or ratio == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("value", [-0.1, float("nan")])
+def test_a_negative_metric_to_be_minimised_has_no_quality(value: float) -> None:
+    with pytest.raises(ValueError, match=r"bits per byte = .*: must be a number >= 0"):
+        quality(value, LITTLE)
+
+
+@pytest.mark.parametrize(("goal", "text"), [(Goal(), "accuracy"), (LITTLE, "(100 / bits per byte)")])
+def test_the_formula_is_said(goal: Goal, text: str) -> None:
+    assert quality_text(goal) == text
 
 
 @pytest.mark.parametrize(("seconds", "memory_gb"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (float("nan"), 1.0)])

@@ -1,10 +1,21 @@
 from collections import namedtuple
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from tests.build import CPU, CountingSource, plain
 from triaccel_ray import sources
@@ -29,6 +40,10 @@ class Items(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self.items[index]
+
+
+class Batches(BatchSampler):
+    """Another type than the loader makes by itself."""
 
 
 class Stream(IterableDataset[Any]):
@@ -186,10 +201,11 @@ def test_a_source_is_itself_and_a_list_is_a_data_set() -> None:
     assert as_source([(1.0, 2), (3.0, 4)]).batch(torch.tensor([1]), None)[1].tolist() == [4]
 
 
-@pytest.mark.parametrize("data", [Stream(), 3, {1, 2}])
-def test_what_has_no_index_is_refused(data: Any) -> None:
-    with pytest.raises(TypeError, match=f"{type(data).__name__} cannot be indexed: every sample exactly once"):
-        as_source(data)
+def test_what_has_no_index_is_refused() -> None:
+    with pytest.raises(TypeError, match="int cannot be indexed: must be a map-style data set"):
+        as_source(3)
+    with pytest.raises(TypeError, match=r"Stream cannot be indexed: .* one that can be iterated over is an Iterable"):
+        DatasetSource(Stream())  # type: ignore[arg-type]  # that is what is refused
 
 
 def test_a_negative_number_of_workers_is_refused() -> None:
@@ -232,6 +248,68 @@ def test_what_looks_like_a_source_is_told_what_to_derive_from() -> None:
 
     with pytest.raises(TypeError, match=r"Alike has a method batch, but is no DataSource: derive it from triaccel"):
         as_source(Alike())
+
+
+def test_arrays_are_a_pair_like_tensors() -> None:
+    images = np.arange(10, dtype=np.float32).reshape(5, 2)
+    images.flags.writeable = False
+    source = as_source((images, np.arange(5)))
+    assert isinstance(source, TensorSource)
+    assert source.inputs.data_ptr() == images.ctypes.data
+    assert torch.equal(source.batch(INDICES, None)[0], INPUTS[INDICES])
+    assert torch.equal(as_source((INPUTS, np.arange(5))).batch(INDICES, None)[1], INDICES)
+
+
+def test_tensors_in_a_data_set_are_held_as_tensors() -> None:
+    assert isinstance(as_source(TensorDataset(INPUTS, TARGETS)), TensorSource)
+    assert isinstance(as_source(DataLoader(TensorDataset(INPUTS, TARGETS), shuffle=True)), TensorSource)
+    assert isinstance(as_source(Subset(TensorDataset(INPUTS, TARGETS), [0, 1])), DatasetSource)
+
+
+def test_columns_are_refused_and_a_stack_of_them_is_a_data_set() -> None:
+    columns = {"ids": INPUTS, "labels": TARGETS}
+    with pytest.raises(TypeError, match=r"dict of ids, labels holds columns, not samples: give .*StackDataset"):
+        as_source(columns)
+    inputs, targets = as_source(StackDataset(**columns)).batch(INDICES, None)
+    assert inputs is targets
+    assert plain(inputs) == plain({"ids": INPUTS[INDICES], "labels": INDICES})
+
+
+def summed(items: list[Any]) -> tuple[Tensor, None]:
+    return torch.tensor([a + b for a, b in items]), None
+
+
+def test_a_loader_gives_its_data_set_collate_fn_and_number_of_workers() -> None:
+    items = Items((1.0, 2), (3.0, 4), (5.0, 6))
+    for loader in (DataLoader(items, 2, collate_fn=summed, num_workers=1), DataLoader(items, 2, True, drop_last=True)):
+        source = as_source(loader)
+        assert isinstance(source, DatasetSource)
+        assert source._num_workers == loader.num_workers
+        assert len(source) == 3
+        inputs, targets = source.batch(torch.tensor([2, 0]), None)
+        assert (plain(inputs), plain(targets)) == (([11.0, 3.0], None) if loader.num_workers else ([5.0, 1.0], [6, 2]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_sampler": Batches([0, 1], 2, drop_last=False)}, "batch_size = None: .* and no batch_sampler"),
+        ({"sampler": WeightedRandomSampler([1.0, 2.0], 2)}, "sampler = WeightedRandomSampler: .*Subset"),
+        ({"sampler": RandomSampler([0, 1], replacement=True)}, "sampler = RandomSampler"),
+        ({"sampler": RandomSampler([0, 1], num_samples=1)}, "sampler = RandomSampler"),
+        ({"batch_size": None}, "batch_size = None: the loop draws every sample once an epoch.*give it a batch_size"),
+        ({"worker_init_fn": summed}, "worker_init_fn = summed: .* prepare in the data set's __getitem__"),
+    ],
+)
+def test_what_a_loader_does_in_its_own_way_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        as_source(DataLoader(Items((1.0, 2), (3.0, 4)), **options))
+
+
+def test_a_collate_fn_has_to_give_inputs_and_targets() -> None:
+    source = DatasetSource(Items(1, 2), collate_fn=torch.tensor)
+    with pytest.raises(TypeError, match=r"what collate_fn returned is a Tensor: must be a pair .* or a mapping"):
+        source.batch(torch.tensor([0]), None)
 
 
 def test_an_empty_data_set_is_refused() -> None:

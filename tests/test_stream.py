@@ -125,6 +125,8 @@ def test_a_batch_larger_than_the_data_set_is_the_data_set(place: Place) -> None:
         (lambda i: ({"a": i, "b": (torch.tensor(i), float(i))}, i), lambda i: {"a": i, "b": [i, i.double()]}),
         (lambda i: (Pair(i, [2 * i]), i), lambda i: Pair(i, [2 * i])),
         (lambda i: (i, i), lambda i: i),
+        (lambda i: {"a": i, "b": 2 * i}, lambda i: {"a": i, "b": 2 * i}),
+        (lambda i: (np.full(2, i), np.int64(i)), lambda i: torch.stack([i, i], 1)),
         (lambda i: (f"sample {i}", i), lambda i: [f"sample {index}" for index in i.tolist()]),
         (lambda i: ((f"sample {i}", i), i), lambda i: [[f"sample {index}" for index in i.tolist()], i]),
     ],
@@ -133,7 +135,7 @@ def test_what_a_data_set_returns_keeps_its_structure(place: Place, shape: Any, e
     feed = feed_of(Squares(shape=shape), place)
     for size in (30, 70, 100, 2):  # within a chunk, over one border, over two
         inputs, targets, indices = batch_of(feed, size)
-        assert torch.equal(targets.cpu(), indices)
+        assert inputs is targets if isinstance(targets, dict) else torch.equal(targets.cpu(), indices)
         assert plain(inputs) == plain(expected(indices))
     close(feed)
 
@@ -264,9 +266,42 @@ def test_a_closed_source_still_serves(place: Place) -> None:
 
 @pytest.mark.parametrize("place", DEVICES)
 def test_an_item_that_is_no_pair_is_refused(place: Place) -> None:
-    feed = feed_of(Squares(shape=lambda i: {"x": i, "y": i}), place)
-    with pytest.raises(TypeError, match=r"of Squares is a dict: must be a pair \(input, target\)"):
+    feed = feed_of(Squares(shape=lambda i: (i, i, i)), place)
+    with pytest.raises(TypeError, match=r"of Squares is a tuple of 3: must be a pair \(input, target\), or a mapping"):
         batch_of(feed, 4)
+
+
+def padded(items: list[Tensor]) -> dict[str, Any]:
+    """Samples of different lengths in one tensor; the longest one of a batch tells how wide it is."""
+    texts = torch.nn.utils.rnn.pad_sequence(items, batch_first=True, padding_value=-1)
+    return {"ids": texts, "lengths": [len(item) for item in items]}
+
+
+class Texts(Squares):
+    """Sample i is i, written 1 + i % 7 times."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        super().__getitem__(index)
+        return torch.full((1 + index % 7,), index)
+
+
+@pytest.mark.parametrize("place", DEVICES)
+@pytest.mark.parametrize("num", [CHUNK_SIZE * 3 + 1, NUM])
+def test_a_collate_fn_is_given_the_samples_of_one_batch_each_time(place: Place, num: int) -> None:
+    dataset, (device, num_workers) = Texts(num), place
+    source = DatasetSource(dataset, device, num_workers=num_workers, collate_fn=padded)
+    feed = Feed(source, seed=0, device=device)
+    wanted = [CHUNK_SIZE] * 12 + [50, 50, 20, 30] * 6  # of one size for several epochs, then of others
+    for size in wanted:
+        inputs, targets, indices = batch_of(feed, size)
+        assert inputs is targets
+        assert inputs["ids"].device.type == device.type
+        items = [torch.full((1 + index % 7,), index) for index in indices.tolist()]
+        assert plain(inputs) == plain(padded(items))
+    parts = [source.batch(part, None)[0]["lengths"] for part in feed.take(20).tensor_split(3)]
+    assert [len(part) for part in parts] == [7, 7, 6]
+    assert bool(dataset.read_here) == (num_workers == 0)
+    close(feed)
 
 
 @pytest.mark.parametrize("place", DEVICES)

@@ -5,13 +5,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.build import CPU, ConvNet, CountingSource, Limited, blobs, cross_entropy, images, mlp, nothing, same, values
-from triaccel_ray.apply.evaluate import Evaluation, count_top1, evaluate, judged_at_once
+from triaccel_ray.apply.evaluate import Evaluation, evaluate, judged_at_once
 from triaccel_ray.plan import FaultKind
 from triaccel_ray.sources import DataSource
 
 
 def evaluated(model: nn.Module, source: DataSource, batch_size: int, loss: Any = cross_entropy) -> Evaluation:
-    return evaluate(model, loss, source, count_top1, device=CPU, batch_size=batch_size, step=5, release_memory=nothing)
+    return evaluate(model, loss, source, device=CPU, batch_size=batch_size, step=5, release_memory=nothing)
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 30, 100])
@@ -20,7 +20,7 @@ def test_the_figures_do_not_depend_on_the_batch_size(batch_size: int) -> None:
     outputs = model(source.inputs)
     result = evaluated(model, source, batch_size)
     assert torch.equal(torch.cat(source.drawn), torch.arange(30))
-    assert result.accuracy == pytest.approx(100 * (outputs.argmax(1) == source.targets).sum().item() / 30)
+    assert result.metrics["accuracy"] == pytest.approx(100 * (outputs.argmax(1) == source.targets).sum().item() / 30)
     assert result.loss == pytest.approx(cross_entropy(outputs, source.targets).item(), rel=1e-5)
     assert (result.num_samples, result.faults) == (30, ())
 
@@ -48,7 +48,7 @@ def test_outputs_for_several_views_of_a_sample_are_averaged(batch_size: int) -> 
     right = [(outputs.argmax(1) == source.targets).double().mean().item() * 100 for outputs in (one, one + other)]
     result = evaluated(model, source, batch_size)
     assert right[0] != right[1]
-    assert (result.one_view_accuracy, result.accuracy) == pytest.approx(right)
+    assert [result.one_view["accuracy"], result.metrics["accuracy"]] == pytest.approx(right)
     assert result.loss == pytest.approx(cross_entropy((one + other) / 2, source.targets).item(), rel=1e-5)
     assert result.num_samples == 30
 
@@ -71,8 +71,8 @@ def test_views_that_do_not_show_every_sample_are_refused(views: Any, message: st
         evaluated(mlp(), Shown(*blobs(30)), 30)
 
 
-def test_a_sample_with_one_view_has_one_accuracy() -> None:
-    assert evaluated(mlp(), CountingSource(*blobs(30)), 30).one_view_accuracy is None
+def test_a_sample_with_one_view_has_one_figure() -> None:
+    assert evaluated(mlp(), CountingSource(*blobs(30)), 30).one_view == {}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_samples_that_do_not_fit_are_tried_again_in_smaller_batches(
     model, source.drawn = nn.Sequential(inner, Limited(limit)), []
     result = evaluated(model, source, 30)
     assert model[1].sizes == failed + passed
-    assert (result.accuracy, result.num_samples) == (expected.accuracy, 30)
+    assert (result.metrics, result.num_samples) == (expected.metrics, 30)
     assert result.loss == pytest.approx(expected.loss, rel=1e-5)
     assert [fault.micro_batch_size for fault in result.faults] == [*failed[1:], passed[0]]
     assert {(fault.kind, fault.step, fault.phase) for fault in result.faults} == {
@@ -102,8 +102,8 @@ def test_a_batch_that_fails_in_the_loss_does_not_count_twice() -> None:
 
     model, source = mlp(), CountingSource(*blobs(30))
     result = evaluated(model, source, 30, loss)
-    assert result.accuracy == pytest.approx(evaluated(model, source, 30).accuracy)
-    assert result.accuracy <= 100.0
+    assert result.metrics == pytest.approx(evaluated(model, source, 30).metrics)
+    assert result.metrics["accuracy"] <= 100.0
     assert result.faults[0].detail == "MemoryError"
 
 

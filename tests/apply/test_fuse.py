@@ -17,7 +17,7 @@ from triaccel_ray.apply.fuse import FusedNorm, Fusion, fuse
 from triaccel_ray.apply.fused_norm import RecomputedInput
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.layers import find_layers
-from triaccel_ray.structure import map_tensors
+from triaccel_ray.pytree import map_tensors
 
 GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")

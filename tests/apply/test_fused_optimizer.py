@@ -153,18 +153,6 @@ def test_an_overflow_changes_nothing(kind: str) -> None:
     assert same(pair.optimizer.state_dict()["state"], kept)
 
 
-def test_copies_receive_the_new_values() -> None:
-    pair = Pair("momentum")
-    weight = find_layers(pair.model)[0].weights[0]
-    copy = torch.empty_like(weight, dtype=torch.bfloat16)
-    pair.backward(0)
-    pair.fused.prepare(1.0, {}, {id(weight): copy})
-    pair.gradients.collect({})
-    pair.gradients.publish()
-    pair.fused.launch(pair.gradients, loss_scale=ONE, found_nonfinite=FINE)
-    assert torch.equal(copy, weight.bfloat16())
-
-
 class OwnRule(torch.optim.SGD):
     """Whatever a subclass steps by, the kernels do not know it."""
 
@@ -248,7 +236,7 @@ def test_what_changes_later_is_left_to_the_optimizer_from_then_on(change: str) -
         assert layerwise.is_capturable == (seed < 2)
         pair.gradients.collect({})
         pair.gradients.publish()
-        layerwise.update(pair.gradients, loss_scale=None, found_nonfinite=FINE)
+        layerwise.update(pair.gradients, divisor=None, found_nonfinite=FINE)
         pair.plain.step()
         pair.assert_close()
 
@@ -264,5 +252,17 @@ def test_a_hook_that_comes_later_fires_at_every_step() -> None:
         pair.backward(seed)
         layerwise.set_rates(1.0, {}, {})
         pair.gradients.collect({})
-        layerwise.update(pair.gradients, loss_scale=None, found_nonfinite=FINE)
+        layerwise.update(pair.gradients, divisor=None, found_nonfinite=FINE)
     assert len(fired) == 3
+
+
+def test_copies_receive_the_new_values() -> None:
+    pair = Pair("momentum")
+    weight = find_layers(pair.model)[0].weights[0]
+    copy = torch.empty_like(weight, dtype=torch.bfloat16)
+    pair.backward(0)
+    pair.fused.prepare(1.0, {}, {id(weight): copy})
+    pair.gradients.collect({})
+    pair.gradients.publish()
+    pair.fused.launch(pair.gradients, loss_scale=ONE, found_nonfinite=FINE)
+    assert torch.equal(copy, weight.bfloat16())

@@ -54,7 +54,7 @@ def test_without_scales_it_is_the_users_optimizer_bit_for_bit(kind: str) -> None
     for seed in range(4):
         backward(model, seed)
         backward(reference, seed)
-        optimizer.step(1.0, {}, loss_scale=None, found_nonfinite=FINE)
+        optimizer.step(1.0, {}, divisor=None, found_nonfinite=FINE)
         plain.step()
     assert same(values(model), values(reference))
     assert same(moments_of(optimizer.optimizer), moments_of(plain))
@@ -67,7 +67,7 @@ def test_each_layer_moves_by_its_scale_times_the_plain_update(kind: str) -> None
     backward(model, 0)
     backward(reference, 0)
     before = values(model)
-    optimizer.step(0.5, SCALES, loss_scale=None, found_nonfinite=FINE)
+    optimizer.step(0.5, SCALES, divisor=None, found_nonfinite=FINE)
     OPTIMIZERS[kind](reference.parameters()).step()
     after, plain = values(model), values(reference)
     for name in before:
@@ -91,7 +91,7 @@ def test_layers_of_a_group_keep_the_groups_options() -> None:
     for seed in range(3):
         backward(model, seed)
         backward(reference, seed)
-        optimizer.step(1.0, {"0": 1.0, "2": 1.0 - 2**-30, "4": 1.0}, loss_scale=None, found_nonfinite=FINE)
+        optimizer.step(1.0, {"0": 1.0, "2": 1.0 - 2**-30, "4": 1.0}, divisor=None, found_nonfinite=FINE)
         plain.step()
     torch.testing.assert_close(values(model), values(reference))
 
@@ -104,7 +104,7 @@ def test_the_users_groups_and_scheduler_never_see_the_scales() -> None:
     assert optimizer.parameters == list(model.parameters())
     for expected in (0.1, 0.05, 0.025):
         backward(model, 0)
-        optimizer.step(0.3, SCALES, loss_scale=None, found_nonfinite=FINE)
+        optimizer.step(0.3, SCALES, divisor=None, found_nonfinite=FINE)
         assert user.param_groups is groups
         assert (len(groups), groups[0]["lr"], len(groups[0]["params"])) == (1, expected, 6)
         scheduler.step()
@@ -115,7 +115,7 @@ def test_a_step_that_raises_leaves_the_users_groups() -> None:
     user = torch.optim.LBFGS(model.parameters())
     groups = user.param_groups
     with pytest.raises(TypeError, match="closure"):
-        LayerwiseOptimizer(user, find_layers(model)).step(1.0, {}, loss_scale=None, found_nonfinite=FINE)
+        LayerwiseOptimizer(user, find_layers(model)).step(1.0, {}, divisor=None, found_nonfinite=FINE)
     assert user.param_groups is groups
 
 
@@ -127,7 +127,7 @@ def test_the_loss_scale_is_divided_out_while_there_is_one(kind: str) -> None:
         backward(model, seed, factor=factor)
         backward(reference, seed)
         scale = torch.tensor(factor) if factor > 1.0 else None
-        optimizer.step(1.0, {}, loss_scale=scale, found_nonfinite=FINE)
+        optimizer.step(1.0, {}, divisor=scale, found_nonfinite=FINE)
         plain.step()
     assert same(values(model), values(reference))
 
@@ -139,14 +139,14 @@ def test_an_overflow_changes_neither_weights_nor_moments(kind: str, scales: dict
     optimizer = layerwise(model, kind)
     for seed in range(2):
         backward(model, seed)
-        optimizer.step(1.0, scales, loss_scale=ONE, found_nonfinite=FINE)
+        optimizer.step(1.0, scales, divisor=ONE, found_nonfinite=FINE)
     before = (values(model), moments_of(optimizer.optimizer))
     kept = (before[0], [{name: value.clone() for name, value in state.items()} for state in before[1]])
     backward(model, 2, factor=float("inf"))
-    optimizer.step(1.0, scales, loss_scale=ONE, found_nonfinite=OVERFLOW)
+    optimizer.step(1.0, scales, divisor=ONE, found_nonfinite=OVERFLOW)
     assert same((values(model), moments_of(optimizer.optimizer)), kept)
     backward(model, 3)
-    optimizer.step(1.0, scales, loss_scale=ONE, found_nonfinite=FINE)
+    optimizer.step(1.0, scales, divisor=ONE, found_nonfinite=FINE)
     assert not same(values(model), kept[0])
 
 
@@ -156,13 +156,13 @@ def test_after_a_skipped_first_step_the_next_is_a_first_step(kind: str) -> None:
     optimizer, other = layerwise(model, kind), layerwise(fresh, kind)
     before = values(model)
     backward(model, 0, factor=float("nan"))
-    optimizer.step(1.0, SCALES, loss_scale=ONE, found_nonfinite=OVERFLOW)
+    optimizer.step(1.0, SCALES, divisor=ONE, found_nonfinite=OVERFLOW)
     assert same(values(model), before)
     assert all(not state for state in moments_of(optimizer.optimizer))
     for seed in (1, 2):
         for net, each in ((model, optimizer), (fresh, other)):
             backward(net, seed)
-            each.step(1.0, SCALES, loss_scale=ONE, found_nonfinite=FINE)
+            each.step(1.0, SCALES, divisor=ONE, found_nonfinite=FINE)
     assert same(values(model), values(fresh))
 
 
@@ -181,7 +181,7 @@ def test_a_real_fp16_overflow_is_found_and_skipped(kind: str) -> None:
         factor = scale.factor(True)
         step.run(torch.arange(16), factor, step=0)
         found = moments.update(collected(model), factor)
-        optimizer.step(1.0, {}, loss_scale=factor, found_nonfinite=found)
+        optimizer.step(1.0, {}, divisor=factor, found_nonfinite=found)
         move_scale(scale.state, found)
         overflows.append(bool(found))
         assert same((values(model), moments_of(optimizer.optimizer)), kept) == overflows[-1]
@@ -206,7 +206,7 @@ def test_what_an_optimizer_keeps_in_its_groups_survives_the_splitting():
     layerwise = LayerwiseOptimizer(optimizer, layers)
     for _ in range(3):
         model(torch.randn(5, 3)).sum().backward()
-        layerwise.step(1.0, {layers[0].name: 0.5}, loss_scale=None, found_nonfinite=torch.zeros(()))
+        layerwise.step(1.0, {layers[0].name: 0.5}, divisor=None, found_nonfinite=torch.zeros(()))
     assert [group["num_steps"] for group in optimizer.param_groups] == [3]
     assert [group["lr"] for group in optimizer.param_groups] == [0.1]
 
@@ -238,7 +238,7 @@ def test_a_step_without_memory_is_made_once_room_has_been_made() -> None:
     for seed in range(2):
         backward(model, seed)
         backward(reference, seed)
-        optimizer.step(1.0, {}, loss_scale=None, found_nonfinite=FINE)
+        optimizer.step(1.0, {}, divisor=None, found_nonfinite=FINE)
         plain.step()
     assert same(values(model), values(reference))
     assert optimizer.survived == ["no room for the step"]
@@ -250,5 +250,5 @@ def test_a_step_that_failed_half_way_is_not_made_again() -> None:
     optimizer = LayerwiseOptimizer(Starved(model.parameters(), writes_first=True), find_layers(model))
     backward(model, 0)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
-        optimizer.step(1.0, {}, loss_scale=None, found_nonfinite=FINE)
+        optimizer.step(1.0, {}, divisor=None, found_nonfinite=FINE)
     assert optimizer.survived == []

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import Decision, decide, initial_decision
 from triaccel_ray.plan import Fault, FaultKind, Plan, Precision
-from triaccel_ray.signals import LayerCost, LayerSignal, MemorySignal, NoiseSignal, Observation
+from triaccel_ray.signals import LayerSignal, MemorySignal, NoiseSignal, Observation
 
 LIMIT = 1000
 IN_BAND = 0.8
@@ -133,8 +133,8 @@ class Run:
 def eventful_run(
     config: ControlConfig, machine: Machine, seed: int, ticks: int
 ) -> Iterator[tuple[Observation, Decision]]:
-    """A run in which variances walk, eigenvalues come now and then, memory is taken and given back, things fail, costs
-    are measured twice, FP16 overflows, and captures find no memory."""
+    """A run in which variances walk, eigenvalues come now and then, memory is taken and given back, things fail,
+    FP16 overflows, and captures find no memory."""
     chance, aside, captures = (random.Random(seed + i) for i in range(3))
     num_skipped = 0
     variances = {name: 10.0 ** chance.uniform(-8, -2) for name in machine.names}
@@ -162,26 +162,12 @@ def eventful_run(
         yield run.step(
             *layers,
             noise=noise if measured else None,
-            costs=random_costs(machine.names, aside) if tick in (4, ticks // 2) else None,
             num_skipped=num_skipped,
             loss_scale=1.0 if overflows else 1024.0,
             faults=pending,
             apply_fails=fails,
         )
         pending = (apply_failed(run.decision.plan.batch_size),) if fails else ()
-
-
-def random_costs(names: tuple[str, ...], chance: random.Random) -> tuple[LayerCost, ...]:
-    """Costs of the layers, lower precisions cheaper more often than not; one in ten layers is not known."""
-    return tuple(
-        LayerCost(
-            name=name,
-            compute_ms={level: chance.uniform(0.2, 1.0) + 0.4 * level.rank for level in Precision},
-            border_ms=chance.uniform(0.0, 1.2),
-        )
-        for name in names
-        if chance.random() < 0.9
-    )
 
 
 @st.composite
@@ -194,7 +180,6 @@ def precision_configs(draw: st.DrawFn, **fixed: Any) -> PrecisionConfig:
             "tau_high": high,
             "dwell_ticks": draw(st.integers(0, 4)),
             "patience_ticks": draw(st.integers(1, 4)),
-            "border_aware": draw(st.booleans()),
             "overflow_bar_ticks": draw(st.integers(1, 6)),
             **fixed,
         }

@@ -124,10 +124,16 @@ def test_lr_scale_follows_the_largest_eigenvalue(alpha, eigenvalues, expected):
 
 @pytest.mark.parametrize(("smoothing", "scales"), [(0.5, [1.0, 1 / 1.75, 1 / 1.625]), (0.0, [1 / 2, 1 / 1.5, 1 / 1.5])])
 def test_a_single_measurement_acts_only_where_none_are_averaged(smoothing, scales):
-    config, state, found = CurvatureConfig(alpha=0.5, smoothing=smoothing), LayerState(by_variance=BF16), []
+    config, state, found = (
+        CurvatureConfig(alpha=0.5, tau_curv=0.5, smoothing=smoothing),
+        LayerState(by_variance=BF16),
+        [],
+    )
     for eigenvalue in (2.0, 1.0, 1.0):
-        state, _ = remember(config, state, (eigenvalue,))
+        state, reasons = remember(config, state, (eigenvalue,))
         found.append(lr_scale(config, state))
+        assert state.held == (found[-1] < 1.0)  # rate and precision follow one value, from the same measurement on
+        assert bool(reasons) == (state.held and all(scale == 1.0 for scale in found[:-1]))
         state, _ = remember(config, state, None)  # a tick without a measurement
         assert lr_scale(config, state) == found[-1]
     assert found == pytest.approx(scales)
@@ -210,10 +216,10 @@ def test_a_held_layer_still_follows_its_variance_one_level_up():
     )
     run = Run(config, Machine(names=("conv",)))
     seen = []
-    for variance, eigenvalues in [(1e-8, (9.0,)), (1e-4, None), (1e-4, (0.0,)), (1e-4, (0.0,))]:
+    for variance, eigenvalues in [(1e-8, (9.0,)), (1e-8, (9.0,)), (1e-4, None), (1e-4, (0.0,)), (1e-4, (0.0,))]:
         run.step(LayerSignal(name="conv", variance=variance, eigenvalues=eigenvalues))
         seen.append(run.plan.precision["conv"])
-    assert seen == [BF16, FP32, BF16, BF16]
+    assert seen == [FP16, BF16, FP32, BF16, BF16]
 
 
 @given(st.floats(0.0, 1e6), st.lists(eigenvalues_of_a_layer, max_size=5), st.floats(0.0, 0.99))

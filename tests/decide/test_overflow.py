@@ -7,13 +7,19 @@ from dataclasses import replace
 import pytest
 
 from tests.decide.build import BF16, FP16, FP32, Machine, Run, apply_failed, observation_of, plan_of
-from tests.decide.layer_costs import CONFIG, DEAR, NAMES, VARIANCE, costs_of
-from triaccel_ray.config import ControlConfig
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import ControlState, Decision, LayerState
 from triaccel_ray.decide.overflow import bar_overflowing
 from triaccel_ray.plan import Precision, ReasonCode
 from triaccel_ray.signals import LayerSignal
 
+VARIANCE = {FP16: 1e-8, BF16: 1e-5, FP32: 1e-1}
+CONFIG = ControlConfig(
+    precision=PrecisionConfig(initial=FP32, tau_low=1e-6, tau_high=1e-3, dwell_ticks=0, patience_ticks=1),
+    curvature=CurvatureConfig(tau_curv=5.0, smoothing=0.0, alpha=0.0),
+    batch=BatchConfig(enabled=False),
+)
+NAMES = ("conv", "block", "head")
 START = replace(CONFIG, precision=replace(CONFIG.precision, initial=FP16, overflow_bar_ticks=4))
 
 
@@ -99,9 +105,3 @@ def test_a_plan_that_could_not_be_applied_is_asked_for_again_when_it_goes_on_ove
     assert set(decision.plan.precision.values()) == {FP16}
     assert all(layer.fp16_bar_ticks == 0 for layer in decision.state.layers.values())
     assert set(step(run, 150).plan.precision.values()) == {BF16}
-
-
-def test_no_border_holds_an_overflowing_layer_back():
-    costs = costs_of(DEAR)
-    decision = step(run_of(), 50, costs=costs)
-    assert set(decision.plan.precision.values()) == {BF16}

@@ -255,3 +255,10 @@ def test_a_constant_variance_settles_at_what_it_asks_for(config, initial, varian
         in_force = precision
     assert in_force is precision_for_variance(config, variance)
     assert changes == (in_force is not initial)
+
+
+def test_a_plan_that_could_not_be_applied_does_not_make_two_measurements_of_one():
+    state = LayerState(by_variance=FP16, eigenvalues=(9.0,), measured_once=True)
+    _, layers = keep_precision(observation_of(plan_of(conv=BF16), LayerSignal(name="conv")), {"conv": state})
+    assert layers["conv"].by_variance is BF16
+    assert layers["conv"].measured_once

@@ -37,7 +37,7 @@ def test_the_simulated_log_holds_every_kind_of_event():
     codes = {reason.code.value for _, decision in log for reason in decision.reasons}
     assert kinds == {"out_of_memory", "apply_failed", "capture_out_of_memory"}
     assert codes >= {"variance", "curvature", "curvature_released", "lr_scale", "memory_low", "memory_high"}
-    assert codes >= {"held_border", "border_released", "overflow", "capture_out_of_memory"}
+    assert codes >= {"overflow", "capture_out_of_memory"}
     assert {level for observation, _ in log for level in observation.plan.precision.values()} == {FP16, BF16, FP32}
 
 
@@ -46,7 +46,6 @@ def test_the_simulated_log_holds_every_kind_of_event():
     [
         replace(CONFIG, precision=replace(CONFIG.precision, tau_high=1e-5)),
         replace(CONFIG, precision=replace(CONFIG.precision, patience_ticks=5)),
-        replace(CONFIG, precision=replace(CONFIG.precision, border_aware=False)),
         replace(CONFIG, curvature=replace(CONFIG.curvature, tau_curv=50.0)),
         replace(CONFIG, curvature=replace(CONFIG.curvature, alpha=0.5)),
         replace(CONFIG, batch=replace(CONFIG.batch, rho_high=0.8)),

@@ -243,7 +243,7 @@ def assert_reasons(observation: Observation, decision: Decision) -> None:
     assert not batch_changed or rules & set(codes(decision, "batch"))
     assert (new.batch_lr_scale != old.batch_lr_scale) == (ReasonCode.LR_SCALE in codes(decision, "batch"))
     rules = {ReasonCode.VARIANCE, ReasonCode.CURVATURE, ReasonCode.CURVATURE_RELEASED}
-    rules |= {ReasonCode.HELD_BORDER, ReasonCode.BORDER_RELEASED, ReasonCode.OVERFLOW}
+    rules |= {ReasonCode.OVERFLOW}
     for name, level in new.precision.items():
         assert level is old.precision[name] or rules & set(codes(decision, name))
         assert (new.lr_scale[name] != old.lr_scale[name]) == (ReasonCode.LR_SCALE in codes(decision, name))

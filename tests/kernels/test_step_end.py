@@ -16,6 +16,7 @@ def state_of(scale: float = 8.0, growth_interval: int = 3, maximum: float = 2.0*
         scale=torch.tensor(scale, device=DEVICE),
         num_finite=torch.zeros((), device=DEVICE),
         num_skipped=torch.zeros((), dtype=torch.float64, device=DEVICE),
+        num_skipped_in_row=torch.zeros((), dtype=torch.float64, device=DEVICE),
         growth_interval=growth_interval,
         minimum=1.0,
         maximum=maximum,
@@ -26,7 +27,7 @@ def scalar(value: float, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.tensor(value, dtype=dtype, device=DEVICE)
 
 
-def outcomes_of(state: LossScaleState | None, outcomes: str, *, rows: int, kernel: bool) -> tuple[list[float], Tensor]:
+def outcomes_of(state: LossScaleState, outcomes: str, *, rows: int, kernel: bool) -> tuple[list[float], Tensor]:
     """The scale after each step (x: an overflow), and the totals after all."""
     totals = torch.zeros(rows, 2, dtype=torch.float64, device=DEVICE)
     scales = []
@@ -34,7 +35,7 @@ def outcomes_of(state: LossScaleState | None, outcomes: str, *, rows: int, kerne
         loss = math.inf if outcome == "x" else 1.0 / 3.0 + index
         found = scalar(float(outcome == "x"), torch.float32)
         end_step(scalar(loss), 96 + index, totals, found, state, kernel=kernel)
-        scales.append(math.nan if state is None else state.scale.item())
+        scales.append(state.scale.item())
     return scales, totals
 
 
@@ -46,10 +47,9 @@ def test_the_kernel_does_what_the_reference_does(outcomes: str, rows: int) -> No
     expected = outcomes_of(reference, outcomes, rows=rows, kernel=False)
     assert got[0] == expected[0]
     assert torch.equal(got[1], expected[1])
-    assert (mine.num_finite.item(), mine.num_skipped.item()) == (
-        reference.num_finite.item(),
-        reference.num_skipped.item(),
-    )
+    for name in ("num_finite", "num_skipped", "num_skipped_in_row"):
+        assert torch.equal(getattr(mine, name), getattr(reference, name))
+    assert reference.num_skipped_in_row.item() == len(outcomes) - len(outcomes.rstrip("x"))
 
 
 @pytest.mark.parametrize("kernel", [True, False])
@@ -60,10 +60,12 @@ def test_skipped_steps_leave_no_loss_and_the_scale_keeps_its_bounds(kernel: bool
 
 
 @pytest.mark.parametrize("kernel", [True, False])
-def test_without_a_scale_every_step_counts(kernel: bool) -> None:
-    totals = torch.zeros(2, 2, dtype=torch.float64, device=DEVICE)
-    end_step(scalar(3.0), 7, totals, scalar(1.0, torch.float32), None, kernel=kernel)
+def test_a_step_without_a_loss_scale_is_skipped_and_counted_too(kernel: bool) -> None:
+    totals, state = torch.zeros(2, 2, dtype=torch.float64, device=DEVICE), state_of()
+    for found in (0.0, 1.0, 1.0):
+        end_step(scalar(3.0), 7, totals, scalar(found, torch.float32), state, moves_scale=False, kernel=kernel)
     assert totals.tolist() == [[3.0, 7.0]] * 2
+    assert (state.num_skipped.item(), state.num_skipped_in_row.item(), state.scale.item()) == (2.0, 2.0, 8.0)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_what_it_cannot_take_is_refused(change: dict[str, Tensor], message: str)
         **change,
     }
     with pytest.raises(ValueError, match=message):
-        end_step(arguments["loss_sum"], 1, arguments["totals"], arguments["found_nonfinite"], None)
+        end_step(arguments["loss_sum"], 1, arguments["totals"], arguments["found_nonfinite"], state_of())
 
 
 @pytest.mark.gpu

@@ -38,4 +38,5 @@ def read(sensors: Sensors, tick: int = 4) -> Observation:
         epoch=1.5,
         loss_scale=torch.tensor(1024.0),
         num_skipped=torch.tensor(3.0, dtype=torch.float64),
+        num_skipped_in_row=torch.tensor(2.0, dtype=torch.float64),
     ).observation()

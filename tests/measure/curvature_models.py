@@ -131,6 +131,25 @@ class LendingNet(nn.Module):
         return self.head(torch.tanh(self.first(x)) @ self.first.weight)
 
 
+class Quadratic(nn.Module):
+    """Whose mean output over `quadratic_samples` has a diagonal Hessian with their spectrum."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size, 1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight[:, 0].square()).sum(dim=1)
+
+
+def quadratic_samples(spectrum: Tensor, count: int = 3) -> tuple[Tensor, Tensor]:
+    return (spectrum.double() / 2).repeat(count, 1), torch.zeros(count)
+
+
+def mean_output(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.mean()
+
+
 def smooth_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets, label_smoothing=0.1)
 

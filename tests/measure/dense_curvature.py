@@ -19,7 +19,8 @@ def sample_gradients(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tens
     rows = []
     for i in range(len(targets)):
         value = loss(model(inputs[i : i + 1]), targets[i : i + 1])
-        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(value, layer.weights)]))
+        gradients = torch.autograd.grad(value, layer.weights, allow_unused=True, materialize_grads=True)
+        rows.append(torch.cat([g.flatten() for g in gradients]))
     return torch.stack(rows)
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -8,19 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.measure import dense_curvature as dense
 from tests.measure.curvature_models import (
     METHODS,
     NUM_CLASSES,
     NUM_SAMPLES,
     Bilinear,
     ConvNet,
+    assert_spectrum,
     images,
     make,
     sequences,
     vectors,
 )
+from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.layers import find_layers
-from triaccel_ray.measure.curvature import PowerIteration, top_eigenvalues
+from triaccel_ray.measure.curvature import CurvatureMeter, PowerIteration, top_eigenvalues
 
 
 @pytest.fixture(autouse=True)
@@ -212,13 +217,95 @@ def test_the_callers_modes_do_not_matter(method: Any) -> None:
         assert torch.equal(measure(), expected)
 
 
-@pytest.mark.parametrize("outputs", ["sequence", "tuple", "flat"])
-def test_ggn_needs_one_vector_of_outputs_per_sample(outputs: str) -> None:
-    model = nn.Linear(4, NUM_CLASSES)
-    shape = {"sequence": lambda y: y, "tuple": lambda y: (y, y), "flat": lambda y: y.flatten(0, 1)}[outputs]
-    model.register_forward_hook(lambda module, args, output: shape(output))
-    with pytest.raises(ValueError, match=r"outputs have shape .*: ggn needs \[6, C\].*use method fisher"):
-        top_eigenvalues(model, F.cross_entropy, sequences(), torch.zeros(6), find_layers(model), method="ggn", top_k=1)
+class NamedOutput(OrderedDict[str, Any]):
+    """Like the outputs of Hugging Face's models: a mapping whose items are attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    note: str = "none"
+
+
+CONTAINERS: dict[str, tuple[Any, Any]] = {
+    "mapping": (lambda y: NamedOutput(logits=y, hidden=None), lambda out: out.logits),
+    "dataclass": (lambda y: Output(y), lambda out: out.logits),
+    "nested": (lambda y: {"heads": [y, None]}, lambda out: out["heads"][0]),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("name", ["smooth", "lent", "deciding"])
+def test_outputs_may_come_in_any_container(name: str, container: str, method: Any) -> None:
+    model, inputs, targets = make(name)
+    layers = find_layers(model)
+    plain = top_eigenvalues(model, F.cross_entropy, inputs, targets, layers, method=method, top_k=2)
+    wrap, logits_of = CONTAINERS[container]
+    model.register_forward_hook(lambda module, args, output: wrap(output))
+    meter = CurvatureMeter(
+        model,
+        lambda out, targets: F.cross_entropy(logits_of(out), targets),
+        layers,
+        CurvatureConfig(method=method, top_k=2),
+        device=torch.device("cpu"),
+    )
+    found = meter.measure(inputs, targets, torch.Generator().manual_seed(0))
+    if method != "hessian":  # of which the meter does other iterations
+        torch.testing.assert_close(found.eigenvalues, plain.eigenvalues)
+    assert found.eigenvalues.isfinite().all()
+
+
+def test_inputs_may_be_mappings_of_any_kind_and_dataclasses() -> None:
+    model, inputs, targets = make("positions")
+    layers = find_layers(model)
+    plain = top_eigenvalues(model, F.cross_entropy, inputs, targets, layers, method="fisher", top_k=2)
+    named = NamedOutput(tokens=inputs)
+    found = top_eigenvalues(model, F.cross_entropy, named, targets, layers, method="fisher", top_k=2)
+    torch.testing.assert_close(found.eigenvalues, plain.eigenvalues)
+    forward = model.forward
+    model.forward = lambda batch: forward(batch.logits)
+    found = top_eigenvalues(model, F.cross_entropy, Output(inputs), targets, layers, method="fisher", top_k=2)
+    torch.testing.assert_close(found.eigenvalues, plain.eigenvalues)
+
+
+def test_ggn_measures_several_outputs_of_a_sample() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, NUM_CLASSES)).double()
+    inputs, targets = sequences().double(), torch.randint(NUM_CLASSES, (NUM_SAMPLES, 3))
+
+    def by_position(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+    def of_flat(outputs: Tensor, targets: Tensor) -> Tensor:
+        return by_position(outputs.view(-1, NUM_CLASSES), targets)
+
+    layers = find_layers(model)
+    found = top_eigenvalues(model, by_position, inputs, targets, layers, method="ggn", top_k=3).eigenvalues
+    flat = nn.Sequential(model, nn.Flatten())
+    for layer, row in zip(layers, found, strict=True):
+        assert_spectrum(row, dense.largest(dense.ggn_block(flat, of_flat, inputs, targets, layer), 3))
+
+
+def test_ggn_refuses_outputs_that_are_not_by_sample_or_too_many() -> None:
+    inputs = sequences()
+
+    def measure(shape: Any) -> None:
+        model = nn.Linear(4, NUM_CLASSES)
+        layers = find_layers(model)
+        model.register_forward_hook(lambda module, args, output: shape(output))
+        top_eigenvalues(model, lambda y, t: y.sum(), inputs, torch.zeros(6), layers, method="ggn", top_k=1)
+
+    with pytest.raises(
+        ValueError, match=r"outputs have shapes \[\(6, 3\)\]: ggn needs the 2 samples along dimension 0"
+    ):
+        measure(lambda y: y.flatten(0, 1))
+    with pytest.raises(
+        ValueError, match="outputs of 900 numbers per sample give ggn 5400 columns: must be at most 4096"
+    ):
+        measure(lambda y: y.view(-1, 9, 1).expand(-1, 9, 100))
 
 
 def test_bad_options_are_refused() -> None:
@@ -241,8 +328,10 @@ def test_bad_options_are_refused() -> None:
         measure(inputs, targets[:4])
     with pytest.raises(ValueError, match=r"shapes \[\(6, 5\), \(\), \(6,\)\]: dimension 0"):
         measure((inputs, torch.ones(())), targets)
-    with pytest.raises(ValueError, match=r"loss returned shape \(6,\): must be the mean"):
+    with pytest.raises(ValueError, match=r"loss returned shape \(2,\): must be the mean"):
         measure(loss=lambda y, t: F.cross_entropy(y, t, reduction="none"))
+    with pytest.raises(ValueError, match="chunk_samples = 0: must be >= 1 or None"):
+        measure(chunk_samples=0)
     with pytest.raises(ValueError, match="num_iterations = 0"):
         PowerIteration(num_iterations=0)
     with pytest.raises(ValueError, match="tolerance = 0"):
@@ -255,3 +344,29 @@ def test_hessian_takes_a_single_sample() -> None:
         model, F.cross_entropy, inputs[:1], targets[:1], find_layers(model), method="hessian", top_k=1
     )
     assert found.eigenvalues.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, of PyTorch's functions that it looks into
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["convolutions", "foreign"])
+def test_compiled_modules_are_measured_as_they_are_written(name: str, method: Any) -> None:
+    model, inputs, targets = make(name)
+    layers = find_layers(model)
+    num_compiled = 0
+
+    def backend(graph: Any, examples: Any) -> Any:
+        nonlocal num_compiled
+        num_compiled += 1
+        return graph.forward
+
+    def measure() -> Tensor:
+        return top_eigenvalues(model, F.cross_entropy, inputs, targets, layers, method=method, top_k=2).eigenvalues
+
+    expected = measure()
+    for child in list(model.children())[:2]:
+        child.compile(backend=backend)
+    torch.testing.assert_close(measure(), expected)
+    assert num_compiled == 0
+    model(inputs)
+    assert num_compiled > 0
+    torch.testing.assert_close(measure(), expected)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
@@ -20,8 +19,6 @@ from tests.measure.curvature_models import (
 )
 from triaccel_ray.layers import find_layers
 from triaccel_ray.measure.curvature import top_eigenvalues
-from triaccel_ray.measure.curvature.calls import Call, find_first, record_calls
-from triaccel_ray.measure.curvature.columns import Backward
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +35,12 @@ def assert_fisher(model: nn.Module, inputs: Tensor, targets: Tensor, fallback: t
 
 
 @pytest.mark.parametrize("name", ["convolutions", "attention", "tied_tokens"])
-def test_fisher_runs_the_model_twice_once_for_one_sample(name: str) -> None:
+def test_fisher_looks_at_two_samples_and_one_then_runs_the_model_once(name: str) -> None:
     model, inputs, targets = make(name)
     batch_sizes = []
     model.register_forward_hook(lambda module, args, output: batch_sizes.append(len(args[0])))
     top_eigenvalues(model, F.cross_entropy, inputs, targets, find_layers(model), method="fisher", top_k=1)
-    assert batch_sizes == [NUM_SAMPLES, 1]
+    assert batch_sizes == [2, 1, 2, NUM_SAMPLES]
 
 
 @pytest.mark.parametrize("name", ["convolutions", "foreign"])
@@ -151,24 +148,3 @@ def test_the_order_of_channels_in_memory_does_not_matter(groups: int) -> None:
     double, layers = model.double(), find_layers(model)
     expected = dense.largest(dense.fisher_block(double, F.cross_entropy, inputs.double(), targets, layers[0]), 3)
     torch.testing.assert_close(found[2][0].double(), expected, rtol=1e-4, atol=1e-7)
-
-
-def test_gradients_of_a_pass_are_held_one_layer_at_a_time() -> None:
-    model = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(8, 8), nn.Tanh())])
-    outputs, calls = record_calls(lambda: model(torch.randn(6, 8)), [model[index] for index in (0, 2, 4, 6)])
-    for call in calls:
-        call.output_dims = (0,)
-    held: list[weakref.ref[Tensor]] = []
-    seen: list[nn.Module] = []
-
-    def take(call: Call, gradient: Tensor) -> None:
-        assert gradient.shape == (6, 1, 8)
-        assert [ref for ref in held if ref() is not None] == []
-        held.append(weakref.ref(gradient))
-        seen.append(call.module)
-
-    backward = Backward(root=outputs.sum(), cotangents=[None], limit_bytes=1, is_batched=False, is_trial=False)
-    first = find_first(calls)
-    assert first == {calls[0]}
-    backward.hand_over(calls, first, take)
-    assert seen == [model[6], model[4], model[2], model[0]]

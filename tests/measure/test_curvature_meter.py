@@ -8,14 +8,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.build import Limited
 from tests.measure import dense_curvature as dense
-from tests.measure.curvature_models import CASES, FALLBACK, METHODS, NUM_CLASSES, make
+from tests.measure.curvature_models import (
+    CASES,
+    FALLBACK,
+    METHODS,
+    NUM_CLASSES,
+    Quadratic,
+    make,
+    mean_output,
+    quadratic_samples,
+)
 from tests.waiting import no_waiting
 from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.layers import find_layers
 from triaccel_ray.measure.curvature import CurvatureMeter, PowerIteration, top_eigenvalues
-from triaccel_ray.measure.curvature.block_power import BlockPower
+from triaccel_ray.measure.curvature import meter as meter_module
+from triaccel_ray.measure.curvature.hessian import BlockPower
 from triaccel_ray.measure.curvature.objective import Objective, measuring, tensor_cores
+from triaccel_ray.measure.curvature.spectrum import largest_eigenvalues
 
 CPU = torch.device("cpu")
 
@@ -68,7 +80,7 @@ def test_only_the_first_measurement_asks_where_the_samples_lie(name: str) -> Non
     meter = meter_of(model, "fisher")
     for count in (6, 6, 4, 4):
         meter.measure(inputs[:count], targets[:count], draws())
-    assert batch_sizes == [6, 1, 6, 4, 1, 4]
+    assert batch_sizes == [2, 1, 2, 6, 6, 4, 4]
 
 
 def test_noise_comes_along() -> None:
@@ -107,6 +119,37 @@ def test_a_model_that_takes_another_course_is_looked_at_anew(method: Any) -> Non
         model.is_swapped = is_swapped
         found = meter.measure(inputs, targets, draws()).eigenvalues
         torch.testing.assert_close(found, directly(model, inputs, targets, method))
+
+
+class Routing(nn.Module):
+    """Sends each sample to one of two experts, and calls only those that have any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.head = nn.ModuleList(nn.Linear(5, 5) for _ in range(2)), nn.Linear(5, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.zeros_like(x)
+        for expert, is_theirs in zip(self.experts, (x[:, 0] > 0, x[:, 0] <= 0), strict=True):
+            if is_theirs.any():
+                hidden = hidden.index_put((is_theirs.nonzero()[:, 0],), torch.tanh(expert(x[is_theirs])))
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("signs", [(1, 1, 1, -1, -1, 1), (1, -1, 1, -1, -1, 1), (-1, -1, -1, -1, 1, -1)])
+@pytest.mark.parametrize("method", ["fisher", "ggn"])
+def test_a_course_that_depends_on_the_samples_is_measured_sample_by_sample(method: Any, signs: Any) -> None:
+    model = Routing().double()
+    inputs, targets = torch.randn(6, 5, dtype=torch.float64), torch.randint(NUM_CLASSES, (6,))
+    inputs[:, 0] = inputs[:, 0].abs() * torch.tensor(signs)
+    meter = meter_of(model, method, top_k=3)
+    block = dense.fisher_block if method == "fisher" else dense.ggn_block
+    for _ in range(2):
+        found = meter.measure(inputs, targets, draws())
+        for layer, row in zip(find_layers(model), found.eigenvalues, strict=True):
+            expected = dense.largest(block(model, F.cross_entropy, inputs, targets, layer), 3)
+            torch.testing.assert_close(row.double(), expected, rtol=1e-5, atol=1e-7)
+    assert set(found.fallback_layers) >= {"experts.0", "experts.1"}
 
 
 class Fickle(nn.Module):
@@ -200,19 +243,10 @@ def test_repeated_hessian_measurements_converge(name: str) -> None:
 
 
 def test_a_block_finds_eigenvalues_of_either_sign_together() -> None:
-    class Quadratic(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(5, 1, dtype=torch.float64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x * self.weight[:, 0].square()).sum(dim=1)
-
     spectrum = torch.tensor([-5.0, 4.0, 4.0, 1.0, 0.0], dtype=torch.float64)
-    model = Quadratic()
-    objective = Objective(
-        model=model, loss=lambda y, t: y.mean(), inputs=(spectrum / 2).repeat(3, 1), targets=torch.zeros(3)
-    )
+    model = Quadratic(len(spectrum))
+    inputs, targets = quadratic_samples(spectrum)
+    objective = Objective(model=model, loss=mean_output, inputs=inputs, targets=targets)
     block = BlockPower(find_layers(model), 3)
     with measuring(model):
         block.begin(draws())
@@ -220,7 +254,8 @@ def test_a_block_finds_eigenvalues_of_either_sign_together() -> None:
         for _ in range(60):
             block.advance()
     (matrices,), shape = block.finish()
-    torch.testing.assert_close(torch.linalg.eigvalsh(matrices)[0], torch.tensor([-5.0, 4.0, 4.0], dtype=torch.float64))
+    found = largest_eigenvalues(matrices, shape)[0]
+    torch.testing.assert_close(found, torch.tensor([4.0, 4.0, -5.0], dtype=torch.float64))
     assert not shape.is_semidefinite
 
 
@@ -245,7 +280,7 @@ def test_a_layer_that_had_no_curvature_is_found_when_it_has() -> None:
 def test_restored_vectors_go_on_alike() -> None:
     model, inputs, targets = make("smooth")
     meter, other = meter_of(model, "hessian"), meter_of(model, "hessian")
-    assert meter.state_dict() == {"vectors": None}
+    assert meter.state_dict() == {"vectors": None, "off_because": ""}
     meter.measure(inputs, targets, draws())
     other.measure(inputs.flip(0) * 2, targets, draws())
     state = meter.state_dict()
@@ -254,7 +289,7 @@ def test_restored_vectors_go_on_alike() -> None:
     for restored in (other, fresh):
         restored.load_state_dict(state)
         assert torch.equal(restored.measure(inputs, targets, draws()).eigenvalues, expected)
-    assert meter_of(model, "fisher").state_dict() == {"vectors": None}
+    assert meter_of(model, "fisher").state_dict() == {"vectors": None, "off_because": ""}
     meter_of(model, "fisher").load_state_dict(state)
 
 
@@ -274,6 +309,105 @@ def test_flags_are_as_before_after_tensor_cores() -> None:
     with pytest.raises(LookupError):
         fail_with_tensor_cores()
     assert fp32_flags() == before
+
+
+def largest_batch(model: nn.Module) -> list[int]:
+    """The largest batch that has passed through the model, as it grows."""
+    seen = [0]
+    model.register_forward_hook(lambda module, args, output: seen.append(max(seen[-1], len(output))))
+    return seen
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["smooth", "tied_tokens", "foreign"])
+def test_a_budget_has_samples_pass_in_chunks(name: str, method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter_module, "_LEAST_BUDGET", 0)
+    model, inputs, targets = make(name)
+    meter, free, seen = meter_of(model, method), meter_of(model, method), largest_batch(model)
+    whole = free.measure(inputs, targets, draws())
+    few, more = (free._peak_bytes(free._objective(inputs[:count], targets[:count])) for count in (2, 4))
+    assert few < more
+    seen[:] = [0]
+    found = meter.measure(inputs, targets, draws(), budget_bytes=few + (more - few) // 2)
+    assert seen[-1] <= 4  # of which the peaks of any number were told
+    torch.testing.assert_close(found.eigenvalues, whole.eigenvalues, rtol=1e-6, atol=1e-9)
+    seen[:] = [0]
+    again = meter.measure(inputs, targets, draws(), budget_bytes=2**40)
+    assert 1 <= seen[-1] < 4  # what was decided stays
+    if method != "hessian":  # which goes on from its vectors
+        torch.testing.assert_close(again.eigenvalues, whole.eigenvalues, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_budget_with_room_changes_nothing(method: Any) -> None:
+    model, inputs, targets = make("smooth")
+    meter, seen = meter_of(model, method), largest_batch(model)
+    meter.measure(inputs, targets, draws(), budget_bytes=2**33)
+    assert seen[-1] == len(inputs)
+
+
+def test_memory_that_runs_out_halves_what_passes_at_once() -> None:
+    model, inputs, targets = make("smooth")
+    expected = directly(model, inputs, targets, "fisher")
+    limited = nn.Sequential(model, Limited(2))
+    meter, seen = meter_of(limited, "fisher"), largest_batch(model)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            meter.measure(inputs, targets, draws())
+    assert seen[-1] == len(inputs)
+    seen[:] = [0]
+    torch.testing.assert_close(meter.measure(inputs, targets, draws()).eigenvalues, expected)
+    assert seen[-1] == 1
+
+
+class Gpt(nn.Module):
+    """Blocks of attention over sequences: activations that are far larger than weights."""
+
+    def __init__(self, *, vocabulary: int = 512, width: int = 256, num_blocks: int = 4, length: int = 256) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(num_blocks)
+        )
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def next_token(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["fisher", "hessian"])
+def test_a_measurement_takes_no_more_memory_than_it_may(method: Any) -> None:
+    """Eagerly and as a graph, of 32 sequences whose measurement at once would take several times the budget."""
+    device = torch.device("cuda")
+    model = Gpt().to(device)
+    inputs, targets = torch.randint(512, (2, 32, 256), device=device)
+    config = CurvatureConfig(method=method, top_k=1)
+    peaks, found = {}, {}
+    for budget in (None, 2**29):
+        meter = CurvatureMeter(model, next_token, find_layers(model), config, device=device)
+        generator = draws("cuda")
+        for index in range(3):
+            meter.measure(inputs, targets, generator, budget_bytes=budget) if index == 0 else None
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            found[budget] = meter.measure(inputs, targets, generator, budget_bytes=budget).eigenvalues
+            peaks[budget, index] = torch.cuda.max_memory_allocated() - before
+        assert meter.is_captured, meter.not_captured_because
+        meter.release()
+    torch.testing.assert_close(found[2**29], found[None], rtol=1e-2, atol=1e-5)
+    assert peaks[None, 0] > 2 * 2**29
+    assert max(peaks[2**29, index] for index in range(3)) <= 2**29, peaks
 
 
 @pytest.mark.gpu

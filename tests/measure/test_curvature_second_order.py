@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.measure.curvature.second_order import Wanted, twice_differentiable
+from triaccel_ray.measure.curvature.hessian import Wanted, twice_differentiable
 
 
 @pytest.fixture(autouse=True)

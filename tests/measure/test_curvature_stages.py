@@ -22,7 +22,7 @@ from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.graphs import Graph, GraphPool
 from triaccel_ray.layers import find_layers
 from triaccel_ray.measure.curvature import CurvatureMeter
-from triaccel_ray.measure.curvature.gram_method import GramMethod
+from triaccel_ray.measure.curvature.gram import GramMethod
 
 NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from triaccel_ray.measure.curvature.folding import FoldedNorms
+from triaccel_ray.measure.curvature.objective import FoldedNorms
 
 
 def _norm(make: Callable[..., Any], **options: Any) -> Any:

@@ -25,7 +25,7 @@ def test_a_task_uses_what_was_found_for_it(name: str) -> None:
 
 
 def test_only_what_was_searched_is_replaced() -> None:
-    result = Result(accuracy=90.0, seconds_per_epoch=1.0, peak_gb=1.0, score=90.0)
+    result = Result(metric=90.0, seconds_per_epoch=1.0, peak_gb=1.0, score=90.0)
     kept = Found(
         task="mine",
         command="triaccel search mine",

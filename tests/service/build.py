@@ -137,7 +137,7 @@ class SimulatedRun:
             epoch=self.epoch,
             step=self.step,
             train_loss=self._loss(),
-            held_out_accuracy=accuracy,
+            held_out_metrics={"accuracy": accuracy},
             held_out_loss=self._loss() + 0.08 + 0.004 * self.epoch,
             seconds=seconds,
             images_per_second=50_000 / seconds,

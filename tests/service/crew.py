@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from triaccel_ray.events import End, Epoch, Record, Tick, read_events
+from triaccel_ray.metrics import Goal
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.layout import EVENTS
@@ -50,7 +51,7 @@ def decided(folder: Path) -> list[Any]:
             seen, made = record.observation, record.decision
             told.append((seen.step, seen.loss, seen.layers, made.plan, made.state, record.applied))
         elif isinstance(record, Epoch):
-            told.append((record.epoch, record.step, record.train_loss, record.held_out_accuracy, record.held_out_loss))
+            told.append((record.epoch, record.step, record.train_loss, record.held_out(Goal()), record.held_out_loss))
     return told
 
 

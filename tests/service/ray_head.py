@@ -35,7 +35,7 @@ def ray_head() -> Iterator[str]:
 
 @contextlib.contextmanager
 def ray_node(*words: str, env: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Begins `ray start` with these words; the machine leaves at the end, as `ray stop` has it leave."""
+    """Yields a machine that has joined by `ray start` with these words; it leaves at the end, as after `ray stop`."""
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *words],
@@ -45,9 +45,15 @@ def ray_node(*words: str, env: Mapping[str, str], log: Path) -> Iterator[subproc
             start_new_session=True,
         )
     try:
+        wait_until(lambda: _has_joined(process, log), say=log.read_text)
         yield process
     finally:
         end(process)
+
+
+def _has_joined(node: subprocess.Popen[bytes], log: Path) -> bool:
+    assert node.poll() is None, log.read_text()
+    return "Ray runtime started" in log.read_text()
 
 
 def _environment() -> dict[str, str]:

@@ -28,7 +28,7 @@ def run_of(
     """A run with that outcome, every epoch of the same accuracy, 10 s and 0.5 GB."""
     made = SimulatedRun(Path(name))
     made.make_tick()
-    epoch = replace(made.make_epoch(), held_out_accuracy=accuracy, seconds=10.0, peak_bytes=500_000_000)
+    epoch = replace(made.make_epoch(), held_out_metrics={"accuracy": accuracy}, seconds=10.0, peak_bytes=500_000_000)
     end = End(status=status, cause="non_finite" * (status == "failed"))
     return RunRecord(
         folder=Path(name),

@@ -30,7 +30,7 @@ STATUS = Status(
     used_bytes=2**30,
     limit_bytes=2**31,
     layers_per_precision={"fp16": 1, "bf16": 2, "fp32": 0},
-    accuracy=97.5,
+    judged="97.50 %",
 )
 RESULTS = {"score": 702.24, "accuracy": 97.49, "seconds_per_epoch": 0.1322, "peak_gb": 1.05}
 
@@ -40,7 +40,7 @@ def epoch_record(epoch: int, accuracy: float = 91.25) -> Epoch:
         epoch=epoch,
         step=10 * epoch,
         train_loss=0.1,
-        held_out_accuracy=accuracy,
+        held_out_metrics={"accuracy": accuracy},
         held_out_loss=0.3,
         seconds=1.5,
         images_per_second=100.0,
@@ -148,7 +148,7 @@ def test_without_a_terminal_each_trial_has_a_line_with_score_and_reason(piped: S
         "searching",
         "1/5 a finished: score 702.2, accuracy 97.49 %, 0.132 s/epoch, 1.05 GB, batch 64",
         f"2/5 b stopped after epoch 2: {figures}; others had more at epoch 2",
-        f"3/5 c finished: {figures.replace('91.25', '80.00')}; 11.00 points of accuracy short of the margin",
+        f"3/5 c finished: {figures.replace('91.25', '80.00')}; 11.00 points of accuracy beyond the margin",
         "4/5 d failed: not even one sample fits",
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from tests.service.stores import Recorded, runs
 from trainables.task import Purpose
 from triaccel_ray.events import End, Start, Tick, read_events
 from triaccel_ray.jsonable import decode, encode
+from triaccel_ray.metrics import Goal
 from triaccel_ray.service import cli
 from triaccel_ray.service.comparisons.comparison import read_comparison
 from triaccel_ray.service.reports.recommendation import recommendation
@@ -102,7 +104,7 @@ def test_a_report_shows_what_a_run_did(desk: Desk, trained: Path, capsys: pytest
     assert desk.type("report", "one") == 0
     said = capsys.readouterr().out
     assert "digits, the full control loop, finished" in said
-    assert f"{read_run(trained).epochs[-1].held_out_accuracy:.2f}" in said
+    assert f"{read_run(trained).epochs[-1].held_out(Goal()):.2f}" in said
     assert (trained / "report.html").read_text().count("data:image/png;base64") == len(PICTURES)
 
 
@@ -111,11 +113,10 @@ def test_a_replay_tells_where_other_thresholds_differ(
 ) -> None:
     assert desk.type("replay", "one") == 0
     assert "under its own configuration: every decision is the same" in capsys.readouterr().out
-    other = ("--tau-high", "1e-4")
+    other = ("--alpha", "3.0")  # a CPU may have one precision only
     assert desk.type("replay", str(trained), *other) == 0
     said = capsys.readouterr().out
     assert "first difference at tick" in said
-    assert "recorded bf16, now fp32" in said
 
 
 def test_resuming_a_finished_run_changes_nothing(desk: Desk, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +157,7 @@ def test_a_search_end_to_end(
     precision = replace(best.spec.control.precision, initial_layers={})  # acts until the first tick alone
     assert kept.onto(record.spec.base.control) == replace(best.spec.control, precision=precision)
     assert best.figures is not None
-    assert kept.best.accuracy == best.figures.accuracy
+    assert kept.best.metric == best.figures.metric
 
     assert (desk.storage / "hunt" / "figures" / "pareto.png").stat().st_size > 10_000
     page = (desk.storage / "hunt" / "report.html").read_text()
@@ -225,13 +226,14 @@ def test_a_comparison_end_to_end(
     assert desk.type("compare", task, *words, "--name", "versus", "--device", "cpu") == 0
     said = capsys.readouterr().out
     record = read_comparison(folder)
-    assert set(record.trials) == {"amp-recipe", "amp-recipe1", "fixed-bf16-32", "fixed-recipe1"}
+    (tried,) = set(record.trials) - {"amp-recipe", "amp-recipe1", "fixed-recipe1"}
+    assert re.fullmatch(r"fixed-(bf16|fp32)-\d+", tried)  # a CPU may have one precision only
     assert {run.status for run in (*record.trials.values(), *record.runs.values())} == {"finished"}
     assert all(run.spec.purpose is Purpose.SEARCH for run in record.trials.values())
     table = (folder / "comparison.md").read_text()
     for name in ("amp-seed0", "fixed-seed0"):
         run = record.runs[name]
-        assert [epoch.held_out_accuracy for epoch in run.epochs] == [None, None]
+        assert [epoch.held_out(Goal()) for epoch in run.epochs] == [None, None]
         assert run.end is not None
         for text in (table, said):
             assert f"{run.end.results['accuracy']:.4g}" in text

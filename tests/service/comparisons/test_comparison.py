@@ -34,7 +34,7 @@ from triaccel_ray.service.comparisons.comparison import (
 )
 from triaccel_ray.service.comparisons.fixed import FixedSetting
 from triaccel_ray.service.comparisons.tuning import RecipeSample
-from triaccel_ray.service.reports.comparison_figures import accuracy_against_cost, save_comparison_figures, score_bars
+from triaccel_ray.service.reports.comparison_figures import metric_against_cost, save_comparison_figures, score_bars
 from triaccel_ray.service.reports.comparison_tables import (
     against_reference_grid,
     row_above_grid,
@@ -64,7 +64,7 @@ def results(method: str, *accuracies: float, **others: tuple[float, ...]) -> Met
     """Results of seeds 0, 1, ...: these accuracies; other figures as given, else a hundredth of the accuracy."""
     figures = {
         "accuracy": accuracies,
-        **{name: tuple(a / 100 for a in accuracies) for name in FIGURES if name != "accuracy"},
+        **{name: tuple(a / 100 for a in accuracies) for name in FIGURES},
     }
     figures |= others
     by_seed = {seed: {name: values[seed] for name, values in figures.items()} for seed in range(len(accuracies))}
@@ -214,7 +214,7 @@ def test_differences_to_amp_are_paired_tested_and_corrected() -> None:
     grid = against_reference_grid([steady, amp, better])
     assert {len(row) for row in grid.rows} == {len(grid.header)}
     assert [row[0] for row in grid.rows if row[0]] == ["fp32", "triaccel"]
-    rows = {(index // len(FIGURES), row[1]): list(row[2:]) for index, row in enumerate(grid.rows)}
+    rows = {(index // (1 + len(FIGURES)), row[1]): list(row[2:]) for index, row in enumerate(grid.rows)}
     assert rows[1, "test accuracy %"] == ["+2", "+2.2", "-0.484 to +4.48", "0.074", "0.074"]
     assert rows[0, "test accuracy %"] == ["+1", "+1.1", "+0.975 to +1.02", "<0.001", "<0.001"]
     assert "With so few seeds only large differences can be significant: with 3 seeds" in grid.note
@@ -287,7 +287,7 @@ def test_what_was_chosen_is_shown() -> None:
 
 def test_pictures_show_every_method_with_its_spread(tmp_path: Path) -> None:
     shown = [results("amp", 90.0, 91.0), results("fixed", 92.0, 94.0), results("triaccel", 95.0)]
-    for figure in (accuracy_against_cost(shown, about="digits"), score_bars(shown, about="digits")):
+    for figure in (metric_against_cost(shown, about="digits"), score_bars(shown, about="digits")):
         texts = {found.get_text() for found in figure.findobj(Text)}
         assert {"amp", "best fixed", "triaccel"} <= texts
     paths = save_comparison_figures([*shown, results("fp32")], tmp_path / "figures", about="digits")

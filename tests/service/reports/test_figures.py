@@ -19,6 +19,7 @@ from PIL import Image
 from tests.service.browser import num_colours
 from tests.service.build import CONTROL, RESNET, SMALL, SimulatedRun
 from triaccel_ray.events import End, Epoch, Event, Start, Tick, read_events
+from triaccel_ray.metrics import Goal
 from triaccel_ray.plan import Fault, FaultKind, Precision
 from triaccel_ray.service.reports.curves import Curve, learning_curves
 from triaccel_ray.service.reports.figure_style import PRECISION_COLOURS, shorten
@@ -105,7 +106,9 @@ def test_names_of_many_layers_are_shortened_and_thinned(tmp_path: Path) -> None:
 
 
 def overview_of(events: Sequence[Event], ticks: Sequence[Tick] | None = None) -> Figure:
-    return overview(epochs_of(events), ticks_of(events) if ticks is None else ticks, CONTROL.batch, about="digits")
+    return overview(
+        epochs_of(events), ticks_of(events) if ticks is None else ticks, CONTROL.batch, Goal(), about="digits"
+    )
 
 
 def axes_titled(figure: Figure, title: str) -> Axes:
@@ -129,7 +132,7 @@ def test_one_picture_tells_what_was_learned_changed_and_spent(tmp_path: Path) ->
     units = {"samples a step", "GB", "samples per second", "seconds per epoch", "percent of the layers", "percent"}
     assert units | {"epoch", "seconds of training", "digits", "training", "validation"} <= texts(figure)
     assert {"out of memory", "limit", "rho_high 85%", "rho_low 60%", *Precision.__members__} <= texts(figure)
-    assert f"{epochs[-1].held_out_accuracy:.1f}" in texts(figure)
+    assert f"{epochs[-1].held_out(Goal()):.1f}" in texts(figure)
     sizes = [tick.observation.plan.batch_size for tick in ticks] + [ticks[-1].applied.plan.batch_size]
     assert heights(figure, "Batch size") == sizes
     assert heights(figure, "Time") == [epoch.seconds for epoch in epochs]
@@ -209,12 +212,12 @@ def test_nothing_measured_is_said(tmp_path: Path, measured: bool) -> None:
 
 def blind(epochs: Sequence[Epoch]) -> list[Epoch]:
     """The epochs of a run that reads the test samples at its end."""
-    return [replace(epoch, held_out_accuracy=None, held_out_loss=None, score=None) for epoch in epochs]
+    return [replace(epoch, held_out_metrics={}, held_out_loss=None, score=None) for epoch in epochs]
 
 
 def test_a_run_that_does_not_look_says_so(tmp_path: Path) -> None:
     epochs = blind(epochs_of(events_of(tmp_path)))
-    assert "not looked at before the end of the run" in texts(overview(epochs, [], CONTROL.batch))
+    assert "not looked at before the end of the run" in texts(overview(epochs, [], CONTROL.batch, Goal()))
 
 
 def test_curves_of_many_runs_go_over_epochs_and_seconds(tmp_path: Path) -> None:
@@ -224,9 +227,9 @@ def test_curves_of_many_runs_go_over_epochs_and_seconds(tmp_path: Path) -> None:
         Curve(label="trial", colour="#0072B2", epochs=epochs[:2], pruned=True),
         Curve(label="AMP", colour="#D98200", epochs=epochs),
     ]
-    figure = learning_curves(curves, about="a search")
+    figure = learning_curves(curves, Goal(), about="a search")
     over_epochs, over_seconds = (axes_titled(figure, f"Validation accuracy over {what}") for what in ("epochs", "time"))
-    assert over_epochs.lines[0].get_ydata().tolist() == [epoch.held_out_accuracy for epoch in epochs]
+    assert over_epochs.lines[0].get_ydata().tolist() == [epoch.held_out(Goal()) for epoch in epochs]
     assert over_seconds.lines[0].get_xdata()[1] == pytest.approx(epochs[0].seconds + epochs[1].seconds)
     assert sum(line.get_marker() == "x" for line in over_epochs.lines) == 1
     assert axes_titled(figure, "Time").lines[0].get_ydata().tolist() == [epoch.seconds for epoch in epochs]
@@ -237,7 +240,7 @@ def test_curves_of_many_runs_go_over_epochs_and_seconds(tmp_path: Path) -> None:
 
 def test_runs_that_do_not_look_have_curves_of_the_training_loss(tmp_path: Path) -> None:
     epochs = blind(epochs_of(events_of(tmp_path)))
-    figure = learning_curves([Curve(label="amp", colour="#D98200", epochs=epochs)])
+    figure = learning_curves([Curve(label="amp", colour="#D98200", epochs=epochs)], Goal())
     losses = axes_titled(figure, "Training loss over epochs").lines[0].get_ydata().tolist()
     assert losses == [epoch.train_loss for epoch in epochs]
 
@@ -277,7 +280,7 @@ def outcome(
     return Outcome(
         label=label,
         method=method,
-        accuracy=accuracy,
+        metric=accuracy,
         seconds=seconds,
         peak_gb=peak_gb,
         score=accuracy / seconds / peak_gb,
@@ -297,7 +300,7 @@ def test_the_pareto_picture_joins_the_front_and_marks_the_baselines() -> None:
         outcome("fp32", 93.5, 5.0, 4.0, method="fp32"),
         outcome("amp", 93.0, 3.0, 2.8, method="amp"),
     ]
-    figure = pareto_front(outcomes, accuracy_floor=91.0, about="digits")
+    figure = pareto_front(outcomes, Goal(), limit=91.0, about="digits")
     by_time, by_memory = (
         next(line for line in axes.lines if line.get_label() == "beaten by no other trial") for axes in figure.axes
     )
@@ -311,4 +314,4 @@ def test_the_pareto_picture_joins_the_front_and_marks_the_baselines() -> None:
 @pytest.mark.parametrize("method", ["triaccel", "amp"])
 def test_few_outcomes_make_a_picture_too(method: str) -> None:
     for outcomes in ([], [outcome("one", 90.0, 1.0, 1.0, method=method)]):
-        assert pixels(pareto_front(outcomes)).shape[2] == 3
+        assert pixels(pareto_front(outcomes, Goal())).shape[2] == 3

@@ -46,7 +46,7 @@ def test_the_better_one_of_the_baselines_is_named() -> None:
     fast = tuple(replace(epoch, seconds=5.0) for epoch in record.baselines["fp32"].epochs)
     record = replace(record, baselines={**record.baselines, "fp32": replace(record.baselines["fp32"], epochs=fast)})
     assert recommendation(record).beaten_by == "FP32"
-    poor = tuple(replace(epoch, held_out_accuracy=80.0) for epoch in fast)  # fast, and not within the margin
+    poor = tuple(replace(epoch, held_out_metrics={"accuracy": 80.0}) for epoch in fast)  # beyond the margin
     record = replace(record, baselines={**record.baselines, "fp32": replace(record.baselines["fp32"], epochs=poor)})
     assert recommendation(record).beaten_by == ""
 
@@ -66,7 +66,7 @@ def test_what_was_maximised_is_what_is_compared(objective: str, said: str) -> No
 def test_where_nothing_can_be_recommended_the_reason_is_said() -> None:
     advice = recommendation(search(50.0))
     assert (advice.command, advice.best) == ("", None)
-    assert "None of the 1 finished trials reaches 89.00 % (AMP less the margin of 1 points)" in advice.sentence
+    assert "None of the 1 finished trials reaches 89.00 % (AMP with a margin of 1 points)" in advice.sentence
     assert "larger --margin" in advice.sentence
     failed = recommendation(search_of(run_of("trial-000", num_epochs=0, status="failed")))
     assert failed.sentence == "No trial ran to its end (1 failed (non_finite)): give a smaller --lr."

@@ -107,7 +107,7 @@ def test_a_line_goes_through_each_trials_values() -> None:
     assert heights.min() == 0.0
     assert heights.max() == 1.0
     said = {found.get_text() for found in figure.findobj(Text)}
-    assert {*THRESHOLDS, "score", "best trial", "below the margin", "a search"} <= said
+    assert {*THRESHOLDS, "score", "best trial", "beyond the margin", "a search"} <= said
     assert f"{max(run.spec.control.precision.tau_high for run in record.trials):.2e}" in said
 
 

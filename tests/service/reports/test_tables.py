@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.service.records import RUN_SPEC, run_of, search_of
+from triaccel_ray.metrics import Goal
 from triaccel_ray.service.reports.tables import Grid, result_grid, run_grid, search_grid
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.searches.search import best_trial, ranked
@@ -21,7 +22,7 @@ def test_a_search_lists_baselines_then_trials_best_first() -> None:
     assert [row[0] for row in grid.rows] == ["FP32", "AMP", "best", "good", "bad"]
     assert {len(row) for row in grid.rows} == {len(grid.header)}
     assert [row[7] for row in grid.rows] == ["90.00", "90.00", "92.00", "91.00", "80.00 *"]
-    assert "at least 89.00 % (AMP 90.00 % less 1 points)" in grid.note
+    assert "at least 89.00 % (AMP 90.00 %, margin 1 points)" in grid.note
 
 
 def test_baselines_have_no_thresholds_and_trials_have() -> None:
@@ -68,7 +69,7 @@ def test_without_a_feasible_finished_trial_there_is_no_best() -> None:
 
 def test_a_run_has_a_row_an_epoch() -> None:
     run = run_of("run", num_epochs=3)
-    blind = replace(run.epochs[0], held_out_accuracy=None, score=None)
+    blind = replace(run.epochs[0], held_out_metrics={}, score=None)
     grid = run_grid(replace(run, epochs=(blind, *run.epochs[1:])))
     assert [row[0] for row in grid.rows] == ["1", "2", "3"]
     assert [row[2] for row in grid.rows] == ["", "90.00", "90.00"]
@@ -78,8 +79,8 @@ def test_a_run_has_a_row_an_epoch() -> None:
 
 def test_results_have_four_digits() -> None:
     results = {"accuracy": 98.7654, "seconds_per_epoch": 0.123456, "peak_gb": 1.0, "allocated_peak_gb": 0.5}
-    grid = result_grid({**results, "score": 1234.5, "idle_gb": 0.4})
+    grid = result_grid({**results, "score": 1234.5, "idle_gb": 0.4}, Goal())
     assert list(grid.rows[0]) == ["98.77", "0.1235", "1", "0.5", "1234"]
     assert len(grid.header) == 5
-    grid = result_grid({**results, "one_view_accuracy": 98.1})
+    grid = result_grid({**results, "one_view_accuracy": 98.1}, Goal())
     assert (grid.header[-1], grid.rows[0][-1]) == ("by one view %", "98.1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ TASKS = (
     MODULE
     + """
 import sys
+
+from triaccel_ray.metrics import Metric
 
 
 class DataNone(Blobs):
@@ -103,8 +106,31 @@ class Regression(Blobs):
 
 
 class Tolerant(Regression):
+    metrics = {"within_half": Metric(values=lambda outputs, targets: (outputs - targets).abs() < 0.5)}
+    objective = "within_half"
+
+
+class LossAlone(Regression):
+    metrics = {}
+    objective = "loss"
+
+
+class Counting(Regression):
     def num_correct(self, outputs, targets):
         return int(((outputs - targets).abs() < 0.5).sum())
+
+
+class Undecided(Regression):
+    metrics = {}
+
+
+class Misnamed(Regression):
+    metrics = {"loss": Metric(values=lambda outputs, targets: outputs)}
+
+
+class Plain(Regression):
+    metrics = {"error": lambda outputs, targets: (outputs - targets).abs()}
+    objective = "error"
 
 
 class FewClasses(Blobs):
@@ -197,7 +223,11 @@ BAD: tuple[tuple[str, type[Exception], tuple[str, ...]], ...] = (
     ("NoOptimizer", TypeError, ("optimizer = None: must be a torch.optim.Optimizer",)),
     ("OtherOptimizer", ValueError, ("the optimizer updates no layer of this model",)),
     ("VectorLoss", ValueError, ("the loss returned float32 (2,): must be a scalar",)),
-    ("Regression", TypeError, ("targets float32 (2, 1): accuracy and score count", "define num_correct")),
+    (
+        "Regression",
+        TypeError,
+        ("outputs float32 (2, 1), targets float32 (2, 1): must be scores", "= 'loss'"),
+    ),
     ("FewClasses", UserCodeError, ("the loss raised IndexError: Target 3 is out of bounds",)),
     ("TupleOutputs", TypeError, ("outputs tuple of float32 (2, 4), None: cross-entropy needs a tensor",)),
     ("Meta", UserCodeError, ("Meta.model().to('cpu') raised NotImplementedError",)),
@@ -238,13 +268,47 @@ def test_a_search_hears_of_it_where_it_shares_the_samples(mistakes: str) -> None
         share_splits(own_spec(f"{mistakes}:DataNone"))
 
 
-@pytest.mark.parametrize("task", ["Tensors", "Tolerant"])
-def test_a_task_may_be_given_by_tensors_and_count_by_numbers(mistakes: str, tmp_path: Path, task: str) -> None:
-    actor = RunActor(own_spec(f"{mistakes}:{task}"), Place(str(tmp_path / "run")))
+@pytest.mark.parametrize(
+    ("task", "objective", "most"),
+    [("Tensors", "accuracy", 100.0), ("Tolerant", "within_half", 1.0), ("LossAlone", "loss", 10.0)],
+)
+def test_a_task_may_be_given_by_tensors_and_judged_its_own_way(
+    mistakes: str, tmp_path: Path, task: str, objective: str, most: float
+) -> None:
+    name = f"{mistakes}:{task}"
+    actor = RunActor(own_spec(name, goal=load_task(name, None).goal), Place(str(tmp_path / "run")))
     actor.setup(resume=False)
     for _ in range(3):
         actor.train_epoch()
-    assert 0.0 < actor.finish()["accuracy"] <= 100.0
+    results = actor.finish()
+    assert 0.0 < results[objective] <= most
+    assert results["score"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "message"),
+    [
+        (
+            "Undecided",
+            ValueError,
+            "Undecided.objective = 'accuracy': must be one of Undecided.metrics, which has",
+        ),
+        ("Misnamed", ValueError, "name of a metric = 'loss': must be an identifier, and none of"),
+        ("Plain", TypeError, "must be a Metric, not a function"),
+        ("Counting", ValueError, "Counting.num_correct = 'a method': is asked no more; set metrics"),
+    ],
+)
+def test_metrics_that_are_none_are_refused_with_the_task(
+    mistakes: str, task: str, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        load_task(f"{mistakes}:{task}", None)
+
+
+def test_a_run_is_not_resumed_under_another_objective(mistakes: str, tmp_path: Path) -> None:
+    actor = RunActor(own_spec(f"{mistakes}:LossAlone"), Place(str(tmp_path / "run")))
+    with pytest.raises(ValueError, match="objective of the task = 'loss': the run is judged by accuracy"):
+        actor.setup(resume=False)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from tests.service.build import CONTROL, SimulatedRun
 from tests.service.records import RUN_SPEC
 from triaccel_ray.events import LogError
 from triaccel_ray.jsonable import encode
+from triaccel_ray.metrics import Goal
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import read_run, read_spec, runs_below
 from triaccel_ray.service.storage.layout import EVENTS, SPEC
@@ -38,7 +39,7 @@ def test_figures_are_those_of_the_last_epoch(tmp_path: Path) -> None:
     figures, last = run.figures, run.epochs[-1]
     seconds = sum(epoch.seconds for epoch in run.epochs[2:]) / 5
     assert figures is not None
-    assert figures.accuracy == 91.5  # what the run ended with
+    assert figures.metric == 91.5  # what the run ended with
     assert (figures.seconds, figures.peak_gb) == pytest.approx((seconds, last.peak_bytes / 1e9))
     assert figures.score == pytest.approx(91.5 / (seconds * last.peak_bytes / 1e9))
 
@@ -47,7 +48,7 @@ def test_figures_can_be_had_as_they_were_after_any_epoch(tmp_path: Path) -> None
     run = read_run(simulated(tmp_path).complete(epochs=7))
     early, before = run.figures_after(2), run.epochs[1]
     assert early is not None
-    assert (early.accuracy, early.score) == (before.held_out_accuracy, pytest.approx(before.score, rel=0.5))
+    assert (early.metric, early.score) == (before.held_out(Goal()), pytest.approx(before.score, rel=0.5))
     assert early.seconds == pytest.approx((run.epochs[0].seconds + before.seconds) / 2)
     assert early.peak_gb == before.peak_bytes / 1e9
     assert run.figures_after(0) is None
@@ -61,13 +62,13 @@ def test_a_run_under_way_has_the_figures_of_its_last_epoch(tmp_path: Path) -> No
     read = read_run(tmp_path)
     assert read.status == "unfinished"
     assert isinstance(read.figures, Figures)
-    assert read.figures.accuracy == read.epochs[-1].held_out_accuracy
+    assert read.figures.metric == read.epochs[-1].held_out(Goal())
 
 
 def test_a_final_run_under_way_has_no_figures(tmp_path: Path) -> None:
     run = simulated(tmp_path)
     run.start()
-    run.append(run.make_tick(), replace(run.make_epoch(), held_out_accuracy=None, held_out_loss=None, score=None))
+    run.append(run.make_tick(), replace(run.make_epoch(), held_out_metrics={}, held_out_loss=None, score=None))
     assert read_run(tmp_path).figures is None
 
 

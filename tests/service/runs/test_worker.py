@@ -19,6 +19,7 @@ from triaccel_ray.config import ControlConfig
 from triaccel_ray.events import End, Epoch, Start, Tick
 from triaccel_ray.jsonable import decode
 from triaccel_ray.measure.memory import MIB
+from triaccel_ray.metrics import Goal
 from triaccel_ray.service.failures import DiskFullError, NonFiniteLossError, PreemptedError, cause_of, needing_room
 from triaccel_ray.service.runs.building import fitted_control
 from triaccel_ray.service.runs.spec import RunSpec, run_spec
@@ -43,7 +44,7 @@ def test_a_final_run_reads_the_held_out_samples_once_at_its_end(
     reads = sys.modules[module].READS
     for _ in range(3):
         record = worker.train_epoch()
-        assert record.held_out_accuracy is record.held_out_loss is record.score is None
+        assert record.held_out(Goal()) is record.held_out_loss is record.score is None
     assert worker.finished
     assert reads == []
     with pytest.raises(ValueError, match="no epoch of this run has been judged"):
@@ -130,10 +131,10 @@ def test_a_search_run_is_judged_after_every_epoch(crew: Crew, module: str, tmp_p
         assert len(reads) == 50 * epoch
         assert set(reads) == {("search", index) for index in range(50)}
         figures = worker.figures
-        assert (figures.accuracy, figures.score) == (record.held_out_accuracy, record.score)
+        assert (figures.metric, figures.score) == (record.held_out(Goal()), record.score)
     results = worker.finish()
     assert len(reads) == 150  # the last epoch's judgement is the run's
-    assert (results["accuracy"], results["score"]) == pytest.approx((figures.accuracy, figures.score))
+    assert (results["accuracy"], results["score"]) == pytest.approx((figures.metric, figures.score))
 
 
 def test_the_log_tells_the_whole_run(crew: Crew, module: str, tmp_path: Path) -> None:
@@ -217,11 +218,11 @@ def test_a_glance_at_a_run(crew: Crew, module: str, tmp_path: Path) -> None:
     worker = crew.start(own_spec(f"{module}:Blobs"), tmp_path)
     before = worker.status()
     assert before is not None
-    assert (before.epoch, before.num_epochs, before.batch_size, before.accuracy) == (0.0, 3, 32, None)
+    assert (before.epoch, before.num_epochs, before.batch_size, before.judged) == (0.0, 3, 32, "")
     worker.train_epoch()
     after = worker.status()
     assert after is not None
-    assert (after.epoch, after.accuracy) == (1.0, worker.figures.accuracy)
+    assert (after.epoch, after.judged) == (1.0, f"{worker.figures.metric:.2f} %")
     assert after.images_per_second > 0.0
     assert sum(after.layers_per_precision.values()) == 3
     assert 0 < after.used_bytes <= after.limit_bytes

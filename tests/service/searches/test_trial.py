@@ -20,6 +20,7 @@ from tests.service.own_task import own_spec
 from tests.service.waiting import wait_until
 from trainables.task import Purpose, Splits, Task
 from triaccel_ray.events import End
+from triaccel_ray.metrics import Goal
 from triaccel_ray.service.runs.ending import end_run
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import read_run, runs_below
@@ -95,7 +96,7 @@ def test_trials_run_side_by_side_each_on_its_own_gpu_and_reuse_their_actors(tmp_
         (end,) = [end for end in ends if end["trial_id"] == run.name]
         assert run.spec.control.batch.rho_high == end["config"]["rho_high"]
         assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", [1, 2, 3])
-        assert end["accuracy"] == run.epochs[-1].held_out_accuracy
+        assert end["quality"] == run.epochs[-1].held_out(Goal())
         # A reused process begins every run from the same seed.
         assert run.epochs[0].train_loss == pytest.approx(runs[0].epochs[0].train_loss, rel=1e-6)
 
@@ -124,7 +125,7 @@ def test_a_trial_is_a_run_with_the_sampled_thresholds(module: str, tmp_path: Pat
     run = read_run(folder)
     assert run.status == "finished"
     assert run.spec.control.precision.tau_low == pytest.approx(1e-8)
-    assert results[-1]["objective"] == results[-1]["accuracy"] == run.epochs[-1].held_out_accuracy
+    assert results[-1]["objective"] == results[-1]["quality"] == run.epochs[-1].held_out(Goal())
 
 
 def test_a_process_that_is_used_again_gives_the_memory_of_each_run_back(module: str, tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ def test_a_restored_trial_goes_on(module: str, tmp_path: Path) -> None:
     last = second.step()
     second.cleanup()
     whole = local_trial(context, {"alpha": 0.1, "trial": "whole"})
-    assert [whole.step()["accuracy"] for _ in range(3)] == [result["accuracy"] for result in (*told, last)]
+    assert [whole.step()["quality"] for _ in range(3)] == [result["quality"] for result in (*told, last)]
     whole.cleanup()
     run = read_run(tmp_path / "trials" / "mine")
     assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", [1, 2, 3])
@@ -187,7 +188,7 @@ def test_a_trial_that_has_ended_is_told_and_not_touched(module: str, tmp_path: P
         before = (tmp_path / name / EVENTS).read_bytes()
         told += [second.step() for _ in range(num_epochs - 1)]
         second.cleanup()
-        assert [result["accuracy"] for result in told] == [result["accuracy"] for result in results]
+        assert [result["quality"] for result in told] == [result["quality"] for result in results]
         assert told[-1]["done"]
         assert (tmp_path / name / EVENTS).read_bytes() == before
         assert read_run(tmp_path / name).status == ("finished" if name == "finished" else "stopped")

@@ -16,6 +16,7 @@ from filelock import FileLock
 from tests.service.build import SimulatedRun
 from tests.service.stores import Server, assert_arrived_once, history, only_run, runs, ship
 from triaccel_ray.events import End, Epoch, EventLog, Tick, read_events
+from triaccel_ray.metrics import Goal
 from triaccel_ray.service.tracking import shipment
 from triaccel_ray.service.tracking.shipper import Parent, Shipper
 from triaccel_ray.service.tracking.tracking import RUN_KEY_TAG, Tracker
@@ -54,7 +55,7 @@ def test_a_finished_run_arrives_whole(tracker: Tracker, root: Path, experiment: 
     seen = [(tick.observation.step, time_ms, tick.observation.loss) for time_ms, tick in ticks]
     assert history(tracker, found.id, "train/loss") == seen
     epochs = [(event.time_ms, event.record) for event in events if isinstance(event.record, Epoch)]
-    judged = [(epoch.step, time_ms, epoch.held_out_accuracy) for time_ms, epoch in epochs]
+    judged = [(epoch.step, time_ms, epoch.held_out(Goal())) for time_ms, epoch in epochs]
     assert history(tracker, found.id, "val/accuracy") == judged
     assert history(tracker, found.id, "final/accuracy") == [(0, events[-1].time_ms, 91.5)]
 

@@ -1,0 +1,178 @@
+"""What is compiled of a model; on a CPU, with the code that PyTorch traces run as it is."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.build import BF16, FP32, controlled
+from triaccel_ray.apply.compile import is_compiled, repeated_blocks
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
+from triaccel_ray.loop import ControlLoop
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def test_a_transformers_blocks_are_found_whatever_holds_them() -> None:
+    for container in (
+        nn.ModuleList([Block(8) for _ in range(3)]),
+        nn.Sequential(*[Block(8) for _ in range(3)]),
+        nn.ModuleDict({str(index): Block(8) for index in range(3)}),
+    ):
+        model = nn.ModuleDict({"embed": nn.Embedding(1000, 8), "blocks": container, "head": nn.Linear(8, 2)})
+        assert [type(block) for block in repeated_blocks(model)] == [Block] * 3
+
+
+def test_an_encoder_and_a_decoder_are_two_kinds() -> None:
+    model = nn.Transformer(16, 2, num_encoder_layers=2, num_decoder_layers=3, dim_feedforward=32, batch_first=True)
+    found = [type(block).__name__ for block in repeated_blocks(model)]
+    assert found == ["TransformerEncoderLayer"] * 2 + ["TransformerDecoderLayer"] * 3
+
+
+def test_the_largest_block_is_taken() -> None:
+    pairs = [nn.Sequential(Block(8), Block(8)) for _ in range(2)]
+    assert [type(block) for block in repeated_blocks(nn.Sequential(*pairs))] == [Block] * 4
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Block(8), Block(8)
+
+    assert [type(block) for block in repeated_blocks(nn.Sequential(Pair(), Pair()))] == [Pair] * 2
+
+
+def test_nothing_repeats_where_blocks_grow_wider_or_are_a_small_part() -> None:
+    assert repeated_blocks(nn.Sequential(*[Block(width) for width in (8, 16, 32, 64)])) == ()
+    assert repeated_blocks(nn.Sequential(Block(4), Block(4), nn.Linear(100, 100))) == ()
+    assert repeated_blocks(nn.Linear(2, 2)) == ()
+
+
+def test_equal_blocks_share_compiled_code_and_a_plan_adds_only_its_variants() -> None:
+    """Compiled code must depend on the dtypes of a block's layers alone, not on which block it is."""
+    seen: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    blocks = [Block(4) for _ in range(4)]
+    model = nn.Sequential(*blocks)
+    precision = controlled(model, BF16)
+    for block in blocks:
+        block.compile(backend=backend, dynamic=True)
+    for size in (3, 5):
+        with precision.in_force():
+            model(torch.ones(size, 4, requires_grad=True)).sum().backward()
+    assert len(seen) == 1
+    precision.set({"1.up": FP32, "2.up": FP32})
+    with precision.in_force():
+        outputs = model(torch.ones(3, 4, requires_grad=True))
+    assert len(seen) == 2
+    with precision.suspended():
+        exact = model(torch.ones(3, 4))
+    assert len(seen) == 2
+    assert exact.dtype is torch.float32
+    torch.testing.assert_close(outputs.float(), exact, rtol=0.1, atol=0.1)
+
+
+class Tower(nn.Module):
+    """Blocks between an embedding of vectors and a head; `waits` asks the host between them."""
+
+    def __init__(self, *, waits: bool = False, width: int = 32) -> None:
+        super().__init__()
+        self.waits = waits
+        self.stem, self.head = nn.Linear(8, width), nn.Linear(width, 10)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.stem(x)
+        if self.waits and not torch.compiler.is_compiling() and bool((y > 1e9).any()):
+            raise AssertionError
+        for block in self.blocks:
+            y = block(y)
+        return self.head(y)
+
+
+def tower_loop(compile_: str, *, waits: bool = False, device: str = "cuda", **changes: Any) -> tuple[Any, list[Any]]:
+    torch.manual_seed(0)
+    model = Tower(waits=waits).to(device)
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(640, 8, generator=generator), torch.randint(0, 10, (640,), generator=generator)
+    config = ControlConfig(
+        every_steps=5,
+        precision=PrecisionConfig(enabled=False, initial=changes.pop("initial", BF16)),
+        curvature=CurvatureConfig(enabled=False),
+        batch=BatchConfig(enabled=False, start=64, minimum=32, maximum=64),
+        execution=ExecutionConfig(compile=compile_),
+        **changes,
+    )
+    ticks: list[Any] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    data = inputs.to(device), targets.to(device)
+    return ControlLoop(model, optimizer, nn.functional.cross_entropy, data, config=config, on_tick=ticks.append), ticks
+
+
+def told(ticks: list[Any]) -> list[str]:
+    faults = [fault for tick in ticks for fault in tick.observation.faults]
+    return [f"{fault.kind}: {fault.detail}" for fault in faults]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_compiled_step_is_captured_and_trains_as_the_plain_one(waits: bool) -> None:
+    losses = []
+    for how in ("auto", "off"):
+        loop, ticks = tower_loop(how, waits=waits and how == "auto")
+        losses.append([loop.train_epoch().loss for _ in range(3)])
+        assert loop._steps.num_captured == 1
+        if how == "auto":
+            expected = "compiled as a whole: between its blocks" if waits else "8 x Block compiled: its blocks repeat"
+            assert any(expected in each for each in told(ticks)), told(ticks)
+        blocks = list(loop.model.blocks)
+        loop.close()
+        assert all(block._compiled_call_impl is None for block in blocks)
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+def test_another_batch_size_needs_no_new_code_for_blocks() -> None:
+    loop, _ = tower_loop("auto")
+    loop.train_epoch()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    loop._actuators.apply(replace(loop.plan, batch_size=32), step=loop.num_steps)
+    loop.train_epoch()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+    loop.close()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PyTorch, while it compiles
+def test_a_model_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backend(*_: Any) -> Any:
+        raise RuntimeError("no code today")
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    loop, ticks = tower_loop("on", device="cpu", initial=FP32)
+    stats = loop.train_epoch()
+    loop.close()
+    assert stats.num_steps == 10
+    assert any("Tower compiled as a whole: as asked" in each for each in told(ticks))
+    (text,) = [each for each in told(ticks) if "failed" in each]
+    assert text.startswith("compiled: torch.compile failed, the model runs as it is: ")
+    assert "no code today" in text
+
+
+def test_a_model_that_is_compiled_already_stays_as_it_is() -> None:
+    blocks = [Block(4), Block(4)]
+    blocks[0].compile(backend="eager")
+    assert is_compiled(nn.Sequential(*blocks))
+    assert not is_compiled(nn.Sequential(blocks[1]))

@@ -1,0 +1,254 @@
+"""Models, targets and gradients of other kinds than a tensor that is finite."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.build import BF16, FP16, FP32
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.events import EventLog
+from triaccel_ray.layers import find_layers, require_trainable
+from triaccel_ray.loop import ControlLoop, NonFiniteGradientsError
+from triaccel_ray.plan import Precision
+
+
+class Strict(OrderedDict):  # type: ignore[type-arg]
+    """A mapping like Hugging Face's `ModelOutput`: items can be set one by one, and in no other way."""
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("You cannot use ``update`` on a Strict instance.")
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+@dataclass
+class Record:
+    logits: Tensor
+    name: str = "record"
+
+
+class Wrapped(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(4, 3), kind
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.layer(x)
+        return Record(logits) if self.kind == "dataclass" else Strict(logits=logits)
+
+
+def config_of(level: Precision = FP32, batch: int = 8, **changes: Any) -> ControlConfig:
+    return ControlConfig(
+        every_steps=changes.pop("every_steps", 5),
+        precision=PrecisionConfig(enabled=False, initial=level, offer_useless=True),
+        curvature=CurvatureConfig(enabled=False),
+        batch=BatchConfig(enabled=False, start=batch, minimum=batch, maximum=batch, granularity=1),
+        **changes,
+    )
+
+
+def vectors(num_samples: int = 32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(num_samples, 4, generator=generator), torch.randint(0, 3, (num_samples,), generator=generator)
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "mapping"])
+def test_structured_outputs_reach_the_loss_in_fp32(kind: str) -> None:
+    seen: list[torch.dtype] = []
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        seen.append(outputs.logits.dtype)
+        return F.cross_entropy(outputs.logits, targets)
+
+    torch.manual_seed(0)
+    model = Wrapped(kind)
+    loop = ControlLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, vectors(), config=config_of(BF16))
+    losses = [loop.train_epoch().loss for _ in range(5)]
+    loop.close()
+    assert losses[-1] < losses[0]
+    assert set(seen) == {torch.float32}
+
+
+class Pairs(torch.utils.data.Dataset[Any]):
+    """Samples whose targets are a mapping of three entries."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        x = torch.full((4,), 1.0 + index)
+        return x, {"a": x[:1], "b": x[:1] * 0, "c": x[:1] * 0}
+
+
+def test_targets_that_are_a_mapping_weigh_as_many_samples_as_there_are() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    twin = copy.deepcopy(model)
+
+    def loss(outputs: Tensor, targets: dict[str, Tensor]) -> Tensor:
+        return (outputs - targets["a"]).square().mean()
+
+    loop = ControlLoop(model, torch.optim.SGD(model.parameters(), lr=1e-3), loss, Pairs(), config=config_of())
+    stats = loop.train_epoch()
+    loop.close()
+    inputs, targets = torch.utils.data.default_collate([Pairs()[index] for index in range(8)])
+    expected = loss(twin(inputs), targets)
+    expected.backward()
+    torch.testing.assert_close(model.weight, twin.weight - 1e-3 * twin.weight.grad)
+    assert stats.loss == pytest.approx(expected.item())
+
+
+def test_a_model_spread_over_processes_is_refused() -> None:
+    class DistributedDataParallel(nn.Module):  # the class's name is what is looked at: nothing is spread here
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"model is a DistributedDataParallel: .* give it the module inside"):
+        require_trainable(model, torch.optim.SGD(model.parameters(), lr=0.1), find_layers(model))
+
+
+def test_a_gradient_is_unscaled_before_a_users_hook_clips_it() -> None:
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 3) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    norms: list[float] = []
+    for model, level in zip(models, (FP16, FP32), strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+
+        def clip(optimizer: torch.optim.Optimizer, *_: Any, model: nn.Module = model) -> None:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+
+        optimizer.register_step_pre_hook(clip)
+        loop = ControlLoop(model, optimizer, F.cross_entropy, vectors(8), config=config_of(level))
+        loop.step()
+        loop.close()
+    assert norms[0] == pytest.approx(norms[1], rel=0.01)
+    torch.testing.assert_close(models[0].weight, models[1].weight, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("level", [FP32, BF16, FP16])
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_global_norm_is_clipped_as_pytorch_does(level: Precision, fused: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    twin = copy.deepcopy(model)
+    inputs, targets = vectors(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
+    config = config_of(level, clip_norm=0.05)
+    loop = ControlLoop(model, optimizer, F.cross_entropy, (inputs, targets), config=config)
+    loop.step()
+    loop.close()
+    F.cross_entropy(twin(inputs), targets).backward()
+    assert float(nn.utils.clip_grad_norm_(twin.parameters(), 0.05)) > 0.05
+    torch.optim.SGD(twin.parameters(), lr=0.5).step()
+    tolerance = 1e-6 if level is FP32 else 2e-3
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0.0, atol=tolerance)
+
+
+class Diverging:
+    """A loss that is NaN in some calls."""
+
+    def __init__(self, nan_in: range) -> None:
+        self.nan_in, self.calls = nan_in, 0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        loss = F.cross_entropy(outputs, targets)
+        return loss * float("nan") if self.calls in self.nan_in else loss
+
+
+@pytest.mark.parametrize("level", [FP32, BF16])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_with_a_nan_is_not_made_and_counted(level: Precision, fused: bool) -> None:
+    model = nn.Linear(4, 3)
+    loss, ticks = Diverging(range(0)), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+    loop = ControlLoop(model, optimizer, loss, vectors(), config=config_of(level), on_tick=ticks.append)
+    loop.step()
+    before = copy.deepcopy(model.state_dict())
+    loss.nan_in = range(loss.calls + 1, loss.calls + 4)
+    for _ in range(3):
+        loop.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    loop.step()
+    loop.close()
+    assert not torch.equal(model.weight, before["weight"])
+    assert bool(model.weight.isfinite().all())
+    assert (ticks[0].observation.num_skipped, ticks[0].observation.num_skipped_in_row) == (3, 0)
+    assert ticks[0].observation.loss is not None
+
+
+def test_a_training_that_has_diverged_ends_with_its_cause() -> None:
+    model = nn.Linear(4, 3)
+    loss = Diverging(range(0))
+    config = config_of(max_skipped_steps=7)
+    loop = ControlLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, vectors(), config=config)
+    loss.nan_in = range(loss.calls + 1, 1000)
+    for _ in range(9):
+        loop.step()
+    with pytest.raises(NonFiniteGradientsError, match=r"of the last 10 steps were NaN or infinite, up to step 10"):
+        loop.step()
+
+
+def test_what_is_tried_before_the_first_step_computes_in_fp32() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    seen: list[torch.dtype] = []
+    hook = model[0].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    config = replace(config_of(BF16), curvature=CurvatureConfig())
+    loop = ControlLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, vectors(), config=config)
+    assert not loop.curvature.off_because
+    assert set(seen) == {torch.float32}
+    loop.step()
+    hook.remove()
+    loop.close()
+    assert torch.bfloat16 in seen
+
+
+def test_weights_beside_child_layers_are_told_of_once() -> None:
+    class Token(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.layer = nn.Parameter(torch.zeros(1, 4)), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x + self.token)
+
+    model, ticks = Token(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = ControlLoop(
+        model, optimizer, F.cross_entropy, vectors(), config=config_of(every_steps=2), on_tick=ticks.append
+    )
+    loop.train_epoch()
+    loop.close()
+    told = [fault.detail for tick in ticks for fault in tick.observation.faults if fault.kind.value == "not_a_layer"]
+    assert told == ["weights beside child layers are no layers, and not adapted: token"]
+
+
+def test_a_loop_that_cannot_begin_leaves_the_model_as_it_was() -> None:
+    def full(_: Any) -> None:
+        raise OSError("no space left")
+
+    class Log(EventLog):
+        append = full
+
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = config_of()
+    bad = Log.__new__(Log)
+    with pytest.raises((OSError, AttributeError)):
+        ControlLoop(model, optimizer, F.cross_entropy, vectors(), config=config, on_tick=bad.append)
+    assert "forward" not in model.__dict__
+    ControlLoop(model, optimizer, F.cross_entropy, vectors(), config=config).close()

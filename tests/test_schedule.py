@@ -1,0 +1,192 @@
+"""Schedules are functions of the samples seen: PyTorch's schedulers, whatever the batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from tests.build import BATCH, CPU, QUIET, blobs, cross_entropy, mlp, same, values
+from triaccel_ray.apply.feed import Feed
+from triaccel_ray.baseline import BaselineLoop
+from triaccel_ray.checkpoint import load_checkpoint, save_checkpoint
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.loop import ControlLoop
+from triaccel_ray.sources import TensorSource
+
+NUM, START = 90, 8
+PER_EPOCH = 12
+"""Steps of START samples in an epoch of NUM."""
+FIXED = replace(QUIET, batch=replace(BATCH, minimum=START, maximum=START))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def loop_with(
+    make: Any, config: ControlConfig = QUIET, *, model: nn.Module | None = None
+) -> tuple[ControlLoop, LRScheduler]:
+    model = model or mlp()
+    optimizer = sgd(model)
+    scheduler = make(optimizer)
+    return ControlLoop(model, optimizer, cross_entropy, blobs(NUM), config=config, schedule=scheduler), scheduler
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=3 * PER_EPOCH)
+
+
+@given(st.integers(2, 300), st.integers(3, 40), st.integers(1, 60))
+def test_batches_of_the_starting_size_count_one_each(num_samples: int, size: int, num_taken: int) -> None:
+    feed = Feed(TensorSource(torch.zeros(num_samples), torch.zeros(num_samples)), seed=0, device=CPU)
+    for taken in range(num_taken):
+        assert feed.num_batches(size) == taken
+        feed.take(size)
+
+
+@given(st.integers(2, 300), st.integers(2, 40), st.lists(st.integers(2, 40), max_size=60))
+def test_others_count_by_their_samples(num_samples: int, size: int, taken: list[int]) -> None:
+    feed = Feed(TensorSource(torch.zeros(num_samples), torch.zeros(num_samples)), seed=0, device=CPU)
+    for other in taken:
+        before = feed.num_batches(size)
+        feed.take(other)
+        assert feed.num_batches(size) >= before
+        assert feed.num_batches(size) == int(-(-num_samples // size) * feed.position + 1e-9)
+
+
+def test_a_scheduler_goes_all_its_way_while_the_batch_grows() -> None:
+    loop, scheduler = loop_with(one_cycle)
+    for epoch in range(1, 4):
+        loop.train_epoch()
+        assert scheduler.last_epoch == epoch * PER_EPOCH
+    assert loop.plan.batch_size > START
+    assert loop.num_steps < 3 * PER_EPOCH
+    assert loop.optimizer.optimizer.param_groups[0]["lr"] < 0.05 / 100
+    loop.close()
+
+
+def test_at_one_batch_size_it_is_pytorchs_own_loop() -> None:
+    loop, _ = loop_with(one_cycle, FIXED)
+    model = mlp()
+    optimizer = sgd(model)
+    scheduler = one_cycle(optimizer)
+    inputs, targets = blobs(NUM)
+    for _ in range(2):
+        for indices in loop.feed._order.split(START):
+            optimizer.zero_grad()
+            cross_entropy(model(inputs[indices]), targets[indices]).backward()
+            optimizer.step()
+            scheduler.step()
+            loop.step()
+    torch.testing.assert_close(values(loop.model), values(model))
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        one_cycle,
+        lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [4, 9]),
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+        lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5),
+        lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=4),
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5), lr_scheduler.CosineAnnealingLR(optimizer, 20)],
+            [5],
+        ),
+        lambda optimizer: lr_scheduler.ChainedScheduler(
+            [lr_scheduler.ExponentialLR(optimizer, 0.9), lr_scheduler.StepLR(optimizer, 7)], optimizer
+        ),
+    ],
+)
+def test_a_resumed_run_goes_on_alike(make: Any, tmp_path: Path) -> None:
+    whole, _ = loop_with(make, FIXED)
+    for _ in range(20):
+        whole.step()
+    first, _ = loop_with(make, FIXED)
+    for _ in range(7):
+        first.step()
+    save_checkpoint(tmp_path / "checkpoint.pt", first.state_dict())
+    first.close()
+    resumed, scheduler = loop_with(make, FIXED, model=mlp(seed=1))
+    resumed.load_state_dict(load_checkpoint(tmp_path / "checkpoint.pt"))
+    for _ in range(13):
+        resumed.step()
+    assert same(values(resumed.model), values(whole.model))
+    assert scheduler.get_last_lr() == [resumed.optimizer.optimizer.param_groups[0]["lr"]]
+    resumed.close()
+    whole.close()
+
+
+def test_a_checkpoint_without_a_scheduler_is_not_for_a_run_with_one() -> None:
+    loop, _ = loop_with(one_cycle)
+    plain, _ = loop_with(lambda optimizer: None)
+    with pytest.raises(
+        ValueError, match="schedule: the checkpoint's run has none, this one a scheduler: give the loop"
+    ):
+        loop.load_state_dict(plain.state_dict())
+    plain.close()
+    loop.close()
+
+
+def test_a_scheduler_that_is_stepped_by_hand_goes_on_working() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.0, patience=0)
+    loop = ControlLoop(model, optimizer, cross_entropy, blobs(NUM), config=QUIET)
+    scheduler.step(loop.train_epoch().loss)
+    scheduler.step(1e9)
+    before = values(model)
+    loop.train_epoch()
+    assert same(values(model), before)
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kind", "message"),
+    [
+        (lr_scheduler.ReduceLROnPlateau, ValueError, r"needs? no metric; leave it out, and call scheduler.step\(stats"),
+        (lambda _: one_cycle(sgd(mlp())), ValueError, "schedule = OneCycleLR of another optimizer: build it for"),
+        (lambda _: 0.5, TypeError, "schedule = 0.5: must be a function of the epochs trained, or a scheduler"),
+    ],
+)
+def test_what_cannot_follow_the_samples_is_refused(schedule: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        loop_with(schedule)
+
+
+def test_a_scheduler_with_too_few_steps_says_how_many_an_epoch_has() -> None:
+    loop, _ = loop_with(lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=PER_EPOCH - 1))
+    with pytest.raises(ValueError, match="Tried to step 12 times") as raised:
+        loop.train_epoch()
+    assert raised.value.__notes__ == [f"an epoch has ceil(number of samples / {START}) steps of the schedule"]
+
+
+def test_a_baseline_advances_it_too() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    scheduler = one_cycle(optimizer)
+    loop = BaselineLoop(
+        model, optimizer, cross_entropy, blobs(NUM), method="fp32", batch_size=START, schedule=scheduler
+    )
+    rates = []
+    for _ in range(PER_EPOCH):
+        rates.append(optimizer.param_groups[0]["lr"])
+        loop.step()
+    twin = one_cycle(other := sgd(mlp()))
+    for rate in rates:
+        assert other.param_groups[0]["lr"] == rate
+        other.step()
+        twin.step()
+    assert loop.state_dict()["schedule"]["num_steps"] == PER_EPOCH
+    loop.close()
