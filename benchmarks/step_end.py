@@ -32,6 +32,7 @@ class Setup:
             scale=torch.full((), 2.0**16, device="cuda"),
             num_finite=torch.zeros((), device="cuda"),
             num_skipped=torch.zeros((), dtype=torch.float64, device="cuda"),
+            num_skipped_in_row=torch.zeros((), dtype=torch.float64, device="cuda"),
             growth_interval=3,
             minimum=1.0,
             maximum=2.0**24,
@@ -39,14 +40,15 @@ class Setup:
 
     def run(self, how: Callable[..., None]) -> None:
         """Ends one step."""
-        how(self.loss_sum, NUM_SAMPLES, self.totals, self.found, self.state)
+        how(self.loss_sum, NUM_SAMPLES, self.totals, self.found, self.state, moves_scale=True)
 
     def results(self, how: Callable[..., None], overflows: Iterable[bool]) -> list[Tensor]:
         """Returns everything that has changed after steps of which some overflowed."""
         for overflow in overflows:
             self.found.fill_(float(overflow))
             self.run(how)
-        return [self.totals, self.state.scale, self.state.num_finite, self.state.num_skipped]
+        state = self.state
+        return [self.totals, state.scale, state.num_finite, state.num_skipped, state.num_skipped_in_row]
 
 
 def main() -> int:

@@ -91,7 +91,7 @@ def plain(job: Job) -> Made:
         is_capturable = True
 
         def run(self, loss_sum: Tensor, num_samples: int, gradients: Gradients) -> None:
-            optimizer.update(gradients, loss_scale=scale, found_nonfinite=finite)
+            optimizer.update(gradients, divisor=scale, found_nonfinite=finite)
             total.add_(torch.stack([loss_sum, torch.full_like(loss_sum, num_samples)]))
 
     execution = _config("plain", job).execution

@@ -19,8 +19,8 @@ from triaccel_ray.jsonable import decode
 class Result:
     """What a method reached on the validation samples."""
 
-    accuracy: float
-    """Percent."""
+    metric: float
+    """What the task is judged by."""
     seconds_per_epoch: float
     """Mean of the last five epochs."""
     peak_gb: float
@@ -33,6 +33,8 @@ class Found:
     """The best thresholds of one search."""
 
     task: str
+    metric: str = "accuracy"
+    """Name of what the task is judged by; accuracy is in percent."""
     command: str
     """Repeats the search."""
     date: str

@@ -1,0 +1,370 @@
+"""`python -m benchmarks.any_model`: models that nobody here tuned for, under the control loop and under PyTorch's best.
+
+    amp              autocast to BF16 as PyTorch's tutorial writes it, eager; the optimizer is fused
+    reduce-overhead  the same compiled with `torch.compile(mode="reduce-overhead")`, images in channels_last
+    graph            the whole step, compiled, in one CUDA graph captured by hand: passes, gradients, optimizer
+    loop             `ControlLoop` by its defaults at this batch size: a tick every 50 steps, curvature every 200
+    bare             the same without ticks, curvature and changes of precision
+
+Each runs in a process of its own: memory is what NVML sees of a process. With `--prewarm` all compile at once first,
+and what is then measured starts from a warm cache. Data are noise with a weak signal, a tenth of the labels wrong.
+The classifiers of timm and transformers need these packages; without them their rows are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from triaccel_ray.pytree import map_tensors
+
+METHODS = ("amp", "reduce-overhead", "graph", "loop", "bare")
+SIZES = {
+    "convnext_tiny": 64, "vit_small": 64, "bert_base": 32, "gpt": 64, "resnet18": 96, "resnet18_512": 512,
+    "efficientnet_b0": 96,
+}  # fmt: skip
+"""Model -> batch size."""
+NEEDS = {"convnext_tiny": "timm", "vit_small": "timm", "bert_base": "transformers"}
+NUM_SAMPLES = 4096
+LOSS_STEPS = (180, 200)
+"""Steps over which the training loss is compared."""
+Step = Callable[[], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained."""
+
+    model: nn.Module
+    inputs: Any
+    """A tensor, or a mapping of tensors, on the device; samples along dimension 0."""
+    targets: Tensor
+    loss: Callable[[Any, Tensor], Tensor]
+    batch_size: int
+    is_image: bool = False
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    """A map-style data set of (mapping, target), as tokenizers give it."""
+
+    def __init__(self, job: Job) -> None:
+        self._inputs, self._targets = map_tensors(Tensor.cpu, job.inputs), job.targets.cpu()
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def __getitem__(self, index: int) -> Any:
+        return {name: tensor[index] for name, tensor in self._inputs.items()}, self._targets[index]
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block with causal attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self._heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns [b, t, width]."""
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self._heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        y: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return y
+
+
+class GPT(nn.Module):
+    """Six blocks of 384 over 256 characters, the head tied to the embedding."""
+
+    def __init__(self, vocabulary: int = 96, width: int = 384, depth: int = 6, context: int = 256) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, 6) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns logits [b, t, vocabulary]."""
+        y = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            y = block(y)
+        logits: Tensor = self.head(self.norm(y))
+        return logits
+
+
+def job_of(name: str) -> Job:
+    """Returns the job of this name, on the GPU."""
+    torch.manual_seed(0)
+    if name == "gpt":
+        text = torch.randint(0, 96, (NUM_SAMPLES, 257), device="cuda")
+        text[:, 1::2] = (text[:, :-1:2] * 7 + 3) % 96  # every second character follows from the one before
+        return Job(model=GPT().cuda(), inputs=text[:, :-1].contiguous(), targets=text[:, 1:].contiguous(),
+                   loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()), batch_size=64)  # fmt: skip
+    targets = torch.randint(0, 10, (NUM_SAMPLES,), device="cuda")
+    labels = torch.where(torch.rand(NUM_SAMPLES, device="cuda") < 0.1, torch.randint_like(targets, 10), targets)
+    if name == "bert_base":
+        from transformers import BertConfig, BertForSequenceClassification  # type: ignore[import-not-found]  # optional
+
+        ids = torch.randint(100, 30000, (NUM_SAMPLES, 128), device="cuda")
+        ids[:, 1] = 10 + targets
+        mask = torch.ones_like(ids)
+        mask[::2, 96:] = 0
+        model = BertForSequenceClassification(BertConfig(num_labels=10)).cuda()
+        return Job(model=model, inputs={"input_ids": ids, "attention_mask": mask}, targets=labels,
+                   loss=lambda out, y: F.cross_entropy(out.logits, y), batch_size=32)  # fmt: skip
+    size = 32 if name.startswith("resnet18") else 224
+    images = torch.randn(NUM_SAMPLES // (1 if size == 32 else 2), 3, size, size, device="cuda")
+    labels, targets = labels[: len(images)], targets[: len(images)]
+    images[:, 0] += (targets.float() / 5 - 1).view(-1, 1, 1)
+    return Job(model=classifier(name).cuda(), inputs=images, targets=labels, loss=F.cross_entropy,
+               batch_size=SIZES[name], is_image=True)  # fmt: skip
+
+
+def classifier(name: str) -> nn.Module:
+    """Returns an image classifier of 10 classes."""
+    if name in ("convnext_tiny", "vit_small"):
+        import timm  # type: ignore[import-not-found]  # optional
+
+        model: nn.Module = timm.create_model({"vit_small": "vit_small_patch16_224"}.get(name, name), num_classes=10)
+        return model
+    from benchmarks.step_contenders import network
+
+    return network(name.replace("_512", "").replace("_", "-"))
+
+
+def optimizer_of(job: Job) -> torch.optim.Optimizer:
+    """Returns the optimizer that all methods use."""
+    return torch.optim.AdamW(job.model.parameters(), lr=3e-4, weight_decay=0.01, fused=True, capturable=True)
+
+
+def batches(job: Job) -> Iterator[tuple[Any, Tensor]]:
+    """Yields batches in a new random order each epoch, as a user would draw them from tensors on the GPU."""
+    while True:
+        order = torch.randperm(len(job.targets), device="cuda")
+        for part in order.split(job.batch_size)[: len(order) // job.batch_size]:
+            yield map_tensors(functools.partial(_rows, part), job.inputs), job.targets[part]
+
+
+def _rows(indices: Tensor, tensor: Tensor) -> Tensor:
+    return tensor[indices]
+
+
+def peer(job: Job, method: str) -> tuple[Step, Callable[[], Tensor]]:
+    """Returns a function that makes a step, and one that returns the last step's loss."""
+    model, optimizer = job.model.train(), optimizer_of(job)
+    if method != "amp" and job.is_image:
+        model.to(memory_format=torch.channels_last)
+    mode = "reduce-overhead" if method == "reduce-overhead" else None
+    forward = model if method == "amp" else torch.compile(model, mode=mode, dynamic=False)
+    drawn = batches(job)
+    if method == "graph":
+        return _graphed(job, forward, optimizer, drawn)
+    last: list[Tensor] = []
+
+    def step() -> None:
+        inputs, targets = next(drawn)
+        if job.is_image and method != "amp":
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        loss = _loss(job, forward, inputs, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        last[:] = [loss.detach()]
+
+    return step, lambda: last[0]
+
+
+def _graphed(
+    job: Job, forward: Any, optimizer: torch.optim.Optimizer, drawn: Iterator[tuple[Any, Tensor]]
+) -> tuple[Step, Callable[[], Tensor]]:
+    stream = torch.cuda.Stream()
+    inputs, targets = map_tensors(torch.clone, next(drawn))
+    if job.is_image:
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+
+    def work() -> Tensor:
+        loss = _loss(job, forward, inputs, targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=True)
+            work()
+    torch.cuda.synchronize()
+    optimizer.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        loss = work()
+
+    def step() -> None:
+        fresh, labels = next(drawn)
+        for mine, theirs in zip(_tensors(inputs), _tensors(fresh), strict=True):
+            mine.copy_(theirs)
+        targets.copy_(labels)
+        graph.replay()
+
+    return step, lambda: loss
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return list(value.values()) if isinstance(value, dict) else [value]
+
+
+def _loss(job: Job, forward: Any, inputs: Any, targets: Tensor) -> Tensor:
+    with torch.autocast("cuda", torch.bfloat16):
+        outputs = forward(**inputs) if isinstance(inputs, dict) else forward(inputs)
+        return job.loss(outputs, targets)
+
+
+def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
+    """Returns a function that makes a step, one that returns the last step's loss, and the loop."""
+    from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, PrecisionConfig
+
+    config = ControlConfig(batch=BatchConfig(enabled=False, minimum=job.batch_size, start=job.batch_size, maximum=512))
+    if method == "bare":
+        config = ControlConfig(
+            every_steps=10**9, batch=config.batch, precision=PrecisionConfig(enabled=False),
+            curvature=CurvatureConfig(enabled=False),
+        )  # fmt: skip
+    data = Samples(job) if isinstance(job.inputs, dict) else (job.inputs, job.targets)
+    ticks: list[Any] = []
+    loop = ControlLoop(job.model, optimizer_of(job), job.loss, data, config=config, on_tick=ticks.append)
+    before = [torch.zeros((), device="cuda"), torch.zeros((), device="cuda")]
+
+    def last() -> Tensor:
+        total, number = loop._epoch_loss.unbind()
+        fresh = bool(number <= before[1])
+        loss = (total - (0 if fresh else before[0])) / (number - (0 if fresh else before[1]))
+        before[:] = total.clone(), number.clone()
+        return loss
+
+    return loop.step, last, (loop, ticks)
+
+
+def run(name: str, method: str, num_steps: int) -> dict[str, Any]:
+    """Returns the figures of one model under one method."""
+    began = time.perf_counter()
+    job = job_of(name)
+    torch.cuda.synchronize()
+    ready = time.perf_counter()
+    parts: Any = None
+    if method in ("loop", "bare"):
+        step, last, parts = ours(job, method)
+    else:
+        step, last = peer(job, method)
+    for _ in range(6):  # the first steps compile and capture
+        step()
+    torch.cuda.synchronize()
+    started = time.perf_counter() - ready
+    losses = []
+    for index in range(6, LOSS_STEPS[1]):
+        step()
+        if index >= LOSS_STEPS[0] - 1:
+            losses.append(float(last()))
+    torch.cuda.synchronize()
+    stretches = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(num_steps // 5):
+            step()
+        torch.cuda.synchronize()
+        stretches.append(1e3 * (time.perf_counter() - start) / (num_steps // 5))
+    found = {
+        "model": name, "method": method, "ms": sum(stretches) / 5, "stretches": [round(ms, 3) for ms in stretches],
+        "start_s": started, "setup_s": ready - began, "loss": sum(losses[1:]) / len(losses[1:]),
+        "peak_mib": _peak_mib(), "allocated_mib": torch.cuda.max_memory_allocated() / 2**20,
+    }  # fmt: skip
+    if parts is not None:
+        loop, ticks = parts
+        loop.memory.refresh_peaks()
+        loop.close()
+        found["peak_mib"] = loop.memory.peak_bytes / 2**20
+        faults = [fault for tick in ticks for fault in tick.observation.faults]
+        found["faults"] = sorted({f"{fault.kind}@{fault.step}: {fault.detail}"[:220] for fault in faults})
+        found["reasons"] = sorted({str(reason.code) for tick in ticks for reason in tick.decision.reasons})
+        found["adapt_ms"] = round(sum(tick.applied.adapt_ms for tick in ticks))
+        found["precision"] = {
+            level: list(loop.plan.precision.values()).count(level) for level in ("fp16", "bf16", "fp32")
+        }
+    return found
+
+
+def _peak_mib() -> float:
+    import pynvml
+
+    pynvml.nvmlInit()
+    uuid = torch.cuda.get_device_properties(0).uuid
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    own = [process.usedGpuMemory for process in processes if process.pid == os.getpid()]
+    used = own[0] if own and own[0] else torch.cuda.memory_reserved()
+    return float(used - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()) / 2**20
+
+
+def main() -> int:
+    """Prints a line for each run; returns 1 when one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--steps", type=int, default=1000, help="steps that are timed, after the first 200")
+    parser.add_argument("--prewarm", action="store_true", help="compile everything at once before anything is timed")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("needs an NVIDIA GPU")
+        return 1
+    if args.one:
+        print(json.dumps(run(args.models[0], args.methods[0], args.steps)))
+        return 0
+    models = [name for name in args.models if name not in NEEDS or importlib.util.find_spec(NEEDS[name])]
+    print(
+        f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, n = {args.steps} steps in 5 stretches",
+        flush=True,
+    )
+    jobs = list(itertools.product(models, args.methods))
+    if args.prewarm:
+        began = time.perf_counter()
+        for process in [_start(*job, 10) for job in jobs if job[1] != "amp"]:
+            process.communicate()
+        print(f"prewarmed in {time.perf_counter() - began:.0f} s", flush=True)
+    failed = 0
+    for job in jobs:
+        process = _start(*job, args.steps)
+        out, error = process.communicate()
+        line = out.strip().splitlines()[-1] if process.returncode == 0 else f"{job} FAILED: {error.strip()[-900:]}"
+        failed |= process.returncode != 0
+        print(line, flush=True)
+    return failed
+
+
+def _start(model: str, method: str, steps: int) -> subprocess.Popen[str]:
+    words = ["--one", "--models", model, "--methods", method, "--steps", str(steps)]
+    command = [sys.executable, "-m", "benchmarks.any_model", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
