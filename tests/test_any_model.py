@@ -157,6 +157,27 @@ def test_the_global_norm_is_clipped_as_pytorch_does(level: Precision, fused: boo
         torch.testing.assert_close(mine, theirs, rtol=0.0, atol=tolerance)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_batch_in_parts_makes_the_step_of_the_whole_batch(fused: bool) -> None:
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 3) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    sizes: list[int] = []
+    models[1].register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    losses = []
+    for model, parts in zip(models, (1, 3), strict=True):
+        config = config_of()
+        config = replace(config, batch=replace(config.batch, accumulate=parts))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, fused=fused)
+        loop = ControlLoop(model, optimizer, F.cross_entropy, vectors(18), config=config)
+        sizes.clear()
+        losses.append(loop.train_epoch().loss)
+        loop.close()
+    assert sizes == [3, 3, 2, 3, 3, 2, 2]  # no sample is alone
+    assert losses[0] == pytest.approx(losses[1])
+    torch.testing.assert_close(models[0].weight, models[1].weight)
+
+
 class Diverging:
     """A loss that is NaN in some calls."""
 

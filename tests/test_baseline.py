@@ -1,3 +1,4 @@
+import copy
 import math
 from typing import Any
 
@@ -46,6 +47,29 @@ def test_fp32_is_a_plain_loop_bit_for_bit() -> None:
     assert [each.loss for each in stats] == [sum(losses[:6]) / 45, sum(losses[6:]) / 45]
     assert [(each.epoch, each.num_steps, each.num_samples) for each in stats] == [(1, 6, 45), (2, 6, 45)]
     assert loop.num_steps == 12
+
+
+def test_batches_pass_in_parts_and_gradients_are_clipped_as_a_user_would_write_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4))
+    reference = copy.deepcopy(model)
+    stats = baseline(model, "fp32", data=images(45), accumulate=3, clip_norm=0.2).train_epoch()
+
+    optimizer, source, total, norms = sgd(reference), TensorSource(*images(45)), 0.0, []
+    feed = Feed(source, seed=3, device=CPU)
+    for _ in range(6):
+        indices = feed.take(8)
+        for part in indices.tensor_split(3):
+            inputs, targets = source.batch(part, None)
+            loss = cross_entropy(reference(inputs), targets) * (len(part) / len(indices))
+            loss.backward()
+            total += loss.item() * len(indices)
+        norms.append(float(nn.utils.clip_grad_norm_(reference.parameters(), 0.2)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same(values(model), values(reference))
+    assert stats.loss == pytest.approx(total / 45, rel=1e-6)
+    assert max(norms) > 0.2
 
 
 @pytest.mark.parametrize(("method", "dtype", "level"), [("fp32", torch.float32, FP32), ("amp", torch.bfloat16, BF16)])

@@ -313,10 +313,10 @@ def test_overflows_are_skipped_and_counted() -> None:
 class Narrow(Step):
     """A step that can be prepared for two parts at most."""
 
-    def set_num_micro_batches(self, num_micro_batches: int) -> None:
+    def set_num_micro_batches(self, num_micro_batches: int, at_once: int = 1) -> None:
         if num_micro_batches > 2:
             raise RuntimeError("no memory for more parts")
-        super().set_num_micro_batches(num_micro_batches)
+        super().set_num_micro_batches(num_micro_batches, at_once)
 
 
 def test_a_plan_that_could_not_be_applied_is_a_fault_of_the_next_tick() -> None:

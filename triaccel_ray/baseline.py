@@ -38,13 +38,16 @@ class BaselineLoop:
         batch_size: int,
         amp: AmpPrecision = "fp16",
         schedule: Schedule | None = None,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
         memory_budget: int | None = None,
         memory_headroom: int | None = None,
         seed: int = 0,
     ) -> None:
         """Takes the arguments of `ControlLoop`, with the method and batch size instead of thresholds.
 
-        `amp` is what AMP computes in on a GPU.
+        `amp` is what AMP computes in on a GPU, `accumulate` the parts in which a batch passes, `clip_norm` the global
+        norm to which larger gradients are scaled down.
 
         Raises:
             ValueError: the model has no layer, or the budget leaves nothing to compute with.
@@ -64,7 +67,9 @@ class BaselineLoop:
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=use_scaler)
         low = Precision.FP16 if self._dtype is torch.float16 else Precision.BF16
         uniform = low if self._autocast else Precision.FP32
-        self.plan = Plan(batch_size=batch_size, precision={layer.name: uniform for layer in layers})
+        self._clip_norm = clip_norm
+        precision = {layer.name: uniform for layer in layers}
+        self.plan = Plan(batch_size=batch_size, num_micro_batches=accumulate, precision=precision)
         """The plan in force, for reports: constant."""
         self._clock = EpochClock(self.device)
         self._epoch_loss = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -94,18 +99,26 @@ class BaselineLoop:
                 group["lr"] = base * self._schedule.factor(epoch)
         self.model.train()
         indices = self.feed.take(self.plan.batch_size)
-        inputs, targets = self.feed.source.batch(indices, self.feed.generator)
-        with torch.autocast(self.device.type, dtype=self._dtype, enabled=self._autocast):
-            loss = self._loss(forward(self.model, inputs), targets)
-        self.memory.check()
-        self._scaler.scale(loss).backward()
+        losses = []
+        for part in indices.tensor_split(min(self.plan.num_micro_batches, len(indices))):
+            inputs, targets = self.feed.source.batch(part, self.feed.generator)
+            with torch.autocast(self.device.type, dtype=self._dtype, enabled=self._autocast):
+                loss = self._loss(forward(self.model, inputs), targets)
+            if len(part) < len(indices):
+                loss = loss * (len(part) / len(indices))
+            self.memory.check()
+            self._scaler.scale(loss).backward()
+            losses.append(loss.detach().double())
+        if self._clip_norm is not None:
+            self._scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_norm)
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self._schedule.advance(self.feed)
         self.num_steps += 1
         self._epoch_steps += 1
-        mean = loss.detach().double()
+        mean = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         added = torch.stack([mean, torch.ones_like(mean)]) * len(indices)
         if self._scaler.is_enabled():  # it skips a step whose loss is no number, and one such step says little
             added = torch.where(mean.isfinite(), added, 0.0)

@@ -159,6 +159,9 @@ class BatchConfig:
     """Smallest rung of the ladder."""
     maximum: int = 512
     """Largest rung of the ladder."""
+    accumulate: int = 1
+    """Parts in which each batch passes through the model, their gradients added up; >= 1. A batch that does not fit
+    passes in more."""
     granularity: int = 32
     """Distance between rungs; the ladder is finite so that captured steps and autotuned kernels are."""
     step_up: int = 32
@@ -193,11 +196,18 @@ class BatchConfig:
         require_integer("batch minimum", self.minimum, low=1)
         require_integer("batch start", self.start, low=1)
         require_integer("batch maximum", self.maximum, low=1)
+        require_integer("accumulate", self.accumulate, low=1)
         require(
             self.minimum <= self.start <= self.maximum,
             "batch minimum, start, maximum",
             (self.minimum, self.start, self.maximum),
             "must be in ascending order",
+        )
+        require(
+            self.accumulate <= self.minimum,
+            "accumulate",
+            self.accumulate,
+            f"must be at most the smallest batch, {self.minimum}: each part holds at least one sample",
         )
         for name, value in (("step_up", self.step_up), ("step_down", self.step_down)):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)

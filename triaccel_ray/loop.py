@@ -385,7 +385,7 @@ class ControlLoop:
             "control": encode(self.state),
             "undecided": self._pending.state(),
             "plan": encode(self.plan),
-            "num_micro_batches": self._steps.step.num_micro_batches,
+            "micro_batches": [self._steps.step.num_micro_batches, self._steps.step.at_once],
             "counters": [self.num_steps, self.num_ticks, self._epoch_steps, self._adapting_ms],
             "epoch_loss": self._epoch_loss.clone(),
             "epoch_seconds": self._clock.seconds(),
@@ -410,7 +410,7 @@ class ControlLoop:
         self.state = decode(ControlState, state["control"])
         self._pending.restore(state["undecided"])
         self._actuators = Actuators(decode(Plan, state["plan"]), self._steps, self._pool)
-        self._steps.step.set_num_micro_batches(state["num_micro_batches"])
+        self._steps.step.set_num_micro_batches(*state["micro_batches"])
         self.num_steps, self.num_ticks, self._epoch_steps, self._adapting_ms = state["counters"]
         self._epoch_loss.copy_(state["epoch_loss"])
         self._clock.restore(state["epoch_seconds"])

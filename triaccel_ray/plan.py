@@ -45,8 +45,8 @@ class Plan:
     batch_lr_scale: float = 1.0
     """Factor on every learning rate that follows the batch size by the configured rule."""
     num_micro_batches: int = 1
-    """Parts of nearly equal size in which a batch passes through the model; above 1 only while the
-    smallest batch does not fit, or one of fixed size cannot be captured whole."""
+    """Parts of nearly equal size in which a batch passes through the model: more than `accumulate` only while the
+    smallest batch does not fit, or one of fixed size cannot be captured."""
 
     @property
     def micro_batch_size(self) -> int:

@@ -158,6 +158,28 @@ def test_parts_stay_until_they_are_set() -> None:
     assert model[1].sizes[-5:] == [8, 4, 4, 4, 4]
 
 
+@pytest.mark.parametrize(
+    ("num_samples", "sizes"), [(16, [4, 4, 4, 4]), (9, [3, 3, 3]), (5, [3, 2]), (4, [4]), (2, [2]), (1, [1])]
+)
+def test_a_short_batch_passes_in_no_more_parts_than_it_fills(num_samples: int, sizes: list[int]) -> None:
+    model, _ = limited("forward", 4, mlp())
+    step = step_of(model, blobs(16))
+    step.set_num_micro_batches(4, 4)
+    assert step.run(ALL[:num_samples], ONE, step=0).faults == ()
+    assert model[1].sizes == sizes
+    assert step.num_micro_batches == 4
+
+
+def test_a_short_batch_that_does_not_fit_leaves_whole_ones_their_parts() -> None:
+    model, _ = limited("forward", 3, mlp())
+    step = step_of(model, blobs(16))
+    step.set_num_micro_batches(4, 4)
+    (fault,) = step.run(ALL[:4], ONE, step=0).faults
+    assert (fault.batch_size, fault.micro_batch_size) == (4, 1)
+    assert model[1].sizes == [4, 1, 1, 1, 1]
+    assert (step.num_micro_batches, step.at_once) == (4, 1)
+
+
 @WHERE
 def test_a_single_sample_that_does_not_fit_ends_the_run_where_the_device_refuses_it(where: str) -> None:
     model, check = limited(where, 0, mlp())

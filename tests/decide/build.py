@@ -195,6 +195,7 @@ def batch_configs(draw: st.DrawFn, **fixed: Any) -> BatchConfig:
     return BatchConfig(
         **{
             "enabled": draw(st.booleans()),
+            "accumulate": draw(st.integers(1, min(minimum, 3))),
             "granularity": granularity,
             "minimum": minimum,
             "start": minimum + granularity * draw(st.integers(0, rungs - 1)),

@@ -181,6 +181,14 @@ def test_disabled_returns_to_start_in_one_step_when_the_cap_is_lifted():
     assert back.reasons[0].text == "the cap after an out-of-memory error is lifted: 64 -> 256"
 
 
+@pytest.mark.parametrize(("parts", "fewer"), [(8, 4), (5, 3), (4, 3)])
+def test_parts_are_joined_no_further_than_was_asked_for(parts, fewer):
+    config = replace(CONFIG, start=32, accumulate=3)
+    assert decided(config, 32, LOW, parts=parts).num_micro_batches == fewer
+    grown = decided(config, 32, LOW, parts=3)
+    assert (grown.batch_size, grown.num_micro_batches) == (64, 3)
+
+
 @pytest.mark.parametrize(("parts", "fewer"), [(2, 1), (3, 1), (4, 2), (5, 2)])
 @pytest.mark.parametrize("enabled", [False, True])
 def test_parts_are_joined_by_halves_before_the_batch_grows(enabled, parts, fewer):
@@ -301,7 +309,8 @@ def test_the_batch_stays_on_the_ladder_and_moves_at_most_one_step(situation, sha
     config, size, state = situation
     decision = decided(config, size, share, state, parts=parts, enlarged=enlarged)
     assert decision.batch_size in ladder(config)
-    assert decision.num_micro_batches in (parts, max(parts // 2, 1))
+    parts_or_fewer = (parts, max(parts // 2, config.accumulate), config.accumulate)
+    assert decision.num_micro_batches in parts_or_fewer
     step_up = config.step_up if config.enabled else config.maximum
     assert size - config.step_down <= decision.batch_size <= size + step_up
     assert (decision.batch_size, decision.num_micro_batches) == (size, parts) or decision.reasons

@@ -68,6 +68,20 @@ def retreated(batch_size: int, *faults: Fault, parts: int = 1, config: BatchConf
 def test_a_retreat_goes_to_what_passed(batch_size, parts, faults, expected):
     decision = retreated(batch_size, *faults, parts=parts)
     assert (decision.batch_size, decision.num_micro_batches) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "faults", "expected"),
+    [
+        pytest.param(256, [out_of_memory(256, 32)], (128, 4), id="parts of the size that passed"),
+        pytest.param(96, [out_of_memory(96, 12)], (32, 4), id="what passed lies between two rungs"),
+        pytest.param(32, [out_of_memory(32, 4)], (32, 8), id="the smallest rung failed"),
+        pytest.param(96, [capture_out_of_memory(96, 24)], (64, 4), id="the step fits, its capture does not"),
+    ],
+)
+def test_a_retreat_keeps_the_parts_that_were_asked_for(batch_size, faults, expected):
+    decision = retreated(batch_size, *faults, parts=4, config=replace(CONFIG, accumulate=4))
+    assert (decision.batch_size, decision.num_micro_batches) == expected
     assert decision.state == BatchState(cap=expected[0], cap_ticks_left=5)
     (reason,) = decision.reasons
     smallest = min(faults, key=lambda fault: fault.batch_size)
@@ -139,12 +153,12 @@ def test_the_reason_says_what_failed_and_what_passed():
 @given(batch_configs(), st.data())
 def test_a_retreat_shrinks_onto_the_ladder_and_passes_no_more_at_once_than_passed_before(config, data):
     size = data.draw(st.sampled_from(ladder(config)))
-    parts = data.draw(st.integers(1, size))
+    parts = data.draw(st.integers(config.accumulate, size))
     passed = data.draw(st.integers(1, max(size // (2 * parts), 1)))
     decision = retreated(size, out_of_memory(size, passed), parts=parts, config=config)
     assert decision.batch_size in ladder(config)
     assert decision.batch_size < size or size == config.minimum
-    assert decision.num_micro_batches == 1 or decision.batch_size == config.minimum
+    assert decision.num_micro_batches == config.accumulate or decision.batch_size == config.minimum
     assert math.ceil(decision.batch_size / decision.num_micro_batches) <= passed
     assert decision.state.cap == decision.batch_size
 
@@ -153,14 +167,16 @@ def test_a_retreat_shrinks_onto_the_ladder_and_passes_no_more_at_once_than_passe
 def test_a_capture_without_memory_costs_an_elastic_batch_one_rung_and_any_other_one_split(config, data):
     rungs = ladder(config)
     size = data.draw(st.sampled_from(rungs))
-    decision = retreated(size, capture_out_of_memory(size), config=config)
+    parts = config.accumulate
+    at_once = math.ceil(size / parts)
+    decision = retreated(size, capture_out_of_memory(size, at_once), parts=parts, config=config)
     if not config.enabled:
-        assert (decision is None) == (size < 4)
-        assert decision is None or (decision.batch_size, decision.num_micro_batches) == (size, 2)
+        assert (decision is None) == (at_once < 4)
+        assert decision is None or (decision.batch_size, decision.num_micro_batches) == (size, 2 * parts)
     elif size == config.minimum:
         assert decision is None
     else:
-        assert (decision.batch_size, decision.num_micro_batches) == (rungs[rungs.index(size) - 1], 1)
+        assert (decision.batch_size, decision.num_micro_batches) == (rungs[rungs.index(size) - 1], parts)
         assert (decision.state.cap, decision.state.cap_ticks_left) == (decision.batch_size, config.cap_ticks)
 
 
@@ -263,7 +279,7 @@ def test_a_size_that_could_not_be_captured_is_closed_for_a_cap(config, machine, 
             closed_at, closed = tick, size
             assert decision.plan.batch_size == size - config.granularity
         assert decision.plan.batch_size < closed or tick - closed_at >= config.cap_ticks
-        assert decision.plan.num_micro_batches == 1
+        assert decision.plan.num_micro_batches == config.accumulate
 
 
 @given(batch_configs(enabled=True, bound_by_noise_scale=False), machines(fixed_bytes=0))

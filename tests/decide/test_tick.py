@@ -213,8 +213,10 @@ def assert_bounds(config: ControlConfig, observation: Observation, decision: Dec
     assert new.batch_size in ladder(config.batch)
     assert config.batch.minimum <= new.batch_size <= config.batch.maximum
     assert 1 <= new.num_micro_batches <= new.batch_size
-    in_halves = not config.batch.enabled and new.num_micro_batches == 2
-    assert new.num_micro_batches == 1 or new.batch_size == config.batch.minimum or in_halves
+    asked = config.batch.accumulate
+    in_halves = not config.batch.enabled and new.num_micro_batches == 2 * asked
+    assert new.num_micro_batches >= asked
+    assert new.num_micro_batches == asked or new.batch_size == config.batch.minimum or in_halves
     assert list(new.precision) == list(old.precision)
     assert all(new.precision[layer.name] in layer.supported for layer in observation.layers)
     assert all(0.0 < scale <= 1.0 for scale in new.lr_scale.values())

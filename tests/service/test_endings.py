@@ -3,10 +3,19 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 
 import pytest
 
 from triaccel_ray.service.endings import never_lost
+
+
+@pytest.fixture(autouse=True)
+def python_hears_ctrl_c() -> Iterator[None]:
+    """What a shell starts in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def press() -> None:

@@ -97,7 +97,8 @@ def test_settings_beside_the_thresholds_are_kept_too() -> None:
         control=ControlConfig(
             every_steps=6,
             curvature=CurvatureConfig(every_steps=50, num_samples=16, tau_curv=math.inf, method="ggn"),
-            batch=BatchConfig(start=64, minimum=32, maximum=512, lr_rule="sqrt"),
+            batch=BatchConfig(start=64, minimum=32, maximum=512, lr_rule="sqrt", accumulate=4),
+            clip_norm=0.5,
         ),
         memory_budget_bytes=3 * 2**29,
         data_dir="/data of mine",

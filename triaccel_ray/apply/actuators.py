@@ -41,4 +41,4 @@ class Actuators:
 
     def _put(self, plan: Plan) -> None:
         self._cache.step.precision.set(plan.precision)
-        self._cache.step.set_num_micro_batches(plan.num_micro_batches)
+        self._cache.step.set_num_micro_batches(plan.num_micro_batches, plan.micro_batch_size)

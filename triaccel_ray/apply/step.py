@@ -65,7 +65,7 @@ class Step:
         self._is_users_compiled = is_compiled(model) and compilation is None
         self._check_memory, self._release_memory = check_memory, release_memory
         self._is_exceeded_at_rest = is_exceeded_at_rest
-        self._num_micro_batches = 1
+        self._num_micro_batches = self._at_once = 1
         self._is_budget_waived = False
 
     @property
@@ -78,9 +78,17 @@ class Step:
         """Parts in which batches pass now: the plan's, or more after one that did not fit."""
         return self._num_micro_batches
 
-    def set_num_micro_batches(self, num_micro_batches: int) -> None:
-        """Passes batches through the model in this many parts from now on."""
-        self._num_micro_batches = num_micro_batches
+    @property
+    def at_once(self) -> int:
+        """Samples below which no part of a short batch is divided further."""
+        return self._at_once
+
+    def set_num_micro_batches(self, num_micro_batches: int, at_once: int = 1) -> None:
+        """Passes batches through the model in this many parts from now on.
+
+        A short batch, at the end of an epoch, passes in fewer where these hold at most `at_once` samples.
+        """
+        self._num_micro_batches, self._at_once = num_micro_batches, at_once
         self._is_budget_waived = False
 
     def run(self, indices: Tensor, loss_scale: Tensor, *, step: int, watch: bool = False) -> StepOutcome:
@@ -93,8 +101,9 @@ class Step:
         """
         obstacles: list[str] = []
         faults: list[Fault] = []
-        before, num_parts = _Snapshot(self.model, self.feed), self._num_micro_batches
+        before, as_planned = _Snapshot(self.model, self.feed), (self._num_micro_batches, self._at_once)
         while True:
+            num_parts = self._num_parts(len(indices))
             self.zero_grad()
             try:
                 loss_sum = self.accumulate(
@@ -105,7 +114,7 @@ class Step:
                 )
             except (RuntimeError, MemoryError) as error:
                 is_soft = isinstance(error, BudgetExceededError)
-                is_smallest = -(-len(indices) // self._num_micro_batches) == 1
+                is_smallest = num_parts >= len(indices)
                 is_too_large = is_out_of_memory(error)
                 is_uncompilable = self.compilation is not None and is_compile_error(error) and not is_too_large
                 if not is_uncompilable and (not is_too_large or (is_smallest and not is_soft)):
@@ -123,14 +132,16 @@ class Step:
                 faults.append(Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text))
                 continue
             if is_soft and (is_smallest or self._is_exceeded_at_rest()):
-                self._num_micro_batches, self._is_budget_waived = num_parts, True
+                (self._num_micro_batches, self._at_once), self._is_budget_waived = as_planned, True
                 exceeded = FaultKind.BUDGET_EXCEEDED
                 faults[:] = [
                     *_compiled_in(faults),
                     Fault(kind=exceeded, step=step, phase="forward_backward", detail=detail),
                 ]
                 continue
-            self._num_micro_batches = min(2 * self._num_micro_batches, len(indices))
+            if num_parts >= min(self._num_micro_batches, len(indices)):
+                self._num_micro_batches = min(2 * num_parts, len(indices))
+            self._at_once = 1
             at_once = -(-len(indices) // self._num_micro_batches)
             faults[:] = [
                 *_compiled_in(faults),
@@ -190,8 +201,11 @@ class Step:
 
     def batches(self, indices: Tensor) -> Iterator[tuple[int, Any, Any]]:
         """Yields the samples at `indices` in the present number of micro-batches: number, inputs, targets."""
-        for part in indices.split(_part_sizes(len(indices), self._num_micro_batches)):
+        for part in indices.split(_part_sizes(len(indices), self._num_parts(len(indices)))):
             yield len(part), *self.feed.source.batch(part, self.feed.generator)
+
+    def _num_parts(self, num_samples: int) -> int:
+        return min(self._num_micro_batches, -(-num_samples // self._at_once))
 
 
 def _compiled_in(faults: list[Fault]) -> list[Fault]:

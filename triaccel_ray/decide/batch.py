@@ -49,17 +49,17 @@ def retreat(config: BatchConfig, observation: Observation, state: BatchState) ->
     micro_batches = [fault.micro_batch_size for fault in failed if fault.micro_batch_size > 0]
     passed = min(micro_batches, default=plan.batch_size)
     if smallest.kind is FaultKind.CAPTURE_OUT_OF_MEMORY and not config.enabled:
-        size, parts = plan.batch_size, 2
+        size, parts = plan.batch_size, 2 * plan.num_micro_batches
     else:
-        size = _rung(config, min(smallest.batch_size - 1, passed, plan.batch_size))
-        parts = math.ceil(size / passed)
+        size = _rung(config, min(smallest.batch_size - 1, passed * config.accumulate, plan.batch_size))
+        parts = max(math.ceil(size / passed), config.accumulate)
         if size == plan.batch_size:
             parts = max(parts, plan.num_micro_batches)
     text = (
         f"{smallest.kind.value} in {smallest.phase} at batch {smallest.batch_size}"
         + (f", {passed} at once passed" if micro_batches and passed < smallest.batch_size else "")
         + f": {plan.batch_size} -> {size}"
-        + (f" in {parts} parts" if parts > 1 else "")
+        + (f" in {parts} parts" if parts > config.accumulate else "")
     )
     reason = Reason(
         code=ReasonCode(smallest.kind.value),
@@ -155,7 +155,7 @@ def _speaks_of_batch(config: BatchConfig, fault: Fault, plan: Plan) -> bool:
         # Slower, not lost: worth one smaller rung or halves, and only if it was not an epoch's short last batch.
         if (fault.batch_size, fault.micro_batch_size) != (plan.batch_size, plan.micro_batch_size):
             return False
-        halves = plan.num_micro_batches == 1 and plan.batch_size >= _SMALLEST_SPLIT
+        halves = plan.num_micro_batches == config.accumulate and plan.micro_batch_size >= _SMALLEST_SPLIT
         return plan.batch_size > config.minimum if config.enabled else halves
     # A plan that could not be applied for want of a larger batch names the size it wanted.
     return fault.kind is FaultKind.APPLY_FAILED and fault.batch_size > plan.batch_size
@@ -186,12 +186,12 @@ def _shrink(config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchS
 
 def _step_up(config: BatchConfig, plan: Plan) -> tuple[int, int]:
     """Returns the size and the number of parts that use the next more memory, as if nothing held them back."""
-    if plan.num_micro_batches > 1:
-        return plan.batch_size, plan.num_micro_batches // 2
+    if plan.num_micro_batches > config.accumulate:
+        return plan.batch_size, max(plan.num_micro_batches // 2, config.accumulate)
     size = plan.batch_size + config.step_up if config.enabled else config.start
     if plan.batch_size < config.start:
         size = min(size, config.start)  # a wide step would leap over it, to a size that the noise scale may forbid
-    return max(_rung(config, size), plan.batch_size), 1
+    return max(_rung(config, size), plan.batch_size), config.accumulate
 
 
 def _held(

@@ -104,7 +104,12 @@ def initial_decision(config: ControlConfig, layers: Iterable[tuple[str, tuple[Pr
     """Returns the plan and state of the first step, from the layers' names and supported precisions."""
     own, shared = config.precision.initial_layers, config.precision.initial
     precision = {name: nearest_supported(own.get(name, shared), supported) for name, supported in layers}
-    plan = Plan(batch_size=config.batch.start, precision=precision, lr_scale=dict.fromkeys(precision, 1.0))
+    plan = Plan(
+        batch_size=config.batch.start,
+        num_micro_batches=config.batch.accumulate,
+        precision=precision,
+        lr_scale=dict.fromkeys(precision, 1.0),
+    )
     # A fresh layer has kept its precision long enough: the first statistic may act at the first tick.
     state = LayerState(by_variance=config.precision.initial, ticks_since_change=config.precision.dwell_ticks)
     batch = BatchState(ticks_since_change=config.batch.dwell_ticks)

@@ -208,6 +208,8 @@ class Thresholds:
     """How the learning rate follows the batch size."""
     noise_bound: Given[Literal["on", "off"]] = None
     """Stop growing the batch at the gradient noise scale. Needs --curvature fisher."""
+    accumulate: Given[int] = None
+    """Parts in which each batch passes, their gradients added up. Default: one, more where a batch does not fit."""
     clip_norm: Given[float] = None
     """Global norm to which larger gradients are scaled down."""
 
@@ -228,6 +230,7 @@ class Thresholds:
             "step_up": self.step_up,
             "step_down": self.step_down,
             "lr_rule": self.lr_rule,
+            "accumulate": self.accumulate,
             "bound_by_noise_scale": None if noise_bound is None else noise_bound == "on",
             "start": batch_size,
         }

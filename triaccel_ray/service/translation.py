@@ -172,14 +172,16 @@ def _not_default(spec: RunSpec) -> dict[str, object]:
         return settings
     task = load_task(spec.task, None)
     own = {"seed": 0, "device": "auto", **_settings(task.recipe, task.control)}
-    changed = {name: value for name, value in settings.items() if value != own[name]}
+    changed = {name: value for name, value in settings.items() if value != own.get(name)}
     ladder = ("batch-size", "batch-min", "batch-max")  # one moves the others
     return changed | ({name: settings[name] for name in ladder} if changed.keys() & set(ladder) else {})
 
 
 def _settings(recipe: Recipe, control: ControlConfig) -> dict[str, object]:
     switches = {"noise-bound": control.batch.bound_by_noise_scale, **asdict(control.execution)}
+    clip = {} if control.clip_norm is None else {"clip-norm": control.clip_norm}
     return {
+        **clip,
         "lr": recipe.lr,
         "weight-decay": recipe.weight_decay,
         "warmup-epochs": recipe.warmup_epochs,
@@ -190,6 +192,7 @@ def _settings(recipe: Recipe, control: ControlConfig) -> dict[str, object]:
         "batch-size": control.batch.start,
         "batch-min": control.batch.minimum,
         "batch-max": control.batch.maximum,
+        "accumulate": control.batch.accumulate,
         "lr-rule": control.batch.lr_rule,
         "t-curv": control.curvature.every_steps,
         "b-curv": control.curvature.num_samples,

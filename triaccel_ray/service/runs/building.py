@@ -82,6 +82,8 @@ def build_loop(
             batch_size=spec.control.batch.start,
             amp=spec.recipe.amp,
             schedule=spec.recipe.lr_factor,
+            accumulate=control.batch.accumulate,
+            clip_norm=control.clip_norm,
             memory_budget=budget_bytes,
             memory_headroom=spec.memory_headroom_bytes,
             seed=spec.seed,
