@@ -24,6 +24,7 @@ from triaccel_ray.events import EventLog
 from triaccel_ray.gradients import Gradients
 from triaccel_ray.graphs import GraphPool
 from triaccel_ray.layers import find_layers
+from triaccel_ray.lean_memory import hold_less
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.plan import Precision
 
@@ -52,6 +53,7 @@ def _config(name: str, job: Job) -> ControlConfig:
 
 def full_loop(name: str, job: Job) -> Made:
     """Returns the full loop: statistics every step, a tick every 50, the five largest eigenvalues every 200."""
+    hold_less(torch.device("cuda"))  # as the service's processes do
     log = EventLog(Path(tempfile.mkdtemp()) / "events.jsonl")
     config = _config(name, job)
     loop = ControlLoop(job.model, sgd(job.model), F.cross_entropy, _source(job), config=config, on_tick=log.append)

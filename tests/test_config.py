@@ -93,7 +93,7 @@ OUT_OF_RANGE = [
         [2.5, INF, 0, -1, NAN],
     ),
     (ExecutionConfig, "data_on", "data_on", "must be device or host", ["disk", "", None]),
-    (ExecutionConfig, "lean_memory", "lean_memory", "must be True or False", ["off", 1]),
+    (ExecutionConfig, "fuse", "fuse", "must be True or False", ["off", 1]),
     (ControlConfig, "every_steps", "every_steps (T_ctrl)", "must be an integer >= 1", [2.5, INF, 0, -50, NAN]),
 ]
 

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,13 @@ from tests.decide.build import BF16, FP16, control_configs, eventful_run, machin
 from triaccel_ray.config import ControlConfig, CurvatureConfig
 from triaccel_ray.decide import decide, initial_decision
 from triaccel_ray.events import (
+    FORMAT,
     End,
     Epoch,
     Event,
     EventLog,
     LogError,
+    OtherLogFormatError,
     Record,
     Start,
     TakenOverError,
@@ -28,7 +29,6 @@ from triaccel_ray.events import (
     read_events,
 )
 from triaccel_ray.jsonable import encode
-from triaccel_ray.metrics import Goal
 from triaccel_ray.plan import Applied, Fault, FaultKind
 from triaccel_ray.signals import LayerSignal, NoiseSignal
 
@@ -287,7 +287,6 @@ GOOD = json.dumps({"sequence": 0, "time_ms": 0, "kind": "end", "data": {"status"
         (GOOD.replace(b'"sequence"', b'"place"'), "'sequence'"),
         (GOOD.replace(b'"time_ms": 0', b'"time_ms": null'), "NoneType"),
         (b'{"kind": "end", "sequence": 0, "time_ms": 0}', "must be an object"),
-        (b'{"kind": "start", "sequence": 0, "time_ms": 0, "data": {"control": {}, "format": 9}}', "format = 9"),
         (b'{"kind": "start", "sequence": 0, "time_ms": 0, "data": {"control": {"every_steps": 0}}}', "T_ctrl"),
     ],
 )
@@ -305,15 +304,9 @@ def test_a_missing_log_is_named(tmp_path: Path) -> None:
         list(read_events(tmp_path / "nowhere"))
 
 
-@pytest.mark.parametrize(("accuracy", "metrics"), [(91.5, {"accuracy": 91.5}), (None, {})])
-def test_an_epoch_of_a_version_that_knew_accuracy_alone_can_be_read(
-    accuracy: float | None, metrics: dict[str, float]
-) -> None:
-    data = encode(EPOCH)
-    del data["held_out_metrics"]
-    line = json.dumps({"sequence": 1, "time_ms": 2, "kind": "epoch", "data": {**data, "held_out_accuracy": accuracy}})
-    record = parse_event(line.encode(), "a line").record
-    assert record == replace(EPOCH, held_out_metrics=metrics)
-    assert isinstance(record, Epoch)
-    assert record.held_out(Goal()) == accuracy
-    assert record.held_out(Goal(name="loss", maximize=False, unit="")) == EPOCH.held_out_loss
+def test_a_log_of_another_format_is_told_apart_from_a_damaged_one(tmp_path: Path) -> None:
+    data = {**encode(Start(control=ControlConfig())), "format": 1, "control": {"unknown": 3}}
+    line = json.dumps({"sequence": 0, "time_ms": 0, "kind": "start", "data": data})
+    message = f"a line: format = 1, this version reads format {FORMAT}: read it with"
+    with pytest.raises(OtherLogFormatError, match=message):
+        parse_event(line.encode(), "a line")

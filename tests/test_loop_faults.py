@@ -178,6 +178,17 @@ class PairedSource(TensorSource):
         return self
 
 
+class Brittle(TensorSource):
+    """Cannot be read for a measurement of curvature, once it is broken."""
+
+    is_broken = False
+
+    def batch(self, indices: Tensor, generator: torch.Generator | None) -> Any:
+        if self.is_broken and generator is None:
+            raise OSError("the disk is gone")
+        return super().batch(indices, generator)
+
+
 class Reentrant(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -254,6 +265,16 @@ def test_a_later_error_switches_curvature_off_also_for_a_resumed_run() -> None:
     resumed.load_state_dict(state)
     resumed.train_epoch()
     assert all(layer.eigenvalues is None for tick in later for layer in tick.observation.layers)
+
+
+def test_an_error_of_the_data_is_no_error_of_curvature() -> None:
+    loop, ticks = loop_of(mlp(), Brittle(*blobs(64)), replace(QUIET, curvature=CurvatureConfig(every_steps=2)))
+    loop.step()
+    loop.feed.source.is_broken = True
+    with pytest.raises(OSError, match="the disk is gone"):
+        loop.step()
+    loop.close()
+    assert curvature_faults(ticks) == []
 
 
 def test_layers_that_fall_back_are_told_of_once_with_their_reason() -> None:

@@ -17,14 +17,14 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from tests.build import CPU, CountingSource, plain
+from tests.build import CPU, CountingSource, blobs, plain
 from triaccel_ray import sources
 from triaccel_ray.apply.feed import Feed
-from triaccel_ray.config import DataPlace
+from triaccel_ray.config import ControlConfig, DataPlace
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.memory import MIB, CudaMemory
 from triaccel_ray.plan import FaultKind
-from triaccel_ray.sources import DatasetSource, DataSource, TensorSource, as_source, delivered
+from triaccel_ray.sources import DatasetSource, DataSource, TensorSource, as_source, default_config, delivered
 
 INPUTS, TARGETS = torch.arange(10.0).view(5, 2), torch.arange(5)
 INDICES = torch.tensor([3, 0])
@@ -315,3 +315,20 @@ def test_a_collate_fn_has_to_give_inputs_and_targets() -> None:
 def test_an_empty_data_set_is_refused() -> None:
     with pytest.raises(ValueError, match="Items holds 0 samples"):
         as_source(Items())
+
+
+@pytest.mark.parametrize(
+    ("loader", "start", "minimum", "maximum"),
+    [
+        ({"batch_size": 16}, 16, 16, 512),
+        ({"batch_size": 100}, 100, 36, 512),
+        ({"batch_size": 600}, 600, 536, 600),
+        ({}, 96, 32, 512),
+    ],
+)
+def test_a_loaders_batch_size_is_the_first_by_default(
+    loader: dict[str, int], start: int, minimum: int, maximum: int
+) -> None:
+    batch = default_config(DataLoader(TensorDataset(*blobs(700)), **loader)).batch
+    assert (batch.start, batch.minimum, batch.maximum) == (start, minimum, maximum)
+    assert default_config(blobs(700)) == ControlConfig()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self, TypeVar
 
 from triaccel_ray.plan import Precision
 
@@ -189,6 +189,17 @@ class BatchConfig:
     """Weight of the past in the moving average of |g|^2 / tr(Cov), in [0, 1): from 32 samples, one estimate of |g|^2 in
     four lay below zero (ResNet-18 on CIFAR-10, 62 measurements of two runs)."""
 
+    def starting_at(self, size: int) -> Self:
+        """Returns the same with `size` as the first batch; a ladder that does not hold it moves along.
+
+        Raises:
+            ValueError: `size` is no whole number of at least 1, or smaller than `accumulate`.
+        """
+        require_integer("batch start", size, low=1)
+        num_below = min((size - 1) // self.granularity, (self.start - self.minimum) // self.granularity)
+        minimum = size - num_below * self.granularity
+        return replace(self, start=size, minimum=minimum, maximum=max(self.maximum, size))
+
     def __post_init__(self) -> None:
         require_flag("batch enabled", self.enabled)
         require_flag("bound_by_noise_scale", self.bound_by_noise_scale)
@@ -282,18 +293,13 @@ class ExecutionConfig:
     autotune: bool = False
     """Whether cuDNN times its algorithms for every new batch size and precision: 1 to 4 seconds each, for steps that
     are 2 to 7% faster. Pays in runs of minutes at one batch size."""
-    lean_memory: bool = True
-    """Whether the process, from the first loop on, holds less of a GPU that it does not compute with: CUDA limits the
-    stack of each thread of the device to 256 bytes in place of 1024, 0.2 GB less on an H200, and PyTorch's allocator
-    enlarges its segments in place ("expandable segments"). Off is for kernels of your own that recurse or call by
-    pointers, and for sharing tensors with other processes."""
     data_on: DataPlace = "device"
     """`device`: training samples held in tensors lie on the device. `host`: in pinned memory of the host, out of which
     a GPU reads each batch ("zero-copy"): less memory of the device, and for small samples hardly more time."""
 
     def __post_init__(self) -> None:
         require(self.compile in ("auto", "on", "off"), "compile", self.compile, "must be auto, on or off")
-        for name in ("capture", "fuse", "recompute", "autotune", "lean_memory"):
+        for name in ("capture", "fuse", "recompute", "autotune"):
             require_flag(name, getattr(self, name))
         require(self.data_on in ("device", "host"), "data_on", self.data_on, "must be device or host")
 

@@ -73,15 +73,22 @@ class SampleSchedule:
             return
         due = feed.num_batches(self._batch_size)
         while self._num_steps < due:
-            with warnings.catch_warnings():
-                # Kernels may have made the step in the optimizer's place, unseen by the scheduler.
-                warnings.filterwarnings("ignore", message=".*`?lr_scheduler.step\\(\\)`?", category=UserWarning)
-                try:
-                    self._scheduler.step()
-                except ValueError as error:
-                    error.add_note(f"an epoch has ceil(number of samples / {self._batch_size}) steps of the schedule")
-                    raise
+            try:
+                self._step()
+            except ValueError as error:
+                error.add_note(f"an epoch has ceil(number of samples / {self._batch_size}) steps of the schedule")
+                raise
             self._num_steps += 1
+
+    def _step(self) -> None:
+        """Steps the scheduler. At its first step it looks for the optimizer's, which kernels may have made unseen."""
+        assert self._scheduler is not None
+        if self._num_steps > 0:
+            self._scheduler.step()
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*`?lr_scheduler.step\\(\\)`?", category=UserWarning)
+            self._scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns how far the scheduler has come, and its own state."""

@@ -22,12 +22,16 @@ from triaccel_ray.metrics import LOSS, Goal
 from triaccel_ray.plan import Applied
 from triaccel_ray.signals import Observation
 
-FORMAT = 1
+FORMAT = 2
 """Version of the log's layout, written into its first record."""
 
 
 class LogError(ValueError):
     """An event log cannot be read; the message names the file, the line and the way out."""
+
+
+class OtherLogFormatError(ValueError):
+    """Another version of triaccel-ray has written the log: it is whole, and not for this one."""
 
 
 class TakenOverError(ValueError):
@@ -80,7 +84,7 @@ class Epoch:
     allocated_peak_bytes: int
     """The allocator's own peak."""
     num_skipped: int | None
-    """Optimizer steps skipped for an overflow; None where that is not known."""
+    """Optimizer steps skipped for a NaN or infinite gradient; None where that is not known."""
     score: float | None
     """`efficiency_score` of the goal's figure, typical seconds and peak GB."""
     typical_seconds: float | None = None
@@ -278,7 +282,8 @@ def read_events(path: Path) -> Iterator[Event]:
     """Yields the events of the log at `path`; a last line without an end is still being written and is left out.
 
     Raises:
-        LogError: the file is missing, or a line is not an event of this format.
+        LogError: the file is missing, or a line is not an event.
+        OtherLogFormatError: another version has written it.
     """
     try:
         data = path.read_bytes()
@@ -288,33 +293,27 @@ def read_events(path: Path) -> Iterator[Event]:
         yield parse_event(line, f"event log {path}, line {number}")
 
 
-def epoch_of(data: Any) -> Epoch:
-    """Returns the epoch that was encoded as `data`, by a version too that knew no metric but accuracy.
-
-    Raises:
-        ValueError: it is no epoch.
-    """
-    if isinstance(data, dict) and "held_out_accuracy" in data:
-        data = dict(data)
-        accuracy = data.pop("held_out_accuracy")
-        data["held_out_metrics"] = {} if accuracy is None else {"accuracy": accuracy}
-    return decode(Epoch, data)
-
-
 def parse_event(line: bytes, where: str) -> Event:
     """Returns the event that one line holds.
 
     Raises:
-        LogError: it is not JSON, or not an event of this format; `where` opens the message.
+        LogError: it is not JSON, or not an event; `where` opens the message.
+        OtherLogFormatError: it begins a log of another format.
     """
     try:
         raw: Any = json.loads(line)
         if not isinstance(raw, dict) or raw.get("kind") not in _KINDS:
             raise ValueError(f"kind = {raw.get('kind') if isinstance(raw, dict) else raw!r}")
-        record = epoch_of(raw.get("data")) if raw["kind"] == "epoch" else decode(_KINDS[raw["kind"]], raw.get("data"))
-        if isinstance(record, Start) and record.format != FORMAT:
-            raise ValueError(f"format = {record.format}: this version reads format {FORMAT}")
+        data = raw.get("data")
+        if raw["kind"] == "start" and isinstance(data, dict) and data.get("format", FORMAT) != FORMAT:
+            raise OtherLogFormatError(
+                f"{where}: format = {data['format']!r}, this version reads format {FORMAT}: read it with the version "
+                "of triaccel-ray that wrote it"
+            )
+        record = decode(_KINDS[raw["kind"]], data)
         return Event(sequence=int(raw["sequence"]), time_ms=int(raw["time_ms"]), record=record)
+    except OtherLogFormatError:
+        raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise LogError(
             f"{where}: not an event ({error}); the log is damaged, restore it from the run's artifacts"

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import os
 import warnings
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -21,41 +21,24 @@ _VIRTUAL_MEMORY = 102
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
-def set_lean(device: torch.device, lean: bool) -> None:
-    """Has this process hold less of a GPU's memory, or again what any other would; waits for the device.
+def hold_less(device: torch.device) -> None:
+    """Has this process hold less of a GPU's memory from now on; waits for the device. Without effect on a CPU.
 
-    Without effect on a CPU. Stacks: the driver enlarges them by itself for kernels that are known to need more; a limit
-    other than CUDA's own stays, for somebody has chosen it. Segments: PyTorch's allocator enlarges them in place
-    ("expandable segments"), so that blocks of different sizes can follow one another in the same memory, unless the
-    environment says how it shall work. What has been allocated before stays as it is.
+    Stacks: the driver enlarges them by itself for kernels that are known to need more; a limit other than CUDA's own
+    stays, for somebody has chosen it. Segments: PyTorch's allocator enlarges them in place ("expandable segments"), so
+    that blocks of different sizes can follow one another in the same memory, unless the environment says how it shall
+    work. What has been allocated before stays as it is.
+
+    It affects the whole process: kernels that recurse or call by pointers may need larger stacks, and tensors in
+    expandable segments cannot be shared with other processes.
     """
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        _Process.limit_stacks(index, lean)
-        _Process.expand_segments(index, lean)
-
-
-class _Process:
-    """What `set_lean` has changed; stacks and allocator are the process's, hence so is this."""
-
-    stacks: ClassVar[set[int]] = set()
-    """Indices of the devices whose stacks are small."""
-    segments: ClassVar[bool] = False
-    """Whether segments are expandable."""
-
-    @classmethod
-    def limit_stacks(cls, index: int, lean: bool) -> None:
-        if lean and _stack_bytes(index) == DEFAULT_STACK_BYTES and _set_stack_bytes(index, LEAN_STACK_BYTES):
-            cls.stacks.add(index)
-        elif not lean and index in cls.stacks and _set_stack_bytes(index, DEFAULT_STACK_BYTES):
-            cls.stacks.remove(index)
-
-    @classmethod
-    def expand_segments(cls, index: int, lean: bool) -> None:
-        if cls.segments == lean or any(map(os.environ.get, _ALLOCATOR_VARIABLES)):
-            return
-        if (not lean or _has_virtual_memory(index)) and _set_allocator(f"expandable_segments:{lean}"):
-            cls.segments = lean
+    if device.type != "cuda":
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if _stack_bytes(index) == DEFAULT_STACK_BYTES:
+        _set_stack_bytes(index, LEAN_STACK_BYTES)
+    if not any(map(os.environ.get, _ALLOCATOR_VARIABLES)) and _has_virtual_memory(index):
+        _set_allocator("expandable_segments:True")
 
 
 def _set_allocator(settings: str) -> bool:

@@ -17,6 +17,7 @@ from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.apply.precision import supported_precisions, useless_precisions
 from triaccel_ray.config import ControlConfig, require_instance
+from triaccel_ray.curvature_rounds import CurvatureRounds
 from triaccel_ray.decide import ControlState, decide, initial_decision
 from triaccel_ray.dry_run import require_working
 from triaccel_ray.epochs import EpochStats, SampleSchedule, Schedule, mean_loss
@@ -24,20 +25,18 @@ from triaccel_ray.events import EventLog, Start, Tick
 from triaccel_ray.graphs import GraphPool
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.layers import Loss, find_layers, lay_out, require_trainable, unwatched_weights
-from triaccel_ray.lean_memory import set_lean
 from triaccel_ray.lent_stream import LentStream
 from triaccel_ray.measure.curvature import CurvatureMeter
 from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.measure.sensors import Sensors
-from triaccel_ray.measure.timing import EpochClock, StepTimer, TimeShare
+from triaccel_ray.measure.timing import EpochClock, StepTimer
 from triaccel_ray.obstacles import watching_forward
-from triaccel_ray.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.pending import PendingTick
 from triaccel_ray.plan import Fault, FaultKind, Plan, Precision
 from triaccel_ray.random_states import random_states, set_random_states
 from triaccel_ray.signals import Observation
-from triaccel_ray.sources import as_source, delivered
+from triaccel_ray.sources import as_source, default_config, delivered
 from triaccel_ray.steps import StepParts, build_steps
 
 
@@ -64,9 +63,6 @@ class ControlLoop:
     ) -> None:
         """Takes over the training of `model` on the device where its parameters are.
 
-        On a GPU it changes how the whole process uses its memory, unless the configuration says otherwise; see
-        `ExecutionConfig.lean_memory`.
-
         Args:
             model: any module; its layers are found by `find_layers`.
             optimizer: any PyTorch optimizer over the model's parameters that needs no closure. Fused ones skip an
@@ -74,7 +70,7 @@ class ControlLoop:
             loss: maps (outputs, targets) to the mean loss; outputs arrive in FP32.
             data: the training samples: an (inputs, targets) pair of tensors or arrays, a data set, map-style or
                 iterable, a `DataLoader`, or a `DataSource`.
-            config: thresholds and intervals; the defaults when None.
+            config: thresholds and intervals; the defaults when None, with a `DataLoader`'s batch size as the first.
             schedule: function of the epochs trained, fractional, that returns a factor on the learning rates; or a
                 scheduler of PyTorch's for this optimizer, which the loop advances by samples, an epoch's steps at
                 `batch.start` each epoch. One that you step yourself, once an epoch, works as well.
@@ -89,14 +85,13 @@ class ControlLoop:
             ValueError: the model has no layer, the loop cannot train it (`require_trainable`), two samples cannot pass
                 through model and loss (`require_working`), or the budget leaves nothing to compute with.
         """
-        self.config = ControlConfig() if config is None else require_instance("config", config, ControlConfig)
+        self.config = default_config(data) if config is None else require_instance("config", config, ControlConfig)
         self._layers = find_layers(model)
         require_trainable(model, optimizer, self._layers)
         self.device = next(model.parameters()).device
         self.model, self._loss = model, loss
         self._schedule = SampleSchedule(schedule, optimizer, batch_size=self.config.batch.start)
         lay_out(model)
-        set_lean(self.device, self.config.execution.lean_memory)
         self.memory = memory_meter(self.device, memory_budget, memory_headroom)
         self._pool = GraphPool(self.device)
         self.optimizer = LayerwiseOptimizer(optimizer, self._layers, release_memory=self._make_room)
@@ -107,7 +102,6 @@ class ControlLoop:
             require_working(model, loss, source)
         self.feed = Feed(source, seed=seed, device=self.device)
         self.loss_scale = LossScale(self.config.loss_scale, self.device)
-        self._curvature_samples = torch.Generator().manual_seed(seed)
         self.memory.require_room()
 
         # Every step adds its loss to both: of the epoch, and since the last tick.
@@ -137,7 +131,7 @@ class ControlLoop:
         self.num_steps = 0
         """Optimizer steps done, skipped ones included."""
         try:
-            self._set_up(faults, moments, losses[1], on_tick)
+            self._set_up(faults, moments, losses[1], on_tick, seed)
         except BaseException:
             self._give_model_back()
             raise
@@ -148,6 +142,7 @@ class ControlLoop:
         moments: GradientMoments,
         losses: Tensor,
         on_tick: Callable[[Tick], None] | None,
+        seed: int,
     ) -> None:
         """Prepares what decides: the first plan, the sensors, curvature. The model is wrapped already."""
         self._precision = self._steps.step.precision
@@ -185,16 +180,22 @@ class ControlLoop:
             pool=self._pool,
             capture=self._steps.enabled,
         )
+        self._curvature_rounds = CurvatureRounds(
+            self.curvature,
+            self.sensors,
+            self.feed,
+            self._steps,
+            self.memory,
+            self._pool,
+            config=self.config,
+            device=self.device,
+            make_room=self._make_room,
+            seed=seed,
+        )
         self._actuators = Actuators(first.plan, self._steps, self._pool)
         self._clock = EpochClock(self.device)
         self.num_ticks = 0
-        self._curvature_told: set[str] = set()
-        # The noise scale is what the batch may wait for.
-        needs_noise = self.config.batch.bound_by_noise_scale or self.config.batch.lr_rule == "adascale"
-        is_shared = self.config.do_no_harm and not needs_noise
-        self._curvature_share = TimeShare(self.device, self.config.control_share if is_shared else None)
-        if self.config.curvature.enabled:
-            self._try_curvature()
+        self._curvature_rounds.try_out()
         log = getattr(on_tick, "__self__", None)
         if isinstance(log, EventLog) and log.num_records == 0:
             log.append(Start(control=self.config))
@@ -207,7 +208,7 @@ class ControlLoop:
 
     @property
     def num_skipped(self) -> int:
-        """Steps skipped for an overflow so far; waits for the device."""
+        """Steps skipped for a NaN or infinite gradient so far; waits for the device."""
         return int(self.loss_scale.num_skipped.item())
 
     @property
@@ -247,8 +248,8 @@ class ControlLoop:
             self._decide()
         if self._pending.is_record_due(self.num_steps % self.config.every_steps):
             self._pending.record()
-        if self.config.curvature.enabled and self.num_steps % self.config.curvature.every_steps == 0:
-            self._measure_curvature()
+        if self._curvature_rounds.is_due(self.num_steps):
+            self._curvature_rounds.measure(self.num_steps)
             self.timer.interrupt()
         if self.num_steps % self.config.every_steps == 0:
             self._decide()
@@ -380,8 +381,7 @@ class ControlLoop:
             "schedule": self._schedule.state_dict(),
             "loss_scale": self.loss_scale.state_dict(),
             "sensors": self.sensors.state_dict(),
-            "curvature": self.curvature.state_dict(),
-            "curvature_samples": self._curvature_samples.get_state(),
+            "curvature": self._curvature_rounds.state_dict(),
             "control": encode(self.state),
             "undecided": self._pending.state(),
             "plan": encode(self.plan),
@@ -405,8 +405,7 @@ class ControlLoop:
         self._schedule.load_state_dict(state["schedule"])
         self.loss_scale.load_state_dict(state["loss_scale"])
         self.sensors.load_state_dict(state["sensors"])
-        self.curvature.load_state_dict(state["curvature"])
-        self._curvature_samples.set_state(state["curvature_samples"])
+        self._curvature_rounds.load_state_dict(state["curvature"])
         self.state = decode(ControlState, state["control"])
         self._pending.restore(state["undecided"])
         self._actuators = Actuators(decode(Plan, state["plan"]), self._steps, self._pool)
@@ -448,71 +447,3 @@ class ControlLoop:
             fault = Fault.out_of_memory(detail, step=self.num_steps, phase="optimizer", batch_size=self.plan.batch_size)
             self.sensors.record_faults([fault])
         self.optimizer.survived.clear()
-
-    def _try_curvature(self) -> None:
-        """Measures curvature on two samples, so that what cannot be measured is off from the first step on."""
-        indices = self.feed.source.probe(2)
-        with self._curvature_share.spending(counts=False), self._steps.on_stream(), self._precision.suspended():
-            inputs, targets = self.feed.source.batch(self.feed.placed(indices), None)
-            self.curvature.try_out(inputs, targets)
-        self.memory.trim()
-        self._tell_of_curvature()
-
-    def _tell_of_curvature(self) -> None:
-        """Records, each once and with its reason, that curvature is off or slower than it might be."""
-        layers_by_reason: dict[str, list[str]] = {}
-        for layer, reason in self.curvature.fallbacks.items():
-            layers_by_reason.setdefault(reason, []).append(layer)
-        found = [
-            (FaultKind.CURVATURE_FALLBACK, f"layers {', '.join(layers)}: {reason}")
-            for reason, layers in layers_by_reason.items()
-        ]
-        if self.curvature.stays_eager:
-            found.append((FaultKind.CAPTURE_FAILED, self.curvature.not_captured_because))
-        if self.curvature.off_because:
-            found = [(FaultKind.CURVATURE_OFF, self.curvature.off_because)]
-        for kind, detail in found:
-            if detail not in self._curvature_told:
-                self._curvature_told.add(detail)
-                self.sensors.record_faults([Fault(kind=kind, step=self.num_steps, phase="curvature", detail=detail)])
-
-    def _measure_curvature(self) -> None:
-        """Measures every layer's largest eigenvalues on plain training samples, for the next tick to read."""
-        if self.curvature.off_because or not self._curvature_share.allows:
-            return
-        config = self.config.curvature
-        indices = self.feed.source.probe(config.num_samples, self._curvature_samples)
-        if self._pool.holds_graphs and self.curvature.needs_room:
-            self._pool.release()  # or the process would hold memory for a step and a measurement at once
-        try:
-            # On the stream of the steps, because only graphs of one stream share memory.
-            with self._curvature_share.spending(), self._steps.on_stream(), self._precision.suspended():
-                inputs, targets = self.feed.source.batch(self.feed.placed(indices), None)
-                generator, budget = self._device_generator(), self._step_bytes()
-                self.sensors.record_curvature(self.curvature.measure(inputs, targets, generator, budget_bytes=budget))
-        except Exception as error:  # curvature only steers: training goes on without it
-            if is_out_of_memory(error):
-                fault = Fault.out_of_memory(
-                    first_line(error), step=self.num_steps, phase="curvature", micro_batch_size=len(indices)
-                )
-                self.sensors.record_faults([fault])
-            else:
-                self.curvature.switch_off(error)
-                self._tell_of_curvature()
-        else:
-            self._tell_of_curvature()
-            return
-        # Outside the handler: the traceback no longer holds the attempt's tensors.
-        self._make_room()
-
-    def _step_bytes(self) -> int | None:
-        """Returns the bytes that tensors took at their peak so far, beside those that stay; None on a CPU."""
-        if self.device.type != "cuda":
-            return None
-        self.memory.refresh_peaks()
-        return self.memory.allocated_peak_bytes - torch.cuda.memory_allocated(self.device)
-
-    def _device_generator(self) -> torch.Generator:
-        """Returns a generator on the device, seeded from the saved one so that a resumed run draws the same."""
-        seed = torch.randint(2**31, (), generator=self._curvature_samples).item()
-        return torch.Generator(device=self.device).manual_seed(int(seed))

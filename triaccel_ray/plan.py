@@ -133,6 +133,9 @@ class FaultKind(StrEnum):
     CURVATURE_FALLBACK = "curvature_fallback"
     """Layers whose curvature takes one pass of the whole model per sample, slower. Recorded for the user; no rule
     acts."""
+    CURVATURE_WAITS = "curvature_waits"
+    """Measurements of curvature wait until their time is within `control_share`. Recorded for the user; no rule
+    acts."""
     CAPTURE_OUT_OF_MEMORY = "capture_out_of_memory"
     """A step found no memory as a CUDA graph, or for its batch beside one: it runs eagerly, slower. A batch
     retreats by a rung where it is elastic, and is made in halves where not."""

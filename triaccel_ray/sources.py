@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -23,7 +24,7 @@ from torch.utils.data import (
 )
 
 from triaccel_ray.chunks import Collate, inputs_and_targets, require_pair
-from triaccel_ray.config import DataPlace
+from triaccel_ray.config import ControlConfig, DataPlace
 from triaccel_ray.data_source import DataSource as DataSource
 from triaccel_ray.host_memory import in_host_memory
 from triaccel_ray.iterable import IterableSource as IterableSource
@@ -218,7 +219,7 @@ def _default_workers(device: torch.device) -> int:
 def as_source(data: Any) -> DataSource:
     """Returns `data` as a source: itself, an (inputs, targets) pair of tensors or arrays, a data set, a `DataLoader`.
 
-    Of a `DataLoader` it takes the data set, `collate_fn` and `num_workers`; batch size and order are the loop's.
+    Of a `DataLoader` it takes the data set, `collate_fn` and `num_workers`; order and later batch sizes are the loop's.
 
     Raises:
         TypeError: none of these.
@@ -284,6 +285,14 @@ def _source_of_loader(loader: DataLoader[Any]) -> DataSource:
     if collate is None and type(dataset) is TensorDataset:
         return as_source(dataset)
     return _source_of(dataset, loader.num_workers, collate)
+
+
+def default_config(data: Any) -> ControlConfig:
+    """Returns the defaults, which begin at the batch size of a `DataLoader`; 1 is what a loader has by default."""
+    config = ControlConfig()
+    if isinstance(data, DataLoader) and data.batch_size not in (None, 1):
+        config = replace(config, batch=config.batch.starting_at(data.batch_size))
+    return config
 
 
 def delivered(source: DataSource, device: torch.device, data_on: DataPlace) -> DataSource:

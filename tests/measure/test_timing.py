@@ -3,7 +3,8 @@ import time
 import pytest
 import torch
 
-from triaccel_ray.measure.timing import EpochClock, StepTimer
+from triaccel_ray.measure import timing
+from triaccel_ray.measure.timing import EpochClock, StepTimer, TimeShare
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -96,3 +97,27 @@ def test_steps_before_a_restart_do_not_count(timer: StepTimer) -> None:
     for _ in range(6):
         step(timer, 0.01)
     assert (timer.read()() or 0.0) < 40.0
+
+
+def test_work_beside_the_training_keeps_within_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    share = TimeShare(torch.device("cpu"), 0.25)
+    assert share.allows
+    with share.spending(counts=False):
+        now += 5.0  # another piece would take as long, hence 20 s from the start on
+    assert (share.allows, share.seconds_to_wait) == (False, 15.0)
+    now += 15.0
+    assert share.allows
+    with share.spending():
+        now += 6.0
+    assert share.seconds_to_wait == 4 * (6 + 6) - 26
+    now += 22.0
+    assert share.allows
+
+
+def test_without_a_share_all_is_allowed() -> None:
+    share = TimeShare(torch.device("cpu"), None)
+    with share.spending():
+        spend()
+    assert share.allows

@@ -121,11 +121,13 @@ def test_a_bound_by_the_noise_scale_is_kept() -> None:
     assert replace(search_spec(search).base, control=rounded(search_spec(search).base.control)) == spec
 
 
-@pytest.mark.parametrize("execution", [ExecutionConfig(lean_memory=False, data_on="host"), ExecutionConfig(fuse=False)])
-def test_how_steps_are_run_is_kept(execution: ExecutionConfig) -> None:
-    spec = replace(BASE, control=replace(BASE.control, execution=execution))
+@pytest.mark.parametrize("execution", [ExecutionConfig(data_on="host"), ExecutionConfig(fuse=False)])
+@pytest.mark.parametrize("is_lean", [True, False])
+def test_how_steps_are_run_is_kept(execution: ExecutionConfig, is_lean: bool) -> None:
+    spec = replace(BASE, control=replace(BASE.control, execution=execution), lean_memory=is_lean)
     assert typed(command_of(spec)) == spec
-    assert ("--data-on host" in command_of(spec)) == ("--lean-memory off" in command_of(spec)) == execution.fuse
+    assert ("--data-on host" in command_of(spec)) == execution.fuse
+    assert ("--lean-memory off" in command_of(spec)) == (not is_lean)
 
 
 def test_a_bound_by_the_noise_scale_is_switched_both_ways() -> None:

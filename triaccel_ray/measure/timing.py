@@ -119,24 +119,29 @@ def _milliseconds(first: _Mark, last: _Mark) -> float:
 
 
 class TimeShare:
-    """Keeps work beside the training within a share of a GPU's time.
+    """Keeps work beside the training within a share of the time since it began; without a share all is allowed.
 
-    The next piece is taken to last as long as the last one. On a CPU, where equal runs are to do equal work, and
-    without a share everything is allowed.
+    The next piece is taken to last as long as the last one.
     """
 
     def __init__(self, device: torch.device, share: float | None) -> None:
         """Starts the clock."""
-        self._device, self._share = device, share if device.type == "cuda" else None
+        self._device, self._share = device, share
         self._began = time.perf_counter()
         self._spent_seconds = self._last_seconds = 0.0
 
     @property
     def allows(self) -> bool:
         """Whether another piece would be within the share of the time so far."""
+        return self.seconds_to_wait == 0.0
+
+    @property
+    def seconds_to_wait(self) -> float:
+        """Seconds after which another piece would be within the share."""
         if self._share is None:
-            return True
-        return self._spent_seconds + self._last_seconds <= self._share * (time.perf_counter() - self._began)
+            return 0.0
+        due = (self._spent_seconds + self._last_seconds) / self._share
+        return max(due - (time.perf_counter() - self._began), 0.0)
 
     @contextlib.contextmanager
     def spending(self, *, counts: bool = True) -> Iterator[None]:
@@ -144,11 +149,15 @@ class TimeShare:
         if self._share is None:
             yield
             return
-        torch.cuda.synchronize(self._device)
+        self._synchronize()
         began = time.perf_counter()
         try:
             yield
-            torch.cuda.synchronize(self._device)
+            self._synchronize()
         finally:
             self._last_seconds = time.perf_counter() - began
             self._spent_seconds += self._last_seconds if counts else 0.0
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

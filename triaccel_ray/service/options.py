@@ -149,10 +149,11 @@ class Training:
         return _given({name: getattr(self, name) for name in names})
 
     @property
-    def memory(self) -> dict[str, int | None]:
-        """The limits on memory that were given, in bytes, by the names of `RunSpec`."""
+    def memory(self) -> dict[str, Any]:
+        """What was given of the process's memory, limits in bytes, by the names of `RunSpec`."""
         amounts = {"memory_budget_bytes": self.memory_budget, "memory_headroom_bytes": self.memory_headroom}
-        return {name: None if text is None else parse_bytes(text) for name, text in amounts.items()}
+        is_lean = {} if self.lean_memory is None else {"lean_memory": self.lean_memory == "on"}
+        return {name: None if text is None else parse_bytes(text) for name, text in amounts.items()} | is_lean
 
     def check(self) -> None:
         """Returns if these options can be used with any task; does not wait for PyTorch.
@@ -165,7 +166,7 @@ class Training:
 
     def execution(self, execution: ExecutionConfig) -> ExecutionConfig:
         """Returns `execution` with what was given."""
-        names = ("capture", "fuse", "recompute", "autotune", "lean_memory")
+        names = ("capture", "fuse", "recompute", "autotune")
         switched = {name: value == "on" for name in names if (value := getattr(self, name)) is not None}
         return replace(execution, **switched, **_given({"data_on": self.data_on, "compile": self.compile}))
 
@@ -232,13 +233,8 @@ class Thresholds:
             "lr_rule": self.lr_rule,
             "accumulate": self.accumulate,
             "bound_by_noise_scale": None if noise_bound is None else noise_bound == "on",
-            "start": batch_size,
         }
-        if batch_size is not None and batch_size > 0:
-            old = control.batch
-            rungs_below = min((batch_size - 1) // old.granularity, (old.start - old.minimum) // old.granularity)
-            batch["minimum"] = batch_size - rungs_below * old.granularity if self.batch_min is None else self.batch_min
-            batch["maximum"] = max(old.maximum, batch_size) if self.batch_max is None else self.batch_max
+        ladder = control.batch if batch_size is None else control.batch.starting_at(batch_size)
         initial = None if self.precision is None else Precision(self.precision)
         precision = {"initial": initial, "tau_low": self.tau_low, "tau_high": self.tau_high}
         curvature = {
@@ -252,7 +248,7 @@ class Thresholds:
             control,
             precision=replace(control.precision, **_given(precision)),
             curvature=replace(control.curvature, **_given(curvature)),
-            batch=replace(control.batch, **_given(batch)),
+            batch=replace(ladder, **_given(batch)),
             **_given({"every_steps": self.t_ctrl, "clip_norm": self.clip_norm}),
         )
 

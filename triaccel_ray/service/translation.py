@@ -167,7 +167,8 @@ def _memory_words(spec: RunSpec) -> list[str]:
 
 
 def _not_default(spec: RunSpec) -> dict[str, object]:
-    settings = {"seed": spec.seed, "device": spec.device, **_settings(spec.recipe, spec.control)}
+    lean = {} if spec.lean_memory else {"lean-memory": "off"}
+    settings = {"seed": spec.seed, "device": spec.device, **lean, **_settings(spec.recipe, spec.control)}
     if spec.task not in TASKS:  # a user's own: whoever looks at a folder does not mean to run the code that it names
         return settings
     task = load_task(spec.task, None)

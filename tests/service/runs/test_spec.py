@@ -55,8 +55,8 @@ def test_a_method_has_its_parts_alone(method: str, precision: Precision | None, 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_fp32_and_amp_hold_what_any_other_program_would(method: str) -> None:
-    asked = ExecutionConfig(lean_memory=True, data_on="host", autotune=True)
-    usual = ExecutionConfig(lean_memory=False, data_on="device", autotune=True)
+    asked = ExecutionConfig(data_on="host", autotune=True)
+    usual = ExecutionConfig(data_on="device", autotune=True)
     expected = usual if method in ("fp32", "amp") else asked
     assert control_of(method, replace(CONTROL, execution=asked)).execution == expected
 

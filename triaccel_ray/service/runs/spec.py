@@ -14,7 +14,7 @@ import torch
 
 from trainables.registry import load_task
 from trainables.task import Purpose, Recipe
-from triaccel_ray.config import BatchConfig, ControlConfig, require, require_integer, require_number
+from triaccel_ray.config import BatchConfig, ControlConfig, require, require_flag, require_integer, require_number
 from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.metrics import Goal
 from triaccel_ray.plan import Precision
@@ -54,6 +54,9 @@ class RunSpec:
     """Where data files lie; the task's own cache when None."""
     device: str = "auto"
     """`auto`, `cpu` or `cuda`; auto takes the GPU where there is one."""
+    lean_memory: bool = True
+    """Whether a process on a GPU holds less memory outside of tensors: small stacks, expandable segments. The baselines
+    fp32 and amp hold what any other program would."""
     trials_per_gpu: int = 1
     """Runs that share a GPU, this one counted; each may hold its part of the memory, and timings are marked."""
     goal: Goal = field(default_factory=Goal)
@@ -64,6 +67,7 @@ class RunSpec:
         require_integer("seed", self.seed, low=0)
         require_number("seed", self.seed, "must lie in [0, 2**31)", low=0, high=2**31 - 1)
         require(self.device in ("auto", "cpu", "cuda"), "device", self.device, "must be one of auto, cpu, cuda")
+        require_flag("lean-memory", self.lean_memory)
         require_integer("trials-per-gpu", self.trials_per_gpu, low=1)
         rule = f"must be a whole number from 1 to {MAX_TRIALS_PER_GPU}"
         require(self.trials_per_gpu <= MAX_TRIALS_PER_GPU, "trials-per-gpu", self.trials_per_gpu, rule)
@@ -112,7 +116,7 @@ class RunSpec:
         curvature = replace(self.control.curvature, enabled=self.method == "probe" and self.control.curvature.enabled)
         execution = self.control.execution
         if self.is_baseline:
-            execution = replace(execution, lean_memory=False, data_on="device")
+            execution = replace(execution, data_on="device")
         return replace(self.control, precision=precision, curvature=curvature, batch=batch, execution=execution)
 
 

@@ -19,9 +19,9 @@ from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.checkpoint import CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
 from triaccel_ray.config import require
 from triaccel_ray.dry_run import refusing_exits, users_lines
-from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Record, Start, TakenOverError, epoch_of
+from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Record, Start, TakenOverError
 from triaccel_ray.jsonable import decode, encode
-from triaccel_ray.lean_memory import set_lean
+from triaccel_ray.lean_memory import hold_less
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.metrics import LOSS
 from triaccel_ray.plan import Precision
@@ -80,9 +80,10 @@ class Worker:
         """
         self.spec, self.folder = spec, folder
         self.device = spec.torch_device
-        execution = spec.method_control.execution
+        data_on = spec.method_control.execution.data_on
         # Both before the first tensor, which would stay as it is; not even a model may take a neighbour's memory.
-        set_lean(self.device, execution.lean_memory)
+        if spec.lean_memory and not spec.is_baseline:
+            hold_less(self.device)
         self._budget_bytes = hold_to_part(self.device, spec.trials_per_gpu, spec.memory_budget_bytes)
         if self.device.type == "cpu":
             torch.set_num_threads(1)  # a thread that waits for one beside a busy neighbour loses more than it gains
@@ -92,7 +93,7 @@ class Worker:
         require(self._task.goal == spec.goal, "objective of the task", self._task.objective, rule)
         self._splits = splits_of(self._task, spec.purpose) if splits is None else splits
         # once, not at every evaluation
-        self._held_out = delivered(self._splits.held_out, self.device, execution.data_on)
+        self._held_out = delivered(self._splits.held_out, self.device, data_on)
         self._control = fitted_control(spec, len(self._splits.train))
         self.loop = self._build_loop()
         self._log: EventLog | None = None
@@ -359,10 +360,9 @@ class Worker:
         except (LogError, RuntimeError, ValueError, KeyError) as error:
             raise DamagedCheckpointError(f"checkpoint {path} does not fit its run: {error}") from error
         # A checkpoint from before `EpochTimes` has the last epochs' seconds alone.
-        earlier = {"last": state.get("epoch_seconds", []), "settled": [], "has_changed_plan": False}
-        self._times.load_state_dict(state.get("epoch_times", earlier))
+        self._times.load_state_dict(state["epoch_times"])
         if state["last"] is not None:
-            self.last = epoch_of(state["last"])
+            self.last = decode(Epoch, state["last"])
 
     def status(self) -> Status | None:
         """Returns a glance at the run; safe to call from another thread while it trains. None once it is closed."""
@@ -439,7 +439,7 @@ class Worker:
         # An overflow may have reached the moving averages of a norm. The loss alone may be the task's own affair.
         if not math.isfinite(judged.loss) and not is_finite(self.loop.model):
             raise NonFiniteLossError(
-                f"the loss on held-out samples is {judged.loss}, and the model holds numbers that are none"
+                f"the loss on held-out samples is {judged.loss}, and the model holds NaN or infinite values"
                 f"{self._way_out()}"
             )
         name = self.spec.goal.name
