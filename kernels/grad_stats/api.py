@@ -60,8 +60,6 @@ class GradStats:
         self.num_elements = statistics.num_elements
         self.sum = statistics.sum
         self.sum_squares_about_mean = statistics.sum_squares_about_mean
-        self.largest_magnitude = statistics.largest_magnitude
-        self.num_nonfinite = statistics.num_nonfinite
         self._reduction = None
         runs_kernel = device.type == "cuda" if kernel is None else kernel
         if runs_kernel:

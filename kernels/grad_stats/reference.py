@@ -25,10 +25,6 @@ class GroupStatistics:
     """Sum of the elements, fp64 [num_groups]; not finite where an element is not."""
     sum_squares_about_mean: Tensor
     """Sum of the squared deviations from the group's mean (M2), fp64 [num_groups]; not finite as above."""
-    largest_magnitude: Tensor
-    """Largest absolute value, fp32 [num_groups]: infinity or NaN where an element is; 0 without elements."""
-    num_nonfinite: Tensor
-    """Elements that are NaN or infinite, int64 [num_groups]."""
 
     @classmethod
     def zeros(cls, num_groups: int, device: torch.device) -> GroupStatistics:
@@ -44,8 +40,6 @@ class GroupStatistics:
             num_elements=zeros(torch.int64, num_groups),
             sum=zeros(torch.float64, num_groups),
             sum_squares_about_mean=zeros(torch.float64, num_groups),
-            largest_magnitude=zeros(torch.float32, num_groups),
-            num_nonfinite=zeros(torch.int64, num_groups),
         )
 
 
@@ -58,23 +52,20 @@ def update(
     loss_scale: Tensor,
 ) -> None:
     """Takes in the gradients of one step; `groups[i]` is the group of tensor i, None for one watched alone."""
-    members: list[list[Tensor]] = [[] for _ in range(len(statistics.average))]
-    alone: list[Tensor] = []
+    members: list[list[Tensor]] = [[] for _ in range(len(statistics.average) + 1)]
     for gradient, group in zip(gradients, groups, strict=True):
         if gradient is not None and gradient.numel():
-            (alone if group is None else members[group]).append(gradient.flatten())
-    empty = torch.zeros(0, dtype=torch.float64)
-    for group, of in enumerate(members):
-        elements = torch.cat([empty, *of])  # a copy, in fp64
-        total, number = elements.sum(), elements.numel()
-        statistics.num_elements[group], statistics.sum[group] = number, total
-        statistics.largest_magnitude[group] = elements.abs().amax() if number else 0.0
-        statistics.num_nonfinite[group] = 0 if total.isfinite() else (~elements.isfinite()).sum()
-        centred = elements.sub_(total / max(number, 1))
-        statistics.sum_squares_about_mean[group] = centred.dot(centred)
-    others = torch.cat([empty, *alone])
-    found = bool(statistics.num_nonfinite.any()) or not bool(others.isfinite().all())
-    statistics.found_nonfinite.fill_(float(found))
+            members[-1 if group is None else group].append(gradient.flatten())
+    numbers = [sum(map(Tensor.numel, of)) for of in members]
+    # One pass each over all elements: on a CPU the calls take longer than the arithmetic.
+    elements = torch.cat([each for of in members for each in of] or [torch.zeros(0)]).double()
+    *of_groups, alone = elements.split(numbers)
+    statistics.num_elements.copy_(torch.tensor(numbers[:-1]))
+    torch.stack([each.sum() for each in of_groups], out=statistics.sum)
+    means = statistics.sum / statistics.num_elements.clamp(min=1)
+    centred = torch._foreach_sub(of_groups, means.unbind())
+    torch.stack([each.dot(each) for each in centred], out=statistics.sum_squares_about_mean)
+    statistics.found_nonfinite.copy_(~(statistics.sum.sum() + alone.sum()).isfinite())
     variance = statistics.sum_squares_about_mean / statistics.num_elements / loss_scale.double().square()
     usable = variance.isfinite()  # no element: 0 / 0
     smoothed = beta * statistics.average + (1.0 - beta) * variance

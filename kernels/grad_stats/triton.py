@@ -54,7 +54,6 @@ class GroupReduction:
             empty(torch.float64),  # mean
             empty(torch.float32),  # squared deviations from it
             empty(torch.int32),  # bits of the largest magnitude
-            empty(torch.int32),  # non-finite elements
         )
 
     def __call__(
@@ -73,7 +72,6 @@ class GroupReduction:
                 self._first_slot, *self._partials, beta, loss_scale,
                 statistics.average, statistics.count, statistics.found_nonfinite,
                 statistics.num_elements, statistics.sum, statistics.sum_squares_about_mean,
-                statistics.largest_magnitude, statistics.num_nonfinite,
                 num_groups, chunks.num_chunks, BLOCK=SLOTS_PER_READ, num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
 
@@ -81,7 +79,7 @@ class GroupReduction:
 @triton.jit
 def _chunk_kernel(
     addresses, codes, chunk_tensor, chunk_start, chunk_length, chunk_slot,
-    num_elements, means, squares, largest_bits, num_nonfinite,
+    num_elements, means, squares, largest_bits,
     CHUNK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Writes the partial statistics of one chunk to its slot; an absent tensor's are those of no elements."""
@@ -97,47 +95,41 @@ def _chunk_kernel(
         tl.store(means + slot, 0.0)
         tl.store(squares + slot, 0.0)
         tl.store(largest_bits + slot, 0)
-        tl.store(num_nonfinite + slot, 0)
     else:
         means += slot
         squares += slot
         largest_bits += slot
-        num_nonfinite += slot
         full = (length == CHUNK) & (address % 16 == 0)
         # Each dtype has its branch down to the stores: elements that left a branch would be laid out anew.
         if code == FP32:
             _reduce(
-                address + start * 4, tl.float32, length, full, means, squares, largest_bits, num_nonfinite,
+                address + start * 4, tl.float32, length, full, means, squares, largest_bits,
                 CHUNK, PIECE,
             )  # fmt: skip
         elif code == FP16:
             _reduce(
-                address + start * 2, tl.float16, length, full, means, squares, largest_bits, num_nonfinite,
+                address + start * 2, tl.float16, length, full, means, squares, largest_bits,
                 CHUNK, PIECE,
             )  # fmt: skip
         else:
             _reduce(
-                address + start * 2, tl.bfloat16, length, full, means, squares, largest_bits, num_nonfinite,
+                address + start * 2, tl.bfloat16, length, full, means, squares, largest_bits,
                 CHUNK, PIECE,
             )  # fmt: skip
 
 
 @triton.jit
 def _reduce(
-    address, dtype: tl.constexpr, length, full, mean_to, squares_to, largest_to, nonfinite_to,
+    address, dtype: tl.constexpr, length, full, mean_to, squares_to, largest_to,
     CHUNK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the mean, the squared deviations, the largest magnitude's bits and the number of non-finite elements."""
+    """Writes the mean, the squared deviations and the largest magnitude's bits."""
     if full:
         values = load_fp32(address, dtype, tl.arange(0, CHUNK), length, True, 16)
         bits = values.to(tl.int32, bitcast=True) & MAGNITUDE_MASK
-        # As integers, magnitudes order like numbers, infinity above them and NaN above that: one maximum finds both
-        # the largest and whether all are finite.
+        # As integers, magnitudes order like numbers, infinity above them and NaN above that: one maximum tells
+        # whether all are finite.
         largest = tl.max(bits, axis=0)
-        nonfinite = tl.zeros((), tl.int32)
-        if largest >= INFINITY_BITS:
-            # Not of `bits`: to keep them doubles the registers.
-            nonfinite = tl.sum(((values - values) != 0.0).to(tl.int32), axis=0)
         rounded_mean = tl.sum(values, axis=0) / length
         deviations = values - rounded_mean
         excess = tl.sum(deviations, axis=0)
@@ -147,15 +139,12 @@ def _reduce(
         lanes = tl.arange(0, PIECE)
         sums = tl.zeros((PIECE,), tl.float32)
         worst = tl.zeros((PIECE,), tl.int32)
-        counts = tl.zeros((PIECE,), tl.int32)
         for first in range(0, length, PIECE):
             values = load_fp32(address, dtype, first + lanes, length, False, 16)
             bits = values.to(tl.int32, bitcast=True) & MAGNITUDE_MASK
             sums += values
             worst = tl.maximum(worst, bits)
-            counts += (bits >= INFINITY_BITS).to(tl.int32)
         largest = tl.max(worst, axis=0)
-        nonfinite = tl.sum(counts, axis=0)
         rounded_mean = tl.sum(sums, axis=0) / length
         sums = tl.zeros((PIECE,), tl.float32)
         squares = tl.zeros((PIECE,), tl.float32)
@@ -170,7 +159,6 @@ def _reduce(
     tl.store(mean_to, rounded_mean.to(tl.float64) + excess.to(tl.float64) / length)
     tl.store(squares_to, tl.maximum(raw_squares - excess * (excess / length), 0.0))
     tl.store(largest_to, largest)
-    tl.store(nonfinite_to, nonfinite)
 
 
 @triton.jit(
@@ -178,9 +166,9 @@ def _reduce(
     do_not_specialize_on_alignment=["beta_at", "loss_scale_at", "average_at", "count_at", "found_at"],
 )
 def _group_kernel(
-    first_slot, num_elements, means, squares, largest_bits, num_nonfinite,
+    first_slot, num_elements, means, squares, largest_bits,
     beta_at, loss_scale_at, average_at, count_at, found_at,
-    group_elements, group_sum, group_squares, group_largest, group_nonfinite,
+    group_elements, group_sum, group_squares,
     num_groups, num_slots, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Combines the slots of one group; the program after the last group looks for non-finite values in all slots."""
@@ -204,8 +192,6 @@ def _group_kernel(
         length = tl.load(num_elements + slots, mask=slots < end, other=0)
         chunk_mean = tl.load(means + slots, mask=slots < end, other=0.0)
         chunk_squares = tl.load(squares + slots, mask=slots < end, other=0.0)
-        worst = tl.load(largest_bits + slots, mask=slots < end, other=0)
-        nonfinite = tl.load(num_nonfinite + slots, mask=slots < end, other=0).to(tl.int64)
         elements = length.to(tl.int64)
         sums = length * chunk_mean
         for first in range(begin + BLOCK, end, BLOCK):
@@ -213,8 +199,6 @@ def _group_kernel(
             more = tl.load(num_elements + slots, mask=slots < end, other=0)
             elements += more
             sums += more * tl.load(means + slots, mask=slots < end, other=0.0)
-            worst = tl.maximum(worst, tl.load(largest_bits + slots, mask=slots < end, other=0))
-            nonfinite += tl.load(num_nonfinite + slots, mask=slots < end, other=0)
         total = tl.sum(sums, axis=0)
         size = tl.sum(elements, axis=0)
         mean = total / tl.maximum(size, 1)
@@ -229,8 +213,6 @@ def _group_kernel(
         tl.store(group_elements + group, size)
         tl.store(group_sum + group, total)
         tl.store(group_squares + group, total_squares)
-        tl.store(group_largest + group, tl.max(worst, axis=0).to(tl.float32, bitcast=True))
-        tl.store(group_nonfinite + group, tl.sum(nonfinite, axis=0))
         variance = total_squares / (tl.maximum(size, 1) * (scale * scale))
         if (size > 0) & (tl.abs(variance) < float("inf")):
             tl.store(average_at + group, beta * average + (1.0 - beta) * variance)

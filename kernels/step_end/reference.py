@@ -28,16 +28,15 @@ class LossScaleState:
     """Largest scale."""
 
 
-def count_skipped(state: LossScaleState, found_nonfinite: Tensor) -> None:
-    """Counts a step that was not made."""
-    state.num_skipped.add_(found_nonfinite > 0)
-    state.num_skipped_in_row.add_(1.0).mul_(found_nonfinite > 0)
+def count_skipped(state: LossScaleState, overflow: Tensor) -> None:
+    """Counts a step that was not made for an `overflow`, bool scalar."""
+    state.num_skipped.add_(overflow)
+    state.num_skipped_in_row.add_(1.0).mul_(overflow)
 
 
-def move_scale(state: LossScaleState, found_nonfinite: Tensor) -> None:
-    """Halves the scale after an overflow, doubles it after `growth_interval` finite steps in a row."""
-    count_skipped(state, found_nonfinite)
-    overflow = found_nonfinite > 0
+def move_scale(state: LossScaleState, overflow: Tensor) -> None:
+    """Halves the scale after an `overflow`, bool scalar, doubles it after `growth_interval` finite steps in a row."""
+    count_skipped(state, overflow)
     state.num_finite.copy_(torch.where(overflow, 0.0, state.num_finite + 1.0))
     grow = state.num_finite >= state.growth_interval
     state.num_finite.copy_(torch.where(grow, 0.0, state.num_finite))
@@ -55,6 +54,7 @@ def end_step(
     moves_scale: bool,
 ) -> None:
     """Adds (loss_sum, num_samples) to every row of `totals`, and moves the loss scale; see `api.end_step`."""
-    (move_scale if moves_scale else count_skipped)(state, found_nonfinite)
+    overflow = found_nonfinite > 0
+    (move_scale if moves_scale else count_skipped)(state, overflow)
     added = torch.stack([loss_sum, torch.full_like(loss_sum, num_samples)])
-    totals += torch.where(found_nonfinite > 0, 0.0, added)
+    totals += torch.where(overflow, 0.0, added)

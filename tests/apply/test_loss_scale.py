@@ -6,7 +6,7 @@ from tests.build import CPU, same
 from triaccel_ray.apply.loss_scale import MAXIMUM, LossScale
 from triaccel_ray.config import LossScaleConfig
 
-FINE, OVERFLOW = torch.tensor(0.0), torch.tensor(1.0)
+FINE, OVERFLOW = torch.tensor(False), torch.tensor(True)
 
 
 def scale_of(initial: float = 8.0, growth_interval: int = 3) -> LossScale:

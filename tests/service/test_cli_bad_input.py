@@ -89,6 +89,7 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("search digits --margin nan", ("margin = nan: must lie in [0, 100]",)),
     ("compare digits --seeds 0", ("seeds = 0: must be",)),
     ("compare digits --methods fp32,sgd", ("method = 'sgd': must be one of fp32, amp",)),
+    ("compare digits --methods fp32,probe", ("method = 'probe': must be one of fp32, amp",)),
     ("compare digits --methods ,", ("methods = ''", "one or more")),
     ("compare digits --methods amp,amp", ("methods = 'amp,amp'", "each once")),
     ("compare digits --methods amp,fixed", ("methods = 'amp,fixed'", "give their number with --fixed")),
@@ -97,6 +98,18 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     *(
         (f"{command} digits --experiment ''", ("experiment = ''", "must name an MLflow experiment"))
         for command in ("run", "search", "compare")
+    ),
+    *(
+        (f"{command} --tracking-uri ''", ("tracking uri = ''", "http://HOST:PORT", "leave it out"))
+        for command in ("run digits", "search digits", "compare digits", "resume run1", "ui")
+    ),
+    *(
+        (f"{command} --storage-path ''", ("storage path = ''", "must name a folder", "leave it out"))
+        for command in ("run digits", "search digits", "report run1", "ui", "doctor")
+    ),
+    *(
+        (f"{command} --storage-path nfs://host/folder", ("storage path = 'nfs://host/folder'", "s3"))
+        for command in ("run digits", "search digits", "compare digits", "resume run1", "report run1")
     ),
     ("ui --port 99999", ("port = 99999", "1 to 65535")),
     # names

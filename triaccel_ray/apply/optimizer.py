@@ -80,7 +80,8 @@ class LayerwiseOptimizer:
         """Updates the parameters, once, from `gradients` (of `watched`); otherwise as `step`."""
         if self._fused is None:
             for parameter, gradient in zip(gradients.parameters, gradients.tensors, strict=True):
-                parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+                if gradient is not parameter.grad:
+                    parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
             self.step(self._lr_factor, self._lr_scale, divisor=divisor, found_nonfinite=found_nonfinite)
             return
         self._fused.launch(
@@ -116,15 +117,16 @@ class LayerwiseOptimizer:
 
     def _step_with_room(self, found_nonfinite: Tensor) -> None:
         """Makes the step; after an out-of-memory error once more, if no parameter and no state had been written yet."""
-        before = self._versions()
+        # Fused implementations write without raising versions: nobody can tell how far they came.
+        is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
+        before = {} if is_fused else self._versions()
         try:
             self._step(found_nonfinite)
             return
         except (RuntimeError, MemoryError) as error:
-            after = self._versions()
-            # Fused implementations write without raising versions: nobody can tell how far they came.
-            is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
-            is_untouched = not is_fused and all(before.get(key, 0) == version for key, version in after.items())
+            is_untouched = not is_fused and all(
+                before.get(key, 0) == version for key, version in self._versions().items()
+            )
             if not is_out_of_memory(error) or not is_untouched:
                 raise
             self.survived.append(first_line(error))

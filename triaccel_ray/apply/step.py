@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,8 @@ class Step:
         self._is_exceeded_at_rest = is_exceeded_at_rest
         self._num_micro_batches = self._at_once = 1
         self._is_budget_waived = False
+        self._parameters = tuple(model.parameters())
+        self._with_buffers = tuple(module for module in model.modules() if module._buffers)
 
     @property
     def is_compiled(self) -> bool:
@@ -101,7 +103,7 @@ class Step:
         """
         obstacles: list[str] = []
         faults: list[Fault] = []
-        before, as_planned = _Snapshot(self.model, self.feed), (self._num_micro_batches, self._at_once)
+        before, as_planned = _Snapshot(self._with_buffers, self.feed), (self._num_micro_batches, self._at_once)
         while True:
             num_parts = self._num_parts(len(indices))
             self.zero_grad()
@@ -122,7 +124,7 @@ class Step:
                 detail = first_paragraph(error) if is_uncompilable else first_line(error)
             # Outside the handler: the traceback no longer holds the attempt's tensors.
             self.zero_grad()
-            before.restore(self.model, self.feed)
+            before.restore(self.feed)
             self._release_memory()
             obstacles.clear()
             if is_uncompilable and self.compilation is not None:
@@ -194,7 +196,7 @@ class Step:
 
     def zero_grad(self) -> None:
         """Drops all gradients."""
-        for parameter in self.model.parameters():
+        for parameter in self._parameters:
             parameter.grad = None
         if self.precision.copies is not None:
             self.precision.copies.zero_grad()
@@ -216,18 +218,22 @@ def _compiled_in(faults: list[Fault]) -> list[Fault]:
 class _Snapshot:
     """Buffers and random states before a step, to go back to after a failed attempt."""
 
-    def __init__(self, model: nn.Module, feed: Feed) -> None:
-        buffers = [buffer for buffer in model.buffers() if buffer is not None]
-        self._buffers = [buffer.clone() for buffer in buffers]
+    def __init__(self, with_buffers: Sequence[nn.Module], feed: Feed) -> None:
+        self._buffers = [
+            (module, name, buffer.clone())
+            for module in with_buffers
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         self._generator = feed.generator.get_state()
         self._device = feed.generator.device
         self._global = torch.get_rng_state()
         self._global_cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
 
-    def restore(self, model: nn.Module, feed: Feed) -> None:
+    def restore(self, feed: Feed) -> None:
         with torch.no_grad():
-            for buffer, saved in zip(model.buffers(), self._buffers, strict=True):
-                buffer.copy_(saved)
+            for module, name, saved in self._buffers:
+                module.get_buffer(name).copy_(saved)
         feed.generator.set_state(self._generator)
         torch.set_rng_state(self._global)
         if self._global_cuda is not None:

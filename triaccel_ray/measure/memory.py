@@ -177,7 +177,7 @@ class ResidentMemory(MemoryMeter):
             free_bytes=int(psutil.virtual_memory().available),
         )
         _reset_high_water()
-        self.window_peak_bytes = self.sample()
+        self.window_peak_bytes = used
         return signal
 
     def check(self) -> None:

@@ -24,8 +24,11 @@ def tracking_uri_of(storage: Place, given: str | None) -> str:
     """Returns the tracking store's URI: the one given, else a SQLite file in the storage folder.
 
     Raises:
+        ValueError: an empty one is given.
         TrackingUnavailableError: none is given, and the storage is no folder.
     """
+    rule = "must be http://HOST:PORT of a server or sqlite:///FILE; leave it out for mlflow.db in the storage folder"
+    require(given is None or given.strip() != "", "tracking uri", given, rule)
     if given is None and storage.uri is not None:
         raise TrackingUnavailableError(
             f"tracking uri = None: with storage path {str(storage)!r} there is no folder for the SQLite file that is "

@@ -62,9 +62,10 @@ class ComparisonSpec:
         require_integer("fixed", self.num_fixed, low=0)
         require_integer("tune-baselines", self.num_tuned, low=0)
         distinct = len(set(self.methods)) == len(self.methods) > 0
-        require(distinct, "methods", ",".join(self.methods), f"must be one or more, each once, of {', '.join(METHODS)}")
+        known = ", ".join(name for name in METHODS if name not in (FIXED, PROBE))
+        require(distinct, "methods", ",".join(self.methods), f"must be one or more, each once, of {known}")
         for method in self.methods:
-            replace(self.base, method=method)
+            require(method in METHODS and method != PROBE, "method", method, f"must be one of {known}")
         require(
             FIXED not in self.methods,
             "methods",

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from triaccel_ray.config import require
+
 _SECRET_NAME = re.compile(r"[?&;][^=&;]*(secret|password|passwd|token|signature|sas|key)[^=&;]*=", re.IGNORECASE)
 
 
@@ -25,6 +27,8 @@ class Place:
     """Folder below it, parts separated by slashes."""
 
     def __post_init__(self) -> None:
+        rule = "must name a folder or the URI of a store; leave it out for the folder triaccel-runs"
+        require(self.storage.strip() != "", "storage path", self.storage, rule)
         if self.uri is not None:
             _require_no_secret(self.uri)
 
