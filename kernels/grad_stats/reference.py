@@ -68,6 +68,5 @@ def update(
     statistics.found_nonfinite.copy_(~(statistics.sum.sum() + alone.sum()).isfinite())
     variance = statistics.sum_squares_about_mean / statistics.num_elements / loss_scale.double().square()
     usable = variance.isfinite()  # no element: 0 / 0
-    smoothed = beta * statistics.average + (1.0 - beta) * variance
-    statistics.average.copy_(torch.where(usable, smoothed, statistics.average))
+    statistics.average.lerp_(torch.where(usable, variance, statistics.average), 1.0 - beta)
     statistics.count.add_(usable)

@@ -56,5 +56,5 @@ def end_step(
     """Adds (loss_sum, num_samples) to every row of `totals`, and moves the loss scale; see `api.end_step`."""
     overflow = found_nonfinite > 0
     (move_scale if moves_scale else count_skipped)(state, overflow)
-    added = torch.stack([loss_sum, torch.full_like(loss_sum, num_samples)])
-    totals += torch.where(overflow, 0.0, added)
+    if not overflow:  # reading it costs nothing on a CPU
+        totals += torch.stack([loss_sum, torch.full_like(loss_sum, num_samples)])
