@@ -114,9 +114,9 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
             # On the device: a skipped step, without samples, counts with the loss of the one before.
             self._step_loss = torch.where(num_samples > 0, loss_sum / num_samples, self._step_loss)
             self._tr_loss += self._step_loss
-            done = loop.feed.num_batches(size)
+            done, per_epoch = loop.feed.num_batches(size), -(-loop.feed.num_samples // size)
             self.state.global_step += 1
-            self.state.epoch = done / -(-loop.feed.num_samples // size)
+            self.state.epoch = done // per_epoch + done % per_epoch / per_epoch
             # As larger batches need fewer steps, the number of all steps is not known before the last one.
             self.state.max_steps = self.state.global_step + max(-(-(total - done) * size // loop.plan.batch_size), 0)
             self.control = events.on_step_end(args, self.state, self.control)
