@@ -12,8 +12,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two processes share the files of tests; each has a Ray cluster and an MLflow server of its own.
 WORKERS ?= 2
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
-# Ray, MLflow, processes of their own, Triton's interpreter and dense curvature in fp64 take most of the time.
-SLOW := benchmarks chaos kernels measure/test_curvature.py search_spaces service test_documents.py test_library.py
+# Ray, MLflow, Transformers, processes, Triton's interpreter and dense curvature in fp64 take most of the time.
+SLOW := benchmarks chaos integrations kernels measure/test_curvature.py search_spaces service test_documents.py test_library.py
 
 .PHONY: search test test-fast test-chaos gpu lint setup clean
 

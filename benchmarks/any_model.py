@@ -124,7 +124,7 @@ def job_of(name: str) -> Job:
     targets = torch.randint(0, 10, (NUM_SAMPLES,), device="cuda")
     labels = torch.where(torch.rand(NUM_SAMPLES, device="cuda") < 0.1, torch.randint_like(targets, 10), targets)
     if name == "bert_base":
-        from transformers import BertConfig, BertForSequenceClassification  # type: ignore[import-not-found]  # optional
+        from transformers import BertConfig, BertForSequenceClassification
 
         ids = torch.randint(100, 30000, (NUM_SAMPLES, 128), device="cuda")
         ids[:, 1] = 10 + targets

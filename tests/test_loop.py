@@ -56,6 +56,38 @@ def test_a_net_learns_with_every_strategy_on() -> None:
     assert {ReasonCode.VARIANCE, ReasonCode.CURVATURE, ReasonCode.LR_SCALE, ReasonCode.MEMORY_LOW} <= codes
 
 
+def test_a_suspended_loop_leaves_the_model_to_compute_in_fp32() -> None:
+    model, (inputs, _) = mlp(), blobs(8)
+    expected = model(inputs)
+    fixed = replace(QUIET.precision, enabled=False, initial=BF16, offer_useless=True)
+    loop, _ = loop_of(model, blobs(24), replace(QUIET, precision=fixed))
+    assert model(inputs).dtype is torch.bfloat16
+    with loop.suspended():
+        assert torch.equal(model(inputs), expected)
+    assert model(inputs).dtype is torch.bfloat16
+    loop.close()
+
+
+def test_the_losses_of_an_epoch_add_up_step_by_step() -> None:
+    sums: list[float] = []
+
+    def noted(outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = cross_entropy(outputs, targets)
+        sums.append(len(targets) * loss.item())
+        return loss
+
+    loop, _ = loop_of(mlp(), blobs(24), QUIET, loss=noted)
+    sums.clear()  # of the check that the loop was built with
+    loop.step()
+    assert loop.epoch_loss.tolist() == [pytest.approx(sums[0]), 8]
+    loop.step()
+    assert loop.epoch_loss.tolist() == [pytest.approx(sum(sums)), 16]
+    loop.train_epoch()
+    loop.step()
+    assert loop.epoch_loss.tolist()[0] == pytest.approx(sums[-1])
+    loop.close()
+
+
 def test_a_late_decision_holds_three_steps_later() -> None:
     plans = {}
     for late in (False, True):

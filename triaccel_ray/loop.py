@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -216,6 +216,20 @@ class ControlLoop:
         """Seconds that the present epoch has taken, without waiting for the device."""
         return self._clock.glance()
 
+    @property
+    def epoch_loss(self) -> Tensor:
+        """The losses of the present epoch's samples so far, summed, and their number: fp64 [2] that steps write to."""
+        return self._epoch_loss
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Returns a context inside which the model computes in FP32, as its own code has it, for judging it."""
+        # On the stream of the steps, whose memory is then used again.
+        with self._steps.on_stream(), self._precision.suspended():
+            yield
+        self.timer.interrupt()
+        self.memory.trim()  # else what judging leaves would stand beside the graphs, and count as the batches'
+
     def step(self) -> None:
         """Makes one optimizer step, and the tick and the curvature measurement that fall due after it.
 
@@ -335,8 +349,7 @@ class ControlLoop:
         if is_last:
             self._pool.release()
         on_gpu = self.device.type == "cuda"
-        # On the stream of the steps, whose memory is then used again.
-        with self._steps.on_stream(), self._precision.suspended():
+        with self.suspended():
             result = evaluate(
                 self.model,
                 self._loss,
@@ -347,8 +360,6 @@ class ControlLoop:
                 step=self.num_steps,
                 release_memory=self._make_room,
             )
-        self.timer.interrupt()
-        self.memory.trim()  # else what judging leaves would stand beside the graphs, and count as the batches'
         self.sensors.record_faults(result.faults)
         return result
 

@@ -52,7 +52,8 @@ def test_the_tutorial_can_be_followed(
             if line.startswith("triaccel ") and line.split()[1] not in TAKES_LONG:
                 commands.append(line.removeprefix("triaccel "))
                 assert typed(commands[-1], cluster_address) == 0, (line, *capsys.readouterr())
-    assert programs == ["wide.py", "my_model.py", "my_data.py", "my_recipe.py", "spirals.py", "regression.py"]
+    models = ["wide.py", "my_model.py", "my_data.py", "my_recipe.py"]
+    assert programs == [*models, "spirals.py", "regression.py", "my_trainer.py"]
     assert [command.split()[0] for command in commands].count("run") == 2
     said = capsys.readouterr().out
     assert "replayed under its own configuration: every decision is the same" in said

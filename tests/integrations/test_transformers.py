@@ -1,0 +1,508 @@
+"""`TriAccelTrainer` beside `Trainer`: the same arguments, the same training. Models are made of configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, Sampler, WeightedRandomSampler
+
+from tests.build import BF16, FP32, same, values
+from triaccel_ray.checkpoint import CheckpointError
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.events import Tick
+
+pytest.importorskip("transformers.trainer", reason="needs Hugging Face's transformers", exc_type=ImportError)
+
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from triaccel_ray.integrations.transformers import LOOP_STATE, TriAccelTrainer
+
+NUM_SAMPLES = 44
+AS_IT_IS = ControlConfig(
+    precision=PrecisionConfig(enabled=False, initial=FP32),
+    batch=BatchConfig(enabled=False),
+    curvature=CurvatureConfig(enabled=False),
+)
+ADAPTING = ControlConfig(
+    every_steps=2,
+    do_no_harm=False,  # time differs from run to run
+    precision=PrecisionConfig(tau_low=1e-9, tau_high=1e-5, dwell_ticks=0, patience_ticks=1),
+    curvature=CurvatureConfig(every_steps=3, num_samples=4),
+)
+"""Each size of batch that it does not name follows `per_device_train_batch_size`."""
+
+
+def bert(*, dropout: float = 0.0, **options: Any) -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    chances = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    return BertForSequenceClassification(
+        BertConfig(intermediate_size=32, max_position_embeddings=16, num_labels=3, **sizes, **chances, **options)
+    )
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=40, max_position_embeddings=16, num_key_value_heads=1, **sizes))
+
+
+def texts(num_samples: int = NUM_SAMPLES, *, seed: int = 0) -> list[dict[str, Any]]:
+    """Texts of ten tokens, labelled by their first."""
+    tokens = torch.randint(1, 40, (num_samples, 10), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": ids, "labels": int(ids[0]) % 3} for ids in tokens]
+
+
+def padded(items: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """A batch for a language model of texts that are as long as their first token says."""
+    ids = torch.stack([item["input_ids"] for item in items])
+    mask = torch.arange(ids.shape[1]) < (3 + ids[:, :1] % 8)
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
+
+
+class LoopsOrder(Sampler[int]):
+    """Draws the samples in the order in which the loop does."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.epoch = seed, 0
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        self.epoch += 1
+        return iter(torch.randperm(NUM_SAMPLES, generator=generator).tolist())
+
+
+class InLoopsOrder(Trainer):
+    def _get_train_sampler(self, *_: Any) -> LoopsOrder:
+        return LoopsOrder(self.args.seed)
+
+
+class Weighing:
+    """Overrides `compute_loss` as users do: classes have weights."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        assert model.config.num_labels == 3
+        assert "loss" not in outputs
+        loss = torch.nn.functional.cross_entropy(outputs["logits"], labels, weight=torch.tensor([1.0, 2.0, 3.0]))
+        return (loss, outputs) if return_outputs else loss
+
+
+class WeighingInOrder(Weighing, InLoopsOrder):
+    pass
+
+
+class WeighingTriAccel(Weighing, TriAccelTrainer):
+    pass
+
+
+def summed(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+    """A loss function as the Trainer asks for one, which divides by the number that it is given."""
+    logits = outputs[0] if isinstance(outputs, tuple) else outputs.logits
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+def accuracy(judged: Any) -> dict[str, float]:
+    return {"accuracy": float((judged.predictions.argmax(-1) == judged.label_ids).mean())}
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    options = {
+        "per_device_train_batch_size": 8,
+        "num_train_epochs": 2,
+        "learning_rate": 5e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **changes,
+    }
+    return TrainingArguments(output_dir=str(folder), **options)
+
+
+def trainer_of(kind: type[Trainer], folder: Path, model: Any = None, **options: Any) -> Trainer:
+    """A trainer of `texts`; `options` are those of the trainer, of its arguments if it does not know them."""
+    known = ("control", "on_tick", "callbacks", "compute_metrics", "compute_loss_func", "data_collator")
+    own = {name: options.pop(name) for name in known if name in options}
+    data = {"train_dataset": options.pop("train_dataset", texts()), "eval_dataset": texts(20, seed=1)}
+    return kind(bert() if model is None else model, arguments(folder, **options), **data, **own)
+
+
+def logged(trainer: Trainer, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+CASES = {
+    "warm-up, weight decay, clipped gradients": ({"warmup_steps": 3, "weight_decay": 0.1, "max_grad_norm": 0.1}, {}),
+    "SGD, without a bound, by steps": ({"optim": "sgd", "max_grad_norm": 0.0, "max_steps": 9}, {}),
+    "smoothed labels": ({"label_smoothing_factor": 0.2}, {}),
+    "a loss function": ({}, {"compute_loss_func": summed}),
+}  # fmt: skip
+
+
+def require_same_training(trainer: Trainer, reference: Trainer) -> None:
+    for name in ("loss", "learning_rate", "epoch", "step", "eval_loss", "eval_accuracy"):
+        assert logged(trainer, name) == pytest.approx(logged(reference, name), rel=1e-4, abs=1e-7), name
+    ours, theirs = values(trainer.model), values(reference.model)
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_as_the_trainer_does_where_nothing_adapts(case: str, tmp_path: Path) -> None:
+    options, own = CASES[case]
+    results = []
+    for kind, more in ((InLoopsOrder, {}), (TriAccelTrainer, {"control": AS_IT_IS})):
+        trainer = trainer_of(kind, tmp_path, compute_metrics=accuracy, eval_strategy="epoch", **options, **own, **more)
+        results.append((trainer, trainer.train()))
+    (reference, theirs), (trainer, ours) = results
+    require_same_training(trainer, reference)
+    assert ours.global_step == theirs.global_step == len(logged(trainer, "loss")) > 8
+    assert ours.training_loss == pytest.approx(theirs.training_loss, rel=1e-4)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(reference.evaluate()["eval_loss"], rel=1e-4)
+    np.testing.assert_allclose(
+        trainer.predict(texts(5, seed=2)).predictions,
+        reference.predict(texts(5, seed=2)).predictions,
+        rtol=1e-3,
+        atol=1e-4,
+    )
+
+
+def test_a_language_model_on_padded_texts_trains_as_under_the_trainer(tmp_path: Path) -> None:
+    reference = trainer_of(InLoopsOrder, tmp_path, llama(), data_collator=padded)
+    trainer = trainer_of(TriAccelTrainer, tmp_path, llama(), data_collator=padded, control=AS_IT_IS)
+    reference.train()
+    trainer.train()
+    require_same_training(trainer, reference)
+
+
+def test_an_overridden_loss_is_the_one_that_trains(tmp_path: Path) -> None:
+    reference, trainer = trainer_of(WeighingInOrder, tmp_path), trainer_of(WeighingTriAccel, tmp_path, control=AS_IT_IS)
+    reference.train()
+    trainer.train()
+    require_same_training(trainer, reference)
+
+
+def test_a_loss_function_gets_tuples_as_the_model_gives_them_without_labels(tmp_path: Path) -> None:
+    options = {"compute_loss_func": summed, "num_train_epochs": 1}
+    reference = trainer_of(InLoopsOrder, tmp_path, bert(return_dict=False), **options)
+    trainer = trainer_of(TriAccelTrainer, tmp_path, bert(return_dict=False), control=AS_IT_IS, **options)
+    reference.train()
+    trainer.train()
+    require_same_training(trainer, reference)
+
+
+def test_a_loss_that_asks_for_another_forward_pass_is_refused(tmp_path: Path) -> None:
+    class Contrasting(TriAccelTrainer):
+        def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+            return model(input_ids=inputs["input_ids"].flip(1), labels=inputs["labels"]).loss
+
+    with pytest.raises(ValueError, match="compute_loss calls the model with input_ids other than the batch's"):
+        trainer_of(Contrasting, tmp_path).train()
+
+
+def test_a_model_without_a_loss_is_refused(tmp_path: Path) -> None:
+    unlabelled = [{"input_ids": text["input_ids"]} for text in texts()]
+    with pytest.raises(ValueError, match="did not return a loss"):
+        trainer_of(TriAccelTrainer, tmp_path, train_dataset=unlabelled).train()
+
+
+def test_the_batch_grows_while_schedule_and_end_keep_to_the_samples(tmp_path: Path) -> None:
+    ticks: list[Tick] = []
+    options = {"num_train_epochs": 6, "per_device_train_batch_size": 4, "warmup_steps": 11, "learning_rate": 1e-2}
+    trainer = trainer_of(TriAccelTrainer, tmp_path, control=replace(ADAPTING, batch=BatchConfig(lr_rule="none")),
+                         on_tick=ticks.append, **options)  # fmt: skip
+    result = trainer.train()
+    sizes, rates = logged(trainer, "batch_size"), logged(trainer, "learning_rate")
+    assert sizes[0] == 4
+    assert sizes[-1] == ticks[-1].applied.plan.batch_size > 16
+    assert result.global_step == trainer.state.max_steps == len(sizes) < 33  # of 66 in batches of 4
+    assert trainer.state.epoch == 6.0
+    for rate, epoch in zip(rates[1:], logged(trainer, "epoch"), strict=False):  # warm-up in the first of six epochs
+        assert rate == pytest.approx(1e-2 * min(epoch, (6 - epoch) / 5), rel=1e-6)
+    assert {entry["layers_fp32"] + entry["layers_bf16"] for entry in trainer.state.log_history if "loss" in entry} == {
+        17
+    }
+
+
+def test_max_steps_count_batches_of_the_first_size(tmp_path: Path) -> None:
+    trainer = trainer_of(TriAccelTrainer, tmp_path, control=ADAPTING, max_steps=40)
+    result = trainer.train()
+    assert result.global_step < 30
+    assert 40 / 6 <= trainer.state.epoch < 40 / 6 + 44 / 6
+
+
+class StopsAndSaves(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_save = control.should_training_stop = state.global_step == self.step
+
+
+@pytest.mark.parametrize("stops_after", [4, 11, 13])  # within the first epoch, at its end, within a later one
+def test_a_resumed_training_equals_an_uninterrupted_one(stops_after: int, tmp_path: Path) -> None:
+    def train(folder: str, *callbacks: TrainerCallback, resumes: bool = False) -> Trainer:
+        options = {"eval_strategy": "steps", "eval_steps": 3, "per_device_train_batch_size": 4, "num_train_epochs": 3}
+        trainer = trainer_of(
+            TriAccelTrainer, tmp_path / folder, bert(dropout=0.2), control=ADAPTING, callbacks=[*callbacks], **options
+        )
+        trainer.train(resume_from_checkpoint=resumes)
+        return trainer
+
+    whole = train("whole")
+    stopped = train("parts", StopsAndSaves(stops_after))
+    assert stopped.state.global_step == stops_after < whole.state.global_step
+    saved = {path.name for path in (tmp_path / "parts" / f"checkpoint-{stops_after}").iterdir()}
+    assert {LOOP_STATE, "model.safetensors", "trainer_state.json"} <= saved
+    assert "optimizer.pt" not in saved
+    resumed = train("parts", resumes=True)
+    for name in ("loss", "eval_loss", "learning_rate", "batch_size", "layers_fp32", "epoch", "step"):
+        assert logged(resumed, name)[:-1] == logged(whole, name)[:-1], name
+    assert same(values(resumed.model), values(whole.model))
+
+
+def test_a_checkpoint_without_the_loops_state_is_refused(tmp_path: Path) -> None:
+    options = {"save_strategy": "epoch", "num_train_epochs": 1, "save_only_model": True}
+    trainer_of(TriAccelTrainer, tmp_path, control=AS_IT_IS, **options).train()
+    with pytest.raises(CheckpointError, match=f"{LOOP_STATE} does not exist"):
+        trainer_of(TriAccelTrainer, tmp_path, control=AS_IT_IS, **options).train(resume_from_checkpoint=True)
+
+
+def test_early_stopping_and_the_best_model_are_the_trainers(tmp_path: Path) -> None:
+    noise = texts()
+    for index, item in enumerate(noise):
+        item["labels"] = index % 3  # can be learnt by heart, and helps no other text
+    options = {
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "load_best_model_at_end": True,
+        "learning_rate": 1e-2,
+    }
+    found = []
+    for kind, more in ((InLoopsOrder, {}), (TriAccelTrainer, {"control": AS_IT_IS})):
+        stopping = EarlyStoppingCallback(early_stopping_patience=2)
+        trainer = trainer_of(
+            kind, tmp_path / kind.__name__, train_dataset=noise, callbacks=[stopping], **options, **more
+        )
+        trainer.train()
+        found.append(trainer)
+    reference, trainer = found
+    require_same_training(trainer, reference)
+    assert trainer.state.global_step < 20 * 6
+    assert Path(trainer.state.best_model_checkpoint).name == Path(reference.state.best_model_checkpoint).name
+    best = min(logged(trainer, "eval_loss"))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=1e-6) == pytest.approx(trainer.state.best_metric)
+    kept = [sorted(path.name for path in (tmp_path / kind).iterdir()) for kind in ("InLoopsOrder", "TriAccelTrainer")]
+    assert kept[0] == kept[1]
+
+
+class Heard(TrainerCallback):
+    """Remembers the events of a training, with the step and the epoch at each."""
+
+    NAMES = (
+        "train_begin",
+        "epoch_begin",
+        "step_begin",
+        "step_end",
+        "log",
+        "evaluate",
+        "save",
+        "epoch_end",
+        "train_end",
+    )
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int, Any, bool]] = []
+        for name in self.NAMES:
+            setattr(
+                self, f"on_{name}", lambda args, state, control, name=name, **others: self._hear(name, state, others)
+            )
+
+    def _hear(self, name: str, state: Any, others: Any) -> None:
+        complete = all(others[each] is not None for each in ("model", "optimizer", "lr_scheduler"))
+        self.events.append((name, state.global_step, state.epoch, complete))
+
+
+def test_callbacks_hear_the_same_events(tmp_path: Path) -> None:
+    heard = []
+    options = {"eval_strategy": "epoch", "save_strategy": "epoch", "eval_on_start": True, "logging_steps": 4}
+    for kind, more in ((InLoopsOrder, {}), (TriAccelTrainer, {"control": AS_IT_IS})):
+        heard.append(Heard())
+        trainer_of(kind, tmp_path, callbacks=[heard[-1]], **options, **more).train()
+    assert heard[1].events == heard[0].events
+    assert {event for event, *_ in heard[1].events} == set(Heard.NAMES)
+    assert all(complete for *_, complete in heard[1].events)
+
+
+def test_a_model_is_judged_in_fp32_while_it_trains_in_another_precision(tmp_path: Path) -> None:
+    in_bf16 = ControlConfig(precision=PrecisionConfig(enabled=False, initial=BF16, offer_useless=True))
+    trainer = trainer_of(TriAccelTrainer, tmp_path, control=in_bf16, eval_strategy="epoch", num_train_epochs=1)
+    trainer.train()
+    assert logged(trainer, "layers_bf16")[-1] > 10
+    assert logged(trainer, "eval_loss") == [trainer.evaluate()["eval_loss"]]
+
+
+def test_after_training_the_model_is_ones_own_again(tmp_path: Path) -> None:
+    trainer = trainer_of(TriAccelTrainer, tmp_path, control=ADAPTING)
+    first = trainer.train()
+    assert trainer.loop is None
+    assert not any("forward" in vars(module) for module in trainer.model.modules())
+    trainer.save_model(str(tmp_path / "saved"))
+    again = BertForSequenceClassification.from_pretrained(tmp_path / "saved")
+    ids = torch.stack([text["input_ids"] for text in texts(4)])
+    assert torch.equal(again.eval()(ids).logits, trainer.model.eval()(ids).logits)
+    second = trainer.train()
+    assert second.training_loss < first.training_loss
+    assert logged(trainer, "learning_rate")[0] == pytest.approx(5e-3)  # the schedule begins anew
+
+
+def test_a_skipped_step_does_not_spoil_the_losses(tmp_path: Path) -> None:
+    calls = iter(range(10**6))
+
+    def broken_once(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        factor = float("nan") if next(calls) == 4 else 1.0  # one call is the check before training
+        return factor * summed(outputs, labels, num_items_in_batch)
+
+    trainer = trainer_of(TriAccelTrainer, tmp_path, control=AS_IT_IS, compute_loss_func=broken_once)
+    result = trainer.train()
+    losses = logged(trainer, "loss")
+    assert losses[3] == losses[2]
+    assert np.isfinite([*losses, result.training_loss]).all()
+    assert all(value.isfinite().all() for value in values(trainer.model).values())
+
+
+REFUSED = {
+    "gradient_accumulation_steps": 2,
+    "auto_find_batch_size": True,
+    "torch_compile": True,
+    "dataloader_drop_last": True,
+    "torch_empty_cache_steps": 3,
+    "include_num_input_tokens_seen": "all",
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "optim": "schedule_free_adamw",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_loop_cannot_do_is_refused_when_the_trainer_is_made(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{name} = {REFUSED[name]}: not under the control loop; "):
+        trainer_of(TriAccelTrainer, tmp_path, **{name: REFUSED[name]}, eval_strategy="epoch")
+
+
+def test_mixed_precision_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="bf16 = True: the loop chooses each layer's precision; leave it out"):
+        trainer_of(TriAccelTrainer, tmp_path, bf16=True)
+
+
+def test_a_model_on_several_devices_is_refused(tmp_path: Path) -> None:
+    model = bert()
+    model.hf_device_map = {"bert": 0, "classifier": 1}  # as from_pretrained(device_map="auto") leaves it
+    with pytest.raises(ValueError, match="spread out"):
+        trainer_of(TriAccelTrainer, tmp_path, model)
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "sequential"])
+def test_another_order_of_the_samples_is_refused(strategy: str, tmp_path: Path) -> None:
+    trainer = trainer_of(TriAccelTrainer, tmp_path, train_sampling_strategy=strategy)
+    before = values(trainer.model)
+    with pytest.raises(ValueError, match=r"is drawn by \w+Sampler: .* leave train_sampling_strategy out"):
+        trainer.train()
+    assert same(values(trainer.model), before)
+
+
+def test_a_sampler_of_ones_own_is_refused(tmp_path: Path) -> None:
+    class Weighted(TriAccelTrainer):
+        def _get_train_sampler(self, *_: Any) -> WeightedRandomSampler:
+            return WeightedRandomSampler([1.0] * NUM_SAMPLES, NUM_SAMPLES)
+
+    with pytest.raises(ValueError, match="is drawn by WeightedRandomSampler"):
+        trainer_of(Weighted, tmp_path).train()
+
+
+def test_a_stream_of_samples_is_refused(tmp_path: Path) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(texts())
+
+    with pytest.raises(ValueError, match=r"train_dataset Stream .* give a map-style data set"):
+        trainer_of(TriAccelTrainer, tmp_path, train_dataset=Stream(), max_steps=4).train()
+
+
+def test_an_overridden_training_step_is_refused(tmp_path: Path) -> None:
+    class Stepping(TriAccelTrainer):
+        def training_step(self, *args: Any) -> Any:
+            return super().training_step(*args)
+
+    with pytest.raises(ValueError, match=r"Stepping.training_step is overridden: .* override compute_loss"):
+        trainer_of(Stepping, tmp_path)
+
+
+def test_a_callback_within_a_step_is_refused_whenever_it_is_added(tmp_path: Path) -> None:
+    class Clips(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            """Never called."""
+
+    with pytest.raises(ValueError, match="callback Clips has on_pre_optimizer_step"):
+        trainer_of(TriAccelTrainer, tmp_path, callbacks=[Clips()])
+    trainer = trainer_of(TriAccelTrainer, tmp_path)
+    trainer.add_callback(Clips())
+    with pytest.raises(ValueError, match="callback Clips has on_pre_optimizer_step"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("control", "error", "message"),
+    [
+        ({"every_steps": 3}, TypeError, r"write ControlConfig\(\*\*control\)"),
+        (ControlConfig(clip_norm=2.0), ValueError, r"control.clip_norm = 2.0, max_grad_norm = 1.0: must be the same"),
+        (ControlConfig(batch=BatchConfig(maximum=256)), ValueError, "start = 96, per_device_train_batch_size = 8"),
+    ],
+)
+def test_a_control_that_contradicts_the_arguments_is_refused(
+    control: Any, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        trainer_of(TriAccelTrainer, tmp_path, control=control)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 96])
+def test_batch_sizes_follow_the_first_one(size: int, tmp_path: Path) -> None:
+    from triaccel_ray.integrations.transformers_arguments import control_of
+
+    batch = control_of(None, arguments(tmp_path, per_device_train_batch_size=size)).batch
+    assert batch.start == size
+    assert batch == BatchConfig() if size == 96 else (batch.minimum, batch.maximum) == (max(size // 2, 1), 8 * size)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_judging_does_not_disturb_the_captured_steps(tmp_path: Path) -> None:
+    options = {"eval_strategy": "steps", "eval_steps": 20, "num_train_epochs": 20, "use_cpu": False}
+    trainer = trainer_of(TriAccelTrainer, tmp_path, control=ControlConfig(every_steps=20), **options)
+    trainer.train()
+    assert trainer.model.device.type == "cuda"
+    assert logged(trainer, "loss")[-1] < 0.5 * logged(trainer, "loss")[0]
+    assert logged(trainer, "eval_loss")[-1] == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-5)

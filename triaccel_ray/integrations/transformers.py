@@ -1,0 +1,149 @@
+"""Hugging Face's `Trainer`, whose training steps are those of a `ControlLoop`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+
+from triaccel_ray.checkpoint import load_checkpoint, save_checkpoint
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.events import Tick
+from triaccel_ray.integrations.transformers_arguments import control_of, loss_of, require_supported, source_of
+from triaccel_ray.loop import ControlLoop
+from triaccel_ray.plan import Precision
+from triaccel_ray.sources import DataSource
+
+LOOP_STATE = "control_loop.pt"
+"""What the folder of a checkpoint holds beside the model: all else that the loop needs to go on."""
+
+
+class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
+    """Takes what `Trainer` takes, and trains under a `ControlLoop`.
+
+    `max_steps`, warm-up and schedule count batches of `per_device_train_batch_size`, whatever batches the loop makes:
+    they mean so many samples. `logging_steps`, `eval_steps` and `save_steps` count the loop's steps. Models are judged
+    in FP32.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        control: ControlConfig | None = None,
+        memory_budget: int | None = None,
+        on_tick: Callable[[Tick], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Takes the arguments of `Trainer`, and three of `ControlLoop`, of which `control` is the `config`.
+
+        Raises:
+            TypeError: `control` is no `ControlConfig`.
+            ValueError: the loop cannot do what an argument asks for.
+        """
+        super().__init__(*args, **kwargs)
+        self.loop: ControlLoop | None = None
+        """What trains, while `train` runs."""
+        self._config = control
+        self._options: dict[str, Any] = {"memory_budget": memory_budget, "on_tick": on_tick}
+        control_of(control, self.args)
+        require_supported(self)
+
+    # Private, as what it calls of the Trainer: around the steps there is no public name.
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        require_supported(self)
+        config, source = control_of(self._config, self.args), source_of(self.get_train_dataloader())
+        per_epoch = -(-len(source) // config.batch.start)
+        total = self.args.max_steps if self.args.max_steps > 0 else math.ceil(self.args.num_train_epochs * per_epoch)
+        self._init_training_state(total, per_epoch, -(-total // per_epoch), resume_from_checkpoint, trial)
+        self.loop = loop = self._new_loop(config, source, total)
+        try:
+            if resume_from_checkpoint is not None:
+                state = load_checkpoint(Path(resume_from_checkpoint) / LOOP_STATE)
+                loop.load_state_dict({**state, "model": loop.model.state_dict()})  # which `train` has loaded
+            ignored, began, none = ignore_keys_for_eval, time.time(), torch.zeros_like(loop.epoch_loss[0])
+            self._tr_loss, self._step_loss, self._total_loss_scalar = none, none.clone(), 0.0
+            self._initial_global_step = self._globalstep_last_logged = self.state.global_step
+            self.control: Any = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+            if self.args.eval_on_start:
+                self.evaluate(ignore_keys=ignored)
+            report = partial(self._maybe_log_save_evaluate, self._tr_loss, None, self.model, trial, 0, ignored, began)
+            while loop.feed.num_batches(config.batch.start) < total and not self.control.should_training_stop:
+                self._train_epoch(loop, total, report)
+        finally:
+            self.loop = None
+            loop.close()
+        return self._finalize_training(trial, total * config.batch.start, began)
+
+    def _new_loop(self, config: ControlConfig, source: DataSource, total: int) -> ControlLoop:
+        """Returns the loop, whose schedule ends after `total` batches of the first size."""
+        if self._created_lr_scheduler:  # by an earlier `train`
+            self.lr_scheduler = None
+        self.create_optimizer_and_scheduler(total)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        options = {"config": config, "schedule": self.lr_scheduler, "seed": seed, **self._options}
+        return ControlLoop(self.model, self.optimizer, loss_of(self), source, **options)
+
+    def _train_epoch(self, loop: ControlLoop, total: int, report: Callable[..., None]) -> None:
+        """Makes the steps that are left of the present epoch; `report` logs, judges and saves where that is due."""
+        events, args, epoch, size = self.callback_handler, self.args, loop.feed.epoch, loop.config.batch.start
+        rate: float | None = None
+        self.control = events.on_epoch_begin(args, self.state, self.control)
+        while loop.feed.epoch == epoch and not (self.control.should_epoch_stop or self.control.should_training_stop):
+            self.control = events.on_step_begin(args, self.state, self.control)
+            rate = self.optimizer.param_groups[0]["lr"] * loop.plan.batch_lr_scale
+            before = torch.zeros_like(loop.epoch_loss) if loop.feed.at_epoch_start else loop.epoch_loss.clone()
+            loop.step()
+            loss_sum, num_samples = loop.epoch_loss - before
+            # On the device: a skipped step, without samples, counts with the loss of the one before.
+            self._step_loss = torch.where(num_samples > 0, loss_sum / num_samples, self._step_loss)
+            self._tr_loss += self._step_loss
+            done, per_epoch = loop.feed.num_batches(size), -(-loop.feed.num_samples // size)
+            self.state.global_step += 1
+            self.state.epoch = done // per_epoch + done % per_epoch / per_epoch
+            # As larger batches need fewer steps, the number of all steps is not known before the last one.
+            self.state.max_steps = self.state.global_step + max(-(-(total - done) * size // loop.plan.batch_size), 0)
+            self.control = events.on_step_end(args, self.state, self.control)
+            report(learning_rate=rate)
+        self.control = events.on_epoch_end(args, self.state, self.control)
+        report(learning_rate=rate)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Judges the model as `Trainer` does, in FP32 while it trains, too."""
+        if self.loop is None:
+            return super().evaluation_loop(*args, **kwargs)
+        with self.loop.suspended():
+            result = super().evaluation_loop(*args, **kwargs)
+        self.loop.model.train()
+        return result
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs as `Trainer` does; beside a training loss the batch size and the layers in each precision, too."""
+        if self.loop is not None and "loss" in logs:
+            plan = self.loop.plan
+            layers = Counter(plan.precision.values())
+            logs |= {"batch_size": plan.batch_size} | {f"layers_{level.value}": layers[level] for level in Precision}
+        super().log(logs, start_time)
+
+    # Private: of a checkpoint, this is what the loop has in a form of its own.
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.loop is not None:
+            state = self.loop.state_dict()
+            del state["model"]  # saved as Hugging Face's models are
+            save_checkpoint(Path(output_dir) / LOOP_STATE, state)
