@@ -84,8 +84,20 @@ print(initial_decision(ControlConfig(), [("conv", tuple(Precision))]).plan.batch
 
 
 def test_every_public_name_is_there() -> None:
-    assert set(triaccel_ray.__all__) == set(triaccel_ray._HOMES)
-    assert all(getattr(triaccel_ray, name).__name__ == name for name in triaccel_ray.__all__)
+    assert set(triaccel_ray.__all__) == set(triaccel_ray._HOMES) <= set(dir(triaccel_ray))
+    for name in triaccel_ray.__all__:
+        found = getattr(triaccel_ray, name)
+        assert name.isupper() or (found.__name__, found.__module__) == (name, triaccel_ray._HOMES[name])
+
+
+def test_the_package_loads_nothing_that_takes_seconds() -> None:
+    code = BLOCK.format(blocked=("torch", "numpy", "ray", "mlflow", "matplotlib"))
+    code += """
+import triaccel_ray
+from triaccel_ray import ControlConfig, Metric, Plan, Recipe, Report, Task, compare, efficiency_score, run, search
+print(Recipe().epochs)
+"""
+    assert python(code) == ["30"]
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:

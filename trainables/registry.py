@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from trainables.task import Recipe, Task
 from triaccel_ray.config import ControlConfig, require, require_instance
@@ -75,6 +76,31 @@ def require_name(name: str) -> None:
         )
 
 
+def name_of(task: Any) -> str:
+    """Returns the name of `task`: a name is its own; that of a class is where other processes import it from.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: other processes cannot import the class.
+    """
+    if isinstance(task, str):
+        return task
+    if not (isinstance(task, type) and issubclass(task, Task)):
+        raise TypeError(f"task = {task!r}: must be a name, such as 'digits', or a class derived from Task")
+    module_name, class_name = task.__module__, task.__qualname__
+    for name, (module, bundled) in _PLACES.items():
+        if (module_name, class_name) == (f"trainables.{module}", bundled):
+            return name
+    name = f"{module_name}:{class_name}"
+    if module_name == "__main__" or "." in class_name:
+        where = "in a notebook or script" if module_name == "__main__" else "inside of a function or class"
+        raise ValueError(
+            f"task = {name!r}: is defined {where}, from where the processes that train cannot import it; save it at "
+            f"the top of a module, such as my_tasks.py in the working directory, and give 'my_tasks:{task.__name__}'"
+        )
+    return name
+
+
 def load_task(name: str, data_dir: Path | None) -> Task:
     """Returns the task called `name`: a bundled one, or a user's own as `package.module:Class`.
 
@@ -124,7 +150,7 @@ def _import_class(name: str) -> type[Task]:
         offered = ", ".join(_task_names(module)) or "none"
         raise ValueError(f"task = {name!r}: {module_name} has no {class_name}; the tasks defined there: {offered}")
     if not (isinstance(found, type) and issubclass(found, Task)):
-        raise ValueError(f"task = {name!r}: {class_name} must be a subclass of {Task.__module__}.{Task.__name__}")
+        raise ValueError(f"task = {name!r}: {class_name} must be a subclass of triaccel_ray.Task")
     if inspect.isabstract(found):
         absent = ", ".join(sorted(found.__abstractmethods__))
         raise ValueError(f"task = {name!r}: {class_name} must define the method(s) {absent}")

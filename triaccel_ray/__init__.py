@@ -6,34 +6,117 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
-    from triaccel_ray.events import EventLog
-    from triaccel_ray.loop import ControlLoop
-    from triaccel_ray.plan import Precision
+    from trainables.task import Purpose, Recipe, Splits, Task
+    from triaccel_ray.apply.evaluate import Evaluation
+    from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+    from triaccel_ray.config import (
+        BatchConfig,
+        ControlConfig,
+        CurvatureConfig,
+        ExecutionConfig,
+        LossScaleConfig,
+        PrecisionConfig,
+    )
+    from triaccel_ray.data_source import DataSource
+    from triaccel_ray.epochs import EpochStats
+    from triaccel_ray.events import EventLog, LogError, read_events
+    from triaccel_ray.iterable import IterableSource
+    from triaccel_ray.loop import ControlLoop, NonFiniteGradientsError
+    from triaccel_ray.metrics import ACCURACY, BITS_PER_BYTE, PERPLEXITY, Metric
+    from triaccel_ray.plan import Plan, Precision
+    from triaccel_ray.score import efficiency_score
+    from triaccel_ray.service.api import compare, run, search
+    from triaccel_ray.service.failures import RunFailedError
+    from triaccel_ray.service.result import Report
+    from triaccel_ray.sources import DatasetSource, TensorSource
 
 __all__ = [
+    "ACCURACY",
+    "BITS_PER_BYTE",
+    "PERPLEXITY",
     "BatchConfig",
+    "CheckpointError",
     "ControlConfig",
     "ControlLoop",
     "CurvatureConfig",
+    "DataSource",
+    "DatasetSource",
+    "EpochStats",
+    "Evaluation",
     "EventLog",
+    "ExecutionConfig",
+    "IterableSource",
+    "LogError",
+    "LossScaleConfig",
+    "Metric",
+    "NonFiniteGradientsError",
+    "Plan",
     "Precision",
     "PrecisionConfig",
+    "Purpose",
+    "Recipe",
+    "Report",
+    "RunFailedError",
+    "Splits",
+    "Task",
+    "TensorSource",
+    "compare",
+    "efficiency_score",
+    "load_checkpoint",
+    "read_events",
+    "run",
+    "save_checkpoint",
+    "search",
 ]
 
 _HOMES = {
-    "BatchConfig": "config",
-    "ControlConfig": "config",
-    "ControlLoop": "loop",
-    "CurvatureConfig": "config",
-    "EventLog": "events",
-    "Precision": "plan",
-    "PrecisionConfig": "config",
+    "ACCURACY": "triaccel_ray.metrics",
+    "BITS_PER_BYTE": "triaccel_ray.metrics",
+    "PERPLEXITY": "triaccel_ray.metrics",
+    "BatchConfig": "triaccel_ray.config",
+    "CheckpointError": "triaccel_ray.checkpoint",
+    "ControlConfig": "triaccel_ray.config",
+    "ControlLoop": "triaccel_ray.loop",
+    "CurvatureConfig": "triaccel_ray.config",
+    "DataSource": "triaccel_ray.data_source",
+    "DatasetSource": "triaccel_ray.sources",
+    "EpochStats": "triaccel_ray.epochs",
+    "Evaluation": "triaccel_ray.apply.evaluate",
+    "EventLog": "triaccel_ray.events",
+    "ExecutionConfig": "triaccel_ray.config",
+    "IterableSource": "triaccel_ray.iterable",
+    "LogError": "triaccel_ray.events",
+    "LossScaleConfig": "triaccel_ray.config",
+    "Metric": "triaccel_ray.metrics",
+    "NonFiniteGradientsError": "triaccel_ray.loop",
+    "Plan": "triaccel_ray.plan",
+    "Precision": "triaccel_ray.plan",
+    "PrecisionConfig": "triaccel_ray.config",
+    "Purpose": "trainables.task",
+    "Recipe": "trainables.task",
+    "Report": "triaccel_ray.service.result",
+    "RunFailedError": "triaccel_ray.service.failures",
+    "Splits": "trainables.task",
+    "Task": "trainables.task",
+    "TensorSource": "triaccel_ray.sources",
+    "compare": "triaccel_ray.service.api",
+    "efficiency_score": "triaccel_ray.score",
+    "load_checkpoint": "triaccel_ray.checkpoint",
+    "read_events": "triaccel_ray.events",
+    "run": "triaccel_ray.service.api",
+    "save_checkpoint": "triaccel_ray.checkpoint",
+    "search": "triaccel_ray.service.api",
 }
+"""Public name -> the module that defines it."""
 
 
 def __getattr__(name: str) -> Any:
     """Imports what is asked for when it is asked for: settings and decisions are read without loading torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Returns the public names as well, for editors and notebooks."""
+    return sorted({*globals(), *_HOMES})

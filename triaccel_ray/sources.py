@@ -231,8 +231,7 @@ def as_source(data: Any) -> DataSource:
         return _source_of_loader(data)
     if hasattr(data, "batch"):
         raise TypeError(
-            f"{type(data).__name__} has a method batch, but is no DataSource: derive it from "
-            "triaccel_ray.sources.DataSource"
+            f"{type(data).__name__} has a method batch, but is no DataSource: derive it from triaccel_ray.DataSource"
         )
     if isinstance(data, tuple) and len(data) == 2 and not all(isinstance(part, tuple | list) for part in data):
         return TensorSource(*map(_tensor_of, data))

@@ -9,6 +9,7 @@ import pytest
 from tests.service.build import SimulatedRun
 from tests.service.stores import free_port
 from triaccel_ray.service import session
+from triaccel_ray.service.clusters.head_watch import HeadLostError
 from triaccel_ray.service.next_steps import point_to, resumable, resume_words
 from triaccel_ray.service.options import Where
 from triaccel_ray.service.session import recording
@@ -26,17 +27,20 @@ def test_a_run_of_a_comparison_is_named_in_its_storage_folder(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_ctrl_c_says_what_there_is_to_go_on_with(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], begun: bool
-) -> None:
+def test_ctrl_c_says_what_there_is_to_go_on_with(tmp_path: Path, begun: bool) -> None:
     if begun:
         (tmp_path / SPEC).write_text("{}")
-    with pytest.raises(SystemExit) as ended, resumable("triaccel resume hunt", Place.of(tmp_path)):
+    with pytest.raises(KeyboardInterrupt) as ended, resumable("triaccel resume hunt", Place.of(tmp_path)):
         raise KeyboardInterrupt
-    assert ended.value.code == 130
-    said = capsys.readouterr().err
-    assert said.startswith("stopped")
+    said = str(ended.value)
+    assert said.startswith("stopped; ")
     assert ("triaccel resume hunt" in said) == begun == ("nothing was trained" not in said)
+
+
+def test_a_lost_head_says_it_too(tmp_path: Path) -> None:
+    with pytest.raises(HeadLostError) as ended, resumable("triaccel resume hunt", Place.of(tmp_path)):
+        raise HeadLostError("the head is lost")
+    assert str(ended.value) == "the head is lost; once it is there again:\ntriaccel resume hunt"
 
 
 def test_what_could_not_be_recorded_comes_with_the_whole_command_that_records_it(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
 from triaccel_ray.service import cli
 from triaccel_ray.service.runs.record import read_run
@@ -37,6 +40,14 @@ def typed(command: str, address: str) -> int:
     return ended.value.code
 
 
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[None]:
+    """This process uses the cluster of the tests meanwhile, as a notebook uses a Ray of its own."""
+    ray.init(address=address, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
 def test_the_tutorial_can_be_followed(
     cluster_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -47,14 +58,16 @@ def test_the_tutorial_can_be_followed(
             name = block.splitlines()[0].removeprefix("# ")
             Path(name).write_text(block)
             programs.append(name)
-            runpy.run_path(name)
+            with connected(cluster_address) if "search" in name else contextlib.nullcontext():
+                runpy.run_path(name)
         for line in block.splitlines():
             if line.startswith("triaccel ") and line.split()[1] not in TAKES_LONG:
                 commands.append(line.removeprefix("triaccel "))
                 assert typed(commands[-1], cluster_address) == 0, (line, *capsys.readouterr())
     models = ["wide.py", "my_model.py", "my_data.py", "my_recipe.py"]
-    assert programs == [*models, "spirals.py", "regression.py", "my_trainer.py"]
+    assert programs == [*models, "spirals.py", "regression.py", "my_search.py", "my_trainer.py"]
     assert [command.split()[0] for command in commands].count("run") == 2
     said = capsys.readouterr().out
     assert "replayed under its own configuration: every decision is the same" in said
     assert read_run(tmp_path / "triaccel-runs" / "mine").status == "finished"
+    assert "from-python: spirals:Spirals, 2 of 2 trials" in said

@@ -81,7 +81,7 @@ def test_a_task_in_a_package_is_imported_by_its_dotted_name(working_dir: Path) -
         ("no_such_module:Mine", "there is no module no_such_module, neither in"),
         ("trainables.nothing:Mine", "there is no module trainables.nothing, neither in"),
         ("own_task:Mien", r"own_task has no Mien; the tasks defined there: Mine, Half, Nameless, Stubborn"),
-        ("own_task:Plain", "Plain must be a subclass of trainables.task.Task"),
+        ("own_task:Plain", "Plain must be a subclass of triaccel_ray.Task"),
         ("own_task:Half", r"Half must define the method\(s\) data"),
         ("own_task:Nameless", "Nameless must set the attribute name"),
         ("own_task:Stubborn", r"must be constructible as Stubborn\(data_dir\)"),

@@ -363,8 +363,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.stderr.flush()
             from triaccel_ray.service import commands
         sys.exit(commands.execute(command))
-    except KeyboardInterrupt:
-        sys.stderr.write("stopped\n")
+    except KeyboardInterrupt as interrupt:
+        sys.stderr.write(f"{str(interrupt) or 'stopped'}\n")
         sys.exit(130)
     except Exception as error:
         status = None if os.environ.get("TRIACCEL_TRACEBACK") else _explain(error)
@@ -378,9 +378,9 @@ def _explain(error: Exception) -> int | None:
     if isinstance(error, USER_ERRORS):
         text, status = str(error), 2
     else:
-        from triaccel_ray.service.failures import RunFailedError, is_disk_full
+        from triaccel_ray.service.failures import PreemptedError, RunFailedError, is_disk_full
 
-        if isinstance(error, RunFailedError):
+        if isinstance(error, RunFailedError | PreemptedError):
             text, status = str(error), 1
         elif isinstance(error, OSError) and is_disk_full(error):
             text = f"{error}: make room, then go on with `triaccel resume`; nothing that was complete is lost"

@@ -31,18 +31,19 @@ err = SafeConsole(highlight=False, markup=False, emoji=False, stderr=True)
 """Progress and messages: standard error, so that results can be piped."""
 
 
-def rich_table(grid: Grid, *, title: str = "") -> Table:
-    """Returns the grid for the terminal; what is too wide for it loses whole columns, not the ends of words."""
+def rich_table(grid: Grid, *, to: Console | None = None) -> Table:
+    """Returns the grid for a terminal; what is too wide for it loses whole columns, not the ends of words."""
+    terminal = to or out
     for num_left_out in range(len(grid.spare) + 1):
         left_out = grid.spare[:num_left_out]
         table = plain_table(*(name for name in grid.header if name not in left_out))
         for row in grid.rows:
             table.add_row(*(cell for name, cell in zip(grid.header, row, strict=True) if name not in left_out))
-        if out.measure(table, options=out.options.update_width(10_000)).maximum <= out.width:
+        if terminal.measure(table, options=terminal.options.update_width(10_000)).maximum <= terminal.width:
             break
     notes = [grid.note, f"left out for want of width: {', '.join(left_out)}; the page has them" if left_out else ""]
-    table.min_width = min(len(title), out.width)  # a title wraps at its table's width
-    table.title, table.caption = title or None, "\n".join(filter(None, notes)) or None
+    table.min_width = min(len(grid.title), terminal.width)  # a title wraps at its table's width
+    table.title, table.caption = grid.title or None, "\n".join(filter(None, notes)) or None
     return table
 
 

@@ -20,7 +20,7 @@ import contextlib
 import errno
 import shutil
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from triaccel_ray.dry_run import IN_YOUR_CODE
@@ -67,6 +67,15 @@ class RunFailedError(RuntimeError):
         said = f"{folder.name} failed ({self.cause}): {text[:500]}; its log and last checkpoint are in {folder}{trace}"
         super().__init__("\n".join([said, *where[:1]]))
         self.__cause__ = error
+
+
+class RunsFailedError(RunFailedError):
+    """Of a search or comparison no run came to its end; the message says how each of them failed."""
+
+    def __init__(self, failures: Sequence[str]) -> None:
+        """Of runs that failed so."""
+        RuntimeError.__init__(self, "\n".join(failures))
+        self.cause = "runs"
 
 
 def cause_of(error: BaseException) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import sys
 from collections.abc import Iterator
 
 from triaccel_ray.service.clusters.cluster import display_address
@@ -33,21 +32,23 @@ def resume_words(place: Place, where: Where, experiment: str, usual: str) -> str
 
 @contextlib.contextmanager
 def resumable(words: str, place: Place) -> Iterator[None]:
-    """Turns Ctrl-C into exit status 130, a lost head into 1, and says which command goes on with what is at `place`.
+    """Has Ctrl-C and a lost head say which command, `words`, goes on with what is at `place`.
 
     A run that has not written its settings there has nothing to go on with.
+
+    Raises:
+        KeyboardInterrupt: the user broke it off.
+        HeadLostError: the cluster's head was lost.
     """
     try:
         yield
-    except (KeyboardInterrupt, HeadLostError) as error:
-        stopped = isinstance(error, KeyboardInterrupt)
-        if stopped and not any((place.folder / name).exists() for name in (SPEC, SEARCH, COMPARISON)):
-            err.print(f"stopped; nothing was trained, and there is no {place.base_name} yet", style="yellow")
-            sys.exit(130)
-        reason = "stopped; to go on from the last checkpoint:" if stopped else f"{error}{ONCE_IT_IS_BACK}"
-        err.print(reason, style="yellow", markup=False, soft_wrap=True)
-        err.print(words, markup=False, soft_wrap=True)
-        sys.exit(130 if stopped else 1)
+    except KeyboardInterrupt:
+        has_begun = any((place.folder / name).exists() for name in (SPEC, SEARCH, COMPARISON))
+        to_go_on = f"stopped; to go on from the last checkpoint:\n{words}"
+        nothing = f"stopped; nothing was trained, and there is no {place.base_name} yet"
+        raise KeyboardInterrupt(to_go_on if has_begun else nothing) from None
+    except HeadLostError as error:
+        raise HeadLostError(f"{error}{ONCE_IT_IS_BACK}\n{words}") from error
 
 
 def say_how_it_ended(run: RunRecord) -> None:

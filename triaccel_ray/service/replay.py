@@ -28,7 +28,8 @@ def reasons_grid(run: RunRecord, *, most: int) -> Grid:
     ]
     hidden = len(rows) - most
     note = f"{hidden} more; --reasons {len(rows)} shows all" if hidden > 0 else ""
-    return Grid(header=("step", "subject", "rule", "reason"), rows=rows[:most], note=note)
+    title = f"{run.name}: decisions and their reasons"
+    return Grid(header=("step", "subject", "rule", "reason"), rows=rows[:most], title=title, note=note)
 
 
 def verdict(run: RunRecord, control: ControlConfig) -> Iterator[str]:

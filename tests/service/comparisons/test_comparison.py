@@ -44,6 +44,7 @@ from triaccel_ray.service.reports.comparison_tables import (
     values_grid,
 )
 from triaccel_ray.service.reports.comparison_view import comparison_tables, view_comparison
+from triaccel_ray.service.reports.view import show
 from triaccel_ray.service.runs.record import RunRecord
 
 METHODS = ("fp32", "amp", "engine-amp", "triaccel")
@@ -307,7 +308,7 @@ def test_a_comparison_is_written_as_markdown_and_as_a_page(tmp_path: Path, capsy
     runs["amp-seed1"] = replace(runs["amp-seed1"], end=died)
     del runs["fp32-seed0"], runs["triaccel-seed2"]
     record = replace(record, runs=runs)
-    view_comparison(record)
+    show(view_comparison(record))
     said, markdown = capsys.readouterr().out, (tmp_path / "comparison.md").read_text()
     page = (tmp_path / "report.html").read_text()
     for title in comparison_tables(record):

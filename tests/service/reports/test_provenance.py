@@ -18,6 +18,7 @@ from triaccel_ray.events import End, Interruption, Start
 from triaccel_ray.service.reports.provenance import about, troubles
 from triaccel_ray.service.reports.report import REPORT
 from triaccel_ray.service.reports.run_page import write_run_page
+from triaccel_ray.service.reports.view import show
 from triaccel_ray.service.reports.views import missing_runs, view_search
 from triaccel_ray.service.runs.record import RunRecord, read_run
 from triaccel_ray.service.runs.spec import COMMIT_VARIABLE, commit_of, environment
@@ -87,7 +88,7 @@ def test_a_search_names_the_runs_that_it_lacks(tmp_path: Path, capsys: pytest.Ca
     record = read_search(folder)
     record = replace(record, spec=replace(record.spec, num_trials=4))
     assert missing_runs(record) == ["baseline probe", "trial-001", "trial-003"]
-    view_search(record)
+    show(view_search(record))
     assert "trial-003 is missing: it was asked for and has not begun" in capsys.readouterr().out
     assert "<td>trial-003</td><td>is missing</td>" in (folder / REPORT).read_text()
 

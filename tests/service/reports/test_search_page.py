@@ -21,6 +21,7 @@ from triaccel_ray.service.reports.recommendation import recommendation
 from triaccel_ray.service.reports.report import REPORT
 from triaccel_ray.service.reports.search_figures import coordinates, importance_bars, parallel_coordinates
 from triaccel_ray.service.reports.tables import search_grid
+from triaccel_ray.service.reports.view import show
 from triaccel_ray.service.reports.views import view_search
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.searches.dimensions import dimensions
@@ -182,7 +183,7 @@ def test_a_damaged_trial_is_listed_and_the_others_are_reported(
     record = read_search(folder)
     assert [run.name for run in record.trials] == ["trial00", "trial01", "trial03"]
     assert search_grid(record).rows[-1][:2] == ["trial02", "damaged"]
-    view_search(record)
+    show(view_search(record))
     assert "trial02 is left out: event log" in capsys.readouterr().out
     assert "<td>trial02</td><td>is left out</td><td>event log" in (folder / REPORT).read_text()
 

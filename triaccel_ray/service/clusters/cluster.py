@@ -37,12 +37,26 @@ class ClusterUnavailableError(ValueError):
 def cluster(address: str | None, *, num_cpus: int | None = None, last_words: str = "") -> Iterator[None]:
     """Connects to the Ray cluster at `address`; starts one on this machine when None, and stops it at the end.
 
+    A process that is connected already, such as a notebook's, stays so: its workers are as its own `ray.init` said.
     `last_words` are said where the head is lost and nothing else can be done any more.
 
     Raises:
         ClusterUnavailableError: nothing answers at the address, or no Ray can start here.
         HeadLostError: nothing has answered there for half a minute.
     """
+    is_own = not ray.is_initialized()
+    if is_own:
+        _connect(address, num_cpus)
+    # Ray's own handling of SIGTERM ends the process with a stack trace, before runs have ended their logs.
+    with as_interrupt(signal.SIGTERM), watching(ray.get_runtime_context().gcs_address, last_words):
+        try:
+            yield
+        finally:
+            if is_own:
+                ray.shutdown()  # watched too: without a head it may wait
+
+
+def _connect(address: str | None, num_cpus: int | None) -> None:
     require_reachable(address)
     _hide_passwords()
     # Ray's workers start elsewhere: a user's own task has to be importable from where the command was given.
@@ -69,12 +83,23 @@ def cluster(address: str | None, *, num_cpus: int | None = None, last_words: str
             f"Ray cannot start on this machine ({first_line(error)}): see that memory and room in {gettempdir()} are "
             "left and that RAY_TMPDIR, if set, is a folder of yours, or name a running cluster with --address"
         ) from error
-    # Ray's own handling of SIGTERM ends the process with a stack trace, before runs have ended their logs.
-    with as_interrupt(signal.SIGTERM), watching(ray.get_runtime_context().gcs_address, last_words):
-        try:
-            yield
-        finally:
-            ray.shutdown()  # watched too: without a head it may wait
+
+
+def joined_address(given: str | None) -> str | None:
+    """Returns the address of the Ray that this process is connected to, as a notebook may be; else the one given.
+
+    Raises:
+        ClusterUnavailableError: another one is given.
+    """
+    if not ray.is_initialized():
+        return given
+    running: str = ray.get_runtime_context().gcs_address
+    if given not in (None, "auto", running):
+        raise ClusterUnavailableError(
+            f"address = {display_address(given)!r}: this process uses Ray at {running} already; leave the address out, "
+            "or call ray.shutdown() first"
+        )
+    return running
 
 
 def _hide_passwords() -> None:

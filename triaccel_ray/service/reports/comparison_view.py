@@ -1,13 +1,13 @@
-"""A comparison for people: tables in the terminal, in Markdown and on a page, and two pictures."""
+"""A comparison for people: tables, in Markdown and on a page too, and two pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from trainables.task import Purpose
 from triaccel_ray.service.comparisons.comparison import ABLATION, Choices, Comparison, final_runs
 from triaccel_ray.service.comparisons.fixed import FIXED
-from triaccel_ray.service.console import out, rich_table
 from triaccel_ray.service.reports.comparison_figures import save_comparison_figures
 from triaccel_ray.service.reports.comparison_tables import (
     against_reference_grid,
@@ -24,6 +24,7 @@ from triaccel_ray.service.reports.notes import sharing_note
 from triaccel_ray.service.reports.provenance import about, troubles
 from triaccel_ray.service.reports.report import REPORT, Section, write_page
 from triaccel_ray.service.reports.tables import Grid
+from triaccel_ray.service.reports.view import View
 from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.storage.layout import FIGURES
 from triaccel_ray.service.translation import command_of, comparison_command_of
@@ -32,22 +33,34 @@ COMPARISON_MARKDOWN = "comparison.md"
 _NO_ACCURACY = "The test samples are read once, at the end of each run: on the way there is the training loss alone."
 
 
-def view_comparison(record: Comparison) -> None:
-    """Shows the tables, and writes them as Markdown and, with pictures, as a page."""
+def view_comparison(record: Comparison) -> View:
+    """Returns the tables, and writes them as Markdown and, with pictures, as a page."""
     folder, spec = record.folder, record.spec
     tables = comparison_tables(record)
+    shown: list[str | Grid] = []
     for title, grid in tables.items():
-        out.print(rich_table(grid, title=f"{folder.name}: {title}"))
-        out.print()
+        shown += [replace(grid, title=f"{folder.name}: {title}"), ""]
     command = _command_of_best_fixed(record)
-    if command:
-        out.print("to train with the best fixed setting:")
-        out.print(command, soft_wrap=True)
+    shown += ["to train with the best fixed setting:", command] if command else []
     unwell = troubles({**record.trials, **record.runs}, _missing(record))
-    for section in unwell:
-        out.print("\n".join(["", *section.lines]), markup=False, soft_wrap=True)
+    shown += ["\n".join(["", *section.lines]) for section in unwell]
     text = "\n".join(f"## {title}\n\n{grid.markdown()}" for title, grid in tables.items())
     (folder / COMPARISON_MARKDOWN).write_text(f"# {folder.name}: {spec.base.task}\n\n{text}")
+    sections = _sections(record, tables, unwell, command)
+    page = write_page(folder / REPORT, f"{folder.name}: {spec.base.task}", sections)
+    return View(
+        folder=folder,
+        shown=[*shown, f"\npage: {page}"],
+        rows=values_grid([record.results(method) for method in spec.all_methods]).as_dicts(),
+        page=page,
+        command=command,
+        control=spec.base.control,
+    )
+
+
+def _sections(record: Comparison, tables: Mapping[str, Grid], unwell: Sequence[Section], command: str) -> list[Section]:
+    """Returns what the page shows, pictures included; `unwell` is what went wrong, `command` trains the best fixed."""
+    folder, spec = record.folder, record.spec
     results = [record.results(method) for method in spec.all_methods]
     subtitle = "; ".join(filter(None, (f"{spec.base.task}, {spec.num_seeds} seeds", sharing_note(spec.base))))
     pictures = save_comparison_figures(results, folder / FIGURES, about=subtitle)
@@ -71,8 +84,7 @@ def view_comparison(record: Comparison) -> None:
         sections.append(Section(title="To train with the best fixed setting", command=command))
     methods = [[label(method), METHODS[method]] for method in spec.all_methods]
     sections.append(Section(title="What the methods are", header=("method", ""), rows=methods, has_sentences=True))
-    page = write_page(folder / REPORT, f"{folder.name}: {spec.base.task}", sections)
-    out.print(f"\npage: {page}", soft_wrap=True)
+    return sections
 
 
 def _missing(record: Comparison) -> list[str]:

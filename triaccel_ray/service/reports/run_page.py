@@ -13,7 +13,7 @@ from triaccel_ray.service.reports.provenance import about, troubles
 from triaccel_ray.service.reports.report import REPORT, Section, write_page
 from triaccel_ray.service.reports.tables import result_grid, run_grid
 from triaccel_ray.service.runs.methods import METHODS
-from triaccel_ray.service.runs.record import RunRecord
+from triaccel_ray.service.runs.record import OWN_CODE, RunRecord
 from triaccel_ray.service.translation import command_of
 
 
@@ -21,8 +21,7 @@ def write_run_page(run: RunRecord, pictures: Sequence[Path]) -> Path:
     """Writes the page into the run's folder and returns its path."""
     spec = run.spec
     facts = {"method": f"{spec.method}: {METHODS[spec.method]}", "status": run.status, "seed": str(spec.seed)}
-    command = command_of(spec) + " --final" * (spec.purpose is Purpose.FINAL)
-    sections = about(spec, [run], facts, command)
+    sections = about(spec, [run], facts, own_command(run))
     if run.end is not None and run.end.results:
         result = result_grid(run.end.results, run.start.goal)
         sections.append(Section(title="Result", header=result.header, rows=result.rows, text=result.note))
@@ -32,3 +31,10 @@ def write_run_page(run: RunRecord, pictures: Sequence[Path]) -> Path:
     sections.append(Section(title="Epochs", header=grid.header, rows=grid.rows))
     sections.append(Section(title="All settings", command=json.dumps(encode(spec), indent=2), folded=True))
     return write_page(run.folder / REPORT, f"{run.name}: {spec.task}", sections)
+
+
+def own_command(run: RunRecord) -> str:
+    """Returns the command that trains the same again; empty for a run of a user's own code."""
+    if run.spec.task == OWN_CODE:
+        return ""
+    return command_of(run.spec) + " --final" * (run.spec.purpose is Purpose.FINAL)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from triaccel_ray.events import Epoch
 from triaccel_ray.metrics import RESERVED, Goal
@@ -14,16 +16,21 @@ from triaccel_ray.service.searches.dimensions import Dimension, dimensions
 from triaccel_ray.service.searches.search import SearchRecord, ranked
 
 VIEWS_NOTE = "metrics: by the mean output over the views of each sample; by one view: by the sample as it is"
+STAR = " *"
+"""Marks the metric of a trial behind AMP by more than the margin."""
+_NUMBER = re.compile(r"[+-]?(\d[\d,]*(\.\d+)?(e[+-]?\d+)?|inf)")
 FIGURE_COLUMNS = ("s/epoch", "peak GB", "score")
 """After the metric that the task is judged by."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Header and rows of a table, and a note below it."""
+    """Header and rows of a table, a title above it and a note below it."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
+    title: str = ""
+    """For a terminal; a page and Markdown have headings of their own."""
     note: str = ""
     spare: Sequence[str] = ()
     """Columns that a narrow terminal goes without, in this order."""
@@ -33,6 +40,29 @@ class Grid:
         lines = [f"| {' | '.join(self.header)} |", "|" + "---|" * len(self.header)]
         lines += [f"| {' | '.join(row)} |" for row in self.rows]
         return "\n".join([*lines, "", self.note, ""] if self.note else [*lines, ""])
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """Returns the rows by heading, numbers as such and empty cells as None.
+
+        A mean with its standard deviation is two numbers, the second headed `±`; a star is left out.
+        """
+        return [_by_heading(zip(self.header, row, strict=True)) for row in self.rows]
+
+
+def _by_heading(cells: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for heading, cell in cells:
+        figure, is_mean, deviation = cell.removesuffix(STAR).partition(" ± ")
+        row[heading] = _value(figure)
+        if is_mean:
+            row[f"{heading} ±"] = _value(deviation)
+    return row
+
+
+def _value(cell: str) -> str | int | float | None:
+    if _NUMBER.fullmatch(cell) is None:
+        return cell or None
+    return int(text) if (text := cell.replace(",", "")).lstrip("+-").isdecimal() else float(text)
 
 
 def metric_headings(names: Iterable[str], goal: Goal) -> dict[str, str]:
@@ -123,7 +153,7 @@ def _search_row(label: str, run: RunRecord, objective: Objective, scales: Sequen
     cells = [""] * (1 + len(FIGURE_COLUMNS))
     if run.figures is not None:
         short = run.spec.method == "triaccel" and objective.shortfall(num_epochs, run.figures.metric) > 0
-        cells = figure_cells(run.figures, objective.goal, mark=" *" if short else "")
+        cells = figure_cells(run.figures, objective.goal, mark=STAR if short else "")
     return [label, run.status, *thresholds, f"{num_epochs} of {run.spec.recipe.epochs}", *cells]
 
 

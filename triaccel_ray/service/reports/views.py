@@ -1,12 +1,15 @@
-"""Results for people: a table in the terminal, pictures and a page in the folder, and what to type next."""
+"""Results for people: tables and sentences, pictures and a page in the folder, and what to type next."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from triaccel_ray.service.console import out, rich_table
+from triaccel_ray.service.comparisons.comparison import COMPARISON, read_comparison
+from triaccel_ray.service.console import err
+from triaccel_ray.service.failures import StoreError
+from triaccel_ray.service.reports.comparison_view import view_comparison
 from triaccel_ray.service.reports.curves import Curve, learning_curves
 from triaccel_ray.service.reports.figure_style import BLUE, GREY, METHOD_LOOKS, NAVY, save
 from triaccel_ray.service.reports.figures import run_figures
@@ -14,48 +17,95 @@ from triaccel_ray.service.reports.importance import importance
 from triaccel_ray.service.reports.notes import run_notes, sharing_note
 from triaccel_ray.service.reports.pareto import BASELINES, Outcome, pareto_front
 from triaccel_ray.service.reports.provenance import about, troubles
-from triaccel_ray.service.reports.recommendation import recommendation
+from triaccel_ray.service.reports.recommendation import Recommendation, recommendation
 from triaccel_ray.service.reports.report import REPORT, Section, write_page
-from triaccel_ray.service.reports.run_page import write_run_page
+from triaccel_ray.service.reports.run_page import own_command, write_run_page
 from triaccel_ray.service.reports.search_figures import coordinates, importance_bars, parallel_coordinates
-from triaccel_ray.service.reports.tables import result_grid, run_grid, search_grid
+from triaccel_ray.service.reports.tables import STAR, Grid, result_grid, run_grid, search_grid
+from triaccel_ray.service.reports.view import View
 from triaccel_ray.service.runs.methods import METHODS
-from triaccel_ray.service.runs.record import RunRecord
-from triaccel_ray.service.searches.finding import write_found
-from triaccel_ray.service.searches.search import SearchRecord, ranked
+from triaccel_ray.service.runs.record import RunRecord, read_run
+from triaccel_ray.service.searches.finding import found_in, write_found
+from triaccel_ray.service.searches.search import SEARCH, SearchRecord, ranked, read_search
 from triaccel_ray.service.searches.suggestions import trial_name
 from triaccel_ray.service.storage.layout import EVENTS, FIGURES
+from triaccel_ray.service.storage.mirror import push_commands
+from triaccel_ray.service.storage.place import Place
 from triaccel_ray.service.translation import search_command_of
 
 
-def view_run(run: RunRecord) -> None:
-    """Shows a run's epochs and result, and writes its pictures and page."""
+def view_at(place: Place) -> View:
+    """Returns the run, search or comparison at `place`, with pictures and page written, which a store gets too.
+
+    Raises:
+        LogError: there is none, or it is damaged.
+    """
+    folder = place.folder
+    if (folder / SEARCH).exists():
+        view = view_search(read_search(folder))
+    elif (folder / COMPARISON).exists():
+        view = view_comparison(read_comparison(folder))
+    else:
+        view = view_run(read_run(folder))
+    try:
+        push_commands(place)
+    except StoreError as error:  # reading was allowed, and all that was asked for
+        err.print(f"the page stays on this machine: {error}", style="yellow", soft_wrap=True)
+    return view
+
+
+def view_run(run: RunRecord) -> View:
+    """Returns a run's epochs and result, and writes its pictures and page."""
     grid = run_grid(run)
     title = f"{run.name}: {run.spec.task}, {METHODS[run.spec.method]}, {run.status}"
-    out.print(rich_table(grid, title=title) if grid.rows else title)
+    shown: list[str | Grid] = [replace(grid, title=title) if grid.rows else title]
     if run.end is not None and run.end.results:
-        out.print(rich_table(result_grid(run.end.results, run.start.goal), title="result"))
+        shown.append(replace(result_grid(run.end.results, run.start.goal), title="result"))
     notes = "\n".join([*run_notes(run), *(line for section in troubles({run.name: run}) for line in section.lines)])
-    if notes:
-        out.print(f"\n{notes}", markup=False, soft_wrap=True)
-    _announce(write_run_page(run, run_figures(run.folder / EVENTS, run.folder / FIGURES)))
+    page = write_run_page(run, run_figures(run.folder / EVENTS, run.folder / FIGURES))
+    return View(
+        folder=run.folder,
+        shown=[*shown, *([f"\n{notes}"] if notes else []), f"\npage: {page}"],
+        rows=grid.as_dicts(),
+        page=page,
+        command=own_command(run),
+        control=run.spec.method_control,
+    )
 
 
-def view_search(record: SearchRecord) -> None:
-    """Shows a search's trials and what to train with, and writes its pictures and page."""
+def view_search(record: SearchRecord) -> View:
+    """Returns a search's trials and what to train with, and writes its pictures and page."""
     grid, spec = search_grid(record), record.spec
     done = sum(run.status in ("finished", "stopped") for run in record.trials)
-    out.print(rich_table(grid, title=f"{record.folder.name}: {spec.base.task}, {done} of {spec.num_trials} trials"))
-    advice = recommendation(record)
-    out.print(f"\n{advice.sentence}", soft_wrap=True)
-    if advice.command:
-        out.print(advice.command, soft_wrap=True)
-    if (path := write_found(record)) is not None:
-        out.print(f"thresholds of the best trial, and what it takes to find them again: {path}", soft_wrap=True)
+    title = f"{record.folder.name}: {spec.base.task}, {done} of {spec.num_trials} trials"
+    advice, found = recommendation(record), found_in(record)
+    shown: list[str | Grid] = [replace(grid, title=title), f"\n{advice.sentence}"]
+    shown += [advice.command] if advice.command else []
+    if found is not None:
+        path = write_found(found, record.folder)
+        shown.append(f"thresholds of the best trial, and what it takes to find them again: {path}")
     runs = {**{f"baseline {name}": run for name, run in record.baselines.items()}, **named(record.trials)}
     unwell = troubles(runs, missing_runs(record), record.damaged)
-    for section in unwell:
-        out.print("\n".join(["", *section.lines]), markup=False, soft_wrap=True)
+    shown += ["\n".join(["", *section.lines]) for section in unwell]
+    sections = _sections(record, advice, grid, unwell)
+    page = write_page(record.folder / REPORT, f"{record.folder.name}: {spec.base.task}", sections)
+    return View(
+        folder=record.folder,
+        shown=[*shown, f"\npage: {page}"],
+        rows=[
+            {**row, "behind AMP": any(cell.endswith(STAR) for cell in cells)}
+            for row, cells in zip(grid.as_dicts(), grid.rows, strict=True)
+        ],
+        page=page,
+        command=advice.command,
+        control=None if found is None else found.onto(spec.base.control),
+        best=found,
+    )
+
+
+def _sections(record: SearchRecord, advice: Recommendation, grid: Grid, unwell: Sequence[Section]) -> list[Section]:
+    """Returns what the page of a search shows, pictures included; `unwell` is what went wrong."""
+    spec = record.spec
     is_beaten = bool(advice.beaten_by) or advice.best is None
     said = Section(text="" if is_beaten else advice.sentence, notice=advice.sentence if is_beaten else "")
     facts = {
@@ -76,9 +126,7 @@ def view_search(record: SearchRecord) -> None:
             learning_curves(curves, spec.base.goal, about=record.folder.name), record.folder / FIGURES / "curves.png"
         )
         sections.append(Section(title="Learning curves and time", pictures=[picture]))
-    sections += _threshold_sections(record, advice.best)
-    sections += _timelines(record)
-    _announce(write_page(record.folder / REPORT, f"{record.folder.name}: {spec.base.task}", sections))
+    return [*sections, *_threshold_sections(record, advice.best), *_timelines(record)]
 
 
 def named(runs: Iterable[RunRecord]) -> dict[str, RunRecord]:
@@ -169,7 +217,3 @@ def save_pareto_front(record: SearchRecord) -> Path | None:
     subtitle = "; ".join(filter(None, (record.folder.name, sharing_note(record.spec.base))))
     front = pareto_front(outcomes, objective.goal, limit=limit, about=subtitle)
     return save(front, record.folder / FIGURES / "pareto.png")
-
-
-def _announce(page: Path) -> None:
-    out.print(f"\npage: {page}", soft_wrap=True)

@@ -15,12 +15,9 @@ from triaccel_ray.service.translation import search_command_of
 FOUND = "found.json"
 
 
-def write_found(record: SearchRecord) -> Path | None:
-    """Writes `found.json` into the search's folder and returns its path; None where nothing has been found."""
-    found = found_in(record)
-    if found is None:
-        return None
-    path = record.folder / FOUND
+def write_found(found: Found, folder: Path) -> Path:
+    """Writes `found.json` into the search's folder and returns its path."""
+    path = folder / FOUND
     write_value(path, found)
     return path
 

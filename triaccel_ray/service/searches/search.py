@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -190,7 +191,7 @@ def tune_trials(
             with edited(trials / trial.name):
                 reopen(trial)
     temporary = TemporaryDirectory(prefix="triaccel-tune-", ignore_cleanup_errors=True)
-    with warnings.catch_warnings(), quiet_optuna(), temporary as own:
+    with warnings.catch_warnings(), quiet_optuna(), _quiet_tune(), temporary as own:
         for category in _ANNOUNCEMENTS:
             warnings.simplefilter("ignore", category)
         # Tune would send these to its actors by a runtime environment, which Ray writes to the logs of every machine.
@@ -355,6 +356,18 @@ def _sampler(spec: SearchSpec, number: int) -> optuna.samplers.BaseSampler:
     return optuna.samplers.TPESampler(
         n_startup_trials=max(spec.num_trials // 4, 4), multivariate=True, seed=(spec.seed * 10_007 + number) % 2**32
     )
+
+
+@contextlib.contextmanager
+def _quiet_tune() -> Iterator[None]:
+    """Tune tells errors alone meanwhile, not where its temporary files are: a notebook's own Ray may tell all."""
+    logger = logging.getLogger("ray.tune")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,245 @@
+"""Runs, searches and comparisons from Python: the options of the command line, and its results as values."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+import ray
+
+from tests.service.own_task import MODULE
+from tests.service.search_folder import simulated_search
+from tests.service.stores import runs
+from tests.service.test_help import COMMANDS, help_of, options_in
+from tests.service.waiting import wait_until
+from trainables.digits import Digits
+from trainables.registry import name_of
+from triaccel_ray import ControlLoop, Report, RunFailedError, compare, run, search
+from triaccel_ray.service import cli
+from triaccel_ray.service.keywords import command_of
+from triaccel_ray.service.runs.record import read_run
+from triaccel_ray.service.searches.search import read_search
+from triaccel_ray.service.storage.layout import EVENTS
+from triaccel_ray.service.tracking.tracking import Tracker
+
+MODULE_NAME = "tasks_of_a_notebook"
+FUNCTIONS = {"run": run, "search": search, "compare": compare}
+QUICK: dict[str, Any] = {"epochs": 1, "device": "cpu"}
+
+
+@pytest.mark.parametrize("command", FUNCTIONS)
+def test_keywords_are_the_options_of_the_command(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, *keywords = inspect.signature(FUNCTIONS[command]).parameters.values()
+    options = options_in(help_of(command, capsys, monkeypatch)) - {"--help"}
+    assert {f"--{each.name.replace('_', '-')}" for each in keywords} == options
+    assert task.name == "task"
+    defaults = {each.name: each.default for each in keywords}
+    assert command_of(getattr(cli, command.capitalize()), "digits", defaults) == cli.parse([command, "digits"])
+    assert FUNCTIONS.keys() <= set(COMMANDS)
+
+
+def test_keywords_mean_what_the_options_mean() -> None:
+    words = (
+        "search digits --trials 3 --margin 2 --also alpha batch_steps --name hunt --lr 1 --memory-headroom 1024B "
+        "--data-dir files --noise-bound on --t-ctrl 5 --storage-path runs --address auto"
+    )
+    given: dict[str, Any] = {"trials": 3, "margin": 2, "also": ("alpha", "batch_steps"), "name": "hunt", "lr": 1}
+    given |= {"memory_headroom": 1024, "data_dir": "files", "noise_bound": "on", "t_ctrl": 5, "address": "auto"}
+    for storage in ("runs", Path("runs")):
+        assert command_of(cli.Search, "digits", {**given, "storage_path": storage}) == cli.parse(words.split())
+    from_text = command_of(cli.Run, Digits, {"memory_budget": "2GiB", "final": True, "data_dir": Path("files")})
+    assert from_text == cli.parse(["run", "digits", "--memory-budget", "2GiB", "--final", "--data-dir", "files"])
+
+
+class Local(Digits):
+    """Of a module, hence importable."""
+
+    class Inner(Digits):
+        """Of a class."""
+
+
+@pytest.mark.parametrize(
+    ("function", "task", "options", "kind", "message"),
+    [
+        (
+            search,
+            "digits",
+            {"trails": 3},
+            TypeError,
+            r"search\(\) got an unexpected .* 'trails', did you mean trials\?",
+        ),
+        (search, "digits", {"tau_low": 3.0}, TypeError, r"argument 'tau_low'; help\(search\) lists all options"),
+        (run, "digits", {"training": 3}, TypeError, "unexpected keyword argument 'training'"),
+        (run, "digits", {"capture": True}, ValueError, "capture = True: must be one of on, off"),
+        (run, "digits", {"method": "probe"}, ValueError, "method = 'probe': must be one of triaccel, fp32"),
+        (run, "digits", {"epochs": "three"}, ValueError, "epochs = 'three': must be an integer"),
+        (run, "digits", {"epochs": 0}, ValueError, "epochs = 0: must be an integer >= 1"),
+        (run, "digits", {"memory_budget": 0}, ValueError, "amount of memory = '0B': must be a positive number"),
+        (run, "digits", {"memory_budget": True}, ValueError, "memory_budget = True: must be a str"),
+        (run, "digits", {"storage_path": 3}, ValueError, "storage_path = 3: must be a str"),
+        (run, "digits", {"storage_path": "s3://me:s3cr3t@b/x"}, ValueError, "must not hold a key or password"),
+        (search, "digits", {"also": "alpha"}, ValueError, "also = 'alpha': must be a list"),
+        (search, "digits", {"also": ["beta"]}, ValueError, r"also\[0\] = 'beta': must be one of alpha"),
+        (search, "digit", {}, ValueError, "task = 'digit': no such task, did you mean digits"),
+        (compare, "digits", {"methods": "amp,sgd"}, ValueError, "method = 'sgd': must be one of fp32, amp"),
+        (run, 3, {}, TypeError, "task = 3: must be a name, such as 'digits', or a class derived from Task"),
+        (run, ControlLoop, {}, TypeError, "ControlLoop'>: must be a name"),
+        (run, Local.Inner, {}, ValueError, "is defined inside of a function or class"),
+        (run, "digits", {"name": "../x"}, ValueError, "name = '../x': must begin with a letter or digit"),
+        (run, "digits", {"address": "127.0.0.1:1"}, ValueError, "no Ray cluster answers there"),
+    ],
+)
+def test_a_mistake_is_an_exception_before_anything_is_written(
+    function: Any, task: Any, options: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=message):
+        function(task, **{"storage_path": tmp_path / "runs", **options})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_class_has_the_name_by_which_others_import_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (name_of(Digits), name_of(Local)) == ("digits", f"{__name__}:Local")
+    monkeypatch.setattr(Local, "__module__", "__main__")  # as in a notebook's cell
+    with pytest.raises(
+        ValueError, match=r"'__main__:Local': is defined in a notebook or script, .* give 'my_tasks:Loc"
+    ):
+        name_of(Local)
+
+
+def test_a_report_holds_the_search_as_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = read_search(simulated_search(tmp_path / "hunt", 6, has_pictures=True))
+    report = Report("hunt", storage_path=tmp_path)
+    assert capsys.readouterr().out == ""
+    assert str(Report(tmp_path / "hunt")) == str(report)
+    for line in str(report).splitlines():
+        assert "\x1b" not in line
+    with pytest.raises(SystemExit):
+        cli.main(["report", "hunt", "--storage-path", str(tmp_path)])
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        line.split() for line in str(report).splitlines()
+    ]
+    assert (report.name, report.folder, repr(report)) == (
+        "hunt",
+        tmp_path / "hunt",
+        f"Report({str(tmp_path / 'hunt')!r})",
+    )
+    assert report.best is not None
+    assert report.control == report.best.onto(record.spec.base.control)
+    assert report.control.precision.tau_low == report.best.precision["tau_low"]
+    assert shlex.split(report.command)[:3] == ["triaccel", "run", record.spec.base.task]
+    table = pandas.DataFrame(report.rows).set_index("run")
+    assert table.loc["FP32"].isna()["tau_low"]
+    assert table["score"].dtype == table["tau_low"].dtype == float
+    best = next(name for name in table.index if name.startswith("trial"))
+    assert table.loc[best, "tau_low"] == pytest.approx(report.control.precision.tau_low, rel=5e-3)
+    assert set(table.index[table["behind AMP"]]) == {run.name for run in record.trials if run.status == "stopped"}
+
+
+def test_in_a_notebook_a_report_is_its_page(tmp_path: Path) -> None:
+    report = Report(simulated_search(tmp_path / "hunt", 2, has_pictures=True))
+    shown = report._repr_html_()
+    before, _, inside = shown.partition("srcdoc='")
+    assert before.startswith("<iframe sandbox=allow-scripts ")
+    assert inside.endswith("'></iframe>")
+    assert "'" not in inside.removesuffix("'></iframe>")
+    assert "Trials, best first" in inside
+    assert report.page == tmp_path / "hunt" / "report.html"
+
+
+def test_of_a_trial_a_report_has_its_epochs(tmp_path: Path) -> None:
+    folder = simulated_search(tmp_path / "hunt", 2, has_pictures=True) / "trials" / "trial00"
+    report = Report(folder)
+    assert [row["epoch"] for row in report.rows] == [1, 2, 3]
+    assert {type(row["samples/s"]) for row in report.rows} == {int}
+    assert report.best is None
+    assert report.control == read_run(folder).spec.control
+
+
+def test_what_is_not_there_cannot_be_reported(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="name = 'nobody': there is no folder"):
+        Report("nobody", storage_path=tmp_path)
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory, cluster_address: str) -> Iterator[Any]:
+    """The module of tasks beside a notebook whose process has connected to a Ray by itself."""
+    folder = tmp_path_factory.mktemp("notebook")
+    (folder / f"{MODULE_NAME}.py").write_text(MODULE)
+    with pytest.MonkeyPatch.context() as patch:
+        paths = os.pathsep.join([str(folder), os.getcwd()])  # the tasks use the tests' own modules
+        patch.chdir(folder)
+        patch.syspath_prepend(str(folder))
+        patch.setenv("TRIACCEL_CPUS_PER_RUN", "1")  # both baselines at once
+        ray.init(address=cluster_address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
+        yield importlib.import_module(MODULE_NAME)
+        ray.shutdown()
+        del sys.modules[MODULE_NAME]
+
+
+def test_a_ray_that_runs_already_is_used_again_and_again(
+    notebook: Any,
+    experiment: str,
+    sqlite_tracker: Tracker,
+    cluster_address: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    where: dict[str, Any] = {"tracking_uri": sqlite_tracker.uri, "experiment": experiment, "storage_path": "hunts"}
+    quick = {"trials": 1, "space": "thresholds-absolute", "margin": 100, **QUICK}
+    for name in ("first", "second"):
+        report = search(notebook.Blobs, name=name, **quick, **where)
+        assert report.folder == Path.cwd() / "hunts" / name
+        assert f"{name}: {MODULE_NAME}:Blobs, 1 of 1 trials" in str(report)
+        assert [row["run"] for row in report.rows] == ["FP32", "AMP", "trial-000"]
+        assert report.best is not None
+        assert report.page.exists()
+        assert ray.get_runtime_context().gcs_address == cluster_address  # it has not been shut down
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "1/1 trial-000 finished: score" in said.err
+    assert {"first", "second"} < {each.name for each in runs(sqlite_tracker, experiment)}
+    with pytest.raises(ValueError, match=r"name = 'first': .* exists already"):
+        search(notebook.Blobs, name="first", **where)
+    with pytest.raises(ValueError, match=r"address = '10.0.0.1:1': this process uses Ray at .* already"):
+        run("digits", address="10.0.0.1:1", **where)
+
+
+def test_where_all_runs_fail_it_raises_what_the_command_says(
+    notebook: Any, experiment: str, sqlite_tracker: Tracker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where: dict[str, Any] = {"tracking_uri": sqlite_tracker.uri, "experiment": experiment}
+    with pytest.raises(RunFailedError, match=r"amp-seed0 failed \(bug\): ValueError: the shapes do not fit; its log"):
+        compare(notebook.Mistaken, name="wrong", methods="amp", seeds=1, **QUICK, **where)
+    assert "Traceback" not in capsys.readouterr().err
+    assert Report("wrong").rows[0]["runs"] == 0
+
+
+def test_ctrl_c_says_how_to_go_on(notebook: Any, sqlite_tracker: Tracker, cluster_address: str) -> None:
+    log = Path("triaccel-runs/long") / EVENTS
+
+    def press() -> None:
+        wait_until(lambda: log.exists() and b'"kind":"epoch"' in log.read_bytes())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        run(notebook.Blobs, name="long", epochs=100_000, device="cpu", tracking_uri=sqlite_tracker.uri)
+    first, command = str(stopped.value).splitlines()
+    assert first == "stopped; to go on from the last checkpoint:"
+    words = ["--tracking-uri", sqlite_tracker.uri, "--address", cluster_address]
+    assert shlex.split(command) == ["triaccel", "resume", "long", *words]
+    assert ray.is_initialized()
+    report = Report("long")
+    assert "long: tasks_of_a_notebook:Blobs, the full control loop, stopped" in str(report)
+    assert [row["epoch"] for row in report.rows][:1] == [1]

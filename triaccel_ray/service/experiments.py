@@ -1,0 +1,379 @@
+"""Training, searching and comparing, as the command line and Python ask for it: one path from options to a view."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import singledispatch
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from trainables.task import Purpose
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.events import End, EventLog, Start, TakenOverError
+from triaccel_ray.service import cli
+from triaccel_ray.service.clusters.cluster import (
+    cluster,
+    display_address,
+    gpu_fraction,
+    gpus_available,
+    joined_address,
+    require_gpu_to_share,
+    require_reachable,
+)
+from triaccel_ray.service.comparisons.choosing import choose, trial_of
+from triaccel_ray.service.comparisons.comparison import (
+    COMPARISON,
+    ComparisonSpec,
+    begin_comparison,
+    read_comparison,
+    summary_metrics,
+)
+from triaccel_ray.service.console import err, out
+from triaccel_ray.service.failures import RunFailedError, cause_of, needing_room
+from triaccel_ray.service.locating import find, storage_of
+from triaccel_ray.service.next_steps import ONCE_IT_IS_BACK, resumable, resume_words, say_how_it_ended
+from triaccel_ray.service.options import Where
+from triaccel_ray.service.progress import RunProgress, TrialProgress
+from triaccel_ray.service.recorded import experiment_of, in_its_store, search_parent
+from triaccel_ray.service.reports.comparison_view import view_comparison
+from triaccel_ray.service.reports.view import View
+from triaccel_ray.service.reports.views import view_run, view_search
+from triaccel_ray.service.runs.methods import METHODS
+from triaccel_ray.service.runs.record import RunRecord, has_begun, read_if_begun, read_run, read_spec
+from triaccel_ray.service.runs.runs import run_all
+from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
+from triaccel_ray.service.runs.spec import RunSpec, require_budget
+from triaccel_ray.service.searches.search import (
+    SEARCH,
+    TRIALS,
+    SearchSpec,
+    begin_search,
+    best_trial,
+    prepare,
+    read_search,
+    tune_trials,
+)
+from triaccel_ray.service.session import new_name, open_tracker, recording, require_experiment
+from triaccel_ray.service.storage.layout import ERROR, EVENTS
+from triaccel_ray.service.storage.mirror import push_commands, require_unused
+from triaccel_ray.service.storage.mirroring import mirrored
+from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.tracking.shipper import Parent
+from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.translation import comparison_spec, search_spec, spec_from
+
+MISTAKES = ("bug", "preempted", "store")
+"""Causes of failures that have nothing to do with what was tried."""
+
+
+def ignore(view: View) -> None:
+    """Shows nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """Where something is trained, kept and recorded, and who is shown the result."""
+
+    place: Place
+    where: Where
+    experiment: str | None
+    """MLflow experiment; None: the usual one."""
+    resume: bool = False
+    """Whether it goes on with what is at `place`."""
+    show: Callable[[View], None] = ignore
+    """Called once there is a result, before the rest of it is recorded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a command that trains."""
+
+    context: Context
+    view: View | None
+    """None where nothing was left to be trained."""
+    is_complete: bool = True
+    """Whether all was done that was asked for; of a search also, whether a trial is worth training with."""
+    failures: Sequence[str] = ()
+    """How runs of a search or comparison failed that another try may mend; all of it has been said."""
+    num_finished: int = 1
+    """Runs that ended otherwise."""
+
+
+@singledispatch
+def carry_out(command: Any, show: Callable[[View], None] = ignore) -> Outcome:
+    """Trains what a command asks for, and returns what became of it; `show` gets the result as soon as there is one.
+
+    Raises:
+        ValueError, TypeError, OSError: something is wrong with what was asked for.
+        RunFailedError: a run has failed, and with it all of the command.
+        HeadLostError: the cluster's head was lost; the message has the command that goes on.
+        KeyboardInterrupt: the user broke it off; likewise.
+    """
+    raise TypeError(f"{type(command).__name__} trains nothing")
+
+
+@carry_out.register
+def _(command: cli.Run, show: Callable[[View], None] = ignore) -> Outcome:
+    spec = spec_from(
+        command.task,
+        command.training,
+        command.thresholds,
+        method=command.method,
+        seed=command.seed,
+        purpose=Purpose.FINAL if command.final else Purpose.SEARCH,
+    )
+    return _train(spec, _context(command, command.method, show))
+
+
+@carry_out.register
+def _(command: cli.Search, show: Callable[[View], None] = ignore) -> Outcome:
+    return _search(search_spec(command), _context(command, command.space, show))
+
+
+@carry_out.register
+def _(command: cli.Compare, show: Callable[[View], None] = ignore) -> Outcome:
+    return _compare(comparison_spec(command), _context(command, "comparison", show))
+
+
+@carry_out.register
+def _(command: cli.Resume, show: Callable[[View], None] = ignore) -> Outcome:
+    place = find(command.name, command.where, writable=True)
+    folder, where = place.folder, in_its_store(place.folder, _joined(command.where))
+    context = Context(place=place, where=where, experiment=command.experiment, resume=True, show=show)
+    if (folder / SEARCH).exists():
+        return _search(read_search(folder).spec, context)
+    if (folder / COMPARISON).exists():
+        return _compare(read_comparison(folder).spec, context)
+    return _train(read_spec(folder), context)
+
+
+def _context(command: cli.Run | cli.Search | cli.Compare, kind: str, show: Callable[[View], None]) -> Context:
+    """Returns the context of something new; without a name it gets one of task, `kind` and time."""
+    place = storage_of(command.where) / new_name(command.name, command.task, kind)
+    return Context(place=place, where=_joined(command.where), experiment=command.experiment, show=show)
+
+
+def _joined(where: Where) -> Where:
+    return replace(where, address=joined_address(where.address))
+
+
+def _prepare(spec: RunSpec, context: Context, usual: str) -> tuple[Tracker, str, str]:
+    """Returns the tracker, the experiment and the command that resumes, once all is checked that needs no Ray.
+
+    A mistake must not use up the name: nothing is written at the place.
+    """
+    place, where, given = context.place, context.where, context.experiment
+    require_experiment(given)
+    if not context.resume:
+        require_unused(place)
+    require_reachable(where.address)
+    require_gpu_to_share(where.address, spec)
+    if where.address is None:
+        require_budget(spec)
+    tracker = open_tracker(where.storage_path, where.tracking_uri)
+    experiment = experiment_of(tracker, place.folder, given=given, usual=usual)
+    return tracker, experiment, resume_words(place, where, experiment, usual)
+
+
+def _train(spec: RunSpec, context: Context) -> Outcome:
+    place, where, folder = context.place, context.where, context.place.folder
+    tracker, experiment, words = _prepare(spec, context, cli.Run.experiment)
+    before = read_if_begun(folder) if context.resume else None
+    if before is not None and before.has_outcome:
+        say_how_it_ended(before)
+        if before.status != "failed (out_of_memory)":
+            with mirrored(place, has_own_log=False), recording(tracker, folder, words, experiment=experiment):
+                out.print(f"{folder.name} is {before.status}; what was not yet recorded is being recorded")
+            return Outcome(context=context, view=None, is_complete=before.status == "finished")
+    with (
+        resumable(words, place),
+        mirrored(place, has_own_log=False),
+        _ray(where, words),
+        recording(tracker, folder, words, experiment=experiment),
+    ):
+        specs, num_gpus = {folder.name: spec}, _num_gpus(spec, where.address)
+        with RunProgress(f"{spec.task}: {METHODS[spec.method]}", specs, goal=spec.goal, each_epoch=True) as progress:
+            outcomes = run_all(specs, place.parent, num_gpus=num_gpus, on_glance=progress.update, resume=context.resume)
+    outcome = outcomes[folder.name]
+    if isinstance(outcome, Exception):  # or input that only the actor could judge
+        raise outcome
+    view = view_run(read_run(folder))
+    context.show(view)
+    push_commands(place)
+    return Outcome(context=context, view=view)
+
+
+def _search(spec: SearchSpec, context: Context) -> Outcome:
+    place, where, folder = context.place, context.where, context.place.folder
+    tracker, experiment, words = _prepare(spec.base, context, cli.Search.experiment)
+    if not context.resume:
+        begin_search(spec, folder)
+    parent = search_parent(spec, folder)
+    mirror = mirrored(place, has_own_log=True)
+    with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, parent) as log:
+        with _ray(where, words):
+            num_gpus, shared = _num_gpus(spec.base, where.address), _shared(spec.base)
+            with RunProgress(f"{spec.base.task}: baselines and probe", goal=spec.base.goal) as progress:
+                prepared = prepare(spec, place, num_gpus=num_gpus, on_glance=progress.update, shared=shared)
+            title = f"{spec.base.task}: {spec.num_trials} trials"
+            with TrialProgress(title, spec.num_trials, folder / TRIALS, prepared.objective):
+                tune_trials(
+                    spec, prepared, place, num_gpus=num_gpus, resume=context.resume, shared=shared, claim=log.claim
+                )
+        record = read_search(folder)
+        view = view_search(record)
+        context.show(view)
+        mistakes = [run for run in record.trials if run.end is not None and run.end.cause in MISTAKES]
+        best = best_trial(record)
+        results = {} if best is None or best.end is None else best.end.results
+        log.append(_ending([run.name for run in mistakes], len(record.trials), results))
+    failures = [_said(run) for run in mistakes]
+    for text in failures:
+        err.print(text, style="red", markup=False, soft_wrap=True)
+    if failures:
+        err.print(f"`{words}` tries these again", markup=False, soft_wrap=True)
+    return Outcome(
+        context=context,
+        view=view,
+        is_complete=best is not None and not failures,
+        failures=failures,
+        num_finished=len(record.trials) - len(failures),
+    )
+
+
+def _said(run: RunRecord) -> str:
+    """Returns how a trial failed, and where its traceback is."""
+    trace = f"; the traceback is in {run.folder / ERROR}" if (run.folder / ERROR).exists() else ""
+    return f"{run.name} {run.status}: {run.end.message if run.end is not None else ''}{trace}"
+
+
+def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
+    place, where, folder = context.place, context.where, context.place.folder
+    tracker, experiment, words = _prepare(spec.base, context, cli.Compare.experiment)
+    if not context.resume:
+        begin_comparison(spec, folder)
+    info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
+    parent = Parent(name=folder.name, tags=info)
+    mirror = mirrored(place, has_own_log=True)
+    with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, parent) as log:
+        with _ray(where, words):
+            num_gpus = _num_gpus(spec.base, where.address)
+            if read_comparison(folder).choices is None:
+                _choose(spec, place, num_gpus)
+            todo = read_comparison(folder).unfinished()
+            with RunProgress(f"{spec.base.task}: comparison", todo, goal=spec.base.goal) as progress:
+                outcomes = run_all(todo, place, num_gpus=num_gpus, on_glance=progress.update, resume=True)
+        record = read_comparison(folder)
+        refused = next(iter(outcomes.values()), None)
+        if not record.runs and isinstance(refused, Exception):
+            raise refused  # none could begin: most likely input that only the actors could judge
+        failed = {
+            name: f"{name} failed: {run.end.message}" for name, run in record.failed.items() if run.end is not None
+        }
+        for name, outcome in outcomes.items():
+            if isinstance(outcome, Exception):
+                failed[name] = str(outcome) if isinstance(outcome, RunFailedError) else f"{name} failed: {outcome}"
+        view = view_comparison(record)
+        context.show(view)
+        log.append(_ending(list(failed), len(record.runs), summary_metrics(record)))
+    for name, text in failed.items():
+        err.print(text, style="red", markup=False, soft_wrap=True)
+        if name in record.runs and record.runs[name].has_outcome:
+            again = resume_words(place / name, where, experiment, experiment)
+            err.print(f"that is its outcome; `{again}` tries it again", soft_wrap=True)
+        error = outcomes.get(name)
+        if isinstance(error, Exception) and os.environ.get("TRIACCEL_TRACEBACK"):
+            err.print("".join(traceback.format_exception(error)), markup=False, soft_wrap=True)
+    return Outcome(
+        context=context,
+        view=view,
+        is_complete=not failed,
+        failures=list(failed.values()),
+        num_finished=sum(run.status == "finished" for run in record.runs.values()),
+    )
+
+
+def _ray(where: Where, words: str) -> AbstractContextManager[None]:
+    """Connects to Ray, which may take seconds, and says so at once; `words` resume what is broken off."""
+    doing = "using the" if ray.is_initialized() else "joining"
+    text = "starting Ray ..." if where.address is None else f"{doing} Ray at {display_address(where.address)} ..."
+    err.print(text, soft_wrap=True)
+    return cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}")
+
+
+def _choose(spec: ComparisonSpec, place: Place, num_gpus: float) -> None:
+    """Has the trials on validation samples run; the object store has these samples meanwhile, and no longer."""
+    shared = _shared(trial_of(spec.base))
+    with RunProgress(f"{spec.base.task}: trials on validation samples", goal=spec.base.goal) as progress:
+        choose(spec, place, num_gpus=num_gpus, on_glance=progress.update, shared=shared)
+
+
+def _ending(failed: Sequence[str], num_runs: int, results: Mapping[str, float]) -> End:
+    """Returns the last record of a search or comparison of which the runs `failed` are to be tried again."""
+    if not failed:
+        return End(status="finished", results=results)
+    message = f"{len(failed)} of {num_runs} runs failed: {', '.join(failed)}"
+    return End(status="failed", cause="runs", message=message, results=results)
+
+
+def _num_gpus(spec: RunSpec, address: str | None) -> float:
+    """Returns what each run asks Ray for: a GPU or its part of one, or none.
+
+    `--device cuda` asks for one also where no machine of the cluster has any: Ray lets the runs wait for a machine that
+    joins, and tells an autoscaler of them. `auto` uses what is there now, to the end.
+    """
+    if spec.device == "cpu":
+        return 0.0
+    if not gpus_available():
+        if address is None or spec.device == "auto":
+            if address is not None:
+                text = "the cluster has no GPU now: everything trains on CPUs; with --device cuda it waits for a GPU"
+                err.print(text, style="yellow", markup=False, soft_wrap=True)
+            return 0.0
+        text = "the cluster has no GPU yet: what is to be trained waits for a machine with one to join"
+        err.print(text, style="yellow", markup=False, soft_wrap=True)
+    return gpu_fraction(spec.trials_per_gpu)
+
+
+def _shared(spec: RunSpec) -> SharedSplits | None:
+    """Returns the samples in the object store; None, and says why, where every run has to read them itself."""
+    try:
+        return share_splits(spec)
+    except NotSharedError as error:
+        err.print(f"every trial reads the samples itself: {error}", style="yellow", markup=False, soft_wrap=True)
+        return None
+
+
+@contextlib.contextmanager
+def _parent(
+    tracker: Tracker, folder: Path, words: str, experiment: str, control: ControlConfig, parent: Parent
+) -> Iterator[EventLog]:
+    """Yields the log that stands for the whole of a search or comparison, everything below it being recorded.
+
+    Work that is broken off ends the log too, so that nothing stays "running" for ever; `resume`, of which `words` are
+    the command, cuts the end away.
+    """
+    with needing_room(folder):
+        log = EventLog(folder / EVENTS, keep=1 if has_begun(folder) else 0)
+        if log.num_records == 0:
+            log.append(Start(control=control, info=parent.tags))
+    with recording(tracker, folder, words, experiment=experiment, parent=parent):
+        try:
+            yield log
+        except BaseException as error:
+            stopped = isinstance(error, KeyboardInterrupt)
+            end = End(status="stopped") if stopped else End(status="failed", cause=cause_of(error), message=str(error))
+            # A full disk, perhaps, or another process that goes on: what is raised says it all.
+            with contextlib.suppress(OSError, TakenOverError):
+                log.append(end)
+            raise
+        finally:
+            with needing_room(folder):
+                log.close()

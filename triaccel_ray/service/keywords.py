@@ -1,0 +1,118 @@
+"""The options of a command as keywords of a Python function: declared once, in the dataclasses of the command line."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, Final, TypeVar, get_type_hints
+
+import tyro
+
+from trainables.registry import name_of
+from triaccel_ray.jsonable import decode
+from triaccel_ray.service.options import Size
+from triaccel_ray.service.storage.place import Place
+
+C = TypeVar("C")
+F = TypeVar("F", bound=Callable[..., Any])
+_PATHS: Final[Mapping[Any, Callable[[str], Any]]] = {Place: Place, Path | None: Path}
+"""Type of an option that is a path -> what makes it of a text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keyword:
+    """One option."""
+
+    name: str
+    kind: Any
+    """Type of its value in the dataclass."""
+    default: Any
+    is_size: bool
+    """Whether it is an amount of memory, which may also be a number of bytes."""
+
+    def read(self, given: Any) -> Any:
+        """Returns the value for the dataclass.
+
+        Raises:
+            ValueError: what was given is no value of this option; the message says what is.
+        """
+        make, kind = _PATHS.get(self.kind), self.kind
+        if make is not None:
+            given = os.fspath(given) if isinstance(given, os.PathLike) else given
+            kind = str | None if self.default is None else str
+        elif isinstance(given, tuple):
+            given = list(given)
+        elif self.is_size and type(given) is int:
+            given = f"{given}B"
+        value = decode(kind, given, self.name)
+        return value if make is None or value is None else make(value)
+
+    @property
+    def parameter(self) -> inspect.Parameter:
+        """The option in the signature of a function."""
+        kind, default = self.kind, self.default
+        if self.kind in _PATHS:
+            kind, default = str | Path if default is not None else str | Path | None, default and default.storage
+        elif self.is_size:
+            kind = str | int | None
+        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def keywords(command: type) -> Iterator[Keyword]:
+    """Yields the options of a command and of its groups, those left out that its help hides."""
+    kinds, marked = get_type_hints(command), get_type_hints(command, include_extras=True)
+    for each in fields(command):
+        marks = getattr(marked[each.name], "__metadata__", ())
+        if tyro.conf.OmitArgPrefixes in marks:
+            yield from keywords(kinds[each.name])
+        elif tyro.conf.Suppress not in marks and each.default is not MISSING:
+            is_size = marked[each.name] == Size
+            yield Keyword(name=each.name, kind=kinds[each.name], default=each.default, is_size=is_size)
+
+
+def command_of(command: type[C], task: Any, options: Mapping[str, Any]) -> C:
+    """Returns the command on `task`, a name or a class, with these options.
+
+    Raises:
+        TypeError: there is no such option, and the message names the nearest; or the task is neither.
+        ValueError: a value is none of its option's, or other processes cannot import the task.
+    """
+    known = {each.name: each for each in keywords(command)}
+    for name in options.keys() - known.keys():
+        function = command.__name__.lower()
+        close = difflib.get_close_matches(name, known, n=1)
+        meant = f", did you mean {close[0]}?" if close else ";"
+        raise TypeError(
+            f"{function}() got an unexpected keyword argument {name!r}{meant} help({function}) lists all options"
+        )
+    values = {name: known[name].read(given) for name, given in options.items()}
+    return _filled(command, {**values, "task": name_of(task)})
+
+
+def _filled(kind: type[C], values: Mapping[str, Any]) -> C:
+    """Returns the dataclass with those of the values that are its own, and its groups likewise."""
+    kinds, marked = get_type_hints(kind), get_type_hints(kind, include_extras=True)
+    own = {}
+    for name in kinds:
+        if tyro.conf.OmitArgPrefixes in getattr(marked[name], "__metadata__", ()):
+            own[name] = _filled(kinds[name], values)
+        elif name in values:
+            own[name] = values[name]
+    return kind(**own)
+
+
+def with_options_of(command: type) -> Callable[[F], F]:
+    """Has editors, notebooks and `help` show the options of the command as keywords of the function."""
+
+    def show(function: F) -> F:
+        own = inspect.signature(function)
+        task, _ = own.parameters.values()
+        parameters = [task, *(each.parameter for each in keywords(command))]
+        vars(function)["__signature__"] = own.replace(parameters=parameters)
+        return function
+
+    return show
