@@ -7,6 +7,7 @@ import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import singledispatch
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from triaccel_ray.service.comparisons.comparison import (
 from triaccel_ray.service.console import err, out, rich_table
 from triaccel_ray.service.doctor import show_findings
 from triaccel_ray.service.failures import RunFailedError, StoreError, cause_of, needing_room
+from triaccel_ray.service.hand_over import hand_over
 from triaccel_ray.service.jobs import job_commands
 from triaccel_ray.service.locating import find, storage_of
 from triaccel_ray.service.mlflow_ui import require_store, show
@@ -96,6 +98,7 @@ def _(command: cli.Run) -> int:
         seed=command.seed,
         purpose=purpose,
     )
+    spec = replace(spec, keep=command.keep, register=command.register)
     place = storage_of(command.where) / new_name(command.name, command.task, command.method)
     return _train(spec, place, command.where, command.experiment, resume=False)
 
@@ -225,6 +228,7 @@ def _train(spec: RunSpec, place: Place, where: Where, given: str | None, *, resu
         if before.status != "failed (out_of_memory)":
             with mirrored(place, has_own_log=False), recording(tracker, folder, words, experiment=experiment):
                 out.print(f"{folder.name} is {before.status}; what was not yet recorded is being recorded")
+            hand_over(before, place, tracker, words)
             return int(before.status != "finished")
     with (
         resumable(words, place),
@@ -238,8 +242,10 @@ def _train(spec: RunSpec, place: Place, where: Where, given: str | None, *, resu
     outcome = outcomes[folder.name]
     if isinstance(outcome, Exception):  # or input that only the actor could judge
         raise outcome
-    view_run(read_run(folder))
+    run = read_run(folder)
+    view_run(run)
     push_commands(place)
+    hand_over(run, place, tracker, words)
     point_to(place, where)
     return 0
 
