@@ -30,7 +30,14 @@ def save_checkpoint(
     previous: Path | None = None,
     confirm: Callable[[], None] | None = None,
 ) -> None:
-    """Writes `state` (tensors, numbers, strings, lists and dicts of them) to `path`, atomically.
+    """Writes `state` (tensors, numbers, strings, lists and dicts of them) to `path`, as `save_durably` does."""
+    save_durably(path, {"format": FORMAT, "state": state}, previous=previous, confirm=confirm)
+
+
+def save_durably(
+    path: Path, content: Any, *, previous: Path | None = None, confirm: Callable[[], None] | None = None
+) -> None:
+    """Writes `content` to `path` for `torch.load`, atomically.
 
     The file appears under its name only when it is whole on the disk, so a crash leaves the one before. That one is
     kept as `previous`, where a name is given. `confirm` is called just before: if it raises, all stays as it was.
@@ -39,7 +46,7 @@ def save_checkpoint(
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
-            torch.save({"format": FORMAT, "state": state}, file)
+            torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         if confirm is not None:

@@ -108,6 +108,8 @@ class End:
     message: str = ""
     results: Mapping[str, float] = field(default_factory=dict)
     """Final metrics."""
+    kept_epoch: int | None = None
+    """The epoch whose weights the run leaves behind; None where it leaves none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,6 +61,12 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("run digits --amp fp8", ("--amp", "fp16", "bf16")),
     ("run digits --batch-size 0", ("batch start = 0: must be",)),
     ("run digits --seed -1", ("seed = -1: must",)),
+    ("run digits --keep first", ("--keep", "last", "best")),
+    ("run digits --keep best --final", ("keep = 'best': a final run has", "leave out --final, or --keep best")),
+    *(
+        (f"run digits --register {name}", (f"register = {shown}: must name a model", "without '/' and ':'"))
+        for name, shown in (("''", "''"), ("a/b", "'a/b'"), ("models:mine", "'models:mine'"))
+    ),
     ("run digits --memory-budget much", ("amount of memory = 'much'", "such as 2GiB")),
     ("run digits --memory-budget 2", ("amount of memory = '2'", "with a unit, such as 2GiB")),
     *(

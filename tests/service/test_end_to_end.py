@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 import tyro
 
 from search_spaces.found import Found
+from tests.build import same
 from tests.service.own_task import own_spec, write_module
 from tests.service.stores import Recorded, runs
 from trainables.task import Purpose
@@ -30,7 +32,7 @@ from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.searches.finding import FOUND
 from triaccel_ray.service.searches.search import best_trial, read_search
-from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, SPEC
+from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, MODEL, SPEC
 from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.service.translation import command_of, spec_from
 
@@ -143,6 +145,8 @@ def test_a_search_end_to_end(
     for name in ("FP32", "AMP", *(trial.name for trial in record.trials)):
         assert name in said
 
+    assert not list(record.folder.rglob(MODEL))  # a hundred trials must not fill the disk
+
     best = best_trial(record)
     assert best is not None
     (pasted,) = [line for line in said.splitlines() if line.startswith("triaccel run")]
@@ -229,6 +233,7 @@ def test_a_comparison_end_to_end(
     (tried,) = set(record.trials) - {"amp-recipe", "amp-recipe1", "fixed-recipe1"}
     assert re.fullmatch(r"fixed-(bf16|fp32)-\d+", tried)  # a CPU may have one precision only
     assert {run.status for run in (*record.trials.values(), *record.runs.values())} == {"finished"}
+    assert not list(folder.rglob(MODEL))
     assert all(run.spec.purpose is Purpose.SEARCH for run in record.trials.values())
     table = (folder / "comparison.md").read_text()
     for name in ("amp-seed0", "fixed-seed0"):
@@ -293,7 +298,7 @@ def test_an_interrupted_run_of_a_users_own_task_ends_as_if_it_had_not_been(
     own = ("--epochs", "3", "--seed", "2", "--device", "cpu")
     assert desk.type("run", task, "--name", "whole", *own) == 0
     whole = read_run(desk.storage / "whole")
-    assert whole.spec == own_spec(task, seed=2)
+    assert whole.spec == own_spec(task, seed=2, keep="last")
 
     cut = desk.storage / "cut"
     worker = Worker(whole.spec, cut)
@@ -310,6 +315,8 @@ def test_an_interrupted_run_of_a_users_own_task_ends_as_if_it_had_not_been(
         assert resumed.end.results[name] == whole.end.results[name]
     assert [epoch.train_loss for epoch in resumed.epochs] == [epoch.train_loss for epoch in whole.epochs]
     assert _plans(cut) == _plans(desk.storage / "whole")
+    kept, undisturbed = (torch.load(folder / MODEL) for folder in (cut, desk.storage / "whole"))
+    assert same(kept, undisturbed)
 
 
 def _plans(folder: Path) -> list[object]:

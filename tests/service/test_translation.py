@@ -4,7 +4,7 @@ import math
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import tyro
@@ -111,6 +111,13 @@ def test_another_method_and_its_precision_are_kept() -> None:
     precision = replace(BASE.control.precision, initial=Precision.FP32)
     spec = replace(BASE, method="fixed", control=replace(BASE.control, precision=precision))
     assert typed(command_of(spec)) == spec
+
+
+@pytest.mark.parametrize("keep", [None, "last", "best"])
+def test_weights_that_are_not_the_last_ones_are_asked_for_again(keep: Literal["last", "best"] | None) -> None:
+    words = command_of(replace(BASE, keep=keep, register="mine"))
+    again: Any = tyro.cli(cli.Command, prog="triaccel", args=shlex.split(words)[1:])
+    assert (again.keep, again.register) == (keep or "last", None)  # who trains again need not want a second version
 
 
 def test_a_bound_by_the_noise_scale_is_kept() -> None:

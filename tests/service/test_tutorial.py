@@ -48,8 +48,21 @@ def connected(address: str) -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture
+def own_tracking_uri() -> Iterator[None]:
+    """One of the programs sets MLflow's, which holds for the whole process."""
+    yield
+    import mlflow
+
+    mlflow.set_tracking_uri(None)
+
+
 def test_the_tutorial_can_be_followed(
-    cluster_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own_tracking_uri: None,
+    cluster_address: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     programs, commands = [], []
@@ -64,9 +77,9 @@ def test_the_tutorial_can_be_followed(
             if line.startswith("triaccel ") and line.split()[1] not in TAKES_LONG:
                 commands.append(line.removeprefix("triaccel "))
                 assert typed(commands[-1], cluster_address) == 0, (line, *capsys.readouterr())
-    models = ["wide.py", "my_model.py", "my_data.py", "my_recipe.py"]
-    assert programs == [*models, "spirals.py", "regression.py", "my_search.py", "my_trainer.py"]
-    assert [command.split()[0] for command in commands].count("run") == 2
+    first = ["wide.py", "my_model.py", "my_data.py", "my_recipe.py", "spirals.py", "use.py", "use_registered.py"]
+    assert programs == [*first, "regression.py", "my_search.py", "my_trainer.py"]
+    assert [command.split()[0] for command in commands].count("run") == 3
     said = capsys.readouterr().out
     assert "replayed under its own configuration: every decision is the same" in said
     assert read_run(tmp_path / "triaccel-runs" / "mine").status == "finished"

@@ -50,6 +50,14 @@ Method = Literal["triaccel", "fp32", "amp", "engine-amp", "fixed", "dynamic-batc
 """The methods that a user may name; a search has one more, the probe."""
 # Long ones: of a field's docstring tyro would keep the line breaks.
 METHOD_HELP = "How to train. " + "; ".join(f"{name}: {METHODS[name]}" for name in get_args(Method)) + "."
+KEEP_HELP = (
+    "Weights that model.pt in the run's folder holds: of the last epoch, or of the one that was best on the validation "
+    "samples."
+)
+REGISTER_HELP = (
+    'Register the trained model in MLflow under this name. `mlflow.pytorch.load_model("models:/NAME/1")` loads it, and '
+    "imports the module of the task for that."
+)
 OBJECTIVE_HELP = (
     "What to optimize among trials within --margin of AMP. metric is what the task is judged by, such as accuracy. "
     "pareto draws trials for metric, time and memory at once, and ranks them by score."
@@ -83,6 +91,8 @@ class Run:
     """Seed of initialization, sample order and augmentation."""
     final: Flag = False
     """Train on training and validation samples, and read the test set once, at the end."""
+    keep: Annotated[Literal["last", "best"], tyro.conf.arg(help=KEEP_HELP)] = "last"
+    register: Annotated[Name, tyro.conf.arg(help=REGISTER_HELP)] = None
     name: Name = None
     """Name of the run. Default: task, method and time."""
     experiment: NewName = "triaccel-runs"

@@ -37,6 +37,7 @@ from triaccel_ray.service.comparisons.comparison import (
 )
 from triaccel_ray.service.console import err, out
 from triaccel_ray.service.failures import RunFailedError, cause_of, needing_room
+from triaccel_ray.service.hand_over import hand_over
 from triaccel_ray.service.locating import find, storage_of
 from triaccel_ray.service.next_steps import ONCE_IT_IS_BACK, resumable, resume_words, say_how_it_ended
 from triaccel_ray.service.options import Where
@@ -129,6 +130,7 @@ def _(command: cli.Run, show: Callable[[View], None] = ignore) -> Outcome:
         seed=command.seed,
         purpose=Purpose.FINAL if command.final else Purpose.SEARCH,
     )
+    spec = replace(spec, keep=command.keep, register=command.register)
     return _train(spec, _context(command, command.method, show))
 
 
@@ -191,6 +193,7 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
         if before.status != "failed (out_of_memory)":
             with mirrored(place, has_own_log=False), recording(tracker, folder, words, experiment=experiment):
                 out.print(f"{folder.name} is {before.status}; what was not yet recorded is being recorded")
+            hand_over(before, place, tracker, words)
             return Outcome(context=context, view=None, is_complete=before.status == "finished")
     with (
         resumable(words, place),
@@ -204,9 +207,11 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
     outcome = outcomes[folder.name]
     if isinstance(outcome, Exception):  # or input that only the actor could judge
         raise outcome
-    view = view_run(read_run(folder))
+    run = read_run(folder)
+    view = view_run(run)
     context.show(view)
     push_commands(place)
+    hand_over(run, place, tracker, words)
     return Outcome(context=context, view=view)
 
 

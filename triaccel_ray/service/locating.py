@@ -41,7 +41,7 @@ def find(name: str, where: Where, *, writable: bool = False) -> Place:
 
     No link leads out of that one.
 
-    What a store has of it, checkpoints apart, has been taken.
+    What a store has of it, checkpoints and models apart, has been taken.
 
     Raises:
         ValueError: there is none, the name is none, or a link leads out of it.

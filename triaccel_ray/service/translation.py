@@ -89,6 +89,7 @@ def command_of(spec: RunSpec) -> str:
     """
     words = ["triaccel", "run", spec.task, "--epochs", str(spec.recipe.epochs)]
     words += ["--method", spec.method] if spec.method != "triaccel" else []
+    words += ["--keep", "best"] if spec.keep == "best" else []
     thresholds = {} if spec.is_baseline else _thresholds(spec.control)  # there they do not act
     words += _option_words({**thresholds, **_not_default(spec)})
     words += _memory_words(spec)

@@ -101,6 +101,11 @@ def test_the_initial_precision_of_low_methods_is_the_users() -> None:
         ({"device": "tpu"}, "device = 'tpu': must be one of auto, cpu, cuda"),
         ({"memory_budget_bytes": 0}, "memory budget (bytes) = 0: must"),
         ({"memory_budget_bytes": -5}, "memory budget (bytes) = -5: must"),
+        ({"keep": "best", "purpose": Purpose.FINAL}, "keep = 'best': a final run has no validation samples to choose"),
+        *(
+            ({"register": name}, f"register = {name!r}: must name a model in 1 to 200 printable characters")
+            for name in ("", " ", "a/b", "a:1", ".", "..", "a\nb", "x" * 201)
+        ),
         ({"memory_budget_bytes": 10, "memory_headroom_bytes": 5}, "memory headroom = 5: give a budget or a headroom"),
     ],
 )

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.build import same
 from tests.service.own_task import own_spec
 from tests.service.waiting import DEADLINE_S, wait_until
 from triaccel_ray.events import EventLog, TakenOverError, read_events
@@ -24,7 +26,7 @@ from triaccel_ray.service.runs.actor import RunActor
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.searches import finding, search
 from triaccel_ray.service.storage import mirroring
-from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, PREVIOUS, SPEC
+from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, MODEL, PREVIOUS, SPEC
 from triaccel_ray.service.storage.mirror import (
     COMMAND,
     LOG,
@@ -82,7 +84,14 @@ def write(folder: Path, **files: str) -> None:
         (folder / NAMES[name]).write_text(text)
 
 
-NAMES = {"spec": SPEC, "log": EVENTS, "checkpoint": CHECKPOINT, "previous": PREVIOUS, "recorded": "mlflow.json"}
+NAMES = {
+    "spec": SPEC,
+    "log": EVENTS,
+    "checkpoint": CHECKPOINT,
+    "previous": PREVIOUS,
+    "model": MODEL,
+    "recorded": "mlflow.json",
+}
 
 
 def test_the_files_of_a_command_are_those_that_its_modules_write() -> None:
@@ -92,13 +101,13 @@ def test_the_files_of_a_command_are_those_that_its_modules_write() -> None:
 
 def test_a_copy_becomes_what_another_machine_brought(machines: Machines) -> None:
     here = machines.move_to("a")
-    write(here, spec="s", log="1\n2\n", checkpoint="after 2", previous="after 1")
+    write(here, spec="s", log="1\n2\n", checkpoint="after 2", previous="after 1", model="of 2")
     (here / f".{CHECKPOINT}.1.partial").write_text("torn")
     (here / "mlflow.db").write_text("a database")
     mirror = Mirror(machines.place, RUN)
     assert mirror.push()
     assert not mirror.push()  # nothing has changed
-    brought = {SPEC, EVENTS, CHECKPOINT}
+    brought = {SPEC, EVENTS, CHECKPOINT, MODEL}
     assert set(os.listdir(machines.store / "run")) == brought
     there = machines.move_to("b")
     assert mirror.pull(RUN.files)
@@ -106,6 +115,7 @@ def test_a_copy_becomes_what_another_machine_brought(machines: Machines) -> None
         SPEC: "s",
         EVENTS: "1\n2\n",
         CHECKPOINT: "after 2",
+        MODEL: "of 2",
     }
     assert not mirror.pull(RUN.files)
     write(there, log="1\n2\n3\n4\n")
@@ -134,7 +144,7 @@ def test_who_only_looks_takes_logs_and_drops_a_checkpoint_that_no_longer_fits(ma
     here, mirror = machines.move_to("a"), Mirror(machines.place, RUN)
     write(here, spec="s", log="1\n")
     mirror.push()
-    write(here, checkpoint="of a process that was lost")
+    write(here, checkpoint="of a process that was lost", model="likewise")
     there = machines.move_to("b")
     mirror.pull(RUN.files)
     write(there, log="1 anew\n")
@@ -143,6 +153,7 @@ def test_who_only_looks_takes_logs_and_drops_a_checkpoint_that_no_longer_fits(ma
     pull_logs(Place(machines.place.storage))
     assert (here / EVENTS).read_text() == "1 anew\n"
     assert not (here / CHECKPOINT).exists()
+    assert not (here / MODEL).exists()
 
 
 def test_a_reader_never_finds_a_checkpoint_ahead_of_its_log(machines: Machines) -> None:
@@ -180,6 +191,47 @@ def test_a_reader_never_finds_a_checkpoint_ahead_of_its_log(machines: Machines) 
             num_records = int((taken / CHECKPOINT).read_text())
             assert len((taken / EVENTS).read_text().splitlines()) >= num_records
             counts.add(num_records)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_reader_never_finds_the_end_of_a_run_without_its_model(machines: Machines) -> None:
+    """A run writes on while it is pushed, each time a model before the record that speaks of it."""
+    here, mirror = machines.move_to("a"), Mirror(machines.place, RUN)
+    write(here, log="", spec="s")
+    store, stop = Store(machines.place.storage), threading.Event()
+
+    def train() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            (here / "new").write_text(str(number))
+            (here / "new").replace(here / MODEL)
+            with (here / EVENTS).open("a") as log:
+                log.write(f"{number}\n")
+
+    def push() -> None:
+        while not stop.is_set():
+            mirror.push()
+
+    threads = [threading.Thread(target=work) for work in (train, push)]
+    for thread in threads:
+        thread.start()
+    taken = machines.root / "taken"
+    taken.mkdir()
+    try:
+        wait_until((machines.store / "run" / EVENTS).exists)
+        counts = set()
+        deadline = time.monotonic() + DEADLINE_S
+        while len(counts) < 20:
+            assert time.monotonic() < deadline
+            for name in (EVENTS, MODEL):
+                store.read(f"run/{name}", taken / name)
+            last = len((taken / EVENTS).read_text().splitlines())
+            assert int((taken / MODEL).read_text()) >= last
+            counts.add(last)
     finally:
         stop.set()
         for thread in threads:
@@ -327,7 +379,7 @@ def losses(log: Path) -> list[float]:
 
 
 def test_a_run_goes_on_on_another_machine_and_equals_an_undisturbed_one(machines: Machines, task: str) -> None:
-    spec = own_spec(task)
+    spec = own_spec(task, keep="best")
     whole = RunActor(spec, Place(str(machines.root / "whole")))
     whole.setup(resume=False)
     expected = [whole.train_epoch().train_loss for _ in range(3)]
@@ -348,6 +400,8 @@ def test_a_run_goes_on_on_another_machine_and_equals_an_undisturbed_one(machines
     assert (run.status, [epoch.train_loss for epoch in run.epochs]) == ("finished", expected)
     assert [each.epoch for each in run.interruptions] == [1]
     assert (machines.store / "run" / EVENTS).read_bytes() == (there / EVENTS).read_bytes()
+    kept, undisturbed = (torch.load(folder / MODEL) for folder in (machines.store / "run", machines.root / "whole"))
+    assert same(kept, undisturbed)
     first._copy._pushing, first._copy._lock = None, None  # the machine is lost
     first._get().close()
 

@@ -10,9 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.build import same
 from tests.service.stores import Server, free_port, runs
 from triaccel_ray.service.tracking import tracking
+from triaccel_ray.service.tracking.model_registry import ARTIFACT, register
 from triaccel_ray.service.tracking.tracking import RUN_KEY_TAG, Tracker, TrackingUnavailableError, without_credentials
 
 
@@ -175,7 +178,9 @@ def test_another_server_is_refused(tmp_path: Path, answer: bytes, rule: str) -> 
         thread.join()
 
 
-def test_artifacts_are_found_where_the_folder_was_moved_to(sqlite_tracker: Tracker, tmp_path: Path) -> None:
+def test_artifacts_are_found_where_the_folder_was_moved_to(
+    sqlite_tracker: Tracker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copy(sqlite_tracker.uri.removeprefix("sqlite:///"), tmp_path / "mlflow.db")
     before, after = tmp_path / "before", tmp_path / "a new place"
     before.mkdir()
@@ -184,13 +189,19 @@ def test_artifacts_are_found_where_the_folder_was_moved_to(sqlite_tracker: Track
     first, second = (tracker.open_run("moved", name, key=name) for name in ("first", "second"))
     (tmp_path / "text").write_text("text")
     tracker.client.log_artifact(first, str(tmp_path / "text"))
+    model = torch.nn.Linear(2, 1)
+    assert register(tracker, first, "moved", lambda: model, {}) == "1"
     elsewhere = tmp_path / "another storage folder" / "artifacts"
     elsewhere.mkdir(parents=True)
     other = tracker.client.create_experiment("other", artifact_location=elsewhere.as_uri())
     before.rename(after)
 
     moved = Tracker(f"sqlite:///{after}/mlflow.db", after / "artifacts")
-    assert [item.path for item in moved.client.list_artifacts(first)] == ["text"]
+    assert [item.path for item in moved.client.list_artifacts(first)] == [ARTIFACT, "text"]
+    import mlflow.pytorch
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", moved.uri)
+    assert same(dict(mlflow.pytorch.load_model("models:/moved/1").state_dict()), dict(model.state_dict()))
     moved.client.log_artifact(second, str(tmp_path / "text"))
     new = moved.open_run("moved", "third", key="third")
     moved.client.log_artifact(new, str(tmp_path / "text"))

@@ -21,6 +21,8 @@ _WAY_OUT = "begin a new comparison"
 COMPARISON = "comparison.json"
 CHOICES = "choices.json"
 TRIALS = "trials"
+PROBE = "probe"
+"""A method of searches alone."""
 REFERENCE = "amp"
 """The method that the others are tested against."""
 ABLATION: Mapping[str, str] = {

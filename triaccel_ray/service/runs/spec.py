@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -61,6 +62,11 @@ class RunSpec:
     """Runs that share a GPU, this one counted; each may hold its part of the memory, and timings are marked."""
     goal: Goal = field(default_factory=Goal)
     """What the task is judged by."""
+    keep: Literal["last", "best"] | None = None
+    """Whose weights the run leaves in its folder: the last epoch's, or those of the epoch that was best by the goal on
+    the validation samples. None: no weights, as of trials and of runs that are compared."""
+    register: str | None = None
+    """Name by which MLflow's model registry gets the trained model; None: it does not."""
 
     def __post_init__(self) -> None:
         require(self.method in METHODS, "method", self.method, f"must be one of {', '.join(METHODS)}")
@@ -73,6 +79,10 @@ class RunSpec:
         require(self.trials_per_gpu <= MAX_TRIALS_PER_GPU, "trials-per-gpu", self.trials_per_gpu, rule)
         rule = "a run on the CPU has no GPU to share; leave it out, or --device cpu"
         require(self.trials_per_gpu == 1 or self.device != "cpu", "trials-per-gpu", self.trials_per_gpu, rule)
+        rule = "a final run has no validation samples to choose an epoch by: leave out --final, or --keep best"
+        require(self.keep != "best" or self.purpose is not Purpose.FINAL, "keep", self.keep, rule)
+        rule = "must name a model in 1 to 200 printable characters, without '/' and ':', and not begin with '.'"
+        require(self.register is None or _is_model_name(self.register), "register", self.register, rule)
         if self.memory_headroom_bytes is not None:
             require_integer("memory headroom (bytes)", self.memory_headroom_bytes, low=1)
         if self.memory_budget_bytes is not None:
@@ -186,6 +196,12 @@ def commit_of(folder: Path) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _is_model_name(name: str) -> bool:
+    """Returns whether MLflow takes `name` for a registered model's."""
+    is_legal = name.isprintable() and not name.startswith(".") and not {"/", ":"} & set(name)
+    return is_legal and bool(name.strip()) and len(name) <= 200
 
 
 def _cpu_name() -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.checkpoint import CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
 from triaccel_ray.config import require
 from triaccel_ray.dry_run import refusing_exits, users_lines
-from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Record, Start, TakenOverError
+from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Record, TakenOverError
 from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.lean_memory import hold_less
 from triaccel_ray.loop import ControlLoop
@@ -36,11 +35,13 @@ from triaccel_ray.service.failures import (
     set_damage_aside,
     write_traceback,
 )
+from triaccel_ray.service.runs.beginning import start_record
 from triaccel_ray.service.runs.building import build_loop, fitted_control, is_finite, seed_everything, splits_of
 from triaccel_ray.service.runs.gpu_share import hold_to_part
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import ONE_VIEW
-from triaccel_ray.service.runs.spec import RunSpec, environment
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.trained_model import TrainedModel
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, REPLACED, SPEC, write_value
 from triaccel_ray.sources import delivered
 
@@ -99,6 +100,7 @@ class Worker:
         self._log: EventLog | None = None
         self._writing = threading.Lock()
         self._times = EpochTimes()
+        self._trained = TrainedModel(spec, folder)
         self._one_view: Mapping[str, float] = {}
         self.last: Epoch | None = None
         """The last epoch's record."""
@@ -145,7 +147,7 @@ class Worker:
             raise ValueError(f"folder {self.folder} holds a run already: resume it, or choose another name")
         self._write_spec()
         self._open_log(keep=0)
-        self._append(self._start_record())
+        self._append(start_record(self.spec, self._control, self.device, self.loop.memory))
 
     def resume(self) -> int:
         """Goes on from the newest checkpoint that is whole, or begins anew where there is none; the log says which.
@@ -165,7 +167,7 @@ class Worker:
         earlier, latest = broken_off(self.folder / EVENTS)
         if damage:
             latest = Interruption(cause="damaged", message=damage, epoch=0)
-        for torn in self.folder.glob(f".{CHECKPOINT}.*.partial"):
+        for torn in self.folder.glob(".*.pt.*.partial"):
             torn.unlink()  # of a process that was lost while it wrote
         unusable = []
         for path in (self.folder / CHECKPOINT, self.folder / PREVIOUS):
@@ -235,6 +237,7 @@ class Worker:
         )
         self._append(record)
         self.last = record
+        self._trained.after_epoch(record, self.loop.model, self._confirm)
         return record
 
     def finish(self) -> dict[str, float]:
@@ -272,7 +275,8 @@ class Worker:
             "limit_gb": memory.limit_bytes / BYTES_PER_GB,
             "epochs": float(last.epoch),
         }
-        self._append(End(status="finished", results=results))
+        kept_epoch = self._trained.finish(last, self.loop.model, self._confirm)
+        self._append(End(status="finished", results=results, kept_epoch=kept_epoch))
         return results
 
     def stop(self) -> None:
@@ -332,6 +336,7 @@ class Worker:
             "log_checksum": checksum,
             "epoch_times": self._times.state_dict(),
             "last": None if self.last is None else encode(self.last),
+            "trained_model": self._trained.state_dict(self.last),
         }
         with needing_room(path.parent):
             if log is not None:
@@ -363,6 +368,7 @@ class Worker:
         self._times.load_state_dict(state["epoch_times"])
         if state["last"] is not None:
             self.last = decode(Epoch, state["last"])
+        self._trained.load_state_dict(state.get("trained_model"), self.loop.model, self._confirm)
 
     def status(self) -> Status | None:
         """Returns a glance at the run; safe to call from another thread while it trains. None once it is closed."""
@@ -419,20 +425,6 @@ class Worker:
             del loop
             memory.release()
 
-    def _start_record(self) -> Start:
-        spec = self.spec
-        info = {"task": spec.task, "method": spec.method, "seed": str(spec.seed), "purpose": spec.purpose.value}
-        recipe: dict[str, Any] = {f"recipe.{name}": value for name, value in encode(spec.recipe).items()}
-        if spec.trials_per_gpu > 1:
-            info["trials_per_gpu"] = str(spec.trials_per_gpu)
-        info["memory_source"] = self.loop.memory.source
-        return Start(
-            control=self._control,
-            goal=spec.goal,
-            info={**info, **environment(self.device)},
-            parameters={**recipe, "memory_limit_bytes": self.loop.memory.limit_bytes},
-        )
-
     def _judge(self) -> Evaluation:
         with refusing_exits():
             judged = self.loop.evaluate(self._held_out, self._task.metrics, is_last=self.finished)
@@ -447,6 +439,11 @@ class Worker:
             raise NonFiniteLossError(f"{name} of held-out samples is {judged.metrics[name]}{self._way_out()}")
         self._one_view = judged.one_view
         return judged
+
+    @property
+    def _confirm(self) -> Callable[[], None] | None:
+        """Raises where another process goes on with the run; None before this one writes a log."""
+        return None if self._log is None else self._log.claim.require
 
     def _way_out(self) -> str:
         in_fp16 = self.spec.method == "amp" and self.spec.recipe.amp == "fp16" and self.device.type == "cuda"

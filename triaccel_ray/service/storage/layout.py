@@ -15,6 +15,8 @@ T = TypeVar("T")
 CHECKPOINT = "checkpoint.pt"
 PREVIOUS = "checkpoint.previous.pt"
 """The checkpoint before, for the case that the newest cannot be read."""
+MODEL = "model.pt"
+"""The trained model: the `state_dict` of the model that the task returns, on the CPU."""
 EVENTS = "events.jsonl"
 DAMAGED = "events.damaged.jsonl"
 """A log that could not be read to its end, set aside when its run went on."""

@@ -5,7 +5,8 @@ Beside them stands what store and copy held when they were last the same. If the
 run went on somewhere else, and the copy becomes what the store holds; if not, the copy is newer, and is brought there.
 
 A checkpoint counts records of its log. So that whoever takes both finds at least as many in the log, a log is brought
-to the store before the checkpoint, but opened after it, and taken from the store after the checkpoint.
+to the store before the checkpoint, but opened after it, and taken from the store after the checkpoint. The trained
+model is brought before the log and opened after it: a log that says how the run ended has the model beside it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from triaccel_ray.service.storage.layout import (
     DAMAGED,
     ERROR,
     EVENTS,
+    MODEL,
     PREVIOUS,
     REPLACED,
     SPEC,
@@ -51,7 +53,7 @@ class Part:
 
 LOG = (SPEC, ERROR, DAMAGED, REPLACED, EVENTS)
 """What is needed to look at a run, not to go on with it; the log last, which says what the others hold."""
-RUN = Part(name="run", files=(*LOG, CHECKPOINT), bound=(CHECKPOINT, PREVIOUS), passing=(ERROR,))
+RUN = Part(name="run", files=(MODEL, *LOG, CHECKPOINT), bound=(MODEL, CHECKPOINT, PREVIOUS), passing=(ERROR,))
 """Written where a run is trained; of a search or comparison, its own log, written by the command."""
 COMMAND = Part(
     name="command",
@@ -169,14 +171,15 @@ class Mirror:
             opened = {}
             for file in reversed(self.part.files):  # a checkpoint first: what the log then holds is enough for it
                 with contextlib.suppress(FileNotFoundError):
-                    opened[file] = open_files.enter_context((self.folder / file).open("rb"))
+                    stream = open_files.enter_context((self.folder / file).open("rb"))
+                    opened[file] = stream, _of(os.fstat(stream.fileno()))  # what a log gets from here on comes later
             gone = [file for file in self.part.passing if file in known and file not in opened]
-            opened |= {file: open_files.enter_context(open(os.devnull, "rb")) for file in gone}
+            opened |= {file: (open_files.enter_context(open(os.devnull, "rb")), _NONE) for file in gone}
             for file in (file for file in self.part.files if file in opened):
-                here = _NONE if file in gone else _of(os.fstat(opened[file].fileno()))
+                stream, here = opened[file]
                 if file in known and known[file].local == here:
                     continue
-                remote = self._store.write(f"{self.place.name}/{file}", opened[file], here.size)
+                remote = self._store.write(f"{self.place.name}/{file}", stream, here.size)
                 known[file] = _Same(local=here, remote=remote)
                 self._keep(known)
                 changed = True
@@ -215,7 +218,7 @@ def pull_logs(place: Place, *, but: Sequence[Place] = ()) -> None:
 
 
 def pull_all(place: Place) -> None:
-    """Takes everything but checkpoints at and below `place`, unless a command on this machine is at work on it.
+    """Takes everything at and below `place` but checkpoints and models, unless a command works on it here.
 
     Raises:
         StoreError: the store cannot be reached.

@@ -33,7 +33,8 @@ def sqlite_path(uri: str) -> Path | None:
 def follow_artifacts(path: Path, artifact_root: Path) -> None:
     """Corrects where artifacts lie, if they were moved or copied together with the SQLite file at `path`.
 
-    MLflow keeps absolute locations, and its client changes none; hence its tables `experiments` and `runs`.
+    MLflow keeps absolute locations, and its client changes none; hence its tables `experiments`, `runs` and
+    `model_versions`.
     """
     here = artifact_root.as_uri()
     with contextlib.closing(sqlite3.connect(path)) as connection, connection:
@@ -50,3 +51,6 @@ def follow_artifacts(path: Path, artifact_root: Path) -> None:
             connection.execute(update, (here, experiment_id))
             moved = [(f"{here}/{run_id}/artifacts", run_id) for run_id in ids]
             connection.executemany("UPDATE runs SET artifact_uri = ? WHERE run_uuid = ?", moved)
+            for column in ("source", "storage_location"):
+                update = f"UPDATE model_versions SET {column} = replace({column}, ?, ?) WHERE run_id = ?"
+                connection.executemany(update, [(location, here, run_id) for run_id in ids])

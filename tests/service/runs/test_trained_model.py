@@ -1,0 +1,296 @@
+"""What a run leaves behind: whose weights, under which names, and what becomes of them when it goes on elsewhere."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.service.crew import Crew, last_of, records, train
+from tests.service.own_task import own_spec
+from tests.service.records import run_of
+from trainables.task import Purpose, Recipe
+from triaccel_ray.events import End, TakenOverError
+from triaccel_ray.metrics import Goal
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.trained_model import is_better
+from triaccel_ray.service.storage.layout import CHECKPOINT, MODEL
+
+PASSING = """
+import torch
+from torch import nn
+from {module} import Blobs
+from trainables.task import Splits, Task
+from triaccel_ray.sources import TensorSource
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.register_buffer("scale", torch.full((), 3, dtype=torch.int64))
+
+    def get_extra_state(self):
+        return {{"version": 2}}
+
+    def set_extra_state(self, state):
+        assert state == {{"version": 2}}
+
+    def forward(self, x):
+        return self.normed(self.first(x) + self.scale * self.second(x))
+
+
+class OfAllKinds(Blobs):
+    name = "of-all-kinds"
+
+    def model(self):
+        return Tied()
+
+
+class Passing(Task):
+    # learns y = 2 x and is judged by y = x: best halfway
+    name = "passing"
+    metrics = {{}}
+    objective = "loss"
+
+    def model(self):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        return model
+
+    def optimizer(self, model, recipe):
+        return torch.optim.SGD(model.parameters(), lr=recipe.lr)
+
+    def loss(self, outputs, targets, recipe):
+        return (outputs - targets).square().mean()
+
+    def data(self, purpose):
+        x = torch.ones(64, 1)
+        return Splits(train=TensorSource(x, 2 * x), held_out=TensorSource(x, x))
+"""
+BEST = 4
+
+
+@pytest.fixture
+def tasks(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module with the two tasks above, and those of the other tests."""
+    name = f"{module}_trained"
+    (tmp_path / f"{name}.py").write_text(f"from {module} import *\n" + PASSING.format(module=module))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return name
+
+
+def passing(tasks: str, **settings: Any) -> RunSpec:
+    """A run whose weight goes from 0 to 2, and whose best is epoch BEST."""
+    goal = Goal(name="loss", maximize=False, unit="")
+    spec = own_spec(f"{tasks}:Passing", goal=goal, keep="best", **settings)
+    batch, curvature = replace(spec.control.batch, enabled=False), replace(spec.control.curvature, enabled=False)
+    recipe = Recipe(epochs=7, lr=0.052, warmup_epochs=0.0)
+    return replace(spec, recipe=recipe, control=replace(spec.control, batch=batch, curvature=curvature))
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(folder / MODEL, weights_only=True)
+    return found
+
+
+def weight(folder: Path) -> float:
+    return float(weights(folder)["weight"])
+
+
+@pytest.mark.parametrize("method", ["triaccel", "amp"])
+@pytest.mark.parametrize("task", ["Blobs", "Pictures", "OfAllKinds"])
+def test_the_weights_are_the_models_own(crew: Crew, tasks: str, tmp_path: Path, task: str, method: str) -> None:
+    spec = own_spec(f"{tasks}:{task}", method=method, keep="last")
+    worker = train(crew.start(spec, tmp_path / "run"))
+    assert not (tmp_path / "run" / MODEL).exists()
+    worker.finish()
+    assert last_of(tmp_path / "run").kept_epoch == 3
+    model = getattr(sys.modules[tasks], task)().model()
+    found = weights(tmp_path / "run")
+    assert list(found) == list(model.state_dict())
+    assert {each.device.type for each in found.values() if isinstance(each, torch.Tensor)} == {"cpu"}
+    model.load_state_dict(found)
+    for name, value in worker.loop.model.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value) if isinstance(value, torch.Tensor) else value == found[name]
+
+
+def test_a_run_that_cannot_leave_its_weights_has_not_finished(crew: Crew, module: str, tmp_path: Path) -> None:
+    worker = train(crew.start(own_spec(f"{module}:Blobs", keep="last"), tmp_path))
+    (tmp_path / MODEL).mkdir()
+    with pytest.raises(IsADirectoryError):
+        worker.finish()
+    assert not any(isinstance(record, End) for record in records(tmp_path))
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_trial_leaves_none(crew: Crew, module: str, tmp_path: Path) -> None:
+    train(crew.start(own_spec(f"{module}:Blobs"), tmp_path)).finish()
+    assert not (tmp_path / MODEL).exists()
+    assert last_of(tmp_path).kept_epoch is None
+
+
+def test_a_final_run_leaves_its_last_weights(crew: Crew, module: str, tmp_path: Path) -> None:
+    train(crew.start(own_spec(f"{module}:Blobs", purpose=Purpose.FINAL, keep="last"), tmp_path)).finish()
+    assert (last_of(tmp_path).kept_epoch, (tmp_path / MODEL).exists()) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("maximize", "earlier", "later", "expected"),
+    [
+        (True, 90.0, 91.0, True),
+        (True, 91.0, 90.0, False),
+        (True, 90.0, 90.0, False),
+        (False, 0.5, 0.4, True),
+        (False, 0.4, 0.5, False),
+        (False, 0.4, 0.4, False),
+        (True, math.nan, 90.0, True),
+        (True, 90.0, math.nan, False),
+        (False, math.nan, math.nan, False),
+    ],
+)
+def test_the_earlier_of_equals_is_the_better(maximize: bool, earlier: float, later: float, expected: bool) -> None:
+    goal = Goal(maximize=maximize, unit="")
+    first, second = (run_of("run", accuracy=value).epochs[0] for value in (earlier, later))
+    assert is_better(second, first, goal) == expected
+
+
+@pytest.mark.parametrize("method", ["triaccel", "fp32"])
+def test_the_best_epochs_weights_are_there_at_once_and_stay(
+    crew: Crew, tasks: str, tmp_path: Path, method: str
+) -> None:
+    worker, kept, reached = crew.start(passing(tasks, method=method), tmp_path), [], []
+    while not worker.finished:
+        worker.train_epoch()
+        reached.append(worker.loop.model.weight.item())
+        kept.append(weight(tmp_path))
+    assert min(reached, key=lambda each: abs(each - 1.0)) == reached[BEST - 1]
+    assert kept == [*reached[:BEST], *[reached[BEST - 1]] * 3]
+    worker.finish()
+    assert last_of(tmp_path).kept_epoch == BEST
+    assert weight(tmp_path) == reached[BEST - 1]
+
+
+@pytest.mark.parametrize(
+    ("saved", "lost", "left"),
+    [
+        (2, 1, "as it was"),
+        (2, 3, "as it was"),
+        (BEST - 1, 3, "torn"),
+        (BEST, 0, "gone"),
+        (BEST, 2, "as it was"),
+        (BEST + 1, 1, "torn"),
+        (BEST + 2, 0, "gone"),
+    ],
+)
+def test_a_run_that_goes_on_leaves_what_it_would_have_left(
+    crew: Crew, tasks: str, tmp_path: Path, saved: int, lost: int, left: str
+) -> None:
+    spec, folder = passing(tasks), tmp_path / "run"
+    train(crew.start(spec, tmp_path / "whole")).finish()
+    first = crew.start(spec, folder)
+    for _ in range(saved):
+        first.train_epoch()
+    at_checkpoint = weight(folder)
+    first.checkpoint()
+    for _ in range(lost):
+        first.train_epoch()
+    first.close()
+    if left == "torn":
+        (folder / MODEL).write_bytes(b"torn")
+    elif left == "gone":
+        (folder / MODEL).unlink()
+    (folder / f".{MODEL}.123.partial").write_bytes(b"half a model")
+    second = crew.build(spec, folder)
+    assert second.resume() == saved
+    assert weight(folder) == at_checkpoint
+    train(second).finish()
+    assert weight(folder) == weight(tmp_path / "whole")
+    assert last_of(folder).kept_epoch == BEST
+    assert not list(folder.glob("*.partial"))
+
+
+def test_the_checkpoint_before_has_its_own_best(crew: Crew, tasks: str, tmp_path: Path) -> None:
+    spec = passing(tasks)
+    first, kept = crew.start(spec, tmp_path), []
+    for _ in range(3):
+        first.train_epoch()
+        first.checkpoint()
+        kept.append(weight(tmp_path))
+    first.close()
+    (tmp_path / CHECKPOINT).write_bytes(b"torn")
+    second = crew.build(spec, tmp_path)
+    assert second.resume() == 2
+    assert weight(tmp_path) == kept[1]
+    second.train_epoch()
+    assert weight(tmp_path) == kept[2]
+
+
+def test_a_run_that_begins_again_forgets_what_was_best(crew: Crew, tasks: str, tmp_path: Path) -> None:
+    spec = passing(tasks)
+    first = crew.start(spec, tmp_path)
+    first.train_epoch()
+    expected = weight(tmp_path)
+    first.train_epoch()
+    first.checkpoint()
+    first.close()
+    (tmp_path / CHECKPOINT).write_bytes(b"torn")
+    second = crew.build(spec, tmp_path)
+    assert second.resume() == 0
+    second.train_epoch()
+    assert weight(tmp_path) == expected
+
+
+@pytest.mark.parametrize("keep", ["last", "best"])
+def test_a_finished_checkpoint_is_enough_for_the_weights(crew: Crew, tasks: str, tmp_path: Path, keep: str) -> None:
+    spec = replace(passing(tasks), keep=keep)
+    first = train(crew.start(spec, tmp_path / "run"))
+    first.checkpoint()
+    reached = first.loop.model.weight.item()
+    first.close()
+    (tmp_path / "elsewhere").mkdir()
+    for name in (CHECKPOINT, "events.jsonl"):
+        shutil.copy(tmp_path / "run" / name, tmp_path / "elsewhere")
+    second = crew.build(spec, tmp_path / "elsewhere")
+    assert second.resume() == 7
+    second.finish()
+    assert last_of(tmp_path / "elsewhere").kept_epoch == (7 if keep == "last" else BEST)
+    assert (weight(tmp_path / "elsewhere") == reached) == (keep == "last")
+
+
+@pytest.mark.parametrize("keep", ["last", "best"])
+def test_a_process_that_outlives_its_run_writes_no_weights(crew: Crew, tasks: str, tmp_path: Path, keep: str) -> None:
+    spec = replace(passing(tasks), keep=keep)
+    outliving = crew.start(spec, tmp_path)
+    outliving.train_epoch()
+    outliving.checkpoint()
+    for _ in range(6 if keep == "last" else 0):
+        outliving.train_epoch()
+    crew.build(spec, tmp_path).resume()
+    (tmp_path / MODEL).write_bytes(b"of the process that goes on")
+    with pytest.raises(TakenOverError):
+        outliving.finish() if keep == "last" else outliving.train_epoch()
+    assert (tmp_path / MODEL).read_bytes() == b"of the process that goes on"
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_a_checkpoint_holds_the_best_weights_once(crew: Crew, tasks: str, tmp_path: Path) -> None:
+    worker = crew.start(passing(tasks), tmp_path)
+    for _ in range(BEST):
+        worker.train_epoch()
+    worker.checkpoint()
+    state = torch.load(tmp_path / CHECKPOINT, weights_only=True)["state"]["trained_model"]
+    assert (state["epoch"]["epoch"], state["weights"]) == (BEST, None)
+    worker.train_epoch()
+    worker.checkpoint()
+    state = torch.load(tmp_path / CHECKPOINT, weights_only=True)["state"]["trained_model"]
+    assert state["epoch"]["epoch"] == BEST
+    assert float(state["weights"]["weight"]) == weight(tmp_path)

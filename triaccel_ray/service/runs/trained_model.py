@@ -1,0 +1,94 @@
+"""What becomes of a trained model: its weights after the last epoch, or after the best one, in a file of the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from triaccel_ray.checkpoint import save_durably
+from triaccel_ray.events import Epoch
+from triaccel_ray.jsonable import decode, encode
+from triaccel_ray.metrics import Goal
+from triaccel_ray.service.failures import needing_room
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.storage.layout import MODEL
+
+Confirm = Callable[[], None]
+"""Raises TakenOverError where another process goes on with the run: then nothing is written."""
+
+
+class TrainedModel:
+    """The file MODEL of one run, and the epoch that it is of.
+
+    Of the best epoch the weights are written at once. A later checkpoint holds them too, and a run that goes on from it
+    writes them anew: whatever epochs were lost, the file is as it was at the checkpoint. (Leaving the file as it is
+    would keep weights of an epoch that is no longer on record. The weights of the epoch before it would be lost.)
+    """
+
+    def __init__(self, spec: RunSpec, folder: Path) -> None:
+        """Nothing is written yet."""
+        self._keep, self._goal, self._path = spec.keep, spec.goal, folder / MODEL
+        self._best: Epoch | None = None
+
+    def after_epoch(self, epoch: Epoch, model: nn.Module, confirm: Confirm | None) -> None:
+        """Writes the weights if the epoch is the best so far, and they are wanted.
+
+        Raises:
+            DiskFullError: there is no room.
+            TakenOverError: as `confirm` has it.
+        """
+        if self._keep == "best" and (self._best is None or is_better(epoch, self._best, self._goal)):
+            self._write(model.state_dict(), confirm)
+            self._best = epoch
+
+    def finish(self, last: Epoch, model: nn.Module, confirm: Confirm | None) -> int | None:
+        """Returns the epoch whose weights are there, the last one's written now; None where none are wanted.
+
+        Raises:
+            DiskFullError: there is no room.
+            TakenOverError: as `confirm` has it.
+        """
+        if self._keep == "last":
+            self._write(model.state_dict(), confirm)
+            return last.epoch
+        return None if self._best is None else self._best.epoch
+
+    def state_dict(self, last: Epoch | None) -> dict[str, Any] | None:
+        """Returns what a checkpoint after the epoch `last` holds: the best one's weights, unless it was the last."""
+        if self._best is None or last is None:
+            return None
+        is_last = self._best.epoch == last.epoch
+        weights = None if is_last else torch.load(self._path, mmap=True, weights_only=True)
+        return {"epoch": encode(self._best), "weights": weights}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, model: nn.Module, confirm: Confirm | None) -> None:
+        """Goes on from what `state_dict` returned, with the model of that time; the file is as it was then.
+
+        Raises:
+            DiskFullError: there is no room.
+            TakenOverError: as `confirm` has it.
+        """
+        if state is not None:
+            self._write(model.state_dict() if state["weights"] is None else state["weights"], confirm)
+            self._best = decode(Epoch, state["epoch"])
+
+    def _write(self, weights: dict[str, Any], confirm: Confirm | None) -> None:
+        for name, value in weights.items():  # in place: the mapping itself knows the versions of its modules
+            weights[name] = value.cpu() if isinstance(value, Tensor) else value
+        with needing_room(self._path.parent):
+            save_durably(self._path, weights, confirm=confirm)
+
+
+def is_better(epoch: Epoch, earlier: Epoch, goal: Goal) -> bool:
+    """Returns whether the figure of `epoch` on the validation samples is better; an equal one, or NaN, is not."""
+    new, old = epoch.held_out(goal), earlier.held_out(goal)
+    assert new is not None
+    assert old is not None
+    if math.isnan(old):
+        return not math.isnan(new)
+    return new > old if goal.maximize else new < old

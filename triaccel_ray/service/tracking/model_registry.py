@@ -1,0 +1,84 @@
+"""MLflow's model registry: the trained model of a recorded run, once."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from triaccel_ray.service.tracking.tracking import Tracker
+
+if TYPE_CHECKING:
+    from torch import nn
+
+ARTIFACT = "model"
+"""Folder among the artifacts of the run."""
+
+
+def register(tracker: Tracker, run_id: str, name: str, build: Callable[[], nn.Module], tags: Mapping[str, str]) -> str:
+    """Returns the version under which the model of the run `run_id` is registered as `name`; a new one if need be.
+
+    The version carries the id of the run. It is looked for by that, so that a model is registered once however often
+    this is tried: what is uploaded again replaces itself, and what a lost answer has made twice is deleted.
+
+    `mlflow.pytorch.log_model` would do the same by MLflow's process-wide tracking URI, which is the user's.
+
+    Args:
+        tracker: the store that holds the run.
+        run_id: the run that trained the model.
+        name: of the registered model, created if need be.
+        build: returns the model, and is called if it is not registered yet.
+        tags: of the new version.
+
+    Raises:
+        Exception: whatever MLflow, its store, the network or `build` raise.
+    """
+    versions = _versions(tracker, run_id, name)
+    if not versions:
+        source = _upload(tracker, run_id, build())
+        _create_name(tracker, name)
+        tracker.client.create_model_version(name, source, run_id, tags=dict(tags), await_creation_for=0)
+        versions = _versions(tracker, run_id, name)
+    for twin in versions[1:]:
+        tracker.client.delete_model_version(name, str(twin))
+    return str(versions[0])
+
+
+def _versions(tracker: Tracker, run_id: str, name: str) -> list[int]:
+    """Returns the versions of the model `name` that the run has made, oldest first."""
+    found = tracker.client.search_model_versions(f"run_id = '{run_id}'")
+    return sorted(int(version.version) for version in found if version.name == name)
+
+
+def _upload(tracker: Tracker, run_id: str, model: nn.Module) -> str:
+    """Makes the model an artifact of the run, and returns where it is."""
+    import mlflow.pytorch
+    from mlflow.models import Model
+
+    # It warns of pickle, the one format that keeps a module of any class.
+    logging.getLogger("mlflow.pytorch").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of MLflow's own imports
+        folder = Path(scratch, ARTIFACT)
+        mlflow.pytorch.save_model(
+            model,
+            str(folder),
+            mlflow_model=Model(artifact_path=ARTIFACT, run_id=run_id),
+            pip_requirements=mlflow.pytorch.get_default_pip_requirements(),  # else looked for by loading it elsewhere
+            serialization_format="pickle",
+        )
+        tracker.client.log_artifacts(run_id, str(folder), artifact_path=ARTIFACT)
+    return f"{tracker.client.get_run(run_id).info.artifact_uri}/{ARTIFACT}"
+
+
+def _create_name(tracker: Tracker, name: str) -> None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        tracker.client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
