@@ -128,6 +128,15 @@ def test_a_parameter_of_two_layers_and_one_nobody_updates_have_no_copy() -> None
     assert copies.in_force.keys() == {id(model[0].weight), id(model[2].weight)}
 
 
+def test_what_is_looked_up_stays_fp32_where_a_head_shares_it() -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(5, 3), "body": nn.Linear(3, 3), "head": nn.Linear(3, 5, bias=False)})
+    model["head"].weight = model["words"].weight
+    layers = find_layers(model)
+    copies = ComputeCopies(layers, list(model.parameters()))
+    copies.set({layer.name: torch.bfloat16 for layer in layers})
+    assert set(copies.in_force) == {id(parameter) for parameter in model["body"].parameters()}
+
+
 def test_another_tensor_in_place_of_a_parameters_is_noticed() -> None:
     model = mlp()
     copies = copies_of(model)
