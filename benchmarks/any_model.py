@@ -7,13 +7,15 @@
     bare             the same without ticks, curvature and changes of precision
 
 Each runs in a process of its own: memory is what NVML sees of a process. With `--prewarm` all compile at once first,
-and what is then measured starts from a warm cache. Data are noise with a weak signal, a tenth of the labels wrong.
+and what is then measured starts from a warm cache. Data are noise with a weak signal, a tenth of the labels wrong. All
+methods see the same batches in the same order, so that their losses can be compared.
 The classifiers of timm and transformers need these packages; without them their rows are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import importlib.util
 import itertools
@@ -30,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from triaccel_ray.apply.feed import epoch_order
 from triaccel_ray.pytree import map_tensors
 
 METHODS = ("amp", "reduce-overhead", "graph", "loop", "bare")
@@ -39,7 +42,8 @@ SIZES = {
 }  # fmt: skip
 """Model -> batch size."""
 NEEDS = {"convnext_tiny": "timm", "vit_small": "timm", "bert_base": "transformers"}
-NUM_SAMPLES = 4096
+NUM_SAMPLES = {"convnext_tiny": 2048, "vit_small": 2048, "efficientnet_b0": 2016, "resnet18": 4128}
+"""Model -> samples, in whole batches; 4096 of the others."""
 LOSS_STEPS = (180, 200)
 """Steps over which the training loss is compared."""
 Step = Callable[[], Any]
@@ -116,17 +120,18 @@ class GPT(nn.Module):
 def job_of(name: str) -> Job:
     """Returns the job of this name, on the GPU."""
     torch.manual_seed(0)
+    num_samples = NUM_SAMPLES.get(name, 4096)
     if name == "gpt":
-        text = torch.randint(0, 96, (NUM_SAMPLES, 257), device="cuda")
+        text = torch.randint(0, 96, (num_samples, 257), device="cuda")
         text[:, 1::2] = (text[:, :-1:2] * 7 + 3) % 96  # every second character follows from the one before
         return Job(model=GPT().cuda(), inputs=text[:, :-1].contiguous(), targets=text[:, 1:].contiguous(),
                    loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()), batch_size=64)  # fmt: skip
-    targets = torch.randint(0, 10, (NUM_SAMPLES,), device="cuda")
-    labels = torch.where(torch.rand(NUM_SAMPLES, device="cuda") < 0.1, torch.randint_like(targets, 10), targets)
+    targets = torch.randint(0, 10, (num_samples,), device="cuda")
+    labels = torch.where(torch.rand(num_samples, device="cuda") < 0.1, torch.randint_like(targets, 10), targets)
     if name == "bert_base":
         from transformers import BertConfig, BertForSequenceClassification
 
-        ids = torch.randint(100, 30000, (NUM_SAMPLES, 128), device="cuda")
+        ids = torch.randint(100, 30000, (num_samples, 128), device="cuda")
         ids[:, 1] = 10 + targets
         mask = torch.ones_like(ids)
         mask[::2, 96:] = 0
@@ -134,8 +139,7 @@ def job_of(name: str) -> Job:
         return Job(model=model, inputs={"input_ids": ids, "attention_mask": mask}, targets=labels,
                    loss=lambda out, y: F.cross_entropy(out.logits, y), batch_size=32)  # fmt: skip
     size = 32 if name.startswith("resnet18") else 224
-    images = torch.randn(NUM_SAMPLES // (1 if size == 32 else 2), 3, size, size, device="cuda")
-    labels, targets = labels[: len(images)], targets[: len(images)]
+    images = torch.randn(num_samples, 3, size, size, device="cuda")
     images[:, 0] += (targets.float() / 5 - 1).view(-1, 1, 1)
     return Job(model=classifier(name).cuda(), inputs=images, targets=labels, loss=F.cross_entropy,
                batch_size=SIZES[name], is_image=True)  # fmt: skip
@@ -159,10 +163,10 @@ def optimizer_of(job: Job) -> torch.optim.Optimizer:
 
 
 def batches(job: Job) -> Iterator[tuple[Any, Tensor]]:
-    """Yields batches in a new random order each epoch, as a user would draw them from tensors on the GPU."""
-    while True:
-        order = torch.randperm(len(job.targets), device="cuda")
-        for part in order.split(job.batch_size)[: len(order) // job.batch_size]:
+    """Yields batches in a new random order each epoch, the control loop's, drawn from tensors on the GPU."""
+    for epoch in itertools.count():
+        order = epoch_order(len(job.targets), seed=0, epoch=epoch).cuda()
+        for part in order.split(job.batch_size):
             yield map_tensors(functools.partial(_rows, part), job.inputs), job.targets[part]
 
 
@@ -199,7 +203,8 @@ def _graphed(
     job: Job, forward: Any, optimizer: torch.optim.Optimizer, drawn: Iterator[tuple[Any, Tensor]]
 ) -> tuple[Step, Callable[[], Tensor]]:
     stream = torch.cuda.Stream()
-    inputs, targets = map_tensors(torch.clone, next(drawn))
+    before = copy.deepcopy(job.model.state_dict())
+    inputs, targets = map_tensors(torch.clone, next(batches(job)))
     if job.is_image:
         inputs = inputs.contiguous(memory_format=torch.channels_last)
 
@@ -218,6 +223,10 @@ def _graphed(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         loss = work()
+    job.model.load_state_dict(before)  # as if nothing had been tried
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            tensor.zero_()
 
     def step() -> None:
         fresh, labels = next(drawn)

@@ -109,7 +109,7 @@ def _state(parameter: Tensor) -> tuple[Any, ...]:
     return parameter._version, parameter.data_ptr(), parameter.stride()
 
 
-def _looked_up(layer: Layer) -> list[nn.Parameter]:
+def _looked_up(layer: Layer) -> list[Tensor]:
     parts = [part for module in layer.modules for part in module.modules()]
     return [part.weight for part in parts if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
 

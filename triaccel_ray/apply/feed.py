@@ -129,11 +129,19 @@ class Feed:
 
     def _announced_order(self, *, follows: bool) -> Tensor:
         """Returns the present epoch's order, int64 [n], and announces what is left of it."""
-        # A generator of its own an epoch, so that a position is enough to resume from.
-        seed = (self._seed * 1_000_003 + self.epoch) % 2**63
-        num_samples = 0 if self._is_stream else self.num_samples
-        order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
+        seed = _seed_of(self._seed, self.epoch)
+        order = epoch_order(0 if self._is_stream else self.num_samples, seed=self._seed, epoch=self.epoch)
         self.source.announce(order[self._cursor :], seed=seed, follows=follows)
         if self.source.is_resident and self._device.type == "cuda":
             return order.pin_memory().to(self._device, non_blocking=True)
         return order
+
+
+def epoch_order(num_samples: int, *, seed: int, epoch: int) -> Tensor:
+    """Returns the order of an epoch's samples, counted from 0: int64 [num_samples], on the CPU."""
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(_seed_of(seed, epoch)))
+
+
+def _seed_of(seed: int, epoch: int) -> int:
+    """Returns the seed of an epoch: a generator of its own, so that a position is enough to resume from."""
+    return (seed * 1_000_003 + epoch) % 2**63
