@@ -180,6 +180,8 @@ def test_it_trains_as_the_trainer_does_where_nothing_adapts(case: str, tmp_path:
         results.append((trainer, trainer.train()))
     (reference, theirs), (trainer, ours) = results
     require_same_training(trainer, reference)
+    names, expected = ({name for entry in each.state.log_history for name in entry} for each in (trainer, reference))
+    assert names == expected - {"grad_norm"} | {"batch_size", "layers_fp16", "layers_bf16", "layers_fp32"}
     assert ours.global_step == theirs.global_step == len(logged(trainer, "loss")) > 8
     assert ours.training_loss == pytest.approx(theirs.training_loss, rel=1e-4)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(reference.evaluate()["eval_loss"], rel=1e-4)
