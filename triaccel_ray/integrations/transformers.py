@@ -29,9 +29,8 @@ LOOP_STATE = "control_loop.pt"
 class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
     """Takes what `Trainer` takes, and trains under a `ControlLoop`.
 
-    `max_steps`, warm-up and schedule count batches of `per_device_train_batch_size`, whatever batches the loop makes:
-    they mean so many samples. `logging_steps`, `eval_steps` and `save_steps` count the loop's steps. Models are judged
-    in FP32.
+    `max_steps`, warm-up and schedule count batches of `per_device_train_batch_size`, so many samples, whatever batches
+    the loop makes. `logging_steps`, `eval_steps` and `save_steps` count the loop's steps. Judging is in FP32.
     """
 
     def __init__(
@@ -66,6 +65,8 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         require_supported(self)
+        self.accelerator.free_memory()
+        self.accelerator.prepare_model(self.model, evaluation_mode=True)  # else judging would do so, and log the time
         config, source = control_of(self._config, self.args), source_of(self.get_train_dataloader())
         per_epoch = -(-len(source) // config.batch.start)
         total = self.args.max_steps if self.args.max_steps > 0 else math.ceil(self.args.num_train_epochs * per_epoch)

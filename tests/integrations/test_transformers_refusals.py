@@ -1,0 +1,132 @@
+"""What the loop cannot do inside Hugging Face's `Trainer` is refused, before anything trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import IterableDataset, WeightedRandomSampler
+
+from tests.build import same, values
+from tests.integrations.build import NUM_SAMPLES, TrainerCallback, arguments, bert, texts, trainer_of
+from triaccel_ray.config import BatchConfig, ControlConfig
+from triaccel_ray.integrations.transformers import TriAccelTrainer
+from triaccel_ray.integrations.transformers_arguments import control_of
+
+
+def test_a_loss_that_asks_for_another_forward_pass_is_refused(tmp_path: Path) -> None:
+    class Contrasting(TriAccelTrainer):
+        def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+            return model(input_ids=inputs["input_ids"].flip(1), labels=inputs["labels"]).loss
+
+    with pytest.raises(ValueError, match="compute_loss calls the model with input_ids other than the batch's"):
+        trainer_of(Contrasting, tmp_path).train()
+
+
+def test_a_model_without_a_loss_is_refused(tmp_path: Path) -> None:
+    unlabelled = [{"input_ids": text["input_ids"]} for text in texts()]
+    with pytest.raises(ValueError, match="did not return a loss"):
+        trainer_of(TriAccelTrainer, tmp_path, train_dataset=unlabelled).train()
+
+
+REFUSED = {
+    "gradient_accumulation_steps": 2,
+    "auto_find_batch_size": True,
+    "torch_compile": True,
+    "dataloader_drop_last": True,
+    "torch_empty_cache_steps": 3,
+    "include_num_input_tokens_seen": "all",
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "optim": "schedule_free_adamw",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_loop_cannot_do_is_refused_when_the_trainer_is_made(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{name} = {REFUSED[name]}: not under the control loop; "):
+        trainer_of(TriAccelTrainer, tmp_path, **{name: REFUSED[name]}, eval_strategy="epoch")
+
+
+def test_mixed_precision_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="bf16 = True: the loop chooses each layer's precision; leave it out"):
+        trainer_of(TriAccelTrainer, tmp_path, bf16=True)
+
+
+def test_a_model_on_several_devices_is_refused(tmp_path: Path) -> None:
+    model = bert()
+    model.hf_device_map = {"bert": 0, "classifier": 1}  # as from_pretrained(device_map="auto") leaves it
+    with pytest.raises(ValueError, match="spread out"):
+        trainer_of(TriAccelTrainer, tmp_path, model)
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "sequential"])
+def test_another_order_of_the_samples_is_refused(strategy: str, tmp_path: Path) -> None:
+    trainer = trainer_of(TriAccelTrainer, tmp_path, train_sampling_strategy=strategy)
+    before = values(trainer.model)
+    with pytest.raises(ValueError, match=r"is drawn by \w+Sampler: .* leave train_sampling_strategy out"):
+        trainer.train()
+    assert same(values(trainer.model), before)
+
+
+def test_a_sampler_of_ones_own_is_refused(tmp_path: Path) -> None:
+    class Weighted(TriAccelTrainer):
+        def _get_train_sampler(self, *_: Any) -> WeightedRandomSampler:
+            return WeightedRandomSampler([1.0] * NUM_SAMPLES, NUM_SAMPLES)
+
+    with pytest.raises(ValueError, match="is drawn by WeightedRandomSampler"):
+        trainer_of(Weighted, tmp_path).train()
+
+
+def test_a_stream_of_samples_is_refused(tmp_path: Path) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(texts())
+
+    with pytest.raises(ValueError, match=r"train_dataset Stream .* give a map-style data set"):
+        trainer_of(TriAccelTrainer, tmp_path, train_dataset=Stream(), max_steps=4).train()
+
+
+def test_an_overridden_training_step_is_refused(tmp_path: Path) -> None:
+    class Stepping(TriAccelTrainer):
+        def training_step(self, *args: Any) -> Any:
+            return super().training_step(*args)
+
+    with pytest.raises(ValueError, match=r"Stepping.training_step is overridden: .* override compute_loss"):
+        trainer_of(Stepping, tmp_path)
+
+
+def test_a_callback_within_a_step_is_refused_whenever_it_is_added(tmp_path: Path) -> None:
+    class Clips(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            """Never called."""
+
+    with pytest.raises(ValueError, match="callback Clips has on_pre_optimizer_step"):
+        trainer_of(TriAccelTrainer, tmp_path, callbacks=[Clips()])
+    trainer = trainer_of(TriAccelTrainer, tmp_path)
+    trainer.add_callback(Clips())
+    with pytest.raises(ValueError, match="callback Clips has on_pre_optimizer_step"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("control", "error", "message"),
+    [
+        ({"every_steps": 3}, TypeError, r"write ControlConfig\(\*\*control\)"),
+        (ControlConfig(clip_norm=2.0), ValueError, r"control.clip_norm = 2.0, max_grad_norm = 1.0: must be the same"),
+        (ControlConfig(batch=BatchConfig(maximum=256)), ValueError, "start = 96, per_device_train_batch_size = 8"),
+    ],
+)
+def test_a_control_that_contradicts_the_arguments_is_refused(
+    control: Any, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        trainer_of(TriAccelTrainer, tmp_path, control=control)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 96])
+def test_batch_sizes_follow_the_first_one(size: int, tmp_path: Path) -> None:
+    batch = control_of(None, arguments(tmp_path, per_device_train_batch_size=size)).batch
+    assert batch.start == size
+    assert batch == BatchConfig() if size == 96 else (batch.minimum, batch.maximum) == (max(size // 2, 1), 8 * size)
