@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from tests.build import FP32
+from triaccel_ray.apply.feed import epoch_order
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 
 pytest.importorskip("transformers.trainer", reason="needs Hugging Face's transformers", exc_type=ImportError)
@@ -76,21 +77,21 @@ def padded(items: list[dict[str, Any]]) -> dict[str, Tensor]:
 class LoopsOrder(Sampler[int]):
     """Draws the samples in the order in which the loop does."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed, self.epoch = seed, 0
+    def __init__(self, num_samples: int, seed: int) -> None:
+        self.num_samples, self.seed, self.epoch = num_samples, seed, 0
 
     def __len__(self) -> int:
-        return NUM_SAMPLES
+        return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        order = epoch_order(self.num_samples, seed=self.seed, epoch=self.epoch)
         self.epoch += 1
-        return iter(torch.randperm(NUM_SAMPLES, generator=generator).tolist())
+        return iter(order.tolist())
 
 
 class InLoopsOrder(Trainer):
     def _get_train_sampler(self, *_: Any) -> LoopsOrder:
-        return LoopsOrder(self.args.seed)
+        return LoopsOrder(len(self.train_dataset), self.args.seed)
 
 
 def summed(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:

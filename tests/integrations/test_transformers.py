@@ -65,6 +65,10 @@ CASES = {
     "SGD, without a bound, by steps": ({"optim": "sgd", "max_grad_norm": 0.0, "max_steps": 9}, {}),
     "smoothed labels": ({"label_smoothing_factor": 0.2}, {}),
     "a loss function": ({}, {"compute_loss_func": summed}),
+    "accumulated gradients": (
+        {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 4, "num_train_epochs": 3},
+        {"train_dataset": texts(48), "compute_loss_func": summed},  # of BERT's own loss the Trainer adds up the parts
+    ),
 }  # fmt: skip
 
 

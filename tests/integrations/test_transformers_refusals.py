@@ -32,7 +32,6 @@ def test_a_model_without_a_loss_is_refused(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "gradient_accumulation_steps": 2,
     "auto_find_batch_size": True,
     "torch_compile": True,
     "dataloader_drop_last": True,
@@ -115,7 +114,11 @@ def test_a_callback_within_a_step_is_refused_whenever_it_is_added(tmp_path: Path
     [
         ({"every_steps": 3}, TypeError, r"write ControlConfig\(\*\*control\)"),
         (ControlConfig(clip_norm=2.0), ValueError, r"control.clip_norm = 2.0, max_grad_norm = 1.0: must be the same"),
-        (ControlConfig(batch=BatchConfig(maximum=256)), ValueError, "start = 96, per_device_train_batch_size = 8"),
+        (
+            ControlConfig(batch=BatchConfig(maximum=256)),
+            ValueError,
+            "start = 96, per_device_train_batch_size x gradient_accumulation_steps = 8",
+        ),
     ],
 )
 def test_a_control_that_contradicts_the_arguments_is_refused(
@@ -123,6 +126,14 @@ def test_a_control_that_contradicts_the_arguments_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         trainer_of(TriAccelTrainer, tmp_path, control=control)
+
+
+@pytest.mark.parametrize(("size", "parts"), [(1, 1), (1, 2), (1, 5), (3, 3), (8, 4)])
+def test_accumulated_batches_are_the_first_ones_parts(size: int, parts: int, tmp_path: Path) -> None:
+    args = arguments(tmp_path, per_device_train_batch_size=size, gradient_accumulation_steps=parts)
+    batch = control_of(None, args).batch
+    assert (batch.start, batch.accumulate) == (size * parts, parts)
+    assert batch.minimum >= parts
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 96])

@@ -31,7 +31,8 @@ def control_of(control: ControlConfig | None, args: TrainingArguments) -> Contro
         ValueError: it names another batch or bound than `args`.
     """
     control = ControlConfig() if control is None else require_instance("control", control, ControlConfig)
-    batch, size, norm = control.batch, args.train_batch_size, args.max_grad_norm or None
+    parts, norm = args.gradient_accumulation_steps, args.max_grad_norm or None
+    batch, size = control.batch, args.train_batch_size * parts
     if control.clip_norm not in (None, norm):
         raise ValueError(
             f"control.clip_norm = {control.clip_norm}, max_grad_norm = {norm}: must be the same; give "
@@ -40,13 +41,13 @@ def control_of(control: ControlConfig | None, args: TrainingArguments) -> Contro
     if batch.start != size:
         if any(getattr(batch, name) != getattr(BatchConfig(), name) for name in _LADDER):
             raise ValueError(
-                f"control.batch.start = {batch.start}, per_device_train_batch_size = {size}: must be the same, the "
-                f"size of the first batch; give TrainingArguments(per_device_train_batch_size={batch.start})"
+                f"control.batch.start = {batch.start}, per_device_train_batch_size x gradient_accumulation_steps = "
+                f"{size}: must be the same, the size of the first batch; give one of them alone"
             )
-        half = -(-size // 2)
+        half = max(-(-size // 2), min(parts, size))
         steps = {"granularity": half, "step_up": half, "step_down": half}
         batch = replace(batch, start=size, minimum=size % half or half, maximum=8 * size, **steps)
-    return replace(control, batch=batch, clip_norm=norm)
+    return replace(control, batch=replace(batch, accumulate=max(batch.accumulate, parts)), clip_norm=norm)
 
 
 def source_of(loader: DataLoader[Any]) -> DataSource:
@@ -85,7 +86,6 @@ def require_supported(trainer: Trainer) -> None:
     """
     args = trainer.args
     for name, is_fine, way_out in (
-        ("gradient_accumulation_steps", args.gradient_accumulation_steps == 1, "raise per_device_train_batch_size"),
         ("auto_find_batch_size", not args.auto_find_batch_size, "a batch that does not fit passes in parts anyway"),
         (
             "torch_compile",
