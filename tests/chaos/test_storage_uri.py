@@ -27,7 +27,7 @@ from triaccel_ray.service.jobs.jobs import submission
 from triaccel_ray.service.runs.actor import RunActor
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.searches.search import read_search
-from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, SPEC
+from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, MODEL, SPEC
 from triaccel_ray.service.storage.mirror import pull_all
 from triaccel_ray.service.storage.mirroring import RunCopy
 from triaccel_ray.service.storage.place import Place
@@ -92,7 +92,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 def test_a_run_whose_machine_is_lost_goes_on_on_another_one(desk: Desk) -> None:
     (desk.folder / "hold").touch()
-    words = ("run", "held_task:Held", "--name", "one", "--epochs", "3", "--tau-low", "0", *CPU)
+    words = ("run", "held_task:Held", "--name", "one", "--epochs", "3", "--tau-low", "0", "--register", "mine", *CPU)
     command = desk.type("a", *words, *desk.where)
     wait_until(lambda: (desk.store / "one" / CHECKPOINT).exists() or command.poll() is not None)
     assert command.poll() is None, command.communicate(timeout=DEADLINE_S)[0]
@@ -104,6 +104,9 @@ def test_a_run_whose_machine_is_lost_goes_on_on_another_one(desk: Desk) -> None:
     shutil.rmtree(desk.folder / "a")
     said = done(desk.type("b", "resume", "one", *desk.where))
     assert "one: held_task:Held, the full control loop, finished" in said
+    assert f"model:    {desk.store.as_uri()}/one/{MODEL} (epoch 3, the last)" in said
+    assert (desk.store / "one" / MODEL).stat().st_size > 0
+    assert "models:/mine/1 in " in said
     run = read_run(desk.store / "one")
     assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", [1, 2, 3])
     assert [(each.cause, each.epoch) for each in run.interruptions] == [("preempted", 1)]

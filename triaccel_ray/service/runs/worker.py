@@ -344,7 +344,7 @@ class Worker:
             save_checkpoint(path, state, previous=previous, confirm=None if log is None else log.claim.require)
 
     def restore(self, path: Path) -> None:
-        """Goes on from the checkpoint at `path`; the event log is cut back to it.
+        """Goes on from the checkpoint at `path`; the event log is cut back to it, and the best weights are its own.
 
         Raises:
             CheckpointError: the checkpoint belongs to another run, or another version has written it.
