@@ -288,7 +288,7 @@ def test_what_a_process_has_done_before_is_no_batchs_memory(tmp_path: Path) -> N
     taken = []
     for number in range(2):
         spec = run_spec("digits", data_dir=None, recipe={"epochs": 2}, memory_headroom_bytes=64 * MIB, device="cpu")
-        batch = replace(spec.control.batch, start=256, enabled=False)
+        batch = replace(spec.control.batch, start=192, enabled=False)
         worker = Worker(replace(spec, control=replace(spec.control, batch=batch)), tmp_path / str(number))
         worker.start()
         for _ in range(2):
