@@ -17,6 +17,7 @@ import pandas
 import pytest
 import ray
 
+from tests.service.build import CONTROL, SimulatedRun
 from tests.service.own_task import MODULE
 from tests.service.search_folder import simulated_search
 from tests.service.stores import runs
@@ -26,6 +27,7 @@ from trainables.digits import Digits
 from trainables.registry import name_of
 from triaccel_ray import ControlLoop, Report, RunFailedError, compare, run, search
 from triaccel_ray.service import cli
+from triaccel_ray.service.experiments import carry_out
 from triaccel_ray.service.keywords import command_of
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.searches.search import read_search
@@ -165,6 +167,18 @@ def test_of_a_trial_a_report_has_its_epochs(tmp_path: Path) -> None:
     assert {type(row["samples/s"]) for row in report.rows} == {int}
     assert report.best is None
     assert report.control == read_run(folder).spec.control
+
+
+def test_a_log_of_code_of_your_own_has_settings_and_no_command(tmp_path: Path) -> None:
+    folder = SimulatedRun(tmp_path / "mine", info={}).complete(epochs=1)
+    report = Report(folder / EVENTS)
+    assert (report.folder, report.control, report.command) == (folder, CONTROL, "")
+    assert "triaccel run" not in report.page.read_text()
+
+
+def test_only_what_trains_is_carried_out() -> None:
+    with pytest.raises(TypeError, match="Ui trains nothing"):
+        carry_out(cli.Ui())
 
 
 def test_what_is_not_there_cannot_be_reported(tmp_path: Path) -> None:

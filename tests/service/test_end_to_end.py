@@ -82,7 +82,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory, cluster_address: str) -> Desk
 def trained(desk: Desk) -> Path:
     """The folder of a finished run, for which the command started Ray on this machine itself.
 
-    In a process of its own: one that has had a Ray of its own does not get along with a cluster afterwards.
+    In a process of its own, as a user's is, which has no other Ray beside it.
     """
     words = ("--name", "one", "--epochs", "2", "--t-curv", "8", *NO_FP16, "--storage-path", str(desk.storage))
     subprocess.run([sys.executable, "-m", "triaccel_ray.service", "run", "digits", *words], check=True)

@@ -29,7 +29,7 @@ def fenced_blocks() -> list[tuple[str, str]]:
 def typed(command: str, address: str) -> int:
     """Carries out a command in the working directory, and returns its exit status.
 
-    On the cluster of the tests: a process that has had a Ray of its own does not get along with one afterwards.
+    On the cluster of the tests, which need not start for each of them.
     """
     words = command.split()
     words += ["--address", address] if words[0] in JOINS_RAY else []

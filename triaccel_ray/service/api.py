@@ -41,8 +41,7 @@ def search(task: str | type[Task], **options: Any) -> Report:
     Options are those of `triaccel search --help-all`: `search("digits", trials=8, epochs=3)`. The rest is as in `run`.
 
     Raises:
-        RunFailedError: a baseline has failed.
-        RunsFailedError: so have all trials. Of some, messages and the report tell.
+        RunFailedError: a baseline has failed, or every trial. Where some have, messages and the report tell.
     """
     return _carried_out(command_of(cli.Search, task, options))
 
@@ -54,7 +53,7 @@ def compare(task: str | type[Task], **options: Any) -> Report:
     Options are those of `triaccel compare --help-all`: `compare("digits", seeds=3, fixed=4)`. The rest is as in `run`.
 
     Raises:
-        RunsFailedError: all runs have failed. Of some, messages and the report tell.
+        RunFailedError: every run has failed. Where some have, messages and the report tell.
     """
     return _carried_out(command_of(cli.Compare, task, options))
 

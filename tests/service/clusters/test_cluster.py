@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from tests.service.own_task import own_spec
@@ -31,6 +33,7 @@ def test_without_a_gpu_there_is_nothing_to_share() -> None:
 def test_a_ray_that_cannot_start_here_is_not_blamed_on_an_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     (tmp_path / "file").touch()
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file" / "below"))
     with (
@@ -38,6 +41,8 @@ def test_a_ray_that_cannot_start_here_is_not_blamed_on_an_address(
         cluster(None),
     ):
         pass
+    assert "RAY_AUTH_MODE" not in os.environ  # Ray sets it before it fails
+    assert get_authentication_mode() == AuthenticationMode.DISABLED  # so that a cluster without tokens can be joined
 
 
 def test_the_file_for_ray_up_is_one_that_ray_takes() -> None:

@@ -84,3 +84,14 @@ def test_results_have_four_digits() -> None:
     assert len(grid.header) == 5
     grid = result_grid({**results, "one_view_accuracy": 98.1}, Goal())
     assert (grid.header[-1], grid.rows[0][-1]) == ("by one view %", "98.1")
+
+
+def test_a_table_can_be_had_as_numbers() -> None:
+    cells = ["amp", "94.2 ± 0.15", "1,234", "47.27 *", "", "inf", "1.5e-07", "-3", "2 of 3"]
+    (row,) = Grid(header=[str(place) for place in range(len(cells))], rows=[cells]).as_dicts()
+    inf = float("inf")
+    assert list(row.items()) == [
+        *(("0", "amp"), ("1", 94.2), ("1 ±", 0.15), ("2", 1234), ("3", 47.27)),
+        *(("4", None), ("5", inf), ("6", 1.5e-07), ("7", -3), ("8", "2 of 3")),
+    ]
+    assert type(row["2"]) is int

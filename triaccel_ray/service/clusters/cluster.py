@@ -17,7 +17,8 @@ import psutil
 import ray
 import torch
 from ray._private import ray_constants
-from ray._raylet import setproctitle  # type: ignore[attr-defined]  # compiled, without annotations
+from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
+from ray._raylet import Config, setproctitle  # type: ignore[attr-defined]  # compiled, without annotations
 
 from triaccel_ray.config import require
 from triaccel_ray.out_of_memory import first_line
@@ -45,15 +46,30 @@ def cluster(address: str | None, *, num_cpus: int | None = None, last_words: str
         HeadLostError: nothing has answered there for half a minute.
     """
     is_own = not ray.is_initialized()
-    if is_own:
-        _connect(address, num_cpus)
-    # Ray's own handling of SIGTERM ends the process with a stack trace, before runs have ended their logs.
-    with as_interrupt(signal.SIGTERM), watching(ray.get_runtime_context().gcs_address, last_words):
-        try:
-            yield
-        finally:
-            if is_own:
-                ray.shutdown()  # watched too: without a head it may wait
+    with _token_meanwhile() if is_own else contextlib.nullcontext():
+        if is_own:
+            _connect(address, num_cpus)
+        # Ray's own handling of SIGTERM ends the process with a stack trace, before runs have ended their logs.
+        with as_interrupt(signal.SIGTERM), watching(ray.get_runtime_context().gcs_address, last_words):
+            try:
+                yield
+            finally:
+                if is_own:
+                    ray.shutdown()  # watched too: without a head it may wait
+
+
+@contextlib.contextmanager
+def _token_meanwhile() -> Iterator[None]:
+    """Has this process ask for a token, as a Ray that it starts has it do, until that Ray has ended, and no longer.
+
+    Ray 2.60 lets it ask for ever. Of a cluster without tokens that it joined next all actors would be lost at once.
+    """
+    given = os.environ.get(AUTH_MODE_ENV_VAR)
+    try:
+        yield
+    finally:
+        if given is None and os.environ.pop(AUTH_MODE_ENV_VAR, None) is not None:
+            Config.initialize("")  # has Ray read the environment again; there is no public way
 
 
 def _connect(address: str | None, num_cpus: int | None) -> None:

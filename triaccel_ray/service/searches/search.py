@@ -344,6 +344,7 @@ def _tuner(spec: SearchSpec, trainable: Any, place: Place, own: Path, claim: Cla
             name=place.base_name,
             storage_path=str(own),
             verbose=0,
+            progress_reporter=tune.CLIReporter(),  # silent then; a notebook's own clears what the cell has shown
             stop=_EndOfAll(),
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # trials keep their own
             failure_config=tune.FailureConfig(max_failures=MAX_LOSSES),
