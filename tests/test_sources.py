@@ -320,9 +320,10 @@ def test_an_empty_data_set_is_refused() -> None:
 @pytest.mark.parametrize(
     ("loader", "start", "minimum", "maximum"),
     [
-        ({"batch_size": 16}, 16, 16, 512),
-        ({"batch_size": 100}, 100, 36, 512),
-        ({"batch_size": 600}, 600, 536, 600),
+        ({"batch_size": 64}, 64, 32, 512),
+        ({"batch_size": 33}, 33, 16, 264),
+        ({"batch_size": 3}, 3, 3, 24),
+        ({"batch_size": 2}, 2, 2, 16),
         ({}, 96, 32, 512),
     ],
 )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from triaccel_ray.epochs import EpochStats
     from triaccel_ray.events import EventLog, LogError, read_events
     from triaccel_ray.iterable import IterableSource
+    from triaccel_ray.lean_memory import hold_less
     from triaccel_ray.loop import ControlLoop, NonFiniteGradientsError
     from triaccel_ray.metrics import ACCURACY, BITS_PER_BYTE, PERPLEXITY, Metric
     from triaccel_ray.plan import Plan, Precision
@@ -62,6 +63,7 @@ __all__ = [
     "TensorSource",
     "compare",
     "efficiency_score",
+    "hold_less",
     "load_checkpoint",
     "read_events",
     "run",
@@ -101,6 +103,7 @@ _HOMES = {
     "TensorSource": "triaccel_ray.sources",
     "compare": "triaccel_ray.service.api",
     "efficiency_score": "triaccel_ray.score",
+    "hold_less": "triaccel_ray.lean_memory",
     "load_checkpoint": "triaccel_ray.checkpoint",
     "read_events": "triaccel_ray.events",
     "run": "triaccel_ray.service.api",

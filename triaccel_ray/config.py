@@ -189,16 +189,27 @@ class BatchConfig:
     """Weight of the past in the moving average of |g|^2 / tr(Cov), in [0, 1): from 32 samples, one estimate of |g|^2 in
     four lay below zero (ResNet-18 on CIFAR-10, 62 measurements of two runs)."""
 
-    def starting_at(self, size: int) -> Self:
-        """Returns the same with `size` as the first batch; a ladder that does not hold it moves along.
+    def around(self, size: int, *, accumulate: int = 1) -> Self:
+        """Returns the same with `size` as the first batch, on a ladder from half of it to eight times as much.
+
+        The smallest batch holds two samples, or one for each of `accumulate` parts.
 
         Raises:
             ValueError: `size` is no whole number of at least 1, or smaller than `accumulate`.
         """
         require_integer("batch start", size, low=1)
-        num_below = min((size - 1) // self.granularity, (self.start - self.minimum) // self.granularity)
-        minimum = size - num_below * self.granularity
-        return replace(self, start=size, minimum=minimum, maximum=max(self.maximum, size))
+        half = -(-size // 2)
+        minimum = size % half or half
+        return replace(
+            self,
+            start=size,
+            minimum=minimum if minimum >= max(accumulate, 2) else size,
+            maximum=8 * size,
+            accumulate=accumulate,
+            granularity=half,
+            step_up=half,
+            step_down=half,
+        )
 
     def __post_init__(self) -> None:
         require_flag("batch enabled", self.enabled)

@@ -22,7 +22,7 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORC
 
 
 def hold_less(device: torch.device) -> None:
-    """Has this process hold less of a GPU's memory from now on; waits for the device. Without effect on a CPU.
+    """Reduces the GPU memory that the process reserves outside tensors; waits for the device. No effect on a CPU.
 
     Stacks: the driver enlarges them by itself for kernels that are known to need more; a limit other than CUDA's own
     stays, for somebody has chosen it. Segments: PyTorch's allocator enlarges them in place ("expandable segments"), so

@@ -226,9 +226,11 @@ class ControlLoop:
         """Returns a context inside which the model computes in FP32, as its own code has it, for judging it."""
         # On the stream of the steps, whose memory is then used again.
         with self._steps.on_stream(), self._precision.suspended():
-            yield
-        self.timer.interrupt()
-        self.memory.trim()  # else what judging leaves would stand beside the graphs, and count as the batches'
+            try:
+                yield
+            finally:
+                self.timer.interrupt()
+                self.memory.trim()  # else what judging leaves would stand beside the graphs, and count as the batches'
 
     def step(self) -> None:
         """Makes one optimizer step, and the tick and the curvature measurement that fall due after it.

@@ -290,7 +290,7 @@ def default_config(data: Any) -> ControlConfig:
     """Returns the defaults, which begin at the batch size of a `DataLoader`; 1 is what a loader has by default."""
     config = ControlConfig()
     if isinstance(data, DataLoader) and data.batch_size not in (None, 1):
-        config = replace(config, batch=config.batch.starting_at(data.batch_size))
+        config = replace(config, batch=config.batch.around(data.batch_size))
     return config
 
 

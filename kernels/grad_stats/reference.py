@@ -55,17 +55,20 @@ def update(
     members: list[list[Tensor]] = [[] for _ in range(len(statistics.average) + 1)]
     for gradient, group in zip(gradients, groups, strict=True):
         if gradient is not None and gradient.numel():
-            members[-1 if group is None else group].append(gradient.flatten())
-    numbers = [sum(map(Tensor.numel, of)) for of in members]
-    # One pass each over all elements: on a CPU the calls take longer than the arithmetic.
-    elements = torch.cat([each for of in members for each in of] or [torch.zeros(0)]).double()
-    *of_groups, alone = elements.split(numbers)
+            members[-1 if group is None else group].append(gradient.flatten())  # the last of no group
+    sums, squares, numbers = [], [], []
+    for of in members:
+        elements = torch.cat(of or [torch.zeros(0)]).double()  # a copy, in fp64, of one group at a time
+        number, total = elements.numel(), elements.sum()
+        centred = elements.sub_(total / max(number, 1))
+        numbers.append(number)
+        sums.append(total)
+        squares.append(centred.dot(centred))
+    is_finite = torch.stack(sums).sum().isfinite()
+    statistics.found_nonfinite.copy_(~is_finite)
     statistics.num_elements.copy_(torch.tensor(numbers[:-1]))
-    torch.stack([each.sum() for each in of_groups], out=statistics.sum)
-    means = statistics.sum / statistics.num_elements.clamp(min=1)
-    centred = torch._foreach_sub(of_groups, means.unbind())
-    torch.stack([each.dot(each) for each in centred], out=statistics.sum_squares_about_mean)
-    statistics.found_nonfinite.copy_(~(statistics.sum.sum() + alone.sum()).isfinite())
+    torch.stack(sums[:-1], out=statistics.sum)
+    torch.stack(squares[:-1], out=statistics.sum_squares_about_mean)
     variance = statistics.sum_squares_about_mean / statistics.num_elements / loss_scale.double().square()
     usable = variance.isfinite()  # no element: 0 / 0
     statistics.average.lerp_(torch.where(usable, variance, statistics.average), 1.0 - beta)

@@ -41,8 +41,8 @@ class Trained:
         found: dict[str, Any] = torch.load(self.run.folder / MODEL, weights_only=True)
         return found
 
-    def hand_over(self, tracker: Tracker) -> None:
-        hand_over(self.run, Place.of(self.run.folder), tracker, WORDS)
+    def hand_over(self, tracker: Tracker) -> bool:
+        return hand_over(self.run, Place.of(self.run.folder), tracker, WORDS)
 
 
 @pytest.fixture
@@ -204,10 +204,10 @@ def test_a_server_that_has_a_bad_day_gets_the_model_on_the_next(
     proxy, tracker = served
     ship(tracker, trained.run.folder, trained.name)
     proxy.rule = lambda method, number: "error" if method in ("POST", "PUT") else "pass"
-    trained.hand_over(tracker)
+    assert not trained.hand_over(tracker)
     assert_not_registered(capsys, trained, "")
     proxy.rule = lambda method, number: "pass"
-    trained.hand_over(tracker)
+    assert trained.hand_over(tracker)
     assert capsys.readouterr().err == ""
     assert [number for number, _ in versions(tracker, trained.name)] == [1]
 

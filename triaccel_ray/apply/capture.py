@@ -116,7 +116,7 @@ class StepCache:
         self._too_large: set[_Key] = set()
         self._ground: tuple[Any, ...] = ()
         self._cost = AdaptingCost()
-        self._has_told_of_norms = False
+        self._has_told_of_norms = self._has_told_of_parts = False
         pool.on_release(self._drop_all)
 
     @property
@@ -138,8 +138,10 @@ class StepCache:
         key = _Key(len(indices), self.step.num_micro_batches, self.step.precision.key)
         with self.on_stream(), self._autotuning():
             in_parts_from_host = key.num_micro_batches > 1 and not self._source.is_resident
-            if not self.enabled or key in self._too_large or in_parts_from_host:
+            if not self.enabled or key in self._too_large:
                 return self._eager(indices, loss_scale, step).faults
+            if in_parts_from_host:
+                return (*self._why_not_in_parts(key, step), *self._eager(indices, loss_scale, step).faults)
             if self._entries and self._find_ground() != self._ground:
                 self._pool.release()
                 self._warm.clear()
@@ -154,6 +156,12 @@ class StepCache:
                 return (obstacle, *self._eager(indices, loss_scale, step).faults)
             self._replay(key)
         return ()
+
+    def _why_not_in_parts(self, key: _Key, step: int) -> tuple[Fault, ...]:
+        if self._has_told_of_parts:
+            return ()
+        self._has_told_of_parts = True
+        return (_capture_fault(key, step, "batches that pass in parts are captured from tensors on the device alone"),)
 
     def _eager(self, indices: Tensor, loss_scale: Tensor, step: int, *, watch: bool = False) -> StepOutcome:
         if self._pool.holds_graphs:  # the curvature's count as well

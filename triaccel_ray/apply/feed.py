@@ -83,6 +83,13 @@ class Feed:
             self._order = self._announced_order(follows=True)
         return indices
 
+    def end_epoch(self) -> None:
+        """Leaves out what is left of the present epoch; not of a stream."""
+        if self._cursor:
+            self.epoch += 1
+            self._cursor = 0
+            self._order = self._announced_order(follows=False)
+
     def placed(self, indices: Tensor) -> Tensor:
         """Returns indices from the CPU where the source wants them, without having the host wait for the device."""
         if not self.source.is_resident or self._device.type != "cuda":

@@ -122,6 +122,8 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
             self.state.max_steps = self.state.global_step + max(-(-(total - done) * size // loop.plan.batch_size), 0)
             self.control = events.on_step_end(args, self.state, self.control)
             report(learning_rate=rate)
+        if self.control.should_epoch_stop:
+            loop.feed.end_epoch()
         self.control = events.on_epoch_end(args, self.state, self.control)
         report(learning_rate=rate)
 

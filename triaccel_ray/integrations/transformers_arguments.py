@@ -14,7 +14,7 @@ from triaccel_ray.config import BatchConfig, ControlConfig, require_instance
 from triaccel_ray.layers import Loss
 from triaccel_ray.sources import DataSource, as_source
 
-_LADDER = ("start", "minimum", "maximum", "granularity", "step_up", "step_down")
+_LADDER = ("start", "minimum", "maximum", "accumulate", "granularity", "step_up", "step_down")
 _BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 _OTHER_STEPS = ("lomo", "layerwise", "schedule_free")
 """In the names of optimizers that step within the backward pass, or need to know when the model is judged."""
@@ -38,16 +38,14 @@ def control_of(control: ControlConfig | None, args: TrainingArguments) -> Contro
             f"control.clip_norm = {control.clip_norm}, max_grad_norm = {norm}: must be the same; give "
             "TrainingArguments(max_grad_norm=...) alone"
         )
-    if batch.start != size:
-        if any(getattr(batch, name) != getattr(BatchConfig(), name) for name in _LADDER):
-            raise ValueError(
-                f"control.batch.start = {batch.start}, per_device_train_batch_size x gradient_accumulation_steps = "
-                f"{size}: must be the same, the size of the first batch; give one of them alone"
-            )
-        half = max(-(-size // 2), min(parts, size))
-        steps = {"granularity": half, "step_up": half, "step_down": half}
-        batch = replace(batch, start=size, minimum=size % half or half, maximum=8 * size, **steps)
-    return replace(control, batch=replace(batch, accumulate=max(batch.accumulate, parts)), clip_norm=norm)
+    if all(getattr(batch, name) == getattr(BatchConfig(), name) for name in _LADDER):
+        batch = batch.around(size, accumulate=parts)
+    elif (batch.start, batch.accumulate) != (size, parts):
+        raise ValueError(
+            f"control.batch.start = {batch.start} in {batch.accumulate} parts, per_device_train_batch_size x "
+            f"gradient_accumulation_steps = {size} in {parts} parts: must be the same, the first batch"
+        )
+    return replace(control, batch=batch, clip_norm=norm)
 
 
 def source_of(loader: DataLoader[Any]) -> DataSource:

@@ -193,8 +193,9 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
         if before.status != "failed (out_of_memory)":
             with mirrored(place, has_own_log=False), recording(tracker, folder, words, experiment=experiment):
                 out.print(f"{folder.name} is {before.status}; what was not yet recorded is being recorded")
-            hand_over(before, place, tracker, words)
-            return Outcome(context=context, view=None, is_complete=before.status == "finished")
+            is_handed_over = hand_over(before, place, tracker, words)
+            is_complete = before.status == "finished" and is_handed_over
+            return Outcome(context=context, view=None, is_complete=is_complete)
     with (
         resumable(words, place),
         mirrored(place, has_own_log=False),
@@ -211,8 +212,8 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
     view = view_run(run)
     context.show(view)
     push_commands(place)
-    hand_over(run, place, tracker, words)
-    return Outcome(context=context, view=view)
+    is_handed_over = hand_over(run, place, tracker, words)
+    return Outcome(context=context, view=view, is_complete=is_handed_over)
 
 
 def _search(spec: SearchSpec, context: Context) -> Outcome:

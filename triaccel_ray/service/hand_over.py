@@ -19,17 +19,17 @@ from triaccel_ray.service.tracking.shipped import read_shipped
 from triaccel_ray.service.tracking.tracking import Tracker
 
 
-def hand_over(run: RunRecord, place: Place, tracker: Tracker, words: str) -> None:
+def hand_over(run: RunRecord, place: Place, tracker: Tracker, words: str) -> bool:
     """Says where the trained model of a finished run is, and registers it where that was asked for.
 
-    Whatever the registry does, the run has finished: what goes wrong is told, with `words` as what to type then.
+    Returns False where registering failed: the run has finished all the same, and `words` are the command that retries.
     """
     if run.end is None or run.end.kept_epoch is None:
-        return
+        return True
     out.print(f"model:    {place}/{MODEL} ({_origin(run, run.end.kept_epoch)})", soft_wrap=True)
     name = run.spec.register
     if name is None:
-        return
+        return True
     try:
         tracker.check()  # in three seconds, where a server that hangs would hold a call for forty
         shipped = read_shipped(run.folder)
@@ -41,8 +41,9 @@ def hand_over(run: RunRecord, place: Place, tracker: Tracker, words: str) -> Non
         text = tracker.mask(f"{type(error).__name__}: {error}")
         text = f"the model is not registered as {name} ({text}). Nothing is lost: `{words}` registers it"
         err.print(text, style="yellow", soft_wrap=True)
-    else:
-        out.print(f"          models:/{name}/{version} in {tracker.display_uri}", soft_wrap=True)
+        return False
+    out.print(f"          models:/{name}/{version} in {tracker.display_uri}", soft_wrap=True)
+    return True
 
 
 def trained_model(run: RunRecord, place: Place) -> nn.Module:

@@ -232,9 +232,14 @@ class Thresholds:
             "step_down": self.step_down,
             "lr_rule": self.lr_rule,
             "accumulate": self.accumulate,
+            "start": batch_size,
             "bound_by_noise_scale": None if noise_bound is None else noise_bound == "on",
         }
-        ladder = control.batch if batch_size is None else control.batch.starting_at(batch_size)
+        if batch_size is not None and batch_size > 0:
+            old = control.batch
+            rungs_below = min((batch_size - 1) // old.granularity, (old.start - old.minimum) // old.granularity)
+            batch["minimum"] = batch_size - rungs_below * old.granularity if self.batch_min is None else self.batch_min
+            batch["maximum"] = max(old.maximum, batch_size) if self.batch_max is None else self.batch_max
         initial = None if self.precision is None else Precision(self.precision)
         precision = {"initial": initial, "tau_low": self.tau_low, "tau_high": self.tau_high}
         curvature = {
@@ -248,7 +253,7 @@ class Thresholds:
             control,
             precision=replace(control.precision, **_given(precision)),
             curvature=replace(control.curvature, **_given(curvature)),
-            batch=replace(ladder, **_given(batch)),
+            batch=replace(control.batch, **_given(batch)),
             **_given({"every_steps": self.t_ctrl, "clip_norm": self.clip_norm}),
         )
 

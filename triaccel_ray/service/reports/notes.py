@@ -14,6 +14,7 @@ _SLOWER = {
     (FaultKind.CAPTURE_FAILED, "optimizer"): "the optimizer stepped by itself, without its kernel",
     (FaultKind.CAPTURE_FAILED, "curvature"): "curvature was measured without CUDA graphs",
     (FaultKind.CURVATURE_OFF, "curvature"): "curvature was switched off",
+    (FaultKind.CURVATURE_WAITS, "curvature"): "curvature was measured later than asked for",
     (FaultKind.CURVATURE_FALLBACK, "curvature"): "curvature took one pass of the model per sample",
     (FaultKind.FUSION_REFUSED, "fuse"): "batch normalisation ran apart from what follows it",
 }

@@ -364,7 +364,6 @@ class Worker:
             self._open_log(keep=state["num_records"], checksum=state["log_checksum"])
         except (LogError, RuntimeError, ValueError, KeyError) as error:
             raise DamagedCheckpointError(f"checkpoint {path} does not fit its run: {error}") from error
-        # A checkpoint from before `EpochTimes` has the last epochs' seconds alone.
         self._times.load_state_dict(state["epoch_times"])
         if state["last"] is not None:
             self.last = decode(Epoch, state["last"])

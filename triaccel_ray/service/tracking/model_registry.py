@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from triaccel_ray.service.tracking.tracking import Tracker
 
 if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
     from torch import nn
 
 ARTIFACT = "model"
@@ -21,8 +22,8 @@ ARTIFACT = "model"
 def register(tracker: Tracker, run_id: str, name: str, build: Callable[[], nn.Module], tags: Mapping[str, str]) -> str:
     """Returns the version under which the model of the run `run_id` is registered as `name`; a new one if need be.
 
-    The version carries the id of the run. It is looked for by that, so that a model is registered once however often
-    this is tried: what is uploaded again replaces itself, and what a lost answer has made twice is deleted.
+    The version carries the id of the run, and `tags`. By these it is looked for, so that a model is registered once
+    however often this is tried. A version that a lost answer has made twice is deleted, unless it has an alias.
 
     `mlflow.pytorch.log_model` would do the same by MLflow's process-wide tracking URI, which is the user's.
 
@@ -31,26 +32,28 @@ def register(tracker: Tracker, run_id: str, name: str, build: Callable[[], nn.Mo
         run_id: the run that trained the model.
         name: of the registered model, created if need be.
         build: returns the model, and is called if it is not registered yet.
-        tags: of the new version.
+        tags: of the new version, which tell it from versions that others made of the run.
 
     Raises:
         Exception: whatever MLflow, its store, the network or `build` raise.
     """
-    versions = _versions(tracker, run_id, name)
+    versions = _versions(tracker, run_id, name, tags)
     if not versions:
         source = _upload(tracker, run_id, build())
         _create_name(tracker, name)
         tracker.client.create_model_version(name, source, run_id, tags=dict(tags), await_creation_for=0)
-        versions = _versions(tracker, run_id, name)
+        versions = _versions(tracker, run_id, name, tags)
     for twin in versions[1:]:
-        tracker.client.delete_model_version(name, str(twin))
-    return str(versions[0])
+        if not twin.aliases:
+            tracker.client.delete_model_version(name, str(twin.version))
+    return str(versions[0].version)
 
 
-def _versions(tracker: Tracker, run_id: str, name: str) -> list[int]:
-    """Returns the versions of the model `name` that the run has made, oldest first."""
+def _versions(tracker: Tracker, run_id: str, name: str, tags: Mapping[str, str]) -> list[ModelVersion]:
+    """Returns the versions of the model `name` that were made of the run with these tags, oldest first."""
     found = tracker.client.search_model_versions(f"run_id = '{run_id}'")
-    return sorted(int(version.version) for version in found if version.name == name)
+    ours = [each for each in found if each.name == name and tags.items() <= each.tags.items()]
+    return sorted(ours, key=lambda version: int(version.version))
 
 
 def _upload(tracker: Tracker, run_id: str, model: nn.Module) -> str:
