@@ -25,6 +25,7 @@ class Gradients:
             len(self.parameters), self.parameters[0].device, sizes=[p.numel() for p in self.parameters]
         )
 
+    @torch.no_grad()
     def collect(self, copies: Mapping[int, Tensor]) -> None:
         """Takes the gradients from the parameters, or from their copies (id of the parameter -> copy).
 
@@ -41,7 +42,6 @@ class Gradients:
         self.tensors = [None] * len(self.parameters)
 
 
-@torch.no_grad()
 def _gradient(parameter: nn.Parameter, copy: Tensor | None) -> Tensor | None:
     gradient = parameter.grad
     if copy is not None and copy.grad is not None:

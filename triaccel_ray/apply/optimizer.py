@@ -140,7 +140,8 @@ class LayerwiseOptimizer:
         return {id(t): t._version for t in (*self.parameters, *state) if isinstance(t, Tensor)}
 
     def _step(self, found_nonfinite: Tensor) -> None:
-        if self._skips_on_device and all(group.get("fused") for group in self.optimizer.param_groups):
+        is_fused = self._skips_on_device and all(group.get("fused") for group in self.optimizer.param_groups)
+        if is_fused and found_nonfinite.device.type != "cpu":  # there the host need not wait
             # Attributes that PyTorch's fused optimizers read; torch.amp.GradScaler sets the same.
             vars(self.optimizer).update(grad_scale=None, found_inf=found_nonfinite)
             try:

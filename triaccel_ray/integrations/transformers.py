@@ -30,7 +30,7 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
     """Takes what `Trainer` takes, and trains under a `ControlLoop`.
 
     `max_steps`, warm-up and schedule count batches of `per_device_train_batch_size`, so many samples, whatever batches
-    the loop makes. `logging_steps`, `eval_steps` and `save_steps` count the loop's steps. Judging is in FP32.
+    the loop makes. `logging_steps`, `eval_steps` and `save_steps` count the loop's steps. Evaluation is in FP32.
     """
 
     def __init__(
