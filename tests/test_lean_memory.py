@@ -33,7 +33,7 @@ class Machine:
         return True
 
 
-def test_stacks_and_segments_change_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacks_and_segments_change(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, 1024)
     for _ in range(2):
         hold_less(CUDA)
