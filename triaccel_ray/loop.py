@@ -230,8 +230,7 @@ class ControlLoop:
                 yield
             finally:
                 self.timer.interrupt()
-                if self.device.type == "cuda":  # a CPU would have to map the same pages anew in the next step
-                    self.memory.trim()  # else what evaluation leaves would stand beside the graphs
+                self.memory.trim()  # else what evaluation leaves would stand beside the graphs, and count as the batches'
 
     def step(self) -> None:
         """Makes one optimizer step, and the tick and the curvature measurement that fall due after it.
