@@ -230,7 +230,7 @@ class ControlLoop:
                 yield
             finally:
                 self.timer.interrupt()
-                self.memory.trim()  # else what evaluation leaves would stand beside the graphs, and count as the batches'
+                self.memory.trim()  # else what evaluation leaves would count as the batches', and stand beside graphs
 
     def step(self) -> None:
         """Makes one optimizer step, and the tick and the curvature measurement that fall due after it.
