@@ -97,8 +97,9 @@ def test_trials_run_side_by_side_each_on_its_own_gpu_and_reuse_their_actors(tmp_
         assert run.spec.control.batch.rho_high == end["config"]["rho_high"]
         assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", [1, 2, 3])
         assert end["quality"] == run.epochs[-1].held_out(Goal())
-        # A reused process begins every run from the same seed.
-        assert run.epochs[0].train_loss == pytest.approx(runs[0].epochs[0].train_loss, rel=1e-6)
+        # A reused process begins every run from the same seed. A batch that found too little memory, and passed in
+        # parts, rounds in another way.
+        assert run.epochs[0].train_loss == pytest.approx(runs[0].epochs[0].train_loss, rel=1e-4)
 
 
 class LocalTrial(ThresholdTrial):
