@@ -19,8 +19,10 @@ from tests.build import blobs, mlp
 from tests.service.own_task import own_spec
 from tests.service.waiting import wait_until
 from trainables.task import Purpose, Splits, Task
+from triaccel_ray.config import ControlConfig, PrecisionConfig
 from triaccel_ray.events import End
 from triaccel_ray.metrics import Goal
+from triaccel_ray.plan import Precision
 from triaccel_ray.service.runs.ending import end_run
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import read_run, runs_below
@@ -68,7 +70,9 @@ class MeetingTrial(ThresholdTrial):
 
 
 def test_trials_run_side_by_side_each_on_its_own_gpu_and_reuse_their_actors(tmp_path: Path, own_ray: None) -> None:
-    context = context_of(f"{__name__}:Importable", tmp_path / "trials")
+    # In FP32: sums in another order would differ by more in BF16 than seeds are told apart by below.
+    control = ControlConfig(precision=PrecisionConfig(enabled=False, initial=Precision.FP32))
+    context = context_of(f"{__name__}:Importable", tmp_path / "trials", control=control)
     rhos = [0.5, 0.6, 0.7, 0.8]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Tune announces its own deprecations
@@ -97,9 +101,8 @@ def test_trials_run_side_by_side_each_on_its_own_gpu_and_reuse_their_actors(tmp_
         assert run.spec.control.batch.rho_high == end["config"]["rho_high"]
         assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", [1, 2, 3])
         assert end["quality"] == run.epochs[-1].held_out(Goal())
-        # A reused process begins every run from the same seed. A batch that found too little memory, and passed in
-        # parts, rounds in another way.
-        assert run.epochs[0].train_loss == pytest.approx(runs[0].epochs[0].train_loss, rel=1e-4)
+        # A reused process begins every run from the same seed.
+        assert run.epochs[0].train_loss == pytest.approx(runs[0].epochs[0].train_loss, rel=1e-6)
 
 
 class LocalTrial(ThresholdTrial):
