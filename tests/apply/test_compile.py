@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.build import BF16, FP32, controlled
-from triaccel_ray.apply.compile import is_compiled, repeated_blocks
+from triaccel_ray.apply.compile import Compilation, is_compiled, repeated_blocks
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.loop import ControlLoop
 
@@ -83,6 +83,20 @@ def test_equal_blocks_share_compiled_code_and_a_plan_adds_only_its_variants() ->
     assert len(seen) == 2
     assert exact.dtype is torch.float32
     torch.testing.assert_close(outputs.float(), exact, rtol=0.1, atol=0.1)
+
+
+def test_norms_and_embeddings_beside_the_blocks_are_compiled_one_by_one() -> None:
+    blocks = [Block(8), Block(8)]
+    plain, bounded = nn.Embedding(10, 8), nn.Embedding(10, 8, max_norm=1.0)  # the latter is changed by its forward pass
+    model = nn.ModuleDict(
+        {"plain": plain, "bounded": bounded, "blocks": nn.Sequential(*blocks), "norm": nn.LayerNorm(8)}
+    )
+    compilation = Compilation(model, blocks)
+    found = [module for module in model.modules() if module._compiled_call_impl is not None]
+    assert set(found) == {*blocks, plain, model["norm"]}
+    assert str(compilation) == "2 x Block compiled"
+    compilation.remove()
+    assert not is_compiled(model)
 
 
 class Tower(nn.Module):

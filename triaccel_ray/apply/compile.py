@@ -50,22 +50,32 @@ def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(found) if owned and owned >= _MINIMAL_SHARE * sum(sizes.values()) else ()
 
 
+def _between(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Returns the norms and embeddings outside the blocks, whose backward passes PyTorch makes slowly."""
+    inside = {id(part) for block in blocks for part in block.modules()}
+    plain = [module for module in model.modules() if id(module) not in inside]
+    norms = [module for module in plain if isinstance(module, nn.LayerNorm | nn.RMSNorm)]
+    embeddings = [m for m in plain if isinstance(m, nn.Embedding) and m.max_norm is None and not m.sparse]
+    return norms + embeddings
+
+
 class Compilation:
     """Compiles a model's training passes with Inductor; evaluation and curvature run it as it is.
 
-    With `blocks` each of them is compiled through `torch.nn.Module.compile`, with dynamic shapes: equal blocks share
-    their code, and another batch size needs no new one. Without, the model is compiled as a whole, its batch dimension
-    dynamic if `batch_varies`. Code is generated at the first step, and kept on disk by Inductor.
+    With `blocks` each of them, and each norm and embedding beside them, is compiled through `torch.nn.Module.compile`,
+    with dynamic shapes: equal blocks share their code, and another batch size needs no new one. Without, the model is
+    compiled as a whole, its batch dimension dynamic if `batch_varies`. Code is generated at the first step, and kept on
+    disk by Inductor.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module] = (), *, batch_varies: bool = True) -> None:
         """Generates no code yet."""
         self.model, self._blocks, self._batch_varies = model, tuple(blocks), batch_varies
         self._whole: Any = None
-        if self._blocks:
-            for block in self._blocks:
-                block.compile(dynamic=True)
-        else:
+        self._compiled = [*self._blocks, *_between(model, self._blocks)] if self._blocks else []
+        for module in self._compiled:
+            module.compile(dynamic=True)
+        if not self._blocks:
             self.compile_whole()
 
     def __str__(self) -> str:
@@ -106,9 +116,9 @@ class Compilation:
         self._whole = None
 
     def _release_blocks(self) -> None:
-        for block in self._blocks:
-            block._compiled_call_impl = None  # `Module.compile` has no opposite
-        self._blocks = ()
+        for module in self._compiled:
+            module._compiled_call_impl = None  # `Module.compile` has no opposite
+        self._blocks, self._compiled = (), []
 
 
 def is_compile_error(error: BaseException) -> bool:
