@@ -32,8 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from triaccel_ray.apply.feed import epoch_order
-from triaccel_ray.pytree import map_tensors
+from triaccel_ray.data.sampler import epoch_order
+from triaccel_ray.model.pytree import map_tensors
 
 METHODS = ("amp", "reduce-overhead", "graph", "loop", "bare")
 SIZES = {
@@ -251,7 +251,7 @@ def _loss(job: Job, forward: Any, inputs: Any, targets: Tensor) -> Tensor:
 def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
     """Returns a function that makes a step, one that returns the last step's loss, and the loop."""
     from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, PrecisionConfig
-    from triaccel_ray.lean_memory import hold_less
+    from triaccel_ray.cuda.allocator import hold_less
 
     config = ControlConfig(batch=BatchConfig(enabled=False, minimum=job.batch_size, start=job.batch_size, maximum=512))
     if method == "bare":

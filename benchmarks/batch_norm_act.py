@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.timing import copy_bytes_per_second, describe_machine
-from kernels.batch_norm_act import RunningStatistics, batch_norm_act
-from kernels.batch_norm_act.reference import ACTIVATIONS, Activation
-from kernels.batch_norm_act.reference import batch_norm_act as reference
+from triaccel_ray.kernels.batch_norm_act import RunningStatistics, batch_norm_act
+from triaccel_ray.kernels.batch_norm_act.reference import ACTIVATIONS, Activation
+from triaccel_ray.kernels.batch_norm_act.reference import batch_norm_act as reference
 
 ROTATION_BYTES = 256 * 2**20
 TOLERANCE = 2.0**-10
@@ -241,9 +241,9 @@ def model_step(model: nn.Module, run: nn.Module, batch: int, size: int) -> Step:
 
 def model_rows(*, with_compile: bool) -> Iterator[str]:
     """Yields captured steps of whole networks: as they are, fused, and compiled."""
-    from trainables.models import efficientnet_b0, resnet18
     from triaccel_ray.apply.fuse import Fusion, fuse
-    from triaccel_ray.layers import find_layers
+    from triaccel_ray.model.layers import find_layers
+    from triaccel_ray.trainables.models import efficientnet_b0, resnet18
 
     torch.backends.cudnn.benchmark = True
     for name, batch, size in [("resnet18", 96, 32), ("resnet18", 512, 32), ("efficientnet_b0", 96, 224)]:

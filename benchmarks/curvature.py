@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from trainables.models import resnet18
 from triaccel_ray.config import CurvatureConfig, CurvatureMethod
-from triaccel_ray.layers import Layer, find_layers
 from triaccel_ray.measure.curvature import CurvatureEstimate, CurvatureMeter, PowerIteration, top_eigenvalues
+from triaccel_ray.model.layers import Layer, find_layers
+from triaccel_ray.trainables.models import resnet18
 
 TOP_K = 5
 NUM_SAMPLES = 32

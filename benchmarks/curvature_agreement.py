@@ -29,10 +29,10 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from benchmarks.curvature import NUM_CLASSES, learnable_images
-from trainables.models import resnet18
 from triaccel_ray.config import CurvatureConfig, CurvatureMethod
-from triaccel_ray.layers import Layer, find_layers
 from triaccel_ray.measure.curvature import CurvatureMeter, PowerIteration, top_eigenvalues
+from triaccel_ray.model.layers import Layer, find_layers
+from triaccel_ray.trainables.models import resnet18
 
 NUM_DRAWS = 10
 NUM_ITERATIONS = 100

@@ -16,8 +16,8 @@ from torch import Tensor
 from torchvision.models import resnet18
 
 from benchmarks.timing import describe_machine, floor_us, time_calls
-from kernels.grad_stats.api import GradStats
-from kernels.multi_tensor import TensorTable
+from triaccel_ray.kernels.grad_stats.api import GradStats
+from triaccel_ray.kernels.multi_tensor import TensorTable
 
 
 def resnet18_parameters(device: torch.device) -> list[tuple[str, Tensor]]:
@@ -75,7 +75,7 @@ def foreach_norms(gradients: list[Tensor], layers: Sequence[int]) -> tuple[Seque
 def compare(case: Case, with_compile: bool) -> None:
     """Prints the times of one case."""
     calls: dict[str, list[Callable[[], object]]] = {
-        "kernels.grad_stats": [partial(case.stats.update, table, case.loss_scale) for table in case.tables]
+        "triaccel_ray.kernels.grad_stats": [partial(case.stats.update, table, case.loss_scale) for table in case.tables]
     }
     peers: dict[str, Callable[..., object]] = {
         "torch._foreach_norm, 2 and inf": foreach_norms,

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.timing import describe_machine
-from kernels.image_batch import image_batch
-from kernels.image_batch.reference import image_batch as reference
+from triaccel_ray.kernels.image_batch import image_batch
+from triaccel_ray.kernels.image_batch.reference import image_batch as reference
 
 NUM_IMAGES = 50_000
 NUM_BATCHES = 40

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from triaccel_ray.apply.feed import Feed
-from triaccel_ray.sources import DatasetSource
+from triaccel_ray.data.sampler import Sampler
+from triaccel_ray.data.sources import DatasetSource
 
 DEVICE = torch.device("cuda")
 
@@ -93,14 +93,14 @@ def seconds(epoch: Callable[[], None], num_epochs: int) -> list[float]:
 
 
 def through_the_stream(case: Case, training: Training, dataset: Images) -> list[float]:
-    """Returns seconds an epoch by this package's feed and source."""
+    """Returns seconds an epoch by this package's sampler and source."""
     source = DatasetSource(dataset, DEVICE, num_workers=case.num_workers)
-    feed = Feed(source, seed=0, device=DEVICE)
+    sampler = Sampler(source, seed=0, device=DEVICE)
 
     def epoch() -> None:
-        present = feed.epoch
-        while feed.epoch == present:
-            training.step(*source.batch(feed.take(case.batch_size), feed.generator))
+        present = sampler.epoch
+        while sampler.epoch == present:
+            training.step(*source.batch(sampler.take(case.batch_size), sampler.generator))
 
     times = seconds(epoch, case.num_epochs)
     source.close()

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from benchmarks.grad_stats import foreach_norms, resnet18_parameters
 from benchmarks.timing import describe_machine, floor_us, time_calls
-from kernels.grad_stats.api import GradStats
-from kernels.multi_tensor import TensorTable
-from kernels.optimizer_step.api import AdamWHyperparameters, AdamWStep, SgdHyperparameters, SgdStep
+from triaccel_ray.kernels.grad_stats.api import GradStats
+from triaccel_ray.kernels.multi_tensor import TensorTable
+from triaccel_ray.kernels.optimizer_step.api import AdamWHyperparameters, AdamWStep, SgdHyperparameters, SgdStep
 
 DEVICE = torch.device("cuda")
 NUM_SETS = 4

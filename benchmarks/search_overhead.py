@@ -31,9 +31,8 @@ from ray import tune
 from ray.tune.search.optuna import OptunaSearch
 
 from benchmarks.trivial import Trivial
-from search_spaces.thresholds import search_space
-from trainables.task import Purpose
-from triaccel_ray.events import read_events
+from triaccel_ray.records.events import read_events
+from triaccel_ray.search_spaces.thresholds import search_space
 from triaccel_ray.service.clusters.cluster import cluster
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import runs_below
@@ -41,6 +40,7 @@ from triaccel_ray.service.runs.spec import run_spec
 from triaccel_ray.service.searches.search import TRIALS, Prepared, SearchSpec, begin_search, tune_trials
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.storage.place import Place
+from triaccel_ray.trainables.task import Purpose
 
 TASK = "benchmarks.trivial:Trivial"
 SPACE = "thresholds-absolute"

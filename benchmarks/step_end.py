@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import describe_machine, time_calls
-from kernels.step_end import LossScaleState, end_step
-from kernels.step_end.reference import end_step as reference
+from triaccel_ray.kernels.step_end import LossScaleState, end_step
+from triaccel_ray.kernels.step_end.reference import end_step as reference
 
 NUM_SAMPLES = 96
 
@@ -62,7 +62,7 @@ def main() -> int:
         print("WRONG: the kernel's totals or loss scale are not the reference's")
         return 1
     print(describe_machine())
-    ways = {"kernels.step_end": end_step, "PyTorch": reference, "torch.compile": torch.compile(reference)}
+    ways = {"triaccel_ray.kernels.step_end": end_step, "PyTorch": reference, "torch.compile": torch.compile(reference)}
     for name, how in ways.items():
         times = time_calls(name, [partial(Setup().run, how)], floor=1.0).microseconds
         cuts = statistics.quantiles(times, n=20)

@@ -11,22 +11,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.step_contenders import DEVICE, MEAN, STD, Job, Made, sgd
-from trainables.images import ImageSource, Preparation
 from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.apply.copies import ComputeCopies
-from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.fuse import Fusion, fuse
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
-from triaccel_ray.events import EventLog
-from triaccel_ray.gradients import Gradients
-from triaccel_ray.graphs import GraphPool
-from triaccel_ray.layers import find_layers
-from triaccel_ray.lean_memory import hold_less
+from triaccel_ray.cuda.allocator import hold_less
+from triaccel_ray.cuda.graphs import GraphPool
+from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.loop import ControlLoop
-from triaccel_ray.plan import Precision
+from triaccel_ray.model.gradients import Gradients
+from triaccel_ray.model.layers import find_layers
+from triaccel_ray.records.events import EventLog
+from triaccel_ray.records.plan import Precision
+from triaccel_ray.trainables.images import ImageSource, Preparation
 
 
 def _source(job: Job) -> ImageSource:
@@ -80,12 +80,12 @@ def plain(job: Job) -> Made:
     fusion = fused if isinstance(fused, Fusion) else None
     precision = LayerPrecision(model, layers, copies=copies, norms=() if fusion is None else fusion.norms)
     precision.set({layer.name: Precision.FP16 for layer in layers})
-    feed = Feed(_source(job), seed=0, device=device)
+    sampler = Sampler(_source(job), seed=0, device=device)
 
     def nothing() -> None:
         """Memory is neither checked nor given back."""
 
-    step = Step(model, F.cross_entropy, feed, precision, check_memory=nothing, release_memory=nothing, fusion=fusion)
+    step = Step(model, F.cross_entropy, sampler, precision, check_memory=nothing, release_memory=nothing, fusion=fusion)
     scale, finite = torch.tensor(1024.0, device=device), torch.zeros((), device=device)
     total = torch.zeros(2, dtype=torch.float64, device=device)
 
@@ -104,7 +104,7 @@ def plain(job: Job) -> Made:
     def run() -> None:
         precision.refresh_copies()
         optimizer.set_rates(1.0, scales, copies.in_force)
-        cache.run(feed.take(job.batch_size), scale, step=made["steps"])
+        cache.run(sampler.take(job.batch_size), scale, step=made["steps"])
         made["steps"] += 1
 
     return Made(step=run, loss=_LastLoss(total))

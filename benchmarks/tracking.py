@@ -27,9 +27,9 @@ from pathlib import Path
 from benchmarks.trivial import Layers3, Layers60
 from tests.service.proxy import Proxy, proxy_to
 from tests.service.stores import Server, assert_equals_log, only_run
-from trainables.registry import load_task
 from triaccel_ray.service.tracking.shipper import Shipper
 from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.trainables.registry import load_task
 
 MOST = 0.01
 """Share of the training time that records may take."""
@@ -56,7 +56,7 @@ def train(task: str, folder: Path, data_dir: Path | None, device: str) -> None:
     """Trains an epoch for each line of standard input, recorded where it says `on`, and answers with what it took."""
     import torch
 
-    from triaccel_ray.events import EventLog, Record, Tick
+    from triaccel_ray.records.events import EventLog, Record, Tick
     from triaccel_ray.service.runs.spec import run_spec
     from triaccel_ray.service.runs.worker import Worker
 

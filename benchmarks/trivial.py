@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from trainables.task import Purpose, Recipe, Splits, Task
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
-from triaccel_ray.sources import TensorSource
+from triaccel_ray.data.sources import TensorSource
+from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
 
 
 class Trivial(Task):

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.multi_tensor import DTYPE_CODES
+from triaccel_ray.kernels.multi_tensor import DTYPE_CODES
 
 FP32 = tl.constexpr(DTYPE_CODES[torch.float32])
 FP16 = tl.constexpr(DTYPE_CODES[torch.float16])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig, require
-from triaccel_ray.jsonable import decode
+from triaccel_ray.records.codec import decode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def found(task: str) -> Found:
         FileNotFoundError: no search of it is kept here.
         ValueError: the file holds something else; the message names it.
     """
-    file = files("search_spaces").joinpath("results", f"{task}.json")
+    file = files("triaccel_ray.search_spaces").joinpath("results", f"{task}.json")
     try:
         return decode(Found, json.loads(file.read_text()))
     except (ValueError, RecursionError) as error:

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.apply.capture import StepCache
-from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
-from triaccel_ray.events import EventLog, Tick
-from triaccel_ray.gradients import Gradients
-from triaccel_ray.graphs import Graph, GraphPool
-from triaccel_ray.layers import find_layers
+from triaccel_ray.cuda.graphs import Graph, GraphPool
+from triaccel_ray.data.sampler import Sampler
+from triaccel_ray.data.sources import TensorSource, as_source
 from triaccel_ray.loop import ControlLoop
-from triaccel_ray.plan import Precision
-from triaccel_ray.sources import TensorSource, as_source
+from triaccel_ray.model.gradients import Gradients
+from triaccel_ray.model.layers import find_layers
+from triaccel_ray.records.events import EventLog, Tick
+from triaccel_ray.records.plan import Precision
 
 FP16, BF16, FP32 = Precision
 CPU = torch.device("cpu")
@@ -109,9 +109,9 @@ def nothing() -> None:
 
 
 def step_of(model: nn.Module, data: Any, *, loss: Any = cross_entropy, check: Any = nothing) -> Step:
-    feed = Feed(as_source(data), seed=0, device=CPU)
+    sampler = Sampler(as_source(data), seed=0, device=CPU)
     precision = LayerPrecision(model, find_layers(model))
-    return Step(model, loss, feed, precision, check_memory=check, release_memory=nothing)
+    return Step(model, loss, sampler, precision, check_memory=check, release_memory=nothing)
 
 
 class NoUpdate:

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from tests.build import BF16, FP16, FP32
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
-from triaccel_ray.events import EventLog
-from triaccel_ray.layers import find_layers, require_trainable
 from triaccel_ray.loop import ControlLoop, NonFiniteGradientsError
-from triaccel_ray.plan import Precision
+from triaccel_ray.model.layers import find_layers, require_trainable
+from triaccel_ray.records.events import EventLog
+from triaccel_ray.records.plan import Precision
 
 
 class Strict(OrderedDict):  # type: ignore[type-arg]

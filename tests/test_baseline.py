@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.build import BF16, CPU, FP32, ConvNet, cross_entropy, images, same, shift_and_noise, values
-from triaccel_ray.apply.feed import Feed
 from triaccel_ray.baseline import Baseline, BaselineLoop
+from triaccel_ray.cuda.out_of_memory import BudgetExceededError
+from triaccel_ray.data.sampler import Sampler
+from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.measure.memory import MIB
-from triaccel_ray.out_of_memory import BudgetExceededError
-from triaccel_ray.plan import Precision
-from triaccel_ray.sources import TensorSource
+from triaccel_ray.records.plan import Precision
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
@@ -34,10 +34,10 @@ def test_fp32_is_a_plain_loop_bit_for_bit() -> None:
 
     torch.manual_seed(0)
     optimizer, source, losses = sgd(reference), TensorSource(*images(45), augment=shift_and_noise), []
-    feed = Feed(source, seed=3, device=CPU)
+    sampler = Sampler(source, seed=3, device=CPU)
     for _ in range(2 * 6):
-        optimizer.param_groups[0]["lr"] = 0.05 * (1.0 - feed.position / 4)
-        inputs, targets = source.batch(feed.take(8), feed.generator)
+        optimizer.param_groups[0]["lr"] = 0.05 * (1.0 - sampler.position / 4)
+        inputs, targets = source.batch(sampler.take(8), sampler.generator)
         loss = cross_entropy(reference(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
@@ -56,9 +56,9 @@ def test_batches_pass_in_parts_and_gradients_are_clipped_as_a_user_would_write_i
     stats = baseline(model, "fp32", data=images(45), accumulate=3, clip_norm=0.2).train_epoch()
 
     optimizer, source, total, norms = sgd(reference), TensorSource(*images(45)), 0.0, []
-    feed = Feed(source, seed=3, device=CPU)
+    sampler = Sampler(source, seed=3, device=CPU)
     for _ in range(6):
-        indices = feed.take(8)
+        indices = sampler.take(8)
         for part in indices.tensor_split(3):
             inputs, targets = source.batch(part, None)
             loss = cross_entropy(reference(inputs), targets) * (len(part) / len(indices))
@@ -129,7 +129,7 @@ def test_a_budget_without_room_is_refused() -> None:
 
 def test_the_epochs_loss_is_that_of_its_own_steps() -> None:
     loop = baseline(ConvNet(), "fp32", schedule=lambda epoch: 1.0 if epoch < 1 else 0.0)
-    while loop.feed.epoch == 0:
+    while loop.sampler.epoch == 0:
         loop.step()
     first, second = loop.train_epoch(), loop.train_epoch()
     assert first.num_steps == second.num_steps == 6

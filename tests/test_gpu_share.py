@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from tests.build import CPU
-from trainables.digits import Digits
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.measure.memory import MIB, CudaMemory
 from triaccel_ray.service.runs.gpu_share import RESERVE_BYTES, hold_to_part, part_of_device
+from triaccel_ray.trainables.digits import Digits
 
 TRAIN = """
 import sys

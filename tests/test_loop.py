@@ -30,12 +30,12 @@ from tests.build import (
 )
 from tests.waiting import no_waiting
 from triaccel_ray.config import CurvatureConfig
+from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.decide import replay
-from triaccel_ray.events import EventLog, Start, Tick, read_events
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.memory import MIB
-from triaccel_ray.plan import ReasonCode
-from triaccel_ray.sources import TensorSource
+from triaccel_ray.records.events import EventLog, Start, Tick, read_events
+from triaccel_ray.records.plan import ReasonCode
 
 
 def test_a_net_learns_with_every_strategy_on() -> None:
@@ -162,12 +162,12 @@ def test_every_sample_counts_exactly_once_an_epoch(augment: Any) -> None:
 
 def test_the_epochs_loss_is_that_of_its_own_steps() -> None:
     loop, _ = loop_of(mlp(), blobs(32), QUIET)
-    while loop.feed.epoch == 0:
+    while loop.sampler.epoch == 0:
         loop.step()
     for group in loop.optimizer.optimizer.param_groups:
         group["lr"] = 0.0
     stats = loop.train_epoch()
-    expected = cross_entropy(loop.model(loop.feed.source.batch(torch.arange(32), None)[0]), blobs(32)[1])
+    expected = cross_entropy(loop.model(loop.sampler.source.batch(torch.arange(32), None)[0]), blobs(32)[1])
     assert stats.loss == pytest.approx(expected.item(), rel=1e-5)
     assert stats.num_steps <= 4
     assert 0.0 < loop.epoch_seconds_so_far + stats.seconds < 60.0
@@ -191,7 +191,7 @@ def test_the_schedule_is_a_factor_on_the_learning_rate() -> None:
     assert same(dict(model.state_dict()), dict(reference.state_dict()))
     loop.step()
     optimizer = torch.optim.SGD(reference.parameters(), momentum=0.9)
-    for lr, indices in zip((0.0, 0.025), loop.feed._order.split(8), strict=False):
+    for lr, indices in zip((0.0, 0.025), loop.sampler._order.split(8), strict=False):
         inputs, targets = (tensor[indices] for tensor in blobs(32))
         optimizer.zero_grad()
         cross_entropy(reference(inputs), targets).backward()

@@ -28,13 +28,13 @@ from tests.build import (
 )
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import BatchConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.cuda.graphs import Graph, GraphPool
+from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.decide import replay
-from triaccel_ray.events import Tick
-from triaccel_ray.graphs import Graph, GraphPool
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.memory import MIB, memory_meter
-from triaccel_ray.plan import FaultKind
-from triaccel_ray.sources import TensorSource
+from triaccel_ray.records.events import Tick
+from triaccel_ray.records.plan import FaultKind
 
 
 def test_an_out_of_memory_error_shrinks_the_batch_until_memory_is_back() -> None:
@@ -270,7 +270,7 @@ def test_a_later_error_switches_curvature_off_also_for_a_resumed_run() -> None:
 def test_an_error_of_the_data_is_no_error_of_curvature() -> None:
     loop, ticks = loop_of(mlp(), Brittle(*blobs(64)), replace(QUIET, curvature=CurvatureConfig(every_steps=2)))
     loop.step()
-    loop.feed.source.is_broken = True
+    loop.sampler.source.is_broken = True
     with pytest.raises(OSError, match="the disk is gone"):
         loop.step()
     loop.close()

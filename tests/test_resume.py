@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from tests.build import BF16, FP16, FP32, ConvNet, Limited, cross_entropy, images, same, shift_and_noise
 from triaccel_ray.baseline import BaselineLoop
-from triaccel_ray.checkpoint import load_checkpoint, save_checkpoint
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, LossScaleConfig, PrecisionConfig
+from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.loop import ControlLoop
-from triaccel_ray.plan import Plan
-from triaccel_ray.sources import TensorSource
+from triaccel_ray.records.checkpoint import load_checkpoint, save_checkpoint
+from triaccel_ray.records.plan import Plan
 
 CONFIG = ControlConfig(
     every_steps=5,
@@ -142,7 +142,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(optimizer: str, stop: int, tm
     assert {level for plan in plans for level in plan.precision.values()} == {FP16, BF16, FP32}
     assert len({plan.batch_size for plan in plans}) >= 3
     assert whole.num_skipped > 0
-    assert whole.feed.epoch >= 3
+    assert whole.sampler.epoch >= 3
 
 
 @pytest.mark.parametrize("stop", [5, 10, 25])
@@ -221,6 +221,6 @@ def test_a_state_of_another_model_or_data_set_is_refused() -> None:
     with pytest.raises(RuntimeError, match="size mismatch"):
         loop.load_state_dict({**state, "model": {**state["model"], "0.head.weight": torch.zeros(3, 64)}})
     with pytest.raises(ValueError, match="num_samples = 91: the checkpoint's data set; this one has 90"):
-        loop.load_state_dict({**state, "feed": {**state["feed"], "num_samples": 91}})
+        loop.load_state_dict({**state, "sampler": {**state["sampler"], "num_samples": 91}})
     with pytest.raises(ValueError, match=r"Plan = .*no batch_size"):
         loop.load_state_dict({**state, "plan": {"precision": {}}})

@@ -15,12 +15,12 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from tests.build import BATCH, CPU, QUIET, blobs, cross_entropy, mlp, same, values
-from triaccel_ray.apply.feed import Feed
 from triaccel_ray.baseline import BaselineLoop
-from triaccel_ray.checkpoint import load_checkpoint, save_checkpoint
 from triaccel_ray.config import ControlConfig
+from triaccel_ray.data.sampler import Sampler
+from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.loop import ControlLoop
-from triaccel_ray.sources import TensorSource
+from triaccel_ray.records.checkpoint import load_checkpoint, save_checkpoint
 
 NUM, START = 90, 8
 PER_EPOCH = 12
@@ -47,20 +47,20 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
 
 @given(st.integers(2, 300), st.integers(3, 40), st.integers(1, 60))
 def test_batches_of_the_starting_size_count_one_each(num_samples: int, size: int, num_taken: int) -> None:
-    feed = Feed(TensorSource(torch.zeros(num_samples), torch.zeros(num_samples)), seed=0, device=CPU)
+    sampler = Sampler(TensorSource(torch.zeros(num_samples), torch.zeros(num_samples)), seed=0, device=CPU)
     for taken in range(num_taken):
-        assert feed.num_batches(size) == taken
-        feed.take(size)
+        assert sampler.num_batches(size) == taken
+        sampler.take(size)
 
 
 @given(st.integers(2, 300), st.integers(2, 40), st.lists(st.integers(2, 40), max_size=60))
 def test_others_count_by_their_samples(num_samples: int, size: int, taken: list[int]) -> None:
-    feed = Feed(TensorSource(torch.zeros(num_samples), torch.zeros(num_samples)), seed=0, device=CPU)
+    sampler = Sampler(TensorSource(torch.zeros(num_samples), torch.zeros(num_samples)), seed=0, device=CPU)
     for other in taken:
-        before = feed.num_batches(size)
-        feed.take(other)
-        assert feed.num_batches(size) >= before
-        assert feed.num_batches(size) == int(-(-num_samples // size) * feed.position + 1e-9)
+        before = sampler.num_batches(size)
+        sampler.take(other)
+        assert sampler.num_batches(size) >= before
+        assert sampler.num_batches(size) == int(-(-num_samples // size) * sampler.position + 1e-9)
 
 
 def test_a_scheduler_goes_all_its_way_while_the_batch_grows() -> None:
@@ -81,7 +81,7 @@ def test_at_one_batch_size_it_is_pytorchs_own_loop() -> None:
     scheduler = one_cycle(optimizer)
     inputs, targets = blobs(NUM)
     for _ in range(2):
-        for indices in loop.feed._order.split(START):
+        for indices in loop.sampler._order.split(START):
             optimizer.zero_grad()
             cross_entropy(model(inputs[indices]), targets[indices]).backward()
             optimizer.step()

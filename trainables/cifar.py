@@ -7,14 +7,14 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from search_spaces.found import found
-from trainables.cifar_download import obtain
-from trainables.cifar_files import cifar_set
-from trainables.images import ImageSource, Preparation
-from trainables.models import Stem, efficientnet_b0, resnet18
-from trainables.split import stratified_split
-from trainables.task import Purpose, Recipe, Splits, Task
 from triaccel_ray.config import BatchConfig, ControlConfig, ExecutionConfig
+from triaccel_ray.search_spaces.found import found
+from triaccel_ray.trainables.cifar_download import obtain
+from triaccel_ray.trainables.cifar_files import cifar_set
+from triaccel_ray.trainables.images import ImageSource, Preparation
+from triaccel_ray.trainables.models import Stem, efficientnet_b0, resnet18
+from triaccel_ray.trainables.split import stratified_split
+from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
 
 _SPLIT_SEED = 2026
 """Of the task, not of the run: every run, whatever its seed, is judged by the same samples."""

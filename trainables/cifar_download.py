@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from filelock import FileLock
 
-from trainables.cifar_files import HOMEPAGE, CifarFolder, CifarSet, find_complete, places
+from triaccel_ray.trainables.cifar_files import HOMEPAGE, CifarFolder, CifarSet, find_complete, places
 
 _logger = logging.getLogger(__name__)
 

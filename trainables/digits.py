@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from search_spaces.found import found
-from trainables.split import stratified_split
-from trainables.task import Purpose, Recipe, Splits, Task
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig
-from triaccel_ray.sources import TensorSource
+from triaccel_ray.data.sources import TensorSource
+from triaccel_ray.search_spaces.found import found
+from triaccel_ray.trainables.split import stratified_split
+from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
 
 _SPLIT_SEED = 2026
 """Of the task, not of the run: every run, whatever its seed, is judged by the same samples."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.image_batch import image_batch
 from triaccel_ray.config import require_flag, require_integer
-from triaccel_ray.sources import TensorSource
+from triaccel_ray.data.sources import TensorSource
+from triaccel_ray.kernels.image_batch import image_batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainables.task import Recipe, Task
 from triaccel_ray.config import ControlConfig, require, require_instance
-from triaccel_ray.metrics import LOSS, Metric, as_metrics
+from triaccel_ray.model.metrics import Metric, as_metrics
+from triaccel_ray.records.goal import LOSS
+from triaccel_ray.trainables.task import Recipe, Task
 
 _PLACES: Mapping[str, tuple[str, str]] = {
     "digits": ("digits", "Digits"),
@@ -35,7 +36,7 @@ class _Bundled(Mapping[str, type[Task]]):
 
     def __getitem__(self, name: str) -> type[Task]:
         module, class_name = _PLACES[name]
-        found: type[Task] = getattr(importlib.import_module(f"trainables.{module}"), class_name)
+        found: type[Task] = getattr(importlib.import_module(f"triaccel_ray.trainables.{module}"), class_name)
         return found
 
     def __contains__(self, name: object) -> bool:
@@ -89,7 +90,7 @@ def name_of(task: Any) -> str:
         raise TypeError(f"task = {task!r}: must be a name, such as 'digits', or a class derived from Task")
     module_name, class_name = task.__module__, task.__qualname__
     for name, (module, bundled) in _PLACES.items():
-        if (module_name, class_name) == (f"trainables.{module}", bundled):
+        if (module_name, class_name) == (f"triaccel_ray.trainables.{module}", bundled):
             return name
     name = f"{module_name}:{class_name}"
     if module_name == "__main__" or "." in class_name:

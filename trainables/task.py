@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from triaccel_ray.config import AmpPrecision, ControlConfig, require, require_flag, require_integer, require_number
-from triaccel_ray.metrics import ACCURACY, LOSS, Goal, Metric
+from triaccel_ray.model.metrics import ACCURACY, Metric
+from triaccel_ray.records.goal import LOSS, Goal
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from triaccel_ray.sources import DataSource
+    from triaccel_ray.data.sources import DataSource
 
 
 class Purpose(StrEnum):
@@ -43,7 +44,7 @@ class Splits:
     held_out: DataSource
 
     def __post_init__(self) -> None:
-        from triaccel_ray.sources import as_source
+        from triaccel_ray.data.sources import as_source
 
         for name in ("train", "held_out"):
             object.__setattr__(self, name, as_source(getattr(self, name)))
@@ -153,7 +154,7 @@ class Task(ABC):
         import torch
         from torch.nn import functional as F
 
-        from triaccel_ray.dry_run import described
+        from triaccel_ray.model.dry_run import described
 
         if not isinstance(outputs, torch.Tensor):
             raise TypeError(

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainables.task import Purpose, Recipe, Splits, Task
-from trainables.text_files import Windows, read_bytes, split_by_file, text_files
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, require
-from triaccel_ray.metrics import BITS_PER_BYTE, PERPLEXITY, Metric
+from triaccel_ray.model.metrics import BITS_PER_BYTE, PERPLEXITY, Metric
+from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
+from triaccel_ray.trainables.text_files import Windows, read_bytes, split_by_file, text_files
 
 NUM_BYTES = 256
 _ON_GPU = {"layers": 6, "width": 384, "heads": 6, "context": 256, "most_windows": 1 << 20}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from triaccel_ray.config import require
-from triaccel_ray.sources import DataSource
+from triaccel_ray.data.sources import DataSource
 
 _NOT_ITS_OWN = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 """Folders of the standard library that hold other packages, or its tests, which not every installation has."""

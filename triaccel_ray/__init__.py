@@ -6,9 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainables.task import Purpose, Recipe, Splits, Task
     from triaccel_ray.apply.evaluate import Evaluation
-    from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
     from triaccel_ray.config import (
         BatchConfig,
         ControlConfig,
@@ -17,19 +15,21 @@ if TYPE_CHECKING:
         LossScaleConfig,
         PrecisionConfig,
     )
-    from triaccel_ray.data_source import DataSource
-    from triaccel_ray.epochs import EpochStats
-    from triaccel_ray.events import EventLog, LogError, read_events
-    from triaccel_ray.iterable import IterableSource
-    from triaccel_ray.lean_memory import hold_less
+    from triaccel_ray.control.epochs import EpochStats
+    from triaccel_ray.cuda.allocator import hold_less
+    from triaccel_ray.data.data_source import DataSource
+    from triaccel_ray.data.iterable import IterableSource
+    from triaccel_ray.data.sources import DatasetSource, TensorSource
     from triaccel_ray.loop import ControlLoop, NonFiniteGradientsError
-    from triaccel_ray.metrics import ACCURACY, BITS_PER_BYTE, PERPLEXITY, Metric
-    from triaccel_ray.plan import Plan, Precision
-    from triaccel_ray.score import efficiency_score
+    from triaccel_ray.measure.score import efficiency_score
+    from triaccel_ray.model.metrics import ACCURACY, BITS_PER_BYTE, PERPLEXITY, Metric
+    from triaccel_ray.records.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+    from triaccel_ray.records.events import EventLog, LogError, read_events
+    from triaccel_ray.records.plan import Plan, Precision
     from triaccel_ray.service.api import compare, run, search
     from triaccel_ray.service.failures import RunFailedError
     from triaccel_ray.service.result import Report
-    from triaccel_ray.sources import DatasetSource, TensorSource
+    from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
 
 __all__ = [
     "ACCURACY",
@@ -72,42 +72,42 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ACCURACY": "triaccel_ray.metrics",
-    "BITS_PER_BYTE": "triaccel_ray.metrics",
-    "PERPLEXITY": "triaccel_ray.metrics",
+    "ACCURACY": "triaccel_ray.model.metrics",
+    "BITS_PER_BYTE": "triaccel_ray.model.metrics",
+    "PERPLEXITY": "triaccel_ray.model.metrics",
     "BatchConfig": "triaccel_ray.config",
-    "CheckpointError": "triaccel_ray.checkpoint",
+    "CheckpointError": "triaccel_ray.records.checkpoint",
     "ControlConfig": "triaccel_ray.config",
     "ControlLoop": "triaccel_ray.loop",
     "CurvatureConfig": "triaccel_ray.config",
-    "DataSource": "triaccel_ray.data_source",
-    "DatasetSource": "triaccel_ray.sources",
-    "EpochStats": "triaccel_ray.epochs",
+    "DataSource": "triaccel_ray.data.data_source",
+    "DatasetSource": "triaccel_ray.data.sources",
+    "EpochStats": "triaccel_ray.control.epochs",
     "Evaluation": "triaccel_ray.apply.evaluate",
-    "EventLog": "triaccel_ray.events",
+    "EventLog": "triaccel_ray.records.events",
     "ExecutionConfig": "triaccel_ray.config",
-    "IterableSource": "triaccel_ray.iterable",
-    "LogError": "triaccel_ray.events",
+    "IterableSource": "triaccel_ray.data.iterable",
+    "LogError": "triaccel_ray.records.events",
     "LossScaleConfig": "triaccel_ray.config",
-    "Metric": "triaccel_ray.metrics",
+    "Metric": "triaccel_ray.model.metrics",
     "NonFiniteGradientsError": "triaccel_ray.loop",
-    "Plan": "triaccel_ray.plan",
-    "Precision": "triaccel_ray.plan",
+    "Plan": "triaccel_ray.records.plan",
+    "Precision": "triaccel_ray.records.plan",
     "PrecisionConfig": "triaccel_ray.config",
-    "Purpose": "trainables.task",
-    "Recipe": "trainables.task",
+    "Purpose": "triaccel_ray.trainables.task",
+    "Recipe": "triaccel_ray.trainables.task",
     "Report": "triaccel_ray.service.result",
     "RunFailedError": "triaccel_ray.service.failures",
-    "Splits": "trainables.task",
-    "Task": "trainables.task",
-    "TensorSource": "triaccel_ray.sources",
+    "Splits": "triaccel_ray.trainables.task",
+    "Task": "triaccel_ray.trainables.task",
+    "TensorSource": "triaccel_ray.data.sources",
     "compare": "triaccel_ray.service.api",
-    "efficiency_score": "triaccel_ray.score",
-    "hold_less": "triaccel_ray.lean_memory",
-    "load_checkpoint": "triaccel_ray.checkpoint",
-    "read_events": "triaccel_ray.events",
+    "efficiency_score": "triaccel_ray.measure.score",
+    "hold_less": "triaccel_ray.cuda.allocator",
+    "load_checkpoint": "triaccel_ray.records.checkpoint",
+    "read_events": "triaccel_ray.records.events",
     "run": "triaccel_ray.service.api",
-    "save_checkpoint": "triaccel_ray.checkpoint",
+    "save_checkpoint": "triaccel_ray.records.checkpoint",
     "search": "triaccel_ray.service.api",
 }
 """Public name -> the module that defines it."""

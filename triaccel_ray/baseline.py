@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from triaccel_ray.apply.evaluate import Evaluation, Metrics, evaluate
-from triaccel_ray.apply.feed import Feed
 from triaccel_ray.config import AmpPrecision
-from triaccel_ray.epochs import EpochStats, SampleSchedule, Schedule, mean_loss
-from triaccel_ray.layers import Loss, find_layers, forward
+from triaccel_ray.control.epochs import EpochStats, SampleSchedule, Schedule, mean_loss
+from triaccel_ray.cuda.random_states import random_states, set_random_states
+from triaccel_ray.data.sampler import Sampler
+from triaccel_ray.data.sources import as_source
 from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.measure.timing import EpochClock
-from triaccel_ray.plan import Plan, Precision
-from triaccel_ray.random_states import random_states, set_random_states
-from triaccel_ray.sources import as_source
+from triaccel_ray.model.layers import Loss, find_layers, forward
+from triaccel_ray.records.plan import Plan, Precision
 
 Baseline = Literal["fp32", "amp"]
 
@@ -59,7 +59,7 @@ class BaselineLoop:
         self._sets_rates = callable(schedule)
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self.memory = memory_meter(self.device, memory_budget, memory_headroom)
-        self.feed = Feed(as_source(data).to(self.device), seed=seed, device=self.device)
+        self.sampler = Sampler(as_source(data).to(self.device), seed=seed, device=self.device)
         self.memory.require_room()
         self._dtype = torch.float16 if self.device.type == "cuda" and amp == "fp16" else torch.bfloat16
         self._autocast = method == "amp"
@@ -90,18 +90,18 @@ class BaselineLoop:
 
     def step(self) -> None:
         """Makes one step, as the tutorial does."""
-        epoch = self.feed.position
-        if self.feed.at_epoch_start:
+        epoch = self.sampler.position
+        if self.sampler.at_epoch_start:
             self._epoch_loss.zero_()
             self._epoch_steps = 0
         if self._sets_rates:
             for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
                 group["lr"] = base * self._schedule.factor(epoch)
         self.model.train()
-        indices = self.feed.take(self.plan.batch_size)
+        indices = self.sampler.take(self.plan.batch_size)
         losses = []
         for part in indices.tensor_split(min(self.plan.num_micro_batches, len(indices))):
-            inputs, targets = self.feed.source.batch(part, self.feed.generator)
+            inputs, targets = self.sampler.source.batch(part, self.sampler.generator)
             with torch.autocast(self.device.type, dtype=self._dtype, enabled=self._autocast):
                 loss = self._loss(forward(self.model, inputs), targets)
             if len(part) < len(indices):
@@ -115,7 +115,7 @@ class BaselineLoop:
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self._schedule.advance(self.feed)
+        self._schedule.advance(self.sampler)
         self.num_steps += 1
         self._epoch_steps += 1
         mean = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
@@ -126,15 +126,15 @@ class BaselineLoop:
 
     def train_epoch(self) -> EpochStats:
         """Makes the steps that are left of the present epoch and returns what they amount to."""
-        epoch = self.feed.epoch
+        epoch = self.sampler.epoch
         self._clock.start()
-        while self.feed.epoch == epoch:
+        while self.sampler.epoch == epoch:
             self.step()
         return EpochStats(
-            epoch=self.feed.epoch,
+            epoch=self.sampler.epoch,
             loss=mean_loss(self._epoch_loss),
             num_steps=self._epoch_steps,
-            num_samples=self.feed.num_samples,
+            num_samples=self.sampler.num_samples,
             seconds=self._clock.finish(),
         )
 
@@ -156,7 +156,7 @@ class BaselineLoop:
 
     def close(self) -> None:
         """Ends what reads the data ahead; the model was never changed."""
-        self.feed.close()
+        self.sampler.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything a resumed run needs to equal an uninterrupted one."""
@@ -164,7 +164,7 @@ class BaselineLoop:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),
-            "feed": self.feed.state_dict(),
+            "sampler": self.sampler.state_dict(),
             "schedule": self._schedule.state_dict(),
             "counters": [self.num_steps, self._epoch_steps],
             "epoch_loss": self._epoch_loss.clone(),
@@ -178,7 +178,7 @@ class BaselineLoop:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self._scaler.load_state_dict(state["scaler"])
-        self.feed.load_state_dict(state["feed"])
+        self.sampler.load_state_dict(state["sampler"])
         self._schedule.load_state_dict(state["schedule"])
         self.num_steps, self._epoch_steps = state["counters"]
         self._epoch_loss.copy_(state["epoch_loss"])

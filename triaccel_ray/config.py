@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeVar
 
-from triaccel_ray.plan import Precision
+from triaccel_ray.records.plan import Precision
 
 T = TypeVar("T")
 

@@ -12,32 +12,32 @@ from torch import Tensor, nn
 
 from triaccel_ray.apply.actuators import Actuators
 from triaccel_ray.apply.evaluate import Evaluation, Metrics, evaluate, judged_at_once
-from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.apply.precision import supported_precisions, useless_precisions
 from triaccel_ray.config import ControlConfig, require_instance
-from triaccel_ray.curvature_rounds import CurvatureRounds
+from triaccel_ray.control.curvature_rounds import CurvatureRounds
+from triaccel_ray.control.epochs import EpochStats, SampleSchedule, Schedule, mean_loss
+from triaccel_ray.control.pending_tick import PendingTick
+from triaccel_ray.control.steps import StepParts, build_steps
+from triaccel_ray.cuda.capture_checks import watching_forward
+from triaccel_ray.cuda.graphs import GraphPool
+from triaccel_ray.cuda.random_states import random_states, set_random_states
+from triaccel_ray.cuda.stream_pool import LentStream
+from triaccel_ray.data.sampler import Sampler
+from triaccel_ray.data.sources import as_source, default_config, delivered
 from triaccel_ray.decide import ControlState, decide, initial_decision
-from triaccel_ray.dry_run import require_working
-from triaccel_ray.epochs import EpochStats, SampleSchedule, Schedule, mean_loss
-from triaccel_ray.events import EventLog, Start, Tick
-from triaccel_ray.graphs import GraphPool
-from triaccel_ray.jsonable import decode, encode
-from triaccel_ray.layers import Loss, find_layers, lay_out, require_trainable, unwatched_weights
-from triaccel_ray.lent_stream import LentStream
 from triaccel_ray.measure.curvature import CurvatureMeter
 from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.measure.sensors import Sensors
 from triaccel_ray.measure.timing import EpochClock, StepTimer
-from triaccel_ray.obstacles import watching_forward
-from triaccel_ray.pending import PendingTick
-from triaccel_ray.plan import Fault, FaultKind, Plan, Precision
-from triaccel_ray.random_states import random_states, set_random_states
-from triaccel_ray.signals import Observation
-from triaccel_ray.sources import as_source, default_config, delivered
-from triaccel_ray.steps import StepParts, build_steps
+from triaccel_ray.model.dry_run import require_working
+from triaccel_ray.model.layers import Loss, find_layers, lay_out, require_trainable, unwatched_weights
+from triaccel_ray.records.codec import decode, encode
+from triaccel_ray.records.events import EventLog, Start, Tick
+from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision
+from triaccel_ray.records.signals import Observation
 
 
 class NonFiniteGradientsError(RuntimeError):
@@ -100,7 +100,7 @@ class ControlLoop:
         stream = LentStream(self.device).current() if self.device.type == "cuda" else contextlib.nullcontext()
         with stream, watching_forward(model) as waits:
             require_working(model, loss, source)
-        self.feed = Feed(source, seed=seed, device=self.device)
+        self.sampler = Sampler(source, seed=seed, device=self.device)
         self.loss_scale = LossScale(self.config.loss_scale, self.device)
         self.memory.require_room()
 
@@ -113,7 +113,7 @@ class ControlLoop:
                 model=model,
                 loss=loss,
                 layers=self._layers,
-                feed=self.feed,
+                sampler=self.sampler,
                 optimizer=self.optimizer,
                 moments=moments,
                 loss_scale=self.loss_scale,
@@ -153,7 +153,7 @@ class ControlLoop:
         self.state: ControlState = first.state
         self.timer = StepTimer(self.device)
         self.sensors = Sensors(named, moments, self.memory, self.timer, losses)
-        if reason := self.feed.source.streamed_because:
+        if reason := self.sampler.source.streamed_because:
             faults += (Fault(kind=FaultKind.DATA_STREAMED, step=0, phase="data", detail=reason),)
         wanted = set(Precision) if self.config.precision.enabled else {self.config.precision.initial}
         wanted |= set(self.config.precision.initial_layers.values())
@@ -183,7 +183,7 @@ class ControlLoop:
         self._curvature_rounds = CurvatureRounds(
             self.curvature,
             self.sensors,
-            self.feed,
+            self.sampler,
             self._steps,
             self.memory,
             self._pool,
@@ -230,7 +230,8 @@ class ControlLoop:
                 yield
             finally:
                 self.timer.interrupt()
-                self.memory.trim()  # else what evaluation leaves would count as the batches', and stand beside graphs
+                if self.device.type == "cuda":  # a CPU would map the same pages anew in the next step
+                    self.memory.trim()  # else what evaluation leaves would stand beside the graphs
 
     def step(self) -> None:
         """Makes one optimizer step, and the tick and the curvature measurement that fall due after it.
@@ -238,8 +239,8 @@ class ControlLoop:
         On a GPU a tick decides once the next three steps are under way, so that the device need not wait: what it
         decides holds from the step after these, or from the next epoch's first.
         """
-        plan, epoch = self.plan, self.feed.position
-        if self.feed.at_epoch_start:
+        plan, epoch = self.plan, self.sampler.position
+        if self.sampler.at_epoch_start:
             self._epoch_loss.zero_()
             self._epoch_steps = 0
             self.timer.interrupt()
@@ -251,16 +252,16 @@ class ControlLoop:
         if obstacle is not None:
             self._record_slower("optimizer", obstacle)
         scale = self.loss_scale.factor(self._precision.needs_loss_scale)
-        indices = self.feed.take(plan.batch_size)
+        indices = self.sampler.take(plan.batch_size)
         self.timer.begin()
         self.sensors.record_faults(self._steps.run(indices, scale, step=self.num_steps))
         self.timer.end(counts=len(indices) == plan.batch_size)
-        self._schedule.advance(self.feed)
+        self._schedule.advance(self.sampler)
         if self.optimizer.survived:
             self._record_optimizer_faults()
         self.num_steps += 1
         self._epoch_steps += 1
-        if self._pending.is_decision_due(self.num_steps) or self.feed.at_epoch_start:
+        if self._pending.is_decision_due(self.num_steps) or self.sampler.at_epoch_start:
             self._decide()
         if self._pending.is_record_due(self.num_steps % self.config.every_steps):
             self._pending.record()
@@ -270,7 +271,7 @@ class ControlLoop:
         if self.num_steps % self.config.every_steps == 0:
             self._decide()
             self._observe()
-            if not self._pending.decides_late or self.feed.at_epoch_start:
+            if not self._pending.decides_late or self.sampler.at_epoch_start:
                 self._decide()
 
     def tick(self) -> Tick:
@@ -290,7 +291,7 @@ class ControlLoop:
             plan=self.plan,
             step=self.num_steps,
             tick=self.num_ticks,
-            epoch=self.feed.position,
+            epoch=self.sampler.position,
             loss_scale=self.loss_scale.factor(self._precision.needs_loss_scale),
             num_skipped=self.loss_scale.num_skipped,
             num_skipped_in_row=self.loss_scale.num_skipped_in_row,
@@ -326,17 +327,17 @@ class ControlLoop:
 
     def train_epoch(self) -> EpochStats:
         """Makes the steps that are left of the present epoch and returns what they amount to."""
-        epoch = self.feed.epoch
+        epoch = self.sampler.epoch
         self._clock.start()
-        while self.feed.epoch == epoch:
+        while self.sampler.epoch == epoch:
             self.step()
         seconds = self._clock.finish()
         self._pending.record()
         return EpochStats(
-            epoch=self.feed.epoch,
+            epoch=self.sampler.epoch,
             loss=mean_loss(self._epoch_loss),
             num_steps=self._epoch_steps,
-            num_samples=self.feed.num_samples,
+            num_samples=self.sampler.num_samples,
             seconds=seconds,
         )
 
@@ -379,7 +380,7 @@ class ControlLoop:
     def _give_model_back(self) -> None:
         """Gives the model its own forward functions back, and the graphs' memory to the device."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self.feed.close)
+            stack.callback(self.sampler.close)
             stack.callback(self._pool.release)
             stack.callback(self._steps.step.precision.remove)
             if self._steps.step.compilation is not None:
@@ -390,7 +391,7 @@ class ControlLoop:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.optimizer.state_dict(),
-            "feed": self.feed.state_dict(),
+            "sampler": self.sampler.state_dict(),
             "schedule": self._schedule.state_dict(),
             "loss_scale": self.loss_scale.state_dict(),
             "sensors": self.sensors.state_dict(),
@@ -412,7 +413,7 @@ class ControlLoop:
         Raises:
             ValueError, RuntimeError: the state belongs to another model or data set.
         """
-        self.feed.load_state_dict(state["feed"])  # first, because it refuses another data set
+        self.sampler.load_state_dict(state["sampler"])  # first, because it refuses another data set
         self.model.load_state_dict(state["model"])
         self.optimizer.optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])

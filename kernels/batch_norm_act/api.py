@@ -9,9 +9,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kernels.batch_norm_act.reference import ACTIVATIONS, Activation
-from kernels.batch_norm_act.reference import batch_norm_act as reference
-from kernels.batch_norm_act.running import RunningStatistics
+from triaccel_ray.kernels.batch_norm_act.reference import ACTIVATIONS, Activation
+from triaccel_ray.kernels.batch_norm_act.reference import batch_norm_act as reference
+from triaccel_ray.kernels.batch_norm_act.running import RunningStatistics
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -61,7 +61,7 @@ def batch_norm_act(
         return reference(
             x, weight, bias, running, eps=eps, activation=activation, residual=residual, output_dtype=dtype
         )
-    from kernels.batch_norm_act.launch import Call, launch  # here: without a GPU triton need not exist
+    from triaccel_ray.kernels.batch_norm_act.launch import Call, launch  # here: without a GPU triton need not exist
 
     call = Call(running=running, eps=eps, activation=activation, output_dtype=dtype)
     return cast(Tensor, launch(call, x, weight, bias, residual))
@@ -88,7 +88,7 @@ def batch_norm_act_forked(
     if not x.is_cuda:
         y = reference(x, weight, bias, running, eps=eps, activation=activation, residual=residual, output_dtype=dtype)
         return y, y
-    from kernels.batch_norm_act.launch import Call, launch  # here: without a GPU triton need not exist
+    from triaccel_ray.kernels.batch_norm_act.launch import Call, launch  # here: without a GPU triton need not exist
 
     call = Call(running=running, eps=eps, activation=activation, output_dtype=dtype, forked=True)
     return cast(tuple[Tensor, Tensor], launch(call, x, weight, bias, residual))

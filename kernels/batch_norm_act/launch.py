@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.batch_norm_act import triton as kernels
-from kernels.batch_norm_act.reference import Activation
-from kernels.batch_norm_act.running import RunningStatistics
-from kernels.batch_norm_act.tiling import APPLYING, APPLYING_EXPONENTIALS, REDUCING, Shape, Tiling, tiling
+from triaccel_ray.kernels.batch_norm_act import triton as kernels
+from triaccel_ray.kernels.batch_norm_act.reference import Activation
+from triaccel_ray.kernels.batch_norm_act.running import RunningStatistics
+from triaccel_ray.kernels.batch_norm_act.tiling import APPLYING, APPLYING_EXPONENTIALS, REDUCING, Shape, Tiling, tiling
 
 _FINISHING_CHANNELS, _FINISHING_PARTS = 8, 256
 """Block of the table of partial results: 32 bytes wide, and as long as most tables."""
@@ -38,7 +38,7 @@ class Call:
 
 
 def launch(call: Call, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, ...]:
-    """Returns the output, twice when forked, of arguments that `kernels.batch_norm_act.api` describes and checks."""
+    """Returns the output, twice when forked; `batch_norm_act.api` describes and checks the arguments."""
     outputs: Tensor | tuple[Tensor, ...] = _BatchNormAct.apply(call, x, weight, bias, residual)
     return outputs
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.batch_norm_act.running import RunningStatistics
+from triaccel_ray.kernels.batch_norm_act.running import RunningStatistics
 
 Activation = Literal["none", "relu", "relu6", "silu", "hardswish"]
 
@@ -33,7 +33,7 @@ def batch_norm_act(
     residual: Tensor | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns `kernels.batch_norm_act.batch_norm_act` of tensors on any device; fp64 is computed in fp64."""
+    """Returns `batch_norm_act` of tensors on any device; fp64 is computed in fp64."""
     compute = torch.promote_types(x.dtype, torch.float32)
     if running.num_batches is not None:
         running.num_batches.add_(1)

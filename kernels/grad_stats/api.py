@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.grad_stats import reference
-from kernels.grad_stats.reference import GroupStatistics
-from kernels.multi_tensor import TensorTable
+from triaccel_ray.kernels.grad_stats import reference
+from triaccel_ray.kernels.grad_stats.reference import GroupStatistics
+from triaccel_ray.kernels.multi_tensor import TensorTable
 
 
 class GradStats:
@@ -63,7 +63,7 @@ class GradStats:
         self._reduction = None
         runs_kernel = device.type == "cuda" if kernel is None else kernel
         if runs_kernel:
-            from kernels.grad_stats.triton import GroupReduction  # imports triton
+            from triaccel_ray.kernels.grad_stats.triton import GroupReduction  # imports triton
 
             self._reduction = GroupReduction(sizes, groups, num_groups, device)
             self._beta_on_device = torch.tensor(beta, dtype=torch.float64).to(device)  # a float argument becomes fp32

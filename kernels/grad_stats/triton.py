@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.grad_stats.reference import GroupStatistics
-from kernels.multi_tensor import Chunks, TensorTable, on_device
-from kernels.multi_tensor_triton import FP16, FP32, load_fp32
+from triaccel_ray.kernels.grad_stats.reference import GroupStatistics
+from triaccel_ray.kernels.multi_tensor import Chunks, TensorTable, on_device
+from triaccel_ray.kernels.multi_tensor_triton import FP16, FP32, load_fp32
 
 INFINITY_BITS = tl.constexpr(0x7F800000)
 MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)

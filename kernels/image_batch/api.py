@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.image_batch.reference import image_batch as reference
+from triaccel_ray.kernels.image_batch.reference import image_batch as reference
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_PADDING = 2**15 - 1
@@ -78,7 +78,9 @@ def image_batch(
     how |= {"cutout": cutout, "dtype": dtype}
     if not images.is_cuda:
         return reference(images, indices, scale, shift, **how)
-    from kernels.image_batch.triton import image_batch as launch  # here: without a GPU triton need not exist
+    from triaccel_ray.kernels.image_batch.triton import (
+        image_batch as launch,  # here: without a GPU triton need not exist
+    )
 
     return launch(images, indices, scale, shift, **how)
 

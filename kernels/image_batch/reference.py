@@ -24,7 +24,7 @@ def image_batch(
     cutout: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the batch; `kernels.image_batch.image_batch` says of what."""
+    """Returns the batch; `triaccel_ray.kernels.image_batch.image_batch` says of what."""
     batch = images[indices]
     if key is not None:
         rows, columns, mirrored = draw(key, len(indices), padding)

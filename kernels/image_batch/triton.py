@@ -24,7 +24,7 @@ def image_batch(
     cutout: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the batch; `kernels.image_batch.image_batch` says of what, and has checked the arguments."""
+    """Returns the batch; `triaccel_ray.kernels.image_batch.image_batch` says of what, and has checked the arguments."""
     _, channels, height, width = images.shape
     num = len(indices)
     out = torch.empty(

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.multi_tensor import Chunks, TensorTable
-from kernels.optimizer_step import reference
-from kernels.optimizer_step.hyperparameters import AdamWHyperparameters, SgdHyperparameters
-from kernels.optimizer_step.reference import Scalars
+from triaccel_ray.kernels.multi_tensor import Chunks, TensorTable
+from triaccel_ray.kernels.optimizer_step import reference
+from triaccel_ray.kernels.optimizer_step.hyperparameters import AdamWHyperparameters, SgdHyperparameters
+from triaccel_ray.kernels.optimizer_step.reference import Scalars
 
 __all__ = ["AdamWHyperparameters", "AdamWStep", "SgdHyperparameters", "SgdStep"]
 
@@ -36,7 +36,7 @@ class _Step:
         device = torch.device(device)
         runs_kernel = device.type == "cuda" if kernel is None else kernel
         if runs_kernel:
-            from kernels.optimizer_step.triton import CHUNK_SIZE  # imports triton
+            from triaccel_ray.kernels.optimizer_step.triton import CHUNK_SIZE  # imports triton
 
             self._chunks = Chunks(sizes, device, CHUNK_SIZE)
 
@@ -85,7 +85,7 @@ class SgdStep(_Step):
                 parameters.tensors, gradients.tensors, momenta.tensors, copies.tensors, hyperparameters.table, by
             )
         elif self._chunks.num_chunks:
-            from kernels.optimizer_step.triton import launch_sgd
+            from triaccel_ray.kernels.optimizer_step.triton import launch_sgd
 
             launch_sgd(self._chunks, parameters, gradients, momenta, copies, hyperparameters.table, by)
 
@@ -130,7 +130,7 @@ class AdamWStep(_Step):
                 hyperparameters.table, by,
             )  # fmt: skip
         elif self._chunks.num_chunks:
-            from kernels.optimizer_step.triton import launch_adamw
+            from triaccel_ray.kernels.optimizer_step.triton import launch_adamw
 
             launch_adamw(
                 self._chunks, parameters, gradients, moments, steps, copies, hyperparameters.table,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.multi_tensor import upload
+from triaccel_ray.kernels.multi_tensor import upload
 
 
 class SgdHyperparameters:

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.multi_tensor import Chunks, TensorTable, on_device
-from kernels.multi_tensor_triton import BF16, FP16, FP32, load_fp32
-from kernels.optimizer_step.reference import Scalars
+from triaccel_ray.kernels.multi_tensor import Chunks, TensorTable, on_device
+from triaccel_ray.kernels.multi_tensor_triton import BF16, FP16, FP32, load_fp32
+from triaccel_ray.kernels.optimizer_step.reference import Scalars
 
 # Fastest of 512 to 8192 elements and 2 to 16 warps on an H200.
 CHUNK_SIZE = 1024

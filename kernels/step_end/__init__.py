@@ -1,5 +1,5 @@
 """What ends a training step: the loss scale moves, and the loss is added up."""
 
-from kernels.step_end.api import LossScaleState, end_step
+from triaccel_ray.kernels.step_end.api import LossScaleState, end_step
 
 __all__ = ["LossScaleState", "end_step"]

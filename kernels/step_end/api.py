@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.step_end import reference
-from kernels.step_end.reference import LossScaleState
+from triaccel_ray.kernels.step_end import reference
+from triaccel_ray.kernels.step_end.reference import LossScaleState
 
 __all__ = ["LossScaleState", "end_step"]
 
@@ -49,7 +49,7 @@ def end_step(
     if totals.dtype is not torch.float64 or totals.dim() != 2 or totals.shape[1] != 2 or not totals.is_contiguous():
         raise ValueError(f"totals is {totals.dtype} {list(totals.shape)}: must be contiguous torch.float64 [rows, 2]")
     if totals.is_cuda if kernel is None else kernel:
-        from kernels.step_end.triton import launch  # here: without a GPU triton need not exist
+        from triaccel_ray.kernels.step_end.triton import launch  # here: without a GPU triton need not exist
 
         launch(loss_sum, num_samples, totals, found_nonfinite, state, moves_scale=moves_scale)
     else:

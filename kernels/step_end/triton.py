@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.multi_tensor import on_device
-from kernels.step_end.reference import LossScaleState
+from triaccel_ray.kernels.multi_tensor import on_device
+from triaccel_ray.kernels.step_end.reference import LossScaleState
 
 
 def launch(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.loop import ControlLoop
-from triaccel_ray.plan import Precision
+from triaccel_ray.records.plan import Precision
 
 Data = tuple[Tensor, Tensor]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.layers import find_layers
+from triaccel_ray.model.layers import find_layers
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -6,8 +6,8 @@ import torch
 from tests.build import BF16, CPU, FP16, FP32, ONE, blobs, cache_of, mlp, step_of
 from triaccel_ray.apply.actuators import Actuators
 from triaccel_ray.apply.step import Step
-from triaccel_ray.graphs import GraphPool
-from triaccel_ray.plan import Applied, Fault, FaultKind, Plan
+from triaccel_ray.cuda.graphs import GraphPool
+from triaccel_ray.records.plan import Applied, Fault, FaultKind, Plan
 
 OLD = Plan(batch_size=8, precision={"0": BF16, "2": FP32, "4": BF16}, num_micro_batches=2)
 NEW = Plan(batch_size=16, precision={"0": FP16, "2": FP32, "4": BF16}, num_micro_batches=4)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from tests.apply.captured import adamw, distance, fixed, images, loop_of, network, sgd
 from tests.waiting import no_waiting
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
-from triaccel_ray.plan import FaultKind, Precision
-from triaccel_ray.pytree import map_tensors
-from triaccel_ray.sources import DataSource
+from triaccel_ray.data.sources import DataSource
+from triaccel_ray.model.pytree import map_tensors
+from triaccel_ray.records.plan import FaultKind, Precision
 
 pytestmark = [
     pytest.mark.gpu,
@@ -230,7 +230,7 @@ def test_a_broken_capture_costs_neither_memory_nor_random_numbers() -> None:
             loop.train_epoch()
     assert not loop._steps.enabled
     assert torch.rand(8, device="cuda").unique().numel() == 8
-    assert torch.rand(8, device="cuda", generator=loop.feed.generator).unique().numel() == 8
+    assert torch.rand(8, device="cuda", generator=loop.sampler.generator).unique().numel() == 8
     loop.close()
     del loop, model
     gc.collect()

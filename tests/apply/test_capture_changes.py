@@ -10,7 +10,7 @@ import torch
 
 from tests.apply.captured import distance, fixed, loop_of, network
 from triaccel_ray.config import CurvatureConfig
-from triaccel_ray.plan import FaultKind, Precision
+from triaccel_ray.records.plan import FaultKind, Precision
 
 pytestmark = [
     pytest.mark.gpu,

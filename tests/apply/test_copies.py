@@ -10,11 +10,11 @@ from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.config import LossScaleConfig
-from triaccel_ray.gradients import Gradients
-from triaccel_ray.layers import find_layers
+from triaccel_ray.control.steps import TrainingUpdate
 from triaccel_ray.measure.moments import GradientMoments
-from triaccel_ray.plan import Precision
-from triaccel_ray.steps import TrainingUpdate
+from triaccel_ray.model.gradients import Gradients
+from triaccel_ray.model.layers import find_layers
+from triaccel_ray.records.plan import Precision
 
 DTYPES = {"0": torch.float16, "2": torch.bfloat16, "4": torch.float32}
 LEVELS = {"0": Precision.FP16, "2": Precision.BF16, "4": Precision.FP32}

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from tests.build import CPU, ConvNet, CountingSource, Limited, blobs, cross_entropy, images, mlp, nothing, same, values
 from triaccel_ray.apply.evaluate import Evaluation, evaluate, judged_at_once
-from triaccel_ray.plan import FaultKind
-from triaccel_ray.sources import DataSource
+from triaccel_ray.data.sources import DataSource
+from triaccel_ray.records.plan import FaultKind
 
 
 def evaluated(model: nn.Module, source: DataSource, batch_size: int, loss: Any = cross_entropy) -> Evaluation:

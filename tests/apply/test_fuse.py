@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from tests.apply.fusible import Block, layers_of
 from tests.build import BF16, FP16, controlled, same, values
-from trainables.models import efficientnet_b0, resnet18
 from triaccel_ray.apply.fuse import FusedNorm, Fusion, fuse
 from triaccel_ray.apply.fused_norm import RecomputedInput
 from triaccel_ray.apply.precision import LayerPrecision
-from triaccel_ray.layers import find_layers
-from triaccel_ray.pytree import map_tensors
+from triaccel_ray.model.layers import find_layers
+from triaccel_ray.model.pytree import map_tensors
+from triaccel_ray.trainables.models import efficientnet_b0, resnet18
 
 GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")

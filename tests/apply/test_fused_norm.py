@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kernels.batch_norm_act import RunningStatistics
 from triaccel_ray.apply.fused_norm import FusedNorm, RecomputedInput, format_refusal
+from triaccel_ray.kernels.batch_norm_act import RunningStatistics
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _step(layer: nn.Module, x: Tensor) -> tuple[Tensor, int]:
     """Returns a convolution's output on a fused norm's, and where that was."""
-    from kernels.batch_norm_act.launch import Call, launch
+    from triaccel_ray.kernels.batch_norm_act.launch import Call, launch
 
     running = RunningStatistics(mean=torch.zeros(8, device=DEVICE), var=torch.ones(8, device=DEVICE))
     call = Call(running=running, eps=1e-5, activation="relu", output_dtype=torch.float32)

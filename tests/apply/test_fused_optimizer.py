@@ -12,8 +12,8 @@ from torch import nn
 from tests.build import ConvNet, images, same, values
 from triaccel_ray.apply.fused_optimizer import FusedOptimizer, has_kernel, is_supported
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
-from triaccel_ray.gradients import Gradients
-from triaccel_ray.layers import find_layers
+from triaccel_ray.model.gradients import Gradients
+from triaccel_ray.model.layers import find_layers
 
 ONE, FINE, OVERFLOW = torch.tensor(1.0), torch.tensor(0.0), torch.tensor(1.0)
 OPTIMIZERS: dict[str, Any] = {

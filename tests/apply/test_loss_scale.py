@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from kernels.step_end.reference import move_scale
 from tests.build import CPU, same
 from triaccel_ray.apply.loss_scale import MAXIMUM, LossScale
 from triaccel_ray.config import LossScaleConfig
+from triaccel_ray.kernels.step_end.reference import move_scale
 
 FINE, OVERFLOW = torch.tensor(False), torch.tensor(True)
 

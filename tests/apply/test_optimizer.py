@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from kernels.step_end.reference import move_scale
 from tests.build import BF16, CPU, FP16, ONE, blobs, collected, cross_entropy, mlp, same, step_of, values
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.config import LossScaleConfig
-from triaccel_ray.layers import find_layers
+from triaccel_ray.kernels.step_end.reference import move_scale
 from triaccel_ray.measure.moments import GradientMoments
+from triaccel_ray.model.layers import find_layers
 
 FINE, OVERFLOW = torch.tensor(0.0), torch.tensor(1.0)
 SCALES = {"0": 0.5, "2": 0.25, "4": 1.0}

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from tests.build import BF16, FP16, FP32, ConvNet, controlled, gradients, images, mlp, same, values
 from triaccel_ray.apply.precision import DTYPES, supported_precisions
-from triaccel_ray.layers import find_layers
-from triaccel_ray.plan import Precision
+from triaccel_ray.model.layers import find_layers
+from triaccel_ray.records.plan import Precision
 
 LEVELS = pytest.mark.parametrize("level", list(Precision))
 IMAGES, VECTORS = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.linspace(-1, 1, 24)

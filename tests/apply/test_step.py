@@ -26,13 +26,13 @@ from tests.build import (
     step_of,
     values,
 )
-from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.step import Step
+from triaccel_ray.cuda.out_of_memory import BudgetExceededError, is_out_of_memory
+from triaccel_ray.data.sampler import Sampler
+from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.measure.memory import MIB, ResidentMemory
-from triaccel_ray.out_of_memory import BudgetExceededError, is_out_of_memory
-from triaccel_ray.plan import FaultKind
-from triaccel_ray.sources import TensorSource
+from triaccel_ray.records.plan import FaultKind
 
 ALL = torch.arange(16)
 
@@ -116,8 +116,8 @@ def test_unequal_parts_weigh_by_their_samples(parts: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4)).double()
     inputs, targets = blobs(10)
-    feed = Feed(TensorSource(inputs.double(), targets), seed=0, device=CPU)
-    step = Step(model, cross_entropy, feed, LayerPrecision(model, ()), check_memory=nothing, release_memory=nothing)
+    sampler = Sampler(TensorSource(inputs.double(), targets), seed=0, device=CPU)
+    step = Step(model, cross_entropy, sampler, LayerPrecision(model, ()), check_memory=nothing, release_memory=nothing)
     step.run(torch.arange(10), ONE, step=0)
     whole = gradients(model)
     step.set_num_micro_batches(parts)
@@ -142,7 +142,7 @@ def test_a_retried_batch_leaves_the_same_state_as_a_clean_pass_in_parts(where: s
     assert not clean.run(ALL, ONE, step=0).faults
     assert same(values(broken), values(whole))  # running statistics and their counter among them
     assert same(gradients(broken), gradients(whole))
-    assert torch.equal(retried.feed.generator.get_state(), clean.feed.generator.get_state())
+    assert torch.equal(retried.sampler.generator.get_state(), clean.sampler.generator.get_state())
 
 
 def test_parts_stay_until_they_are_set() -> None:
@@ -204,7 +204,7 @@ def test_a_budget_that_is_exceeded_without_a_batch_is_waived_at_once() -> None:
     step = Step(
         model,
         cross_entropy,
-        Feed(TensorSource(*blobs(16)), seed=0, device=CPU),
+        Sampler(TensorSource(*blobs(16)), seed=0, device=CPU),
         LayerPrecision(model, ()),
         check_memory=budget.check,
         release_memory=nothing,
@@ -235,13 +235,13 @@ def test_other_errors_propagate_at_once(error: BaseException) -> None:
 
 def test_memory_is_released_before_another_attempt() -> None:
     model, events = nn.Sequential(mlp(), Limited(4)), []
-    feed, precision = Feed(TensorSource(*blobs(16)), seed=0, device=CPU), LayerPrecision(model, ())
+    sampler, precision = Sampler(TensorSource(*blobs(16)), seed=0, device=CPU), LayerPrecision(model, ())
 
     def release() -> None:
         assert gradients(model) == {}
         events.append(len(model[1].sizes))
 
-    Step(model, cross_entropy, feed, precision, check_memory=nothing, release_memory=release).run(ALL, ONE, step=0)
+    Step(model, cross_entropy, sampler, precision, check_memory=nothing, release_memory=release).run(ALL, ONE, step=0)
     assert events == [1, 2]
 
 
@@ -259,13 +259,13 @@ def test_pythons_own_memory_error_has_no_message() -> None:
 def test_a_real_budget_is_kept_by_computing_in_parts() -> None:
     model = nn.Sequential(nn.Linear(1, 2**20), nn.Sigmoid(), nn.Unflatten(1, (4, -1)))
     source = TensorSource(torch.ones(32, 1), torch.zeros(32))
-    feed, precision = Feed(source, seed=0, device=CPU), LayerPrecision(model, ())
+    sampler, precision = Sampler(source, seed=0, device=CPU), LayerPrecision(model, ())
     memory = ResidentMemory(None)
     memory.limit_bytes, memory.has_budget = memory.sample() + 100 * MIB, True
     step = Step(
         model,
         lambda outputs, targets: outputs.mean(),
-        feed,
+        sampler,
         precision,
         check_memory=memory.check,
         release_memory=memory.release,

@@ -11,13 +11,13 @@ from torch import nn
 from tests.apply.fusible import Block, layers_of
 from tests.build import CPU, ONE, NoUpdate, RerunPool, blobs, cache_of, mlp, nothing, step_of
 from triaccel_ray.apply.capture import MAX_GRAPHS, StepCache
-from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.fuse import Fusion, fuse
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.apply.step import Step
-from triaccel_ray.layers import find_layers
-from triaccel_ray.plan import Fault, FaultKind
-from triaccel_ray.sources import TensorSource
+from triaccel_ray.data.sampler import Sampler
+from triaccel_ray.data.sources import TensorSource
+from triaccel_ray.model.layers import find_layers
+from triaccel_ray.records.plan import Fault, FaultKind
 
 ALL = torch.arange(16)
 NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -178,12 +178,12 @@ def test_norms_that_the_kernel_refused_are_told_once_and_steps_are_captured_all_
     fusion = fuse(model, layers_of(model))
     assert isinstance(fusion, Fusion)
     data = TensorSource(torch.randn(16, 4, 6, 6), torch.zeros(16))
-    feed = Feed(data, seed=0, device=CPU)
+    sampler = Sampler(data, seed=0, device=CPU)
     precision = LayerPrecision(model, find_layers(model))
     step = Step(
         model,
         lambda outputs, targets: outputs.square().mean(),
-        feed,
+        sampler,
         precision,
         check_memory=nothing,
         release_memory=nothing,

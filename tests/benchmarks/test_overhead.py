@@ -9,8 +9,8 @@ import pytest
 from benchmarks.search_overhead import Contender, faults, optuna_alone
 from benchmarks.tracking import Trainer
 from benchmarks.trivial import Layers60
-from triaccel_ray.events import Epoch, Tick, read_events
-from triaccel_ray.layers import find_layers
+from triaccel_ray.model.layers import find_layers
+from triaccel_ray.records.events import Epoch, Tick, read_events
 
 
 def test_gaps_lie_between_trials_in_the_order_of_time() -> None:

@@ -1,5 +1,7 @@
 """The fixtures of the service's tests, for those that kill, cut off and look through a browser."""
 
+import os
+
 from tests.service.conftest import (
     cluster_address,
     crew,
@@ -23,3 +25,7 @@ __all__ = [
     "sqlite_tracker",
     "starting_server",
 ]
+
+# Runs are compared number by number, and sums differ in their last bits. In BF16 one bit more rounds otherwise: without
+# instructions for it, precision stays FP32, on every machine. Before the first Ray starts, for its workers inherit it.
+os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"

@@ -20,8 +20,8 @@ from ray.cluster_utils import Cluster
 from tests.service.own_task import MODULE
 from tests.service.stores import runs
 from tests.service.waiting import COMMAND_S, DEADLINE_S, end, wait_until
-from triaccel_ray.events import Epoch, Tick, read_events
-from triaccel_ray.metrics import Goal
+from triaccel_ray.records.events import Epoch, Tick, read_events
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.tracking.tracking import Tracker

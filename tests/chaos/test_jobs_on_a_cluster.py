@@ -11,7 +11,7 @@ from tests.service.jobs.test_jobs import SECRETS, typed
 from tests.service.own_task import write_module
 from tests.service.ray_head import ray_head
 from tests.service.waiting import wait_until
-from triaccel_ray.events import read_events
+from triaccel_ray.records.events import read_events
 from triaccel_ray.service.jobs.job_api import JobApi
 from triaccel_ray.service.runs.record import read_run
 

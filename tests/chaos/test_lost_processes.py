@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from tests.build import blobs, mlp
 from tests.service.own_task import own_spec
 from tests.service.waiting import HELD_S, recorded_here, wait_until
-from trainables.task import Purpose, Recipe, Splits, Task
 from triaccel_ray.config import BatchConfig, ControlConfig
-from triaccel_ray.events import Tick, read_events
-from triaccel_ray.metrics import Goal
+from triaccel_ray.data.sources import TensorSource
+from triaccel_ray.records.events import Tick, read_events
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.failures import MAX_LOSSES, RunFailedError
 from triaccel_ray.service.runs.record import RunRecord, read_run
 from triaccel_ray.service.runs.runs import Glance, run_all
 from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS
 from triaccel_ray.service.storage.place import Place
-from triaccel_ray.sources import TensorSource
+from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
 
 pytestmark = pytest.mark.usefixtures("own_ray")
 

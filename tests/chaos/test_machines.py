@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 from tests.service.own_task import own_spec
 from tests.service.ray_head import ray_node
 from tests.service.waiting import DEADLINE_S, end, wait_until
-from triaccel_ray.events import Epoch, Event, read_events
+from triaccel_ray.records.events import Epoch, Event, read_events
 from triaccel_ray.service.clusters.cluster import cluster, gpu_fraction, require_gpu_to_share
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.shared_data import share_splits
@@ -33,9 +33,9 @@ from pathlib import Path
 import ray
 from tests.build import blobs, mlp
 from tests.service.waiting import HELD_S, wait_until
-from trainables.task import Splits, Task
-from triaccel_ray.metrics import ACCURACY, top1
-from triaccel_ray.sources import TensorSource
+from triaccel_ray.trainables.task import Splits, Task
+from triaccel_ray.model.metrics import ACCURACY, top1
+from triaccel_ray.data.sources import TensorSource
 
 HERE = Path(__file__).parent
 

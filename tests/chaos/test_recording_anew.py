@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 from tests.service.own_task import MODULE
 from tests.service.stores import assert_equals_log, history, only_run, runs
 from tests.service.waiting import COMMAND_S, DEADLINE_S, end, wait_until
-from triaccel_ray.events import Epoch, Interruption, Tick, read_events
+from triaccel_ray.records.events import Epoch, Interruption, Tick, read_events
 from triaccel_ray.service.tracking.tracking import Tracker
 
 PRESSED = """

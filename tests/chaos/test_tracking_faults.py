@@ -11,7 +11,7 @@ from tests.service.build import SimulatedRun
 from tests.service.proxy import Answer, proxy_to
 from tests.service.stores import Server, assert_equals_log, runs
 from tests.service.waiting import DEADLINE_S, wait_until
-from triaccel_ray.events import End, EventLog
+from triaccel_ray.records.events import End, EventLog
 from triaccel_ray.service.tracking.shipper import Parent, Shipper
 from triaccel_ray.service.tracking.tracking import RUN_KEY_TAG, Tracker
 

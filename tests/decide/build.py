@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import Decision, decide, initial_decision
-from triaccel_ray.plan import Fault, FaultKind, Plan, Precision
-from triaccel_ray.signals import LayerSignal, MemorySignal, NoiseSignal, Observation
+from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision
+from triaccel_ray.records.signals import LayerSignal, MemorySignal, NoiseSignal, Observation
 
 LIMIT = 1000
 IN_BAND = 0.8

@@ -9,8 +9,8 @@ from tests.decide.build import IN_BAND, LIMIT, batch_configs, memory_of, observa
 from triaccel_ray.config import BatchConfig
 from triaccel_ray.decide import BatchState
 from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batch, ladder, noise_scale
-from triaccel_ray.plan import ReasonCode
-from triaccel_ray.signals import MemorySignal, NoiseSignal
+from triaccel_ray.records.plan import ReasonCode
+from triaccel_ray.records.signals import MemorySignal, NoiseSignal
 
 READY = BatchState(ticks_since_change=100)
 CONFIG = BatchConfig(rho_low=0.7, rho_high=0.9)

@@ -15,8 +15,8 @@ from triaccel_ray.decide.curvature import (
     smooth_eigenvalues,
     smooth_noise,
 )
-from triaccel_ray.plan import ReasonCode
-from triaccel_ray.signals import LayerSignal, NoiseSignal
+from triaccel_ray.records.plan import ReasonCode
+from triaccel_ray.records.signals import LayerSignal, NoiseSignal
 
 eigenvalues_of_a_layer = st.lists(st.floats(-1e6, 1e30), min_size=1, max_size=5).map(tuple)
 

@@ -10,8 +10,8 @@ from tests.decide.build import BF16, FP16, FP32, Machine, Run, apply_failed, obs
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import ControlState, Decision, LayerState
 from triaccel_ray.decide.overflow import bar_overflowing
-from triaccel_ray.plan import Precision, ReasonCode
-from triaccel_ray.signals import LayerSignal
+from triaccel_ray.records.plan import Precision, ReasonCode
+from triaccel_ray.records.signals import LayerSignal
 
 VARIANCE = {FP16: 1e-8, BF16: 1e-5, FP32: 1e-1}
 CONFIG = ControlConfig(

@@ -9,9 +9,9 @@ from tests.decide.build import BF16, FP16, FP32, observation_of, plan_of, precis
 from triaccel_ray.config import PrecisionConfig
 from triaccel_ray.decide import LayerState
 from triaccel_ray.decide.precision import decide_precision, keep_precision, precision_for_variance, promoted
-from triaccel_ray.decide.state import nearest_supported
-from triaccel_ray.plan import Plan, Precision, Reason, ReasonCode
-from triaccel_ray.signals import LayerSignal
+from triaccel_ray.records.plan import Plan, Precision, Reason, ReasonCode
+from triaccel_ray.records.signals import LayerSignal
+from triaccel_ray.records.state import nearest_supported
 
 LOW, HIGH = 1e-6, 1e-3
 VARIANCE = {FP16: 1e-8, BF16: 1e-5, FP32: 1e-1}

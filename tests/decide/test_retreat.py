@@ -20,7 +20,7 @@ from tests.decide.build import (
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.decide import BatchState
 from triaccel_ray.decide.batch import ladder, retreat
-from triaccel_ray.plan import Fault, ReasonCode
+from triaccel_ray.records.plan import Fault, ReasonCode
 
 CONFIG = BatchConfig(rho_low=0.7, rho_high=0.9, cap_ticks=5)
 FIXED = replace(CONFIG, enabled=False)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.decide.build import BF16, FP16, FP32, memory_of, observation_of
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import ControlState, Decision, decide, initial_decision
-from triaccel_ray.plan import Plan, Precision, ReasonCode
-from triaccel_ray.signals import LayerSignal
+from triaccel_ray.records.plan import Plan, Precision, ReasonCode
+from triaccel_ray.records.signals import LayerSignal
 
 CONFIG = ControlConfig(
     precision=PrecisionConfig(tau_low=1e-6, tau_high=1e-3, dwell_ticks=0, patience_ticks=1, overflow_bar_ticks=6),

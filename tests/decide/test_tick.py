@@ -23,8 +23,8 @@ from tests.decide.build import (
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import BatchState, ControlState, Decision, LayerState, decide, initial_decision
 from triaccel_ray.decide.batch import ladder
-from triaccel_ray.plan import Fault, FaultKind, Plan, Precision, ReasonCode
-from triaccel_ray.signals import LayerSignal, NoiseSignal, Observation
+from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision, ReasonCode
+from triaccel_ray.records.signals import LayerSignal, NoiseSignal, Observation
 
 LOW_MEMORY, HIGH_MEMORY = memory_of(0.1), memory_of(0.95)
 CONFIG = ControlConfig(

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from tests.build import FP32
-from triaccel_ray.apply.feed import epoch_order
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.data.sampler import epoch_order
 
 pytest.importorskip("transformers.trainer", reason="needs Hugging Face's transformers", exc_type=ImportError)
 

@@ -28,10 +28,10 @@ from tests.integrations.build import (
     texts,
     trainer_of,
 )
-from triaccel_ray.checkpoint import CheckpointError
 from triaccel_ray.config import BatchConfig, ControlConfig, PrecisionConfig
-from triaccel_ray.events import Tick
 from triaccel_ray.integrations.transformers import LOOP_STATE, TriAccelTrainer
+from triaccel_ray.records.checkpoint import CheckpointError
+from triaccel_ray.records.events import Tick
 
 
 class Weighing:

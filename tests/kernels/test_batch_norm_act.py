@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kernels.batch_norm_act import RunningStatistics, batch_norm_act, batch_norm_act_forked, recomputer
-from kernels.batch_norm_act.reference import ACTIVATIONS
-from kernels.batch_norm_act.reference import batch_norm_act as reference
-from kernels.batch_norm_act.tiling import APPLYING, APPLYING_EXPONENTIALS, REDUCING, tiling
+from triaccel_ray.kernels.batch_norm_act import RunningStatistics, batch_norm_act, batch_norm_act_forked, recomputer
+from triaccel_ray.kernels.batch_norm_act.reference import ACTIVATIONS
+from triaccel_ray.kernels.batch_norm_act.reference import batch_norm_act as reference
+from triaccel_ray.kernels.batch_norm_act.tiling import APPLYING, APPLYING_EXPONENTIALS, REDUCING, tiling
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -95,7 +95,7 @@ def _run(case: Case, *, exact: bool) -> Results:
         )  # fmt: skip
         outputs = [y, y] if case.forked else [y]
     else:
-        from kernels.batch_norm_act.launch import Call, launch
+        from triaccel_ray.kernels.batch_norm_act.launch import Call, launch
 
         output_dtype = case.output or case.x
         call = Call(
@@ -186,7 +186,7 @@ def test_the_kernels_compute_what_fp64_does_on_large_maps(case: Case) -> None:
 
 
 def test_a_part_of_the_rows_far_from_the_rest_costs_no_accuracy() -> None:
-    from kernels.batch_norm_act.launch import Call, launch
+    from triaccel_ray.kernels.batch_norm_act.launch import Call, launch
 
     x = torch.randn(512, 16, 4, 4, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     x[:8] += 1e4  # the first tile is nothing like the others
@@ -201,7 +201,7 @@ def test_a_part_of_the_rows_far_from_the_rest_costs_no_accuracy() -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_an_output_can_be_computed_again_until_its_backward_pass(activation: Any) -> None:
-    from kernels.batch_norm_act.launch import Call, launch
+    from triaccel_ray.kernels.batch_norm_act.launch import Call, launch
 
     inputs = _inputs(Case(shape=(3, 12, 5, 4), x=FP16, output=FP32))
     x = inputs["x"].requires_grad_()
@@ -218,7 +218,7 @@ def test_an_output_can_be_computed_again_until_its_backward_pass(activation: Any
 
 
 def test_outputs_that_hold_more_than_the_norm_cannot_be_computed_again() -> None:
-    from kernels.batch_norm_act.launch import Call, launch
+    from triaccel_ray.kernels.batch_norm_act.launch import Call, launch
 
     inputs = _inputs(Case(shape=(3, 12, 5, 4), x=FP32, residual=FP32))
     x, parameters = inputs["x"].requires_grad_(), (inputs["weight"], inputs["bias"])
@@ -233,7 +233,7 @@ def test_outputs_that_hold_more_than_the_norm_cannot_be_computed_again() -> None
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NumPy
 def test_not_a_number_is_passed_on_by_every_activation() -> None:
-    from kernels.batch_norm_act.launch import Call, launch
+    from triaccel_ray.kernels.batch_norm_act.launch import Call, launch
 
     for activation in ACTIVATIONS:
         x = torch.ones(2, 8, 2, 2, device=DEVICE).to(memory_format=torch.channels_last)
@@ -247,7 +247,7 @@ def test_not_a_number_is_passed_on_by_every_activation() -> None:
 
 
 def test_gradients_that_are_not_wanted_and_readers_without_a_gradient() -> None:
-    from kernels.batch_norm_act.launch import Call, launch
+    from triaccel_ray.kernels.batch_norm_act.launch import Call, launch
 
     inputs = _inputs(Case(residual=FP32))
     x = inputs["x"].requires_grad_()

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.grad_stats.api import GradStats
-from kernels.multi_tensor import TensorTable
 from tests.kernels.build import DEVICE, both
 from tests.waiting import no_waiting
+from triaccel_ray.kernels.grad_stats.api import GradStats
+from triaccel_ray.kernels.multi_tensor import TensorTable
 
 # Without a GPU the kernels run through Triton's interpreter, whose NumPy warns of NaN and infinity.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -175,7 +175,7 @@ def test_restored_statistics_go_on_alike(kernel: bool) -> None:
 
 @both
 def test_more_chunks_than_are_read_at_once(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.grad_stats.triton.SLOTS_PER_READ", 16)
+    monkeypatch.setattr("triaccel_ray.kernels.grad_stats.triton.SLOTS_PER_READ", 16)
     # Tensors of one chunk each, groups not side by side, then one of none.
     sizes = [3] * 100 + [0]
     stats = GradStats(sizes, [i % 2 for i in range(101)], num_groups=2, beta=0.0, device=DEVICE, kernel=kernel)

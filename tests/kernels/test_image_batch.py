@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.image_batch import image_batch
-from kernels.image_batch.reference import draw, draw_centres, mirrored_in
-from kernels.image_batch.reference import image_batch as reference
+from triaccel_ray.kernels.image_batch import image_batch
+from triaccel_ray.kernels.image_batch.reference import draw, draw_centres, mirrored_in
+from triaccel_ray.kernels.image_batch.reference import image_batch as reference
 
 MEAN, STD = (0.4914, 0.4822, 0.4465, 0.5), (0.2470, 0.2435, 0.2616, 0.25)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def kernel(*args: Any, **options: Any) -> Tensor:
     """The kernel itself, through Triton's interpreter where the tensors are on a CPU."""
-    from kernels.image_batch.triton import image_batch as launch
+    from triaccel_ray.kernels.image_batch.triton import image_batch as launch
 
     return launch(
         *args, **{"epoch": None, "padding": 4, "reflect": False, "cutout": 0, "dtype": torch.float32, **options}

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.multi_tensor import DTYPE_CODES, Chunks, TensorTable, have_equal_dense_strides, is_dense
 from tests.waiting import no_waiting
+from triaccel_ray.kernels.multi_tensor import DTYPE_CODES, Chunks, TensorTable, have_equal_dense_strides, is_dense
 
 CPU = torch.device("cpu")
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.multi_tensor import TensorTable
-from kernels.optimizer_step.api import AdamWHyperparameters, AdamWStep, SgdHyperparameters, SgdStep
 from tests.kernels.build import DEVICE, both
 from tests.waiting import no_waiting
+from triaccel_ray.kernels.multi_tensor import TensorTable
+from triaccel_ray.kernels.optimizer_step.api import AdamWHyperparameters, AdamWStep, SgdHyperparameters, SgdStep
 
 # Without a GPU the kernels run through Triton's interpreter, whose NumPy warns of NaN and infinity.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

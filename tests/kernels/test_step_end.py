@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.step_end import LossScaleState, end_step
+from triaccel_ray.kernels.step_end import LossScaleState, end_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from tests.build import FP32, collected, mlp
-from triaccel_ray.layers import find_layers
 from triaccel_ray.measure.memory import ResidentMemory
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.measure.sensors import Sensors
 from triaccel_ray.measure.timing import StepTimer
-from triaccel_ray.plan import Plan, Precision
-from triaccel_ray.signals import Observation
+from triaccel_ray.model.layers import find_layers
+from triaccel_ray.records.plan import Plan, Precision
+from triaccel_ray.records.signals import Observation
 
 PLAN = Plan(batch_size=8, precision={"0": FP32, "2": FP32, "4": FP32})
 

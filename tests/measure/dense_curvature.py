@@ -11,7 +11,7 @@ from torch.autograd.functional import hessian, jacobian
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from triaccel_ray.layers import Layer, Loss
+from triaccel_ray.model.layers import Layer, Loss
 
 
 def sample_gradients(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, layer: Layer) -> Tensor:

@@ -28,7 +28,6 @@ from tests.measure.curvature_models import (
     squared_error,
 )
 from tests.waiting import no_waiting
-from triaccel_ray.layers import find_layers
 from triaccel_ray.measure.curvature import PowerIteration, top_eigenvalues
 from triaccel_ray.measure.curvature.gram import GramMethod, find_ways, layer_grams
 from triaccel_ray.measure.curvature.hessian import BlockPower
@@ -40,6 +39,7 @@ from triaccel_ray.measure.curvature.objective import (
     measuring,
     tensors_in,
 )
+from triaccel_ray.model.layers import find_layers
 
 
 @pytest.fixture(autouse=True)

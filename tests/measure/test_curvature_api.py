@@ -24,8 +24,8 @@ from tests.measure.curvature_models import (
     vectors,
 )
 from triaccel_ray.config import CurvatureConfig
-from triaccel_ray.layers import find_layers
 from triaccel_ray.measure.curvature import CurvatureMeter, PowerIteration, top_eigenvalues
+from triaccel_ray.model.layers import find_layers
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ from tests.measure.curvature_models import (
     make,
     vectors,
 )
-from triaccel_ray.layers import find_layers
 from triaccel_ray.measure.curvature import top_eigenvalues
+from triaccel_ray.model.layers import find_layers
 
 
 @pytest.fixture(autouse=True)

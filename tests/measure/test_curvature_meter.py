@@ -22,12 +22,12 @@ from tests.measure.curvature_models import (
 )
 from tests.waiting import no_waiting
 from triaccel_ray.config import CurvatureConfig
-from triaccel_ray.layers import find_layers
 from triaccel_ray.measure.curvature import CurvatureMeter, PowerIteration, top_eigenvalues
 from triaccel_ray.measure.curvature import meter as meter_module
 from triaccel_ray.measure.curvature.hessian import BlockPower
 from triaccel_ray.measure.curvature.objective import Objective, measuring, tensor_cores
 from triaccel_ray.measure.curvature.spectrum import largest_eigenvalues
+from triaccel_ray.model.layers import find_layers
 
 CPU = torch.device("cpu")
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from tests.build import CPU, RerunPool
 from tests.measure.curvature_models import METHODS, NUM_CLASSES, make
 from triaccel_ray.config import CurvatureConfig
-from triaccel_ray.graphs import Graph, GraphPool
-from triaccel_ray.layers import find_layers
+from triaccel_ray.cuda.graphs import Graph, GraphPool
 from triaccel_ray.measure.curvature import CurvatureMeter
 from triaccel_ray.measure.curvature.gram import GramMethod
+from triaccel_ray.model.layers import find_layers
 
 NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 

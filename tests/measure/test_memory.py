@@ -4,7 +4,8 @@ import psutil
 import pytest
 import torch
 
-from triaccel_ray.graphs import GraphPool
+from triaccel_ray.cuda.graphs import GraphPool
+from triaccel_ray.cuda.out_of_memory import BudgetExceededError
 from triaccel_ray.measure.memory import (
     LAZY_LOADING_BYTES,
     MIB,
@@ -12,7 +13,6 @@ from triaccel_ray.measure.memory import (
     ResidentMemory,
     memory_meter,
 )
-from triaccel_ray.out_of_memory import BudgetExceededError
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.build import ONE, collected, mlp, same
-from triaccel_ray.layers import find_layers
 from triaccel_ray.measure.moments import GradientMoments
+from triaccel_ray.model.layers import find_layers
 
 # The sum of squares of n FP32 numbers, added pairwise or in vector lanes, is good to a few roundings.
 RTOL = 16 * torch.finfo(torch.float32).eps

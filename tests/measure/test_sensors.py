@@ -8,8 +8,8 @@ from tests.build import FP32, same
 from tests.measure.build import PLAN, read, sensors_of
 from triaccel_ray.measure.curvature import CurvatureEstimate, SpectrumShape
 from triaccel_ray.measure.sensors import Reading
-from triaccel_ray.plan import Fault, FaultKind, Precision
-from triaccel_ray.signals import NoiseSignal, Observation
+from triaccel_ray.records.plan import Fault, FaultKind, Precision
+from triaccel_ray.records.signals import NoiseSignal, Observation
 
 FAULT = Fault(kind=FaultKind.OUT_OF_MEMORY, step=3, phase="forward_backward", batch_size=8, micro_batch_size=4)
 NAN = math.nan

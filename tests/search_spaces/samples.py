@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 from ray.tune.search.sample import Categorical, Float
 
-from search_spaces.thresholds import OPTIONAL, SPACES
+from triaccel_ray.search_spaces.thresholds import OPTIONAL, SPACES
 
 
 def draws(domain: Any) -> st.SearchStrategy[Any]:

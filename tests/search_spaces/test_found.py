@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.found import Found, Result, found
-from trainables.registry import TASKS
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.search_spaces.found import Found, Result, found
+from triaccel_ray.trainables.registry import TASKS
 
-KEPT = [name for name in TASKS if files("search_spaces").joinpath("results", f"{name}.json").is_file()]
+KEPT = [name for name in TASKS if files("triaccel_ray.search_spaces").joinpath("results", f"{name}.json").is_file()]
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -68,10 +68,10 @@ def test_only_what_was_searched_is_replaced() -> None:
 def test_a_file_with_wrong_keys_is_named(
     changes: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = json.loads(files("search_spaces").joinpath("results", "digits.json").read_text())
+    kept = json.loads(files("triaccel_ray.search_spaces").joinpath("results", "digits.json").read_text())
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "digits.json").write_text(json.dumps({**kept, **changes}))
-    monkeypatch.setattr("search_spaces.found.files", lambda package: tmp_path)
+    monkeypatch.setattr("triaccel_ray.search_spaces.found.files", lambda package: tmp_path)
     with pytest.raises(ValueError, match=rf"digits.json is no result of a search \(.*{message}.*copy found.json"):
         found("digits")
 

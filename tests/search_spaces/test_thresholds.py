@@ -8,7 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_spaces.thresholds import (
+from tests.search_spaces.samples import samples
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.decide import initial_decision
+from triaccel_ray.records.plan import Precision
+from triaccel_ray.search_spaces.thresholds import (
     ANCHOR,
     BEYOND_DECADES,
     OPTIONAL,
@@ -18,10 +22,6 @@ from search_spaces.thresholds import (
     search_space,
     thresholds,
 )
-from tests.search_spaces.samples import samples
-from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
-from triaccel_ray.decide import initial_decision
-from triaccel_ray.plan import Precision
 
 CONTROL = ControlConfig(every_steps=10, batch=BatchConfig(start=96, minimum=32, maximum=512, granularity=32))
 ALL = tuple(OPTIONAL)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import decide, initial_decision
-from triaccel_ray.events import End, Epoch, EventLog, Interruption, Record, Start, Tick, read_events
-from triaccel_ray.plan import Applied, Fault, FaultKind, Plan, Precision
-from triaccel_ray.score import BYTES_PER_GB, efficiency_score
-from triaccel_ray.signals import LayerSignal, MemorySignal, Observation
+from triaccel_ray.measure.score import BYTES_PER_GB, efficiency_score
+from triaccel_ray.records.events import End, Epoch, EventLog, Interruption, Record, Start, Tick, read_events
+from triaccel_ray.records.plan import Applied, Fault, FaultKind, Plan, Precision
+from triaccel_ray.records.signals import LayerSignal, MemorySignal, Observation
 
 RESNET = (
     "conv1",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from triaccel_ray.events import End, Epoch, Record, Tick, read_events
-from triaccel_ray.metrics import Goal
+from triaccel_ray.records.events import End, Epoch, Record, Tick, read_events
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.layout import EVENTS

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from trainables.task import Recipe
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.trainables.task import Recipe
 
 MODULE = """
 import weakref
@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import nn
 from tests.build import CPU, ConvNet, blobs, images, mlp, shift_and_noise
-from trainables.task import Purpose, Recipe, Splits, Task
-from triaccel_ray.sources import TensorSource
+from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
+from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.config import BatchConfig, ControlConfig
 
 READS = []  # (purpose, index) of every held-out sample that was read

@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.service.build import CONTROL, SimulatedRun
-from trainables.task import Purpose
 from triaccel_ray.config import BatchConfig, ControlConfig
-from triaccel_ray.events import End, Start
+from triaccel_ray.records.events import End, Start
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.searches.search import Prepared, SearchRecord, SearchSpec
+from triaccel_ray.trainables.task import Purpose
 
 RUN_SPEC = RunSpec(task="cifar10-resnet18", control=CONTROL)
 FINAL_SPEC = replace(

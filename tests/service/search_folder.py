@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.service.build import CONTROL, SimulatedRun
 from tests.service.records import RUN_SPEC
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.jsonable import encode
+from triaccel_ray.records.codec import encode
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.searches.search import BASELINES, PREPARED, SEARCH, TRIALS, Prepared, SearchSpec

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.service.waiting import wait_until
-from triaccel_ray.events import Interruption, Start, read_events
+from triaccel_ray.records.events import Interruption, Start, read_events
 from triaccel_ray.service.tracking.metrics import metrics_of, step_of
 from triaccel_ray.service.tracking.shipper import Parent, Shipper
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError

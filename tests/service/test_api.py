@@ -23,8 +23,6 @@ from tests.service.search_folder import simulated_search
 from tests.service.stores import runs
 from tests.service.test_help import COMMANDS, help_of, options_in
 from tests.service.waiting import wait_until
-from trainables.digits import Digits
-from trainables.registry import name_of
 from triaccel_ray import ControlLoop, Report, RunFailedError, compare, run, search
 from triaccel_ray.service import cli
 from triaccel_ray.service.experiments import carry_out
@@ -33,6 +31,8 @@ from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.searches.search import read_search
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.trainables.digits import Digits
+from triaccel_ray.trainables.registry import name_of
 
 MODULE_NAME = "tasks_of_a_notebook"
 FUNCTIONS = {"run": run, "search": search, "compare": compare}

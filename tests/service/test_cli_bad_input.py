@@ -11,7 +11,7 @@ import pytest
 from tests.service.build import SimulatedRun
 from tests.service.own_task import write_module
 from tests.service.records import RUN_SPEC
-from triaccel_ray.jsonable import encode
+from triaccel_ray.records.codec import encode
 from triaccel_ray.service import commands
 from triaccel_ray.service.cli import main
 from triaccel_ray.service.storage.layout import SPEC

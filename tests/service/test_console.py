@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.service.waiting import wait_until
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.events import End, Epoch, EventLog, Interruption, Start
+from triaccel_ray.records.events import End, Epoch, EventLog, Interruption, Start
 from triaccel_ray.service import console
 from triaccel_ray.service.console import rich_table
 from triaccel_ray.service.progress import RunProgress, TrialProgress

@@ -17,14 +17,13 @@ import pytest
 import torch
 import tyro
 
-from search_spaces.found import Found
 from tests.build import same
 from tests.service.own_task import own_spec, write_module
 from tests.service.stores import Recorded, runs
-from trainables.task import Purpose
-from triaccel_ray.events import End, Start, Tick, read_events
-from triaccel_ray.jsonable import decode, encode
-from triaccel_ray.metrics import Goal
+from triaccel_ray.records.codec import decode, encode
+from triaccel_ray.records.events import End, Start, Tick, read_events
+from triaccel_ray.records.goal import Goal
+from triaccel_ray.search_spaces.found import Found
 from triaccel_ray.service import cli
 from triaccel_ray.service.comparisons.comparison import read_comparison
 from triaccel_ray.service.reports.recommendation import recommendation
@@ -35,6 +34,7 @@ from triaccel_ray.service.searches.search import best_trial, read_search
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, MODEL, SPEC
 from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.service.translation import command_of, spec_from
+from triaccel_ray.trainables.task import Purpose
 
 NO_FP16 = ("--tau-low", "0")
 """A CPU emulates FP16 at a tenth of the speed."""

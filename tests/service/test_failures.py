@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from triaccel_ray.events import End
+from triaccel_ray.records.events import End
 from triaccel_ray.service import commands
 from triaccel_ray.service.cli import main
 from triaccel_ray.service.experiments import _ending

@@ -18,7 +18,7 @@ from tests.service.own_task import own_spec, write_module
 from tests.service.proxy import Answer, proxy_to
 from tests.service.stores import Server, free_port, only_run, ship
 from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
-from triaccel_ray.metrics import Goal
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.hand_over import hand_over
 from triaccel_ray.service.runs.record import RunRecord, read_run
 from triaccel_ray.service.storage.layout import MODEL

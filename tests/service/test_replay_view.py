@@ -10,9 +10,9 @@ import torch
 from tests.build import CONFIG, blobs, cross_entropy, mlp
 from tests.service.build import CONTROL, SimulatedRun
 from tests.service.records import RUN_SPEC
-from triaccel_ray.events import End, EventLog, LogError, Start, Tick
 from triaccel_ray.loop import ControlLoop
-from triaccel_ray.plan import Precision
+from triaccel_ray.records.events import End, EventLog, LogError, Start, Tick
+from triaccel_ray.records.plan import Precision
 from triaccel_ray.service import cli
 from triaccel_ray.service.replay import reasons_grid, verdict
 from triaccel_ray.service.runs.record import RunRecord

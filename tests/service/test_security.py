@@ -23,7 +23,7 @@ from tests.service.build import SimulatedRun
 from tests.service.records import RUN_SPEC
 from tests.service.search_folder import simulated_search
 from tests.service.stores import Server, free_port
-from triaccel_ray.jsonable import encode
+from triaccel_ray.records.codec import encode
 from triaccel_ray.service.cli import main
 from triaccel_ray.service.clusters.cluster import display_address, is_loopback
 from triaccel_ray.service.command_line import hide_credentials

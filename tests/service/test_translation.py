@@ -11,12 +11,10 @@ import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_spaces.thresholds import calibration, thresholds
 from tests.search_spaces.samples import samples
-from trainables.digits import Digits
-from trainables.task import Purpose
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
-from triaccel_ray.plan import Precision
+from triaccel_ray.records.plan import Precision
+from triaccel_ray.search_spaces.thresholds import calibration, thresholds
 from triaccel_ray.service import cli
 from triaccel_ray.service.comparisons.comparison import ComparisonSpec
 from triaccel_ray.service.options import Thresholds, Training
@@ -30,6 +28,8 @@ from triaccel_ray.service.translation import (
     search_spec,
     spec_from,
 )
+from triaccel_ray.trainables.digits import Digits
+from triaccel_ray.trainables.task import Purpose
 
 
 def rounded(control: ControlConfig) -> ControlConfig:

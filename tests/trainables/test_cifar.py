@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from trainables.registry import TASKS
-from trainables.task import Purpose
-from triaccel_ray.sources import DataSource, TensorSource
+from triaccel_ray.data.sources import DataSource, TensorSource
+from triaccel_ray.trainables.registry import TASKS
+from triaccel_ray.trainables.task import Purpose
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from trainables.cifar_download import default_data_dir, obtain
-from trainables.cifar_files import HOMEPAGE, CifarSet, cifar_set
+from triaccel_ray.trainables.cifar_download import default_data_dir, obtain
+from triaccel_ray.trainables.cifar_files import HOMEPAGE, CifarSet, cifar_set
 
 CIFAR10, CIFAR100 = cifar_set(10), cifar_set(100)
 NOBODY = "http://127.0.0.1:9/archive.tar.gz"

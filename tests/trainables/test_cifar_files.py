@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainables.cifar_files import CifarFolder, CifarSet, Layout, cifar_set, find_complete
+from triaccel_ray.trainables.cifar_files import CifarFolder, CifarSet, Layout, cifar_set, find_complete
 
 CIFAR10, CIFAR100 = cifar_set(10), cifar_set(100)
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainables.digits import Digits
-from trainables.task import Purpose
-from triaccel_ray.layers import find_layers
-from triaccel_ray.metrics import top1
-from triaccel_ray.sources import DataSource, TensorSource
+from triaccel_ray.data.sources import DataSource, TensorSource
+from triaccel_ray.model.layers import find_layers
+from triaccel_ray.model.metrics import top1
+from triaccel_ray.trainables.digits import Digits
+from triaccel_ray.trainables.task import Purpose
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from tests.waiting import no_waiting
-from trainables.images import ImageSource, Preparation
-from triaccel_ray.apply.feed import Feed
 from triaccel_ray.config import DataPlace
-from triaccel_ray.sources import delivered
+from triaccel_ray.data.sampler import Sampler
+from triaccel_ray.data.sources import delivered
+from triaccel_ray.trainables.images import ImageSource, Preparation
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 PLAIN = Preparation(mean=MEAN, std=STD)
@@ -112,25 +112,25 @@ def test_a_captured_batch_is_what_an_eager_one_is(size: int | None, alternate: b
     device = torch.device("cuda")
     source = _source(replace(AUGMENTED, dtype=torch.float16, size=size, alternate=alternate), 64)
     source = delivered(source, device, data_on)
-    feed = Feed(source, seed=0, device=device)
-    indices = feed.take(16).clone()
-    source.batch(indices, feed.generator)
+    sampler = Sampler(source, seed=0, device=device)
+    indices = sampler.take(16).clone()
+    source.batch(indices, sampler.generator)
     graph = torch.cuda.CUDAGraph()
-    graph.register_generator_state(feed.generator)
+    graph.register_generator_state(sampler.generator)
     with torch.cuda.graph(graph):
-        images, targets = source.batch(indices, feed.generator)
-    state = feed.generator.get_state()
+        images, targets = source.batch(indices, sampler.generator)
+    state = sampler.generator.get_state()
     replayed = []
     with no_waiting():
         for _ in range(5):  # into the second epoch
-            indices.copy_(feed.take(16))
+            indices.copy_(sampler.take(16))
             graph.replay()
             replayed.append((indices.clone(), images.clone(), targets.clone()))
-        source.batch(feed.take(16), feed.generator)
-    feed.generator.set_state(state)
+        source.batch(sampler.take(16), sampler.generator)
+    sampler.generator.set_state(state)
     for position, (taken, seen, labels) in enumerate(replayed):
         source.set_epoch((position + 1) // 4)  # the first batch went before
-        again, _ = source.batch(taken, feed.generator)
+        again, _ = source.batch(taken, sampler.generator)
         differing = [i for i in range(len(taken)) if not torch.equal(seen[i], again[i])]
         assert not differing, f"batch {position}"
         assert torch.equal(labels, taken)

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainables.registry import TASKS
-from triaccel_ray.layers import find_layers
+from triaccel_ray.model.layers import find_layers
+from triaccel_ray.trainables.registry import TASKS
 
 PARAMETERS = {
     "digits": 19_258,

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from trainables.digits import Digits
-from trainables.registry import TASKS, load_task
+from triaccel_ray.trainables.digits import Digits
+from triaccel_ray.trainables.registry import TASKS, load_task
 
 MODULE = """
 from torch import nn
-from trainables.digits import Digits
-from trainables.task import Task
+from triaccel_ray.trainables.digits import Digits
+from triaccel_ray.trainables.task import Task
 
 class Mine(Digits):
     name = "mine"
@@ -79,7 +79,7 @@ def test_a_task_in_a_package_is_imported_by_its_dotted_name(working_dir: Path) -
         ),
         ("zebra", r"'zebra': no such task. Bundled are digits, cifar10-resnet18, .*package.module:Class"),
         ("no_such_module:Mine", "there is no module no_such_module, neither in"),
-        ("trainables.nothing:Mine", "there is no module trainables.nothing, neither in"),
+        ("triaccel_ray.trainables.nothing:Mine", "there is no module triaccel_ray.trainables.nothing, neither in"),
         ("own_task:Mien", r"own_task has no Mien; the tasks defined there: Mine, Half, Nameless, Stubborn"),
         ("own_task:Plain", "Plain must be a subclass of triaccel_ray.Task"),
         ("own_task:Half", r"Half must define the method\(s\) data"),

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainables.split import stratified_split
+from triaccel_ray.trainables.split import stratified_split
 
 
 @settings(max_examples=60, deadline=None)

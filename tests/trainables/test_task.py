@@ -1,7 +1,7 @@
 import pytest
 
-from trainables.digits import Digits
-from trainables.task import Recipe
+from triaccel_ray.trainables.digits import Digits
+from triaccel_ray.trainables.task import Recipe
 
 
 def test_norms_and_biases_have_no_decay_and_a_rate_of_their_own() -> None:

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainables.task import Purpose
-from trainables.text import GPT, TextGpt
-from trainables.text_files import PARTS, Windows, read_bytes, split_by_file, text_files
 from triaccel_ray.apply.evaluate import measured
-from triaccel_ray.layers import find_layers
-from triaccel_ray.metrics import as_metrics
+from triaccel_ray.model.layers import find_layers
+from triaccel_ray.model.metrics import as_metrics
+from triaccel_ray.trainables.task import Purpose
+from triaccel_ray.trainables.text import GPT, TextGpt
+from triaccel_ray.trainables.text_files import PARTS, Windows, read_bytes, split_by_file, text_files
 
 SIZES = st.dictionaries(st.text(min_size=1, max_size=8), st.integers(1, 1000), min_size=3, max_size=40)
 

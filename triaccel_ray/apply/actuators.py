@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from triaccel_ray.apply.capture import StepCache
-from triaccel_ray.graphs import GraphPool
-from triaccel_ray.plan import Applied, Fault, FaultKind, Plan
+from triaccel_ray.cuda.graphs import GraphPool
+from triaccel_ray.records.plan import Applied, Fault, FaultKind, Plan
 
 
 class Actuators:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from triaccel_ray.apply.step import Step, StepOutcome
 from triaccel_ray.config import ExecutionConfig
-from triaccel_ray.gradients import Gradients, has_hooks
-from triaccel_ray.graphs import Graph, GraphPool
-from triaccel_ray.lent_stream import LentStream
-from triaccel_ray.out_of_memory import first_line, is_out_of_memory
-from triaccel_ray.plan import Fault, FaultKind
-from triaccel_ray.pytree import map_tensors, tensors_in
+from triaccel_ray.cuda.graphs import Graph, GraphPool
+from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
+from triaccel_ray.cuda.stream_pool import LentStream
+from triaccel_ray.model.gradients import Gradients, has_hooks
+from triaccel_ray.model.pytree import map_tensors, tensors_in
+from triaccel_ray.records.plan import Fault, FaultKind
 
 MAX_GRAPHS = 8
 """Captured steps kept. They share one pool, so that a further one costs its kernels' arguments, a few MB at most."""
@@ -107,9 +107,9 @@ class StepCache:
         self._autotune = config.autotune
         self.enabled = config.capture and pool.can_capture
         """Whether steps may be captured."""
-        self._source = step.feed.source
+        self._source = step.sampler.source
         self._eager_gradients = gradients_of()
-        self._stream = LentStream(step.feed.generator.device) if pool.handle is not None else None
+        self._stream = LentStream(step.sampler.generator.device) if pool.handle is not None else None
         self._entries: OrderedDict[_Key, _Captured] = OrderedDict()
         self._compiled: set[_Key] = set()
         self._warm: set[_Key] = set()
@@ -239,7 +239,7 @@ class StepCache:
 
     def _record(self, key: _Key, indices: Tensor, loss_scale: Tensor) -> _Captured:
         gradients = self._gradients_of()
-        batch = None if self._source.is_resident else _clones(self._source.batch(indices, self.step.feed.generator))
+        batch = None if self._source.is_resident else _clones(self._source.batch(indices, self.step.sampler.generator))
         static = indices.clone()
         loss_sums: list[Tensor] = []
 
@@ -251,7 +251,7 @@ class StepCache:
                 self._update.run(loss_sums[0], key.batch_size, gradients)
 
         with self._timed():
-            graph = self._pool.capture(work, generators=[self.step.feed.generator])
+            graph = self._pool.capture(work, generators=[self.step.sampler.generator])
         gradients.publish()
         if self._update.is_capturable:
             gradients.drop()
@@ -264,7 +264,7 @@ class StepCache:
             entry.indices.copy_(indices, non_blocking=True)
             return None
         try:
-            fresh = self._source.batch(indices, self.step.feed.generator)
+            fresh = self._source.batch(indices, self.step.sampler.generator)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

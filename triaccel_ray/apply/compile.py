@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from triaccel_ray.pytree import tensors_in
+from triaccel_ray.model.pytree import tensors_in
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _MINIMAL_MODULES = 3
@@ -53,10 +53,12 @@ def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
 def _between(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Returns the norms and embeddings outside the blocks, whose backward passes PyTorch makes slowly."""
     inside = {id(part) for block in blocks for part in block.modules()}
-    plain = [module for module in model.modules() if id(module) not in inside]
-    norms = [module for module in plain if isinstance(module, nn.LayerNorm | nn.RMSNorm)]
-    embeddings = [m for m in plain if isinstance(m, nn.Embedding) and m.max_norm is None and not m.sparse]
-    return norms + embeddings
+    found = []
+    for module in model.modules():
+        is_lookup = isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse
+        if id(module) not in inside and (is_lookup or isinstance(module, nn.LayerNorm | nn.RMSNorm)):
+            found.append(module)
+    return found
 
 
 class Compilation:

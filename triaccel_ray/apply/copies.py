@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.multi_tensor import have_equal_dense_strides
-from triaccel_ray.gradients import has_hooks
-from triaccel_ray.layers import NORMS, Layer
+from triaccel_ray.kernels.multi_tensor import have_equal_dense_strides
+from triaccel_ray.model.gradients import has_hooks
+from triaccel_ray.model.layers import NORMS, Layer
 
 
 class ComputeCopies:

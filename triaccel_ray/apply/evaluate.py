@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.dry_run import blaming, described, seen
-from triaccel_ray.layers import Loss, forward
-from triaccel_ray.metrics import ACCURACY, Metric, Values, as_metrics, is_classification
-from triaccel_ray.out_of_memory import first_line, is_out_of_memory
-from triaccel_ray.plan import Fault
-from triaccel_ray.pytree import tensors_in
-from triaccel_ray.sources import DataSource, IterableSource, as_source
+from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
+from triaccel_ray.data.sources import DataSource, IterableSource, as_source
+from triaccel_ray.model.dry_run import blaming, described, seen
+from triaccel_ray.model.layers import Loss, forward
+from triaccel_ray.model.metrics import ACCURACY, Metric, Values, as_metrics, is_classification
+from triaccel_ray.model.pytree import tensors_in
+from triaccel_ray.records.plan import Fault
 
 Metrics: TypeAlias = "Mapping[str, Metric | Values]"
 """Name -> metric, or function(outputs, targets) whose mean over the samples is the figure."""

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from kernels.batch_norm_act.reference import Activation
 from triaccel_ray.apply.fused_norm import FusedNorm, RecomputedInput
 from triaccel_ray.apply.trace import INPLACE_OPERATORS, Refusal, Trace, is_plain, trace
+from triaccel_ray.kernels.batch_norm_act.reference import Activation
 
 __all__ = ["FusedNorm", "Fusion", "Refusal", "fuse"]
 

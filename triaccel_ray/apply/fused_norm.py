@@ -9,10 +9,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from kernels.batch_norm_act import RunningStatistics, batch_norm_act, batch_norm_act_forked, recomputer
-from kernels.batch_norm_act.api import DTYPES
-from kernels.batch_norm_act.reference import Activation
 from triaccel_ray.apply.trace import is_plain
+from triaccel_ray.kernels.batch_norm_act import RunningStatistics, batch_norm_act, batch_norm_act_forked, recomputer
+from triaccel_ray.kernels.batch_norm_act.api import DTYPES
+from triaccel_ray.kernels.batch_norm_act.reference import Activation
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _MINIMAL_CAPABILITY = (8, 0)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.multi_tensor import TensorTable, have_equal_dense_strides
-from kernels.optimizer_step.api import AdamWHyperparameters, AdamWStep, SgdHyperparameters, SgdStep
-from triaccel_ray.gradients import Gradients
+from triaccel_ray.kernels.multi_tensor import TensorTable, have_equal_dense_strides
+from triaccel_ray.kernels.optimizer_step.api import AdamWHyperparameters, AdamWStep, SgdHyperparameters, SgdStep
+from triaccel_ray.model.gradients import Gradients
 
 _STATE = {
     torch.optim.SGD: ("momentum_buffer",),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.step_end import LossScaleState
 from triaccel_ray.config import MINIMUM_LOSS_SCALE, LossScaleConfig
+from triaccel_ray.kernels.step_end import LossScaleState
 
 MAXIMUM = 2.0**24
 """Beyond this the scaled loss itself approaches the end of FP32's range in long sums."""
@@ -15,7 +15,7 @@ MAXIMUM = 2.0**24
 class LossScale:
     """Doubles after `growth_interval` finite steps in a row, halves at an overflow (Micikevicius et al. 2018).
 
-    All state is in device scalars, moved by `kernels.step_end` without a look from the host.
+    All state is in device scalars, moved by `triaccel_ray.kernels.step_end` without a look from the host.
     """
 
     def __init__(self, config: LossScaleConfig, device: torch.device) -> None:

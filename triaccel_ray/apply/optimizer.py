@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.apply.fused_optimizer import FusedOptimizer, is_supported
-from triaccel_ray.gradients import Gradients
-from triaccel_ray.layers import Layer
-from triaccel_ray.out_of_memory import first_line, is_out_of_memory
+from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
+from triaccel_ray.model.gradients import Gradients
+from triaccel_ray.model.layers import Layer
 
 
 class LayerwiseOptimizer:

@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from triaccel_ray.apply.copies import ComputeCopies
 from triaccel_ray.apply.fused_norm import FusedNorm
-from triaccel_ray.dtypes import DTYPES
-from triaccel_ray.layers import Layer, uncompiled
-from triaccel_ray.plan import Precision
-from triaccel_ray.pytree import cast_floating, tensors_in
+from triaccel_ray.model.dtypes import DTYPES
+from triaccel_ray.model.layers import Layer, uncompiled
+from triaccel_ray.model.pytree import cast_floating, tensors_in
+from triaccel_ray.records.plan import Precision
 
 _NO_COPIES: Mapping[int, Tensor] = MappingProxyType({})
 _EMULATED_RATIO = 2.5

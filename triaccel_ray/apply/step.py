@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.apply.compile import Compilation, first_paragraph, is_compile_error, is_compiled
-from triaccel_ray.apply.feed import Feed
 from triaccel_ray.apply.fuse import Fusion
 from triaccel_ray.apply.precision import LayerPrecision
-from triaccel_ray.layers import Loss, forward
-from triaccel_ray.obstacles import watched
-from triaccel_ray.out_of_memory import BudgetExceededError, first_line, is_out_of_memory
-from triaccel_ray.plan import Fault, FaultKind
-from triaccel_ray.pytree import cast_floating
+from triaccel_ray.cuda.capture_checks import watched
+from triaccel_ray.cuda.out_of_memory import BudgetExceededError, first_line, is_out_of_memory
+from triaccel_ray.data.sampler import Sampler
+from triaccel_ray.model.layers import Loss, forward
+from triaccel_ray.model.pytree import cast_floating
+from triaccel_ray.records.plan import Fault, FaultKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Step:
         self,
         model: nn.Module,
         loss: Loss,
-        feed: Feed,
+        sampler: Sampler,
         precision: LayerPrecision,
         *,
         check_memory: Callable[[], None],
@@ -60,7 +60,7 @@ class Step:
         `is_exceeded_at_rest` says whether it is so without a batch in flight. `fusion` computes in place of `model`
         for as long as it stands for it, `compilation` until compiling fails.
         """
-        self.model, self._loss, self.feed, self.precision = model, loss, feed, precision
+        self.model, self._loss, self.sampler, self.precision = model, loss, sampler, precision
         self.fusion, self.compilation = fusion, compilation
         self._is_users_compiled = is_compiled(model) and compilation is None
         self._check_memory, self._release_memory = check_memory, release_memory
@@ -103,7 +103,7 @@ class Step:
         """
         obstacles: list[str] = []
         faults: list[Fault] = []
-        before, as_planned = _Snapshot(self._with_buffers, self.feed), (self._num_micro_batches, self._at_once)
+        before, as_planned = _Snapshot(self._with_buffers, self.sampler), (self._num_micro_batches, self._at_once)
         while True:
             num_parts = self._num_parts(len(indices))
             self.zero_grad()
@@ -124,7 +124,7 @@ class Step:
                 detail = first_paragraph(error) if is_uncompilable else first_line(error)
             # Outside the handler: the traceback no longer holds the attempt's tensors.
             self.zero_grad()
-            before.restore(self.feed)
+            before.restore(self.sampler)
             self._release_memory()
             obstacles.clear()
             if is_uncompilable and self.compilation is not None:
@@ -204,7 +204,7 @@ class Step:
     def batches(self, indices: Tensor) -> Iterator[tuple[int, Any, Any]]:
         """Yields the samples at `indices` in the present number of micro-batches: number, inputs, targets."""
         for part in indices.split(_part_sizes(len(indices), self._num_parts(len(indices)))):
-            yield len(part), *self.feed.source.batch(part, self.feed.generator)
+            yield len(part), *self.sampler.source.batch(part, self.sampler.generator)
 
     def _num_parts(self, num_samples: int) -> int:
         return min(self._num_micro_batches, -(-num_samples // self._at_once))
@@ -218,23 +218,23 @@ def _compiled_in(faults: list[Fault]) -> list[Fault]:
 class _Snapshot:
     """Buffers and random states before a step, to go back to after a failed attempt."""
 
-    def __init__(self, with_buffers: Sequence[nn.Module], feed: Feed) -> None:
+    def __init__(self, with_buffers: Sequence[nn.Module], sampler: Sampler) -> None:
         self._buffers = [
             (module, name, buffer.clone())
             for module in with_buffers
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self._generator = feed.generator.get_state()
-        self._device = feed.generator.device
+        self._generator = sampler.generator.get_state()
+        self._device = sampler.generator.device
         self._global = torch.get_rng_state()
         self._global_cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
 
-    def restore(self, feed: Feed) -> None:
+    def restore(self, sampler: Sampler) -> None:
         with torch.no_grad():
             for module, name, saved in self._buffers:
                 module.get_buffer(name).copy_(saved)
-        feed.generator.set_state(self._generator)
+        sampler.generator.set_state(self._generator)
         torch.set_rng_state(self._global)
         if self._global_cuda is not None:
             torch.cuda.set_rng_state(self._global_cuda, self._device)

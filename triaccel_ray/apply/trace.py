@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from triaccel_ray.out_of_memory import first_line
+from triaccel_ray.cuda.out_of_memory import first_line
 
 INPLACE_OPERATORS: frozenset[Callable[..., Any]] = frozenset(
     getattr(operator, name)

@@ -1,8 +1,8 @@
 """The policy: what was measured and remembered in, what to do out. Standard library alone, no clock, no chance."""
 
 from triaccel_ray.decide.replay import Replay, replay
-from triaccel_ray.decide.state import BatchState, ControlState, Decision, LayerState, initial_decision
 from triaccel_ray.decide.tick import decide
+from triaccel_ray.records.state import BatchState, ControlState, Decision, LayerState, initial_decision
 
 __all__ = [
     "BatchState",

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 from triaccel_ray.config import BatchConfig
-from triaccel_ray.decide.state import BatchState, Change
-from triaccel_ray.plan import Fault, FaultKind, Plan, Reason, ReasonCode
-from triaccel_ray.signals import MemorySignal, NoiseSignal, Observation
+from triaccel_ray.records.plan import Fault, FaultKind, Plan, Reason, ReasonCode
+from triaccel_ray.records.signals import MemorySignal, NoiseSignal, Observation
+from triaccel_ray.records.state import BatchState, Change
 
 GIB = 2.0**30
 _SMALLEST_SPLIT = 4

@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from triaccel_ray.config import CurvatureConfig
-from triaccel_ray.decide.state import LayerState
-from triaccel_ray.plan import Reason, ReasonCode
-from triaccel_ray.signals import LayerSignal, NoiseSignal, Observation
+from triaccel_ray.records.plan import Reason, ReasonCode
+from triaccel_ray.records.signals import LayerSignal, NoiseSignal, Observation
+from triaccel_ray.records.state import LayerState
 
 LARGEST_RATIO = 10.0
 """How many times the average of the others a single eigenvalue may count; what is nearer to 0 than 1 is 1 here. Of an

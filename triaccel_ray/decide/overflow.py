@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from triaccel_ray.config import MINIMUM_LOSS_SCALE, PrecisionConfig
-from triaccel_ray.decide.state import ControlState, LayerState
-from triaccel_ray.plan import Precision, Reason, ReasonCode
-from triaccel_ray.signals import Observation
+from triaccel_ray.records.plan import Precision, Reason, ReasonCode
+from triaccel_ray.records.signals import Observation
+from triaccel_ray.records.state import ControlState, LayerState
 
 
 def bar_overflowing(

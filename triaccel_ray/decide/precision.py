@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from triaccel_ray.config import PrecisionConfig
-from triaccel_ray.decide.state import LayerState, nearest_supported
 from triaccel_ray.decide.throughput import barred_precision
-from triaccel_ray.plan import Precision, Reason, ReasonCode
-from triaccel_ray.signals import LayerSignal, Observation
+from triaccel_ray.records.plan import Precision, Reason, ReasonCode
+from triaccel_ray.records.signals import LayerSignal, Observation
+from triaccel_ray.records.state import LayerState, nearest_supported
 
 
 def precision_for_variance(config: PrecisionConfig, variance: float) -> Precision:

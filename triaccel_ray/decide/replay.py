@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.decide.state import ControlState, Decision, initial_decision
 from triaccel_ray.decide.tick import decide
-from triaccel_ray.signals import Observation
+from triaccel_ray.records.signals import Observation
+from triaccel_ray.records.state import ControlState, Decision, initial_decision
 
 
 @dataclass(frozen=True, kw_only=True)

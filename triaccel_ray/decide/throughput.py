@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.decide.state import BatchState, Change, LayerState, ThroughputState
-from triaccel_ray.plan import FaultKind, Plan, Precision, Reason, ReasonCode
-from triaccel_ray.signals import Observation
+from triaccel_ray.records.plan import FaultKind, Plan, Precision, Reason, ReasonCode
+from triaccel_ray.records.signals import Observation
+from triaccel_ray.records.state import BatchState, Change, LayerState, ThroughputState
 
 TOLERANCE = 0.25
 """A plan that takes longer by more than this share of the time per sample counts as slower: above the noise of medians

@@ -9,10 +9,10 @@ from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batc
 from triaccel_ray.decide.curvature import lr_reasons, lr_scale, remember_curvature, smooth_noise
 from triaccel_ray.decide.overflow import bar_overflowing
 from triaccel_ray.decide.precision import decide_precision, keep_precision
-from triaccel_ray.decide.state import ControlState, Decision
 from triaccel_ray.decide.throughput import judge, watch
-from triaccel_ray.plan import FaultKind, Plan, Reason, ReasonCode
-from triaccel_ray.signals import Observation
+from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode
+from triaccel_ray.records.signals import Observation
+from triaccel_ray.records.state import ControlState, Decision
 
 
 def decide(config: ControlConfig, observation: Observation, state: ControlState) -> Decision:

@@ -14,13 +14,13 @@ import torch
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from triaccel_ray.checkpoint import load_checkpoint, save_checkpoint
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.events import Tick
+from triaccel_ray.data.sources import DataSource
 from triaccel_ray.integrations.transformers_arguments import control_of, loss_of, require_supported, source_of
 from triaccel_ray.loop import ControlLoop
-from triaccel_ray.plan import Precision
-from triaccel_ray.sources import DataSource
+from triaccel_ray.records.checkpoint import load_checkpoint, save_checkpoint
+from triaccel_ray.records.events import Tick
+from triaccel_ray.records.plan import Precision
 
 LOOP_STATE = "control_loop.pt"
 """What the folder of a checkpoint holds beside the model: all else that the loop needs to go on."""
@@ -83,7 +83,7 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
             if self.args.eval_on_start:
                 self.evaluate(ignore_keys=ignored)
             report = partial(self._maybe_log_save_evaluate, self._tr_loss, None, self.model, trial, 0, ignored, began)
-            while loop.feed.num_batches(config.batch.start) < total and not self.control.should_training_stop:
+            while loop.sampler.num_batches(config.batch.start) < total and not self.control.should_training_stop:
                 self._train_epoch(loop, total, report)
         finally:
             self.loop = None
@@ -103,19 +103,19 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
 
     def _train_epoch(self, loop: ControlLoop, total: int, report: Callable[..., None]) -> None:
         """Makes the steps that are left of the present epoch; `report` logs, judges and saves where that is due."""
-        events, args, epoch, size = self.callback_handler, self.args, loop.feed.epoch, loop.config.batch.start
+        events, args, epoch, size = self.callback_handler, self.args, loop.sampler.epoch, loop.config.batch.start
         rate: float | None = None
         self.control = events.on_epoch_begin(args, self.state, self.control)
-        while loop.feed.epoch == epoch and not (self.control.should_epoch_stop or self.control.should_training_stop):
+        while loop.sampler.epoch == epoch and not (self.control.should_epoch_stop or self.control.should_training_stop):
             self.control = events.on_step_begin(args, self.state, self.control)
             rate = self.optimizer.param_groups[0]["lr"] * loop.plan.batch_lr_scale
-            before = torch.zeros_like(loop.epoch_loss) if loop.feed.at_epoch_start else loop.epoch_loss.clone()
+            before = torch.zeros_like(loop.epoch_loss) if loop.sampler.at_epoch_start else loop.epoch_loss.clone()
             loop.step()
             loss_sum, num_samples = loop.epoch_loss - before
             # On the device: a skipped step, without samples, counts with the loss of the one before.
             self._step_loss = torch.where(num_samples > 0, loss_sum / num_samples, self._step_loss)
             self._tr_loss += self._step_loss
-            done, per_epoch = loop.feed.num_batches(size), -(-loop.feed.num_samples // size)
+            done, per_epoch = loop.sampler.num_batches(size), -(-loop.sampler.num_samples // size)
             self.state.global_step += 1
             self.state.epoch = done // per_epoch + done % per_epoch / per_epoch
             # As larger batches need fewer steps, the number of all steps is not known before the last one.
@@ -123,7 +123,7 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
             self.control = events.on_step_end(args, self.state, self.control)
             report(learning_rate=rate)
         if self.control.should_epoch_stop:
-            loop.feed.end_epoch()
+            loop.sampler.end_epoch()
         self.control = events.on_epoch_end(args, self.state, self.control)
         report(learning_rate=rate)
 

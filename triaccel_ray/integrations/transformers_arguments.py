@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, RandomSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from triaccel_ray.config import BatchConfig, ControlConfig, require_instance
-from triaccel_ray.layers import Loss
-from triaccel_ray.sources import DataSource, as_source
+from triaccel_ray.data.sources import DataSource, as_source
+from triaccel_ray.model.layers import Loss
 
 _LADDER = ("start", "minimum", "maximum", "accumulate", "granularity", "step_up", "step_down")
 _BY_METRIC = ("reduce_lr_on_plateau", "greedy")

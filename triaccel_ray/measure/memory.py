@@ -13,8 +13,8 @@ import psutil
 import pynvml
 import torch
 
-from triaccel_ray.out_of_memory import BudgetExceededError
-from triaccel_ray.signals import MemorySignal
+from triaccel_ray.cuda.out_of_memory import BudgetExceededError
+from triaccel_ray.records.signals import MemorySignal
 
 MIB = 2**20
 LAZY_LOADING_BYTES = 96 * MIB

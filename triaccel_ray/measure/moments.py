@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from kernels.grad_stats.api import GradStats
-from triaccel_ray.gradients import Gradients
-from triaccel_ray.layers import Layer
+from triaccel_ray.kernels.grad_stats.api import GradStats
+from triaccel_ray.model.gradients import Gradients
+from triaccel_ray.model.layers import Layer
 
 
 class GradientMoments:

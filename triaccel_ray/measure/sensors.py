@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triaccel_ray.jsonable import decode, encode
 from triaccel_ray.measure.curvature import CurvatureEstimate, SpectrumShape
 from triaccel_ray.measure.curvature.spectrum import largest_eigenvalues
 from triaccel_ray.measure.memory import MemoryMeter
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.measure.timing import StepTimer
-from triaccel_ray.plan import Fault, Plan, Precision
-from triaccel_ray.signals import LayerSignal, NoiseSignal, Observation
+from triaccel_ray.records.codec import decode, encode
+from triaccel_ray.records.plan import Fault, Plan, Precision
+from triaccel_ray.records.signals import LayerSignal, NoiseSignal, Observation
 
 
 class Reading:

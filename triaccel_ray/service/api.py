@@ -9,8 +9,8 @@ from triaccel_ray.service import cli
 from triaccel_ray.service.keywords import command_of, with_options_of
 
 if TYPE_CHECKING:
-    from trainables.task import Task
     from triaccel_ray.service.result import Report
+    from triaccel_ray.trainables.task import Task
 
 
 @with_options_of(cli.Run)

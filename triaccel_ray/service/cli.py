@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_type
 
 import tyro
 
-from trainables.registry import require_name
 from triaccel_ray.service.command_line import hide_credentials
 from triaccel_ray.service.endings import nothing_begun
 from triaccel_ray.service.options import (
@@ -34,6 +33,7 @@ from triaccel_ray.service.options import (
 )
 from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.tracking.tracking import without_credentials, without_passwords
+from triaccel_ray.trainables.registry import require_name
 
 USER_ERRORS = (
     ValueError,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import singledispatch
 from typing import Any
 
-from trainables.registry import TASKS, load_task
 from triaccel_ray.config import require
-from triaccel_ray.events import LogError
+from triaccel_ray.records.events import LogError
 from triaccel_ray.service import cli
 from triaccel_ray.service.comparisons.comparison import COMPARISON
 from triaccel_ray.service.console import out, rich_table
@@ -26,6 +25,7 @@ from triaccel_ray.service.searches.search import SEARCH
 from triaccel_ray.service.session import open_tracker, tracking_uri_of
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.trainables.registry import TASKS, load_task
 
 
 @singledispatch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import platform
 import shutil
@@ -12,18 +11,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from secrets import token_hex
 from tempfile import TemporaryDirectory
 
-from triaccel_ray.out_of_memory import first_line
+from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.service.console import out
 from triaccel_ray.service.storage.place import Place
 
 PACKAGES = ("torch", "torchvision", "triton", "ray", "mlflow", "optuna", "nvidia-ml-py", "scikit-learn", "rich")
-TOP_LEVEL = ("triaccel_ray", "trainables", "kernels", "search_spaces")
-OWN_DISTRIBUTION = "triaccel-ray"
 
 
 class Verdict(StrEnum):
@@ -62,7 +59,6 @@ def examine(storage: Place, tracking_uri: str | None, address: str | None) -> It
     checks: list[tuple[str, Callable[[], Finding]]] = [
         ("python", _python),
         *((name, partial(_package, name)) for name in PACKAGES),
-        *((f"name {name}", partial(_name_owner, name)) for name in TOP_LEVEL),
         ("gpu", _gpu),
         ("nvml", _nvml),
         ("triton runs", _triton),
@@ -90,21 +86,6 @@ def _package(name: str) -> Finding:
     except PackageNotFoundError:
         text = f"not installed; `pip install {name}`, or install this package anew"
         return Finding(subject=name, verdict=Verdict.PROBLEM, text=text)
-
-
-def _name_owner(name: str) -> Finding:
-    """Looks for another distribution that installs a top-level package of our name."""
-    owners = sorted(set(packages_distributions().get(name, [])) - {OWN_DISTRIBUTION})
-    spec = importlib.util.find_spec(name)
-    found = Path(spec.origin).parent if spec is not None and spec.origin else None
-    expected = Path(__file__).resolve().parents[2] / name
-    if owners:
-        text = f"{', '.join(owners)} also installs a package `{name}`; uninstall it, or use an environment of its own"
-        return Finding(subject=f"name {name}", verdict=Verdict.PROBLEM, text=text)
-    if found is None or found.resolve() != expected:
-        text = f"`import {name}` finds {found or 'nothing'}, not {expected}; leave that folder, or remove its package"
-        return Finding(subject=f"name {name}", verdict=Verdict.PROBLEM, text=text)
-    return Finding(subject=f"name {name}", verdict=Verdict.OK, text="ours")
 
 
 def _gpu() -> Finding:

@@ -14,9 +14,8 @@ from typing import Any
 
 import ray
 
-from trainables.task import Purpose
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.events import End, EventLog, Start, TakenOverError
+from triaccel_ray.records.events import End, EventLog, Start, TakenOverError
 from triaccel_ray.service import cli
 from triaccel_ray.service.clusters.cluster import (
     cluster,
@@ -69,6 +68,7 @@ from triaccel_ray.service.storage.place import Place
 from triaccel_ray.service.tracking.shipper import Parent
 from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.service.translation import comparison_spec, search_spec, spec_from
+from triaccel_ray.trainables.task import Purpose
 
 MISTAKES = ("bug", "preempted", "store")
 """Causes of failures that have nothing to do with what was tried."""

@@ -23,9 +23,9 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from triaccel_ray.dry_run import IN_YOUR_CODE
-from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Start, TakenOverError, read_events
-from triaccel_ray.out_of_memory import is_out_of_memory
+from triaccel_ray.cuda.out_of_memory import is_out_of_memory
+from triaccel_ray.model.dry_run import IN_YOUR_CODE
+from triaccel_ray.records.events import End, Epoch, EventLog, Interruption, LogError, Start, TakenOverError, read_events
 from triaccel_ray.service.storage.layout import DAMAGED, ERROR, REPLACED
 
 MAX_LOSSES = 3

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainables.registry import load_task
 from triaccel_ray.service.console import err, out
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.storage.layout import MODEL
@@ -17,6 +16,7 @@ from triaccel_ray.service.storage.store import Store
 from triaccel_ray.service.tracking.model_registry import register
 from triaccel_ray.service.tracking.shipped import read_shipped
 from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.trainables.registry import load_task
 
 
 def hand_over(run: RunRecord, place: Place, tracker: Tracker, words: str) -> bool:

@@ -12,10 +12,10 @@ from typing import Any, Final, TypeVar, get_type_hints
 
 import tyro
 
-from trainables.registry import name_of
-from triaccel_ray.jsonable import decode
+from triaccel_ray.records.codec import decode
 from triaccel_ray.service.options import Size
 from triaccel_ray.service.storage.place import Place
+from triaccel_ray.trainables.registry import name_of
 
 C = TypeVar("C")
 F = TypeVar("F", bound=Callable[..., Any])

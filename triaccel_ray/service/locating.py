@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from triaccel_ray.config import require
-from triaccel_ray.events import LogError
+from triaccel_ray.records.events import LogError
 from triaccel_ray.service.comparisons.comparison import COMPARISON
 from triaccel_ray.service.options import Where
 from triaccel_ray.service.searches.search import SEARCH

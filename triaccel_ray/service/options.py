@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from trainables.task import Recipe
 from triaccel_ray.config import AmpPrecision, ControlConfig, CurvatureMethod, DataPlace, ExecutionConfig, LrRule
-from triaccel_ray.plan import Precision
+from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.storage.place import Place
 from triaccel_ray.service.units import parse_bytes
+from triaccel_ray.trainables.task import Recipe
 
 DEFAULT_STORAGE = Place("triaccel-runs")
 _PLACE: PrimitiveConstructorSpec[Place] = PrimitiveConstructorSpec(

@@ -15,10 +15,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from triaccel_ray.events import End, Epoch, LogError, parse_event
-from triaccel_ray.metrics import Goal
-from triaccel_ray.out_of_memory import first_line
-from triaccel_ray.score import ACCURACY, BYTES_PER_GB
+from triaccel_ray.cuda.out_of_memory import first_line
+from triaccel_ray.measure.score import ACCURACY, BYTES_PER_GB
+from triaccel_ray.records.events import End, Epoch, LogError, parse_event
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service import console
 from triaccel_ray.service.console import plain_table
 from triaccel_ray.service.runs.objective import Objective

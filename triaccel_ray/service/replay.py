@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from triaccel_ray.config import ControlConfig, require_integer
 from triaccel_ray.decide import replay
-from triaccel_ray.events import LogError
-from triaccel_ray.plan import Plan
+from triaccel_ray.records.events import LogError
+from triaccel_ray.records.plan import Plan
 from triaccel_ray.service.reports.tables import Grid
 from triaccel_ray.service.runs.record import RunRecord
 

@@ -12,7 +12,7 @@ from triaccel_ray.service.options import DEFAULT_STORAGE, Where
 from triaccel_ray.service.storage.place import Place
 
 if TYPE_CHECKING:
-    from search_spaces.found import Found
+    from triaccel_ray.search_spaces.found import Found
     from triaccel_ray.service.reports.view import View
 
 WIDTH: Final = 200

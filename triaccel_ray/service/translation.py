@@ -6,8 +6,6 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 
-from trainables.registry import TASKS, load_task
-from trainables.task import Purpose, Recipe
 from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.service import cli
 from triaccel_ray.service.comparisons.comparison import ComparisonSpec
@@ -16,6 +14,8 @@ from triaccel_ray.service.runs.spec import RunSpec, run_spec
 from triaccel_ray.service.searches.dimensions import dimensions
 from triaccel_ray.service.searches.search import SearchSpec
 from triaccel_ray.service.units import format_exactly
+from triaccel_ray.trainables.registry import TASKS, load_task
+from triaccel_ray.trainables.task import Purpose, Recipe
 
 
 def spec_from(

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.service.records import FINAL_SPEC, ended, named, run_of
-from trainables.task import Purpose, Recipe
 from triaccel_ray.config import BatchConfig, ControlConfig
-from triaccel_ray.plan import Precision
+from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.comparisons.choosing import best_sample, best_setting, fixed_trials, tuning_trials
 from triaccel_ray.service.comparisons.comparison import ComparisonSpec
 from triaccel_ray.service.comparisons.fixed import FixedSetting, sampled_settings
 from triaccel_ray.service.comparisons.tuning import WIDEST, RecipeSample, recipe_samples
 from triaccel_ray.service.runs.record import RunRecord
+from triaccel_ray.trainables.task import Purpose, Recipe
 
 ALL = tuple(Precision)
 SPEC = ComparisonSpec(base=FINAL_SPEC, methods=("fp32", "amp", "triaccel"), num_fixed=3, num_tuned=2)

@@ -14,10 +14,9 @@ from PIL import Image
 
 from tests.service.build import SimulatedRun
 from tests.service.records import FINAL_SPEC, ended, named, run_of
-from trainables.task import Purpose
-from triaccel_ray.events import End, LogError
-from triaccel_ray.jsonable import decode, encode
-from triaccel_ray.plan import Precision
+from triaccel_ray.records.codec import decode, encode
+from triaccel_ray.records.events import End, LogError
+from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.comparisons.comparison import (
     ABLATION,
     CHOICES,
@@ -46,6 +45,7 @@ from triaccel_ray.service.reports.comparison_tables import (
 from triaccel_ray.service.reports.comparison_view import comparison_tables, view_comparison
 from triaccel_ray.service.reports.view import show
 from triaccel_ray.service.runs.record import RunRecord
+from triaccel_ray.trainables.task import Purpose
 
 METHODS = ("fp32", "amp", "engine-amp", "triaccel")
 CHOSEN = Choices(

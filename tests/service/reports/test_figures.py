@@ -18,9 +18,9 @@ from PIL import Image
 
 from tests.service.browser import num_colours
 from tests.service.build import CONTROL, RESNET, SMALL, SimulatedRun
-from triaccel_ray.events import End, Epoch, Event, Start, Tick, read_events
-from triaccel_ray.metrics import Goal
-from triaccel_ray.plan import Fault, FaultKind, Precision
+from triaccel_ray.records.events import End, Epoch, Event, Start, Tick, read_events
+from triaccel_ray.records.goal import Goal
+from triaccel_ray.records.plan import Fault, FaultKind, Precision
 from triaccel_ray.service.reports.curves import Curve, learning_curves
 from triaccel_ray.service.reports.figure_style import PRECISION_COLOURS, shorten
 from triaccel_ray.service.reports.figures import curvature_and_lr, precision_heatmap, run_figures, save_run_figures

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.service.build import SimulatedRun
-from triaccel_ray.events import Start, Tick, read_events
-from triaccel_ray.plan import Applied, Fault, FaultKind
+from triaccel_ray.records.events import Start, Tick, read_events
+from triaccel_ray.records.plan import Applied, Fault, FaultKind
 from triaccel_ray.service.reports.notes import run_notes
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.runs.spec import RunSpec, run_spec

@@ -13,8 +13,7 @@ from tests.service.browser import Tags
 from tests.service.build import SimulatedRun
 from tests.service.records import RUN_SPEC
 from tests.service.search_folder import simulated_search
-from trainables.task import Purpose
-from triaccel_ray.events import End, Interruption, Start
+from triaccel_ray.records.events import End, Interruption, Start
 from triaccel_ray.service.reports.provenance import about, troubles
 from triaccel_ray.service.reports.report import REPORT
 from triaccel_ray.service.reports.run_page import write_run_page
@@ -24,6 +23,7 @@ from triaccel_ray.service.runs.record import RunRecord, read_run
 from triaccel_ray.service.runs.spec import COMMIT_VARIABLE, commit_of, environment
 from triaccel_ray.service.searches.search import read_search
 from triaccel_ray.service.storage.layout import ERROR, SPEC, write_value
+from triaccel_ray.trainables.task import Purpose
 
 INFO = {"hardware": "a GPU", "host": "box", "triaccel-ray": "0.1", "torch": "2.15", "python": "3.11"}
 

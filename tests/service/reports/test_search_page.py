@@ -15,7 +15,7 @@ from tests.service.browser import Tags, needs_chromium, num_colours, screenshot
 from tests.service.records import run_of, search_of
 from tests.service.search_folder import controls, simulated_search
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.events import End
+from triaccel_ray.records.events import End
 from triaccel_ray.service.reports.importance import MIN_TRIALS, Importance, importance
 from triaccel_ray.service.reports.recommendation import recommendation
 from triaccel_ray.service.reports.report import REPORT

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.service.records import RUN_SPEC, run_of, search_of
-from triaccel_ray.metrics import Goal
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.reports.tables import Grid, result_grid, run_grid, search_grid
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.searches.search import best_trial, ranked

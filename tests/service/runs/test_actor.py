@@ -7,7 +7,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from tests.service.own_task import own_spec
-from triaccel_ray.dry_run import UserCodeError
+from triaccel_ray.model.dry_run import UserCodeError
 from triaccel_ray.service.failures import cause_of
 from triaccel_ray.service.runs.actor import RunActor, original_error
 from triaccel_ray.service.runs.pace import Pace
@@ -52,7 +52,7 @@ def test_checkpoints_that_take_long_wait_but_for_the_last(
 
     def save_slowly(worker: Worker) -> None:
         save(worker)
-        saved.append(worker.loop.feed.epoch)
+        saved.append(worker.loop.sampler.epoch)
         now[0] += 10.0
 
     monkeypatch.setattr(Worker, "checkpoint", save_slowly)

@@ -10,11 +10,11 @@ import pytest
 import ray
 from torch import Tensor, nn
 
-from trainables.digits import Digits
-from trainables.task import Purpose, Recipe
 from triaccel_ray.service.runs.actor import start_actor
 from triaccel_ray.service.runs.spec import run_spec
 from triaccel_ray.service.storage.place import Place
+from triaccel_ray.trainables.digits import Digits
+from triaccel_ray.trainables.task import Purpose, Recipe
 
 pytestmark = pytest.mark.usefixtures("own_ray")
 

@@ -11,13 +11,13 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from tests.service.own_task import MODULE, own_spec
-from trainables.registry import load_task
-from triaccel_ray.dry_run import IN_YOUR_CODE, UserCodeError
+from triaccel_ray.model.dry_run import IN_YOUR_CODE, UserCodeError
 from triaccel_ray.service.failures import RunFailedError, cause_of
 from triaccel_ray.service.runs.actor import RunActor, original_error
 from triaccel_ray.service.runs.shared_data import share_splits
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.storage.place import Place
+from triaccel_ray.trainables.registry import load_task
 
 NAME = "mistaken_tasks"
 TASKS = (
@@ -25,7 +25,7 @@ TASKS = (
     + """
 import sys
 
-from triaccel_ray.metrics import Metric
+from triaccel_ray.model.metrics import Metric
 
 
 class DataNone(Blobs):

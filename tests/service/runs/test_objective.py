@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.service.reports.test_tables import run_of
-from triaccel_ray.metrics import Goal
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.runs.objective import OBJECTIVES, Figures, Objective
 
 PERCENT = st.floats(0.0, 100.0)

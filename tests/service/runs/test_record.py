@@ -10,9 +10,9 @@ import pytest
 
 from tests.service.build import CONTROL, SimulatedRun
 from tests.service.records import RUN_SPEC
-from triaccel_ray.events import LogError
-from triaccel_ray.jsonable import encode
-from triaccel_ray.metrics import Goal
+from triaccel_ray.records.codec import encode
+from triaccel_ray.records.events import LogError
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import read_run, read_spec, runs_below
 from triaccel_ray.service.storage.layout import EVENTS, SPEC

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from tests.build import CPU, blobs
 from tests.service.own_task import own_spec
-from trainables.digits import Digits
-from trainables.images import ImageSource, Preparation
-from trainables.task import Purpose, Splits
+from triaccel_ray.data.sources import DatasetSource, TensorSource
 from triaccel_ray.service.runs.actor import RunActor
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.place import Place
-from triaccel_ray.sources import DatasetSource, TensorSource
+from triaccel_ray.trainables.digits import Digits
+from triaccel_ray.trainables.images import ImageSource, Preparation
+from triaccel_ray.trainables.task import Purpose, Splits
 
 MIB = 2**20
 FORTY_MIB = 40 * MIB

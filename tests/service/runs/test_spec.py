@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from trainables.digits import Digits
-from trainables.task import Purpose, Recipe
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
-from triaccel_ray.jsonable import decode, encode
-from triaccel_ray.plan import Precision
+from triaccel_ray.records.codec import decode, encode
+from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.runs.spec import RunSpec, environment, run_spec
+from triaccel_ray.trainables.digits import Digits
+from triaccel_ray.trainables.task import Purpose, Recipe
 
 CONTROL = ControlConfig(
     every_steps=7,

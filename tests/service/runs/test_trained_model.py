@@ -15,19 +15,19 @@ import torch
 from tests.service.crew import Crew, last_of, records, train
 from tests.service.own_task import own_spec
 from tests.service.records import run_of
-from trainables.task import Purpose, Recipe
-from triaccel_ray.events import End, TakenOverError
-from triaccel_ray.metrics import Goal
+from triaccel_ray.records.events import End, TakenOverError
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trained_model import is_better
 from triaccel_ray.service.storage.layout import CHECKPOINT, MODEL
+from triaccel_ray.trainables.task import Purpose, Recipe
 
 PASSING = """
 import torch
 from torch import nn
 from {module} import Blobs
-from trainables.task import Splits, Task
-from triaccel_ray.sources import TensorSource
+from triaccel_ray.trainables.task import Splits, Task
+from triaccel_ray.data.sources import TensorSource
 
 
 class Tied(nn.Module):

@@ -14,8 +14,8 @@ from tests.service.records import FINAL_SPEC
 from tests.service.reports.test_tables import run_of
 from tests.service.stores import runs
 from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
-from triaccel_ray.events import End
-from triaccel_ray.jsonable import encode
+from triaccel_ray.records.codec import encode
+from triaccel_ray.records.events import End
 from triaccel_ray.service import cli
 from triaccel_ray.service.comparisons.comparison import Comparison, ComparisonSpec
 from triaccel_ray.service.runs.record import read_run

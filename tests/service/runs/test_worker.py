@@ -13,18 +13,18 @@ import torch
 from tests.build import same, values
 from tests.service.crew import Crew, last_of, records, train
 from tests.service.own_task import own_spec
-from trainables.task import Purpose, Recipe
-from triaccel_ray.checkpoint import OtherFormatError
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.events import End, Epoch, Start, Tick
-from triaccel_ray.jsonable import decode
 from triaccel_ray.measure.memory import MIB
-from triaccel_ray.metrics import Goal
+from triaccel_ray.records.checkpoint import OtherFormatError
+from triaccel_ray.records.codec import decode
+from triaccel_ray.records.events import End, Epoch, Start, Tick
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.failures import DiskFullError, NonFiniteLossError, PreemptedError, cause_of, needing_room
 from triaccel_ray.service.runs.building import fitted_control
 from triaccel_ray.service.runs.spec import RunSpec, run_spec
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, SPEC, write_atomically
+from triaccel_ray.trainables.task import Purpose, Recipe
 
 
 def test_the_seed_decides(crew: Crew, module: str, tmp_path: Path) -> None:

@@ -4,12 +4,12 @@ from typing import Any
 import pytest
 import torch
 
-from trainables.digits import Digits
-from triaccel_ray.events import End, read_events
 from triaccel_ray.loop import ControlLoop
+from triaccel_ray.records.events import End, read_events
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.layout import EVENTS
+from triaccel_ray.trainables.digits import Digits
 
 
 def test_a_worker_whose_loop_fails_while_it_closes_has_its_log_closed(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ import pytest
 from tests.build import same, values
 from tests.service.crew import Crew, decided, last_of, records, train
 from tests.service.own_task import own_spec
-from triaccel_ray.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
-from triaccel_ray.events import End, Interruption, LogError, Tick, read_events
-from triaccel_ray.jsonable import encode
+from triaccel_ray.records.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from triaccel_ray.records.codec import encode
+from triaccel_ray.records.events import End, Interruption, LogError, Tick, read_events
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, PREVIOUS, REPLACED
 
@@ -168,8 +168,8 @@ import os
 import sys
 from pathlib import Path
 
-from triaccel_ray.events import TakenOverError
-from triaccel_ray.jsonable import decode, encode
+from triaccel_ray.records.events import TakenOverError
+from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.service.failures import cause_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Worker

@@ -18,7 +18,7 @@ from triaccel_ray.service.tracking.tracking import Tracker
 TEXT = (
     MODULE
     + """
-from trainables.text import TextGpt
+from triaccel_ray.trainables.text import TextGpt
 
 
 class Text(TextGpt):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.service.records import run_of
 from triaccel_ray.config import BatchConfig
-from triaccel_ray.events import End
+from triaccel_ray.records.events import End
 from triaccel_ray.service.runs.actor import cpus_of_a_run
 from triaccel_ray.service.searches.search import MIN_HEADROOM_BYTES, _headroom_bytes, _Pruner
 from triaccel_ray.service.searches.trial import grace_epochs

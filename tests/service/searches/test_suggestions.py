@@ -8,7 +8,7 @@ import pytest
 from optuna.trial import TrialState
 from ray import tune
 
-from triaccel_ray.events import Claim, EventLog, LogError, TakenOverError
+from triaccel_ray.records.events import Claim, EventLog, LogError, TakenOverError
 from triaccel_ray.service.searches.suggestions import JournaledSearch, read_suggestions
 
 SPACE = {"x": tune.uniform(0.0, 1.0), "y": tune.choice(["a", "b"])}

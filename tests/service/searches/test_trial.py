@@ -14,15 +14,15 @@ import ray
 from ray import tune
 from torch import nn
 
-from search_spaces.thresholds import calibration
 from tests.build import blobs, mlp
 from tests.service.own_task import own_spec
 from tests.service.waiting import wait_until
-from trainables.task import Purpose, Splits, Task
 from triaccel_ray.config import ControlConfig, PrecisionConfig
-from triaccel_ray.events import End
-from triaccel_ray.metrics import Goal
-from triaccel_ray.plan import Precision
+from triaccel_ray.data.sources import TensorSource
+from triaccel_ray.records.events import End
+from triaccel_ray.records.goal import Goal
+from triaccel_ray.records.plan import Precision
+from triaccel_ray.search_spaces.thresholds import calibration
 from triaccel_ray.service.runs.ending import end_run
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import read_run, runs_below
@@ -30,7 +30,7 @@ from triaccel_ray.service.searches.suggestions import NAME
 from triaccel_ray.service.searches.trial import FAILED_OBJECTIVE, ThresholdTrial, TrialContext, reopen
 from triaccel_ray.service.storage.layout import DAMAGED, ERROR, EVENTS, SPEC
 from triaccel_ray.service.storage.place import Place
-from triaccel_ray.sources import TensorSource
+from triaccel_ray.trainables.task import Purpose, Splits, Task
 
 LARGE_BYTES = 100 * 2**20
 """Of the samples of `Large`."""

@@ -18,7 +18,7 @@ import torch
 from tests.build import same
 from tests.service.own_task import own_spec
 from tests.service.waiting import DEADLINE_S, wait_until
-from triaccel_ray.events import EventLog, TakenOverError, read_events
+from triaccel_ray.records.events import EventLog, TakenOverError, read_events
 from triaccel_ray.service.comparisons import comparison
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.reports.report import REPORT

@@ -8,8 +8,8 @@ import pytest
 
 from tests.service.build import CONTROL, RESNET, SimulatedRun
 from tests.service.records import RUN_SPEC
-from triaccel_ray.events import End, Epoch, Start, Tick, read_events
-from triaccel_ray.metrics import Goal
+from triaccel_ray.records.events import End, Epoch, Start, Tick, read_events
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.tracking.metrics import legal_name, metrics_of, params_of, step_of, tags_of
 
 

@@ -15,8 +15,8 @@ from filelock import FileLock
 
 from tests.service.build import SimulatedRun
 from tests.service.stores import Server, assert_arrived_once, history, only_run, runs, ship
-from triaccel_ray.events import End, Epoch, EventLog, Tick, read_events
-from triaccel_ray.metrics import Goal
+from triaccel_ray.records.events import End, Epoch, EventLog, Tick, read_events
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.tracking import shipment
 from triaccel_ray.service.tracking.shipper import Parent, Shipper
 from triaccel_ray.service.tracking.tracking import RUN_KEY_TAG, Tracker

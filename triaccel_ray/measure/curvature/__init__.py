@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from triaccel_ray.config import CurvatureMethod, require, require_number
-from triaccel_ray.layers import Layer, Loss
 from triaccel_ray.measure.curvature.hessian import BlockPower, PowerIteration
 from triaccel_ray.measure.curvature.meter import CurvatureMeter, method_of
 from triaccel_ray.measure.curvature.objective import Limits, Objective, measuring
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, SpectrumShape
+from triaccel_ray.model.layers import Layer, Loss
 
 __all__ = ["CurvatureEstimate", "CurvatureMeter", "PowerIteration", "SpectrumShape", "top_eigenvalues"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from triaccel_ray.layers import Layer
-from triaccel_ray.pytree import tensors_in
+from triaccel_ray.model.layers import Layer
+from triaccel_ray.model.pytree import tensors_in
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 

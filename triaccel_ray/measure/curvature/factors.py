@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from triaccel_ray.layers import Layer
 from triaccel_ray.measure.curvature.calls import Call
 from triaccel_ray.measure.curvature.objective import Head, Objective
-from triaccel_ray.pytree import tensors_in
+from triaccel_ray.model.layers import Layer
+from triaccel_ray.model.pytree import tensors_in
 
 Cotangents = Mapping[Call, Sequence[Tensor | None]]
 """For each call and each of its outputs, the q gradients with respect to it, [b, q, ...]; None where it has none."""

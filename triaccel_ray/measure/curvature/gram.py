@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.layers import Layer
+from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.measure.curvature.calls import (
     Call,
     Structure,
@@ -46,7 +46,7 @@ from triaccel_ray.measure.curvature.objective import (
     tensor_cores,
 )
 from triaccel_ray.measure.curvature.spectrum import SpectrumShape, gradient_noise, reduce_matrices
-from triaccel_ray.out_of_memory import first_line, is_out_of_memory
+from triaccel_ray.model.layers import Layer
 
 _TOGETHER = 512
 """Order up to which the matrices of all layers are reduced at once; larger ones one by one, for their memory."""

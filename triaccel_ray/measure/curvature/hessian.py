@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from triaccel_ray.config import require_number
-from triaccel_ray.layers import Layer
 from triaccel_ray.measure.curvature.calls import find_weight_uses
 from triaccel_ray.measure.curvature.objective import FoldedNorms, Objective
 from triaccel_ray.measure.curvature.spectrum import (
@@ -25,6 +24,7 @@ from triaccel_ray.measure.curvature.spectrum import (
     pseudo_random,
     solver_dtype,
 )
+from triaccel_ray.model.layers import Layer
 
 COLD_ITERATIONS = 20
 WARM_ITERATIONS = 5

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from triaccel_ray.config import CurvatureConfig, CurvatureMethod
-from triaccel_ray.graphs import GraphPool
-from triaccel_ray.layers import Layer, Loss
+from triaccel_ray.cuda.capture_checks import watched
+from triaccel_ray.cuda.graphs import GraphPool
+from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
+from triaccel_ray.cuda.random_states import random_states, set_random_states
 from triaccel_ray.measure.curvature.gram import GramMethod
 from triaccel_ray.measure.curvature.hessian import BlockPower
 from triaccel_ray.measure.curvature.objective import Limits, Objective, measuring
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, SpectrumShape
-from triaccel_ray.obstacles import watched
-from triaccel_ray.out_of_memory import first_line, is_out_of_memory
-from triaccel_ray.pytree import map_tensors, tensors_in
-from triaccel_ray.random_states import random_states, set_random_states
+from triaccel_ray.model.layers import Layer, Loss
+from triaccel_ray.model.pytree import map_tensors, tensors_in
 
 Results = tuple[tuple[Tensor, ...], SpectrumShape]
 Method = GramMethod | BlockPower

@@ -15,9 +15,9 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from triaccel_ray.config import CurvatureMethod, require
-from triaccel_ray.layers import Loss, forward, uncompiled
 from triaccel_ray.measure.curvature.spectrum import positive_roots
-from triaccel_ray.pytree import map_tensors, tensors_in
+from triaccel_ray.model.layers import Loss, forward, uncompiled
+from triaccel_ray.model.pytree import map_tensors, tensors_in
 
 Head = Callable[[Any, "Objective"], tuple[Tensor, Sequence[Tensor | None]]]
 """Maps the model's outputs to the tensor to differentiate and the q cotangents that make the columns: column (i, c) is

@@ -21,7 +21,7 @@ from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV
 from ray._raylet import Config, setproctitle  # type: ignore[attr-defined]  # compiled, without annotations
 
 from triaccel_ray.config import require
-from triaccel_ray.out_of_memory import first_line
+from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.service.clusters.head_watch import watching
 from triaccel_ray.service.endings import as_interrupt, never_lost
 from triaccel_ray.service.runs.spec import COMMIT_VARIABLE, RunSpec, commit_of

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from trainables.task import Purpose
 from triaccel_ray.config import require
-from triaccel_ray.score import quality
+from triaccel_ray.measure.score import quality
 from triaccel_ray.service.comparisons.comparison import (
     CHOICES,
     REFERENCE,
@@ -27,6 +26,7 @@ from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import write_value
 from triaccel_ray.service.storage.place import Place
+from triaccel_ray.trainables.task import Purpose
 
 
 def choose(

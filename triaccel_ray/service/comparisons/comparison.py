@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trainables.task import Purpose
 from triaccel_ray.config import require, require_integer
-from triaccel_ray.metrics import Goal
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.comparisons.fixed import FIXED, FixedSetting
 from triaccel_ray.service.comparisons.tuning import RecipeSample
 from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.runs.record import RunRecord, read_if_begun
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import read_value, require_new, write_value
+from triaccel_ray.trainables.task import Purpose
 
 _WAY_OUT = "begin a new comparison"
 COMPARISON = "comparison.json"

@@ -11,12 +11,12 @@ from typing import Any
 
 import ray
 
-from trainables.registry import load_task
 from triaccel_ray.apply.precision import supported_precisions, useless_precisions
 from triaccel_ray.decide.batch import batch_lr_scale, ladder
-from triaccel_ray.layers import find_layers
-from triaccel_ray.plan import Precision
+from triaccel_ray.model.layers import find_layers
+from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.trainables.registry import load_task
 
 FIXED = "fixed"
 """Name of the training method, and of the row of the best setting."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from trainables.task import Recipe
+from triaccel_ray.trainables.task import Recipe
 
 WIDEST = 4.0
 """The samples lie within this factor of the recipe's values, both ways."""

@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from triaccel_ray.score import quality_text
+from triaccel_ray.measure.score import quality_text
 from triaccel_ray.service.comparisons.comparison import MethodResults
 from triaccel_ray.service.reports.comparison_tables import label
 from triaccel_ray.service.reports.figure_style import GREY, INK, METHOD_LOOKS, new_figure, panel, save

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
 
-from triaccel_ray.metrics import Goal
-from triaccel_ray.score import quality_text
+from triaccel_ray.measure.score import quality_text
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.comparisons.choosing import judge
 from triaccel_ray.service.comparisons.comparison import (
     ABLATION,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from trainables.task import Purpose
 from triaccel_ray.service.comparisons.comparison import ABLATION, Choices, Comparison, final_runs
 from triaccel_ray.service.comparisons.fixed import FIXED
 from triaccel_ray.service.reports.comparison_figures import save_comparison_figures
@@ -28,6 +27,7 @@ from triaccel_ray.service.reports.view import View
 from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.storage.layout import FIGURES
 from triaccel_ray.service.translation import command_of, comparison_command_of
+from triaccel_ray.trainables.task import Purpose
 
 COMPARISON_MARKDOWN = "comparison.md"
 _NO_ACCURACY = "The test samples are read once, at the end of each run: on the way there is the training loss alone."

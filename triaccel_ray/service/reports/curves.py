@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from triaccel_ray.events import Epoch
-from triaccel_ray.metrics import Goal
+from triaccel_ray.records.events import Epoch
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.reports.figure_style import INK, LOG_FROM, new_figure, panel
 
 

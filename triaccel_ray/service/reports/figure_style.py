@@ -18,7 +18,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from triaccel_ray.plan import Precision
+from triaccel_ray.records.plan import Precision
 
 INK: Final = "#1F2933"
 GREY: Final = "#6B7785"

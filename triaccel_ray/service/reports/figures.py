@@ -16,8 +16,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from triaccel_ray.config import CurvatureConfig
-from triaccel_ray.events import Epoch, Event, Start, Tick, read_events
-from triaccel_ray.plan import Precision
+from triaccel_ray.records.events import Epoch, Event, Start, Tick, read_events
+from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.reports.figure_style import (
     DASHED,
     DEPTH,

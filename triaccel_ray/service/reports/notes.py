@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from triaccel_ray.plan import FaultKind
+from triaccel_ray.records.plan import FaultKind
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.runs.spec import RunSpec
 

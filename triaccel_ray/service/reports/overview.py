@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
 from triaccel_ray.config import BatchConfig
-from triaccel_ray.events import Epoch, Tick
-from triaccel_ray.metrics import Goal
-from triaccel_ray.plan import FaultKind, Plan, Precision
-from triaccel_ray.score import BYTES_PER_GB
+from triaccel_ray.measure.score import BYTES_PER_GB
+from triaccel_ray.records.events import Epoch, Tick
+from triaccel_ray.records.goal import Goal
+from triaccel_ray.records.plan import FaultKind, Plan, Precision
 from triaccel_ray.service.reports.figure_style import (
     BLUE,
     DASHED,

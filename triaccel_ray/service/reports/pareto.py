@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
-from triaccel_ray.metrics import Goal
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.reports.figure_style import (
     BLUE,
     DASHED,

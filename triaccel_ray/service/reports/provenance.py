@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
-from triaccel_ray.events import parse_event
+from triaccel_ray.records.events import parse_event
 from triaccel_ray.service.reports.report import Section
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.runs.spec import COMMIT, RunSpec

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from triaccel_ray.metrics import Goal
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.searches.search import SearchRecord, best_trial

@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainables.task import Purpose
-from triaccel_ray.jsonable import encode
+from triaccel_ray.records.codec import encode
 from triaccel_ray.service.reports.notes import run_notes
 from triaccel_ray.service.reports.provenance import about, troubles
 from triaccel_ray.service.reports.report import REPORT, Section, write_page
@@ -15,6 +14,7 @@ from triaccel_ray.service.reports.tables import result_grid, run_grid
 from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.runs.record import OWN_CODE, RunRecord
 from triaccel_ray.service.translation import command_of
+from triaccel_ray.trainables.task import Purpose
 
 
 def write_run_page(run: RunRecord, pictures: Sequence[Path]) -> Path:

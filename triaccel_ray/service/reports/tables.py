@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from triaccel_ray.events import Epoch
-from triaccel_ray.metrics import RESERVED, Goal
+from triaccel_ray.records.events import Epoch
+from triaccel_ray.records.goal import RESERVED, Goal
 from triaccel_ray.service.reports.notes import sharing_note
 from triaccel_ray.service.runs.objective import Figures, Objective
 from triaccel_ray.service.runs.record import ONE_VIEW, RunRecord

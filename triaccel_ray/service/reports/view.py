@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from search_spaces.found import Found
 from triaccel_ray.config import ControlConfig
+from triaccel_ray.search_spaces.found import Found
 from triaccel_ray.service import console
 from triaccel_ray.service.console import rich_table
 from triaccel_ray.service.reports.tables import Grid

@@ -11,7 +11,7 @@ from ray import tune
 from ray.exceptions import RayTaskError
 
 from triaccel_ray.config import require
-from triaccel_ray.events import Epoch, TakenOverError
+from triaccel_ray.records.events import Epoch, TakenOverError
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.runs.orphan import end_with_parent
 from triaccel_ray.service.runs.pace import Pace

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.events import Start
-from triaccel_ray.jsonable import encode
 from triaccel_ray.measure.memory import MemoryMeter
+from triaccel_ray.records.codec import encode
+from triaccel_ray.records.events import Start
 from triaccel_ray.service.runs.spec import RunSpec, environment
 
 

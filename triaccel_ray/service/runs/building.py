@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainables.task import Purpose, Splits, Task
 from triaccel_ray.apply.evaluate import measured
 from triaccel_ray.apply.precision import useless_precisions
 from triaccel_ray.baseline import Baseline, BaselineLoop
 from triaccel_ray.config import ControlConfig, require
-from triaccel_ray.dry_run import blaming, described, refusing_exits, require_working
-from triaccel_ray.events import Tick
-from triaccel_ray.layers import Loss, find_layers, forward, require_trainable
-from triaccel_ray.lent_stream import LentStream
+from triaccel_ray.cuda.stream_pool import LentStream
+from triaccel_ray.data.sources import DataSource, delivered
 from triaccel_ray.loop import ControlLoop
-from triaccel_ray.plan import Precision
+from triaccel_ray.model.dry_run import blaming, described, refusing_exits, require_working
+from triaccel_ray.model.layers import Loss, find_layers, forward, require_trainable
+from triaccel_ray.records.events import Tick
+from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.sources import DataSource, delivered
+from triaccel_ray.trainables.task import Purpose, Splits, Task
 
 
 def build_loop(

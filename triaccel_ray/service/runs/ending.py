@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from triaccel_ray.events import End, EventLog, Start, read_events
+from triaccel_ray.records.events import End, EventLog, Start, read_events
 from triaccel_ray.service.failures import needing_room
 from triaccel_ray.service.runs.record import has_begun
 from triaccel_ray.service.runs.spec import RunSpec

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Final, Self
 
 from triaccel_ray.config import require, require_number
-from triaccel_ray.events import Epoch
-from triaccel_ray.metrics import Goal
-from triaccel_ray.score import quality
+from triaccel_ray.measure.score import quality
+from triaccel_ray.records.events import Epoch
+from triaccel_ray.records.goal import Goal
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from triaccel_ray.events import End, Epoch, Interruption, LogError, Start, Tick, read_events
-from triaccel_ray.metrics import Goal
-from triaccel_ray.score import BYTES_PER_GB, efficiency_score, mean_epoch_seconds
+from triaccel_ray.measure.score import BYTES_PER_GB, efficiency_score, mean_epoch_seconds
+from triaccel_ray.records.events import End, Epoch, Interruption, LogError, Start, Tick, read_events
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.failures import RESULTS
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.spec import RunSpec

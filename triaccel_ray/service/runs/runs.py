@@ -12,8 +12,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from triaccel_ray.events import Epoch, Interruption, LogError, read_events
-from triaccel_ray.out_of_memory import first_line
+from triaccel_ray.cuda.out_of_memory import first_line
+from triaccel_ray.records.events import Epoch, Interruption, LogError, read_events
 from triaccel_ray.service.failures import (
     MAX_LOSSES,
     DiskFullError,

@@ -16,12 +16,12 @@ import torch
 from ray.cloudpickle import CloudPickler
 from torch import Tensor
 
-from trainables.registry import load_task
-from trainables.task import Purpose, Splits
 from triaccel_ray.config import require
+from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.service.runs.building import splits_of
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.sources import TensorSource
+from triaccel_ray.trainables.registry import load_task
+from triaccel_ray.trainables.task import Purpose, Splits
 
 _PAGE_BYTES = 4096
 

@@ -13,14 +13,14 @@ from typing import Literal
 
 import torch
 
-from trainables.registry import load_task
-from trainables.task import Purpose, Recipe
 from triaccel_ray.config import BatchConfig, ControlConfig, require, require_flag, require_integer, require_number
 from triaccel_ray.measure.memory import memory_meter
-from triaccel_ray.metrics import Goal
-from triaccel_ray.plan import Precision
+from triaccel_ray.records.goal import Goal
+from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.units import format_bytes
+from triaccel_ray.trainables.registry import load_task
+from triaccel_ray.trainables.task import Purpose, Recipe
 
 CUDA_CONTEXT_BYTES = 100 * 2**20
 """What a process holds of a GPU at least before its first tensor; 200 to 500 MiB on most."""

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.checkpoint import save_durably
-from triaccel_ray.events import Epoch
-from triaccel_ray.jsonable import decode, encode
-from triaccel_ray.metrics import Goal
+from triaccel_ray.records.checkpoint import save_durably
+from triaccel_ray.records.codec import decode, encode
+from triaccel_ray.records.events import Epoch
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.failures import needing_room
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import MODEL

@@ -11,20 +11,19 @@ from pathlib import Path
 
 import torch
 
-from trainables.registry import load_task
-from trainables.task import Purpose, Splits
 from triaccel_ray.apply.evaluate import Evaluation
 from triaccel_ray.baseline import BaselineLoop
-from triaccel_ray.checkpoint import CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
 from triaccel_ray.config import require
-from triaccel_ray.dry_run import refusing_exits, users_lines
-from triaccel_ray.events import End, Epoch, EventLog, Interruption, LogError, Record, TakenOverError
-from triaccel_ray.jsonable import decode, encode
-from triaccel_ray.lean_memory import hold_less
+from triaccel_ray.cuda.allocator import hold_less
+from triaccel_ray.data.sources import delivered
 from triaccel_ray.loop import ControlLoop
-from triaccel_ray.metrics import LOSS
-from triaccel_ray.plan import Precision
-from triaccel_ray.score import BYTES_PER_GB, EpochTimes, efficiency_score
+from triaccel_ray.measure.score import BYTES_PER_GB, EpochTimes, efficiency_score
+from triaccel_ray.model.dry_run import refusing_exits, users_lines
+from triaccel_ray.records.checkpoint import CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
+from triaccel_ray.records.codec import decode, encode
+from triaccel_ray.records.events import End, Epoch, EventLog, Interruption, LogError, Record, TakenOverError
+from triaccel_ray.records.goal import LOSS
+from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.failures import (
     DiskFullError,
     NonFiniteLossError,
@@ -43,7 +42,8 @@ from triaccel_ray.service.runs.record import ONE_VIEW
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trained_model import TrainedModel
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, REPLACED, SPEC, write_value
-from triaccel_ray.sources import delivered
+from triaccel_ray.trainables.registry import load_task
+from triaccel_ray.trainables.task import Purpose, Splits
 
 MIN_RATE_SECONDS = 1.0
 """Below this, batches that are under way make up most of a rate; the last epoch's is shown."""
@@ -133,7 +133,7 @@ class Worker:
     @property
     def finished(self) -> bool:
         """Whether all epochs are done."""
-        return self.loop.feed.epoch >= self.spec.recipe.epochs
+        return self.loop.sampler.epoch >= self.spec.recipe.epochs
 
     def start(self, *, replace_existing: bool = False) -> None:
         """Begins a new event log, with the spec beside it.
@@ -186,7 +186,7 @@ class Worker:
                 unusable.append(f"no checkpoint can be read, and what was recorded is in {REPLACED}")
             self.start(replace_existing=True)
         (self.folder / ERROR).unlink(missing_ok=True)  # of a failure that an interruption is about to stand for
-        epoch, num_kept = self.loop.feed.epoch, self._log.num_records if self._log else 0
+        epoch, num_kept = self.loop.sampler.epoch, self._log.num_records if self._log else 0
         for place, record in earlier:
             if place >= num_kept:  # cut off with what came after the checkpoint
                 self._append(record)
@@ -378,12 +378,12 @@ class Worker:
         metric = None if self.last is None else self.last.held_out(self.spec.goal)
         # Positions count the samples taken, of which the last batch is under way, and on a GPU a few more.
         elapsed = loop.epoch_seconds_so_far
-        done = (loop.feed.position - int(loop.feed.position)) * loop.feed.num_samples - loop.plan.batch_size
+        done = (loop.sampler.position - int(loop.sampler.position)) * loop.sampler.num_samples - loop.plan.batch_size
         rate = self.last.images_per_second if self.last else 0.0
         if done > 0 and elapsed > MIN_RATE_SECONDS:
             rate = done / elapsed
         return Status(
-            epoch=loop.feed.position,
+            epoch=loop.sampler.position,
             num_epochs=self.spec.recipe.epochs,
             images_per_second=rate,
             batch_size=loop.plan.batch_size,

@@ -52,7 +52,7 @@ _OPTIONAL: Final[Mapping[str, tuple[Dimension, ...]]] = {
         Dimension(name="step_down", value=lambda control: control.batch.step_down, form=".0f"),
     ),
 }
-"""By the names under which they are asked for (`search_spaces.thresholds.OPTIONAL`)."""
+"""By the names under which they are asked for (`triaccel_ray.search_spaces.thresholds.OPTIONAL`)."""
 
 
 def dimensions(optional: Sequence[str] = ()) -> tuple[Dimension, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from search_spaces.found import Found, Result
-from triaccel_ray.events import read_events
+from triaccel_ray.records.events import read_events
+from triaccel_ray.search_spaces.found import Found, Result
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.searches.search import SearchRecord, best_trial
 from triaccel_ray.service.storage.layout import EVENTS, write_value

@@ -21,9 +21,9 @@ from ray.exceptions import RayActorError
 from ray.tune.execution import class_cache
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 
-from search_spaces.thresholds import ANCHOR, Calibration, calibration, search_space
 from triaccel_ray.config import require, require_integer
-from triaccel_ray.events import Claim, LogError, TakenOverError
+from triaccel_ray.records.events import Claim, LogError, TakenOverError
+from triaccel_ray.search_spaces.thresholds import ANCHOR, Calibration, calibration, search_space
 from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, StoreError, failed
 from triaccel_ray.service.runs.actor import cpus_of_a_run
 from triaccel_ray.service.runs.ending import end_run
@@ -59,9 +59,9 @@ class SearchSpec:
     base: RunSpec
     """Everything that the trials have in common."""
     space: str = "thresholds"
-    """Name in search_spaces.thresholds.SPACES."""
+    """Name in triaccel_ray.search_spaces.thresholds.SPACES."""
     optional: tuple[str, ...] = ()
-    """Further dimensions, among search_spaces.thresholds.OPTIONAL."""
+    """Further dimensions, among triaccel_ray.search_spaces.thresholds.OPTIONAL."""
     num_trials: int = 16
     """Configurations to sample."""
     objective: str = "score"

@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 from ray.tune.search import Searcher
 from ray.tune.search.optuna import OptunaSearch
 
-from triaccel_ray.events import Claim, LogError
+from triaccel_ray.records.events import Claim, LogError
 from triaccel_ray.service.failures import needing_room
 
 Directions: TypeAlias = Mapping[str, Literal["minimize", "maximize"]]

@@ -11,9 +11,9 @@ from typing import Any
 
 from ray import tune
 
-from search_spaces.thresholds import Calibration, thresholds
-from triaccel_ray.events import End, LogError, TakenOverError
-from triaccel_ray.score import quality
+from triaccel_ray.measure.score import quality
+from triaccel_ray.records.events import End, LogError, TakenOverError
+from triaccel_ray.search_spaces.thresholds import Calibration, thresholds
 from triaccel_ray.service.failures import (
     RESULTS,
     DiskFullError,
@@ -126,7 +126,7 @@ class ThresholdTrial(tune.Trainable):
             self._note(error, self._place.folder)
             if cause in RESULTS:
                 loop = getattr(self._worker, "loop", None)  # neither need be there: not even building them may fit
-                return {**_FAILED, "epoch": 0 if loop is None else loop.feed.epoch, "unfinished": ""}
+                return {**_FAILED, "epoch": 0 if loop is None else loop.sampler.epoch, "unfinished": ""}
             raise
 
     def cleanup(self) -> None:
@@ -179,7 +179,7 @@ class ThresholdTrial(tune.Trainable):
             if self._saving.is_due:
                 with self._saving.timed():
                     worker.checkpoint()
-        figures, epoch = worker.figures, worker.loop.feed.epoch
+        figures, epoch = worker.figures, worker.loop.sampler.epoch
         if worker.finished:
             worker.finish()
             self._copy.close()

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any, TypeVar
 
-from triaccel_ray.events import LogError
-from triaccel_ray.jsonable import decode, encode
+from triaccel_ray.records.codec import decode, encode
+from triaccel_ray.records.events import LogError
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from triaccel_ray.jsonable import decode
+from triaccel_ray.records.codec import decode
 from triaccel_ray.service.storage.layout import (
     CHECKPOINT,
     DAMAGED,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from filelock import FileLock
 
-from triaccel_ray.events import TakenOverError
+from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import StoreError, cause_of, needing_room
 from triaccel_ray.service.storage.mirror import COMMAND, LOG, RUN, Mirror, pull_logs, push_commands, sync_runs
 from triaccel_ray.service.storage.place import Place

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from triaccel_ray.out_of_memory import first_line
+from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.service.failures import StoreError, is_disk_full
 
 BLOCK_BYTES = 4 * 2**20

@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from triaccel_ray.events import End, Epoch, Start, Tick
-from triaccel_ray.jsonable import encode
-from triaccel_ray.plan import Precision
-from triaccel_ray.score import BYTES_PER_GB
+from triaccel_ray.measure.score import BYTES_PER_GB
+from triaccel_ray.records.codec import encode
+from triaccel_ray.records.events import End, Epoch, Start, Tick
+from triaccel_ray.records.plan import Precision
 
 RESULT = "final/"
 """Begins the names of what a run ends with."""

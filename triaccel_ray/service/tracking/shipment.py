@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from triaccel_ray.events import End, Event, Interruption, LogError, Start, parse_event
+from triaccel_ray.records.events import End, Event, Interruption, LogError, Start, parse_event
 from triaccel_ray.service.reports.figures import run_figures
 from triaccel_ray.service.reports.run_page import write_run_page
 from triaccel_ray.service.runs.record import read_run

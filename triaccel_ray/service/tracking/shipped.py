@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from triaccel_ray.jsonable import decode
+from triaccel_ray.records.codec import decode
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.tracking.log_tail import LogTail
 

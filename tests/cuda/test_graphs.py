@@ -1,0 +1,117 @@
+import gc
+import warnings
+
+import pytest
+import torch
+
+from tests.build import CPU, RerunPool
+from triaccel_ray.cuda.graphs import Graph, GraphPool
+
+
+class Owner:
+    """Keeps graphs until the pool asks for them."""
+
+    def __init__(self, pool: GraphPool) -> None:
+        self.graphs: list[Graph] = []
+        pool.on_release(self.graphs.clear)
+
+
+def test_a_pool_knows_whether_any_graph_is_left() -> None:
+    pool = RerunPool()
+    first, second = Owner(pool), Owner(pool)
+    assert not pool.holds_graphs
+    for owner in (first, second):
+        owner.graphs.append(pool.capture(lambda: None))
+    first.graphs.clear()
+    assert pool.holds_graphs
+    second.graphs.clear()
+    gc.collect()
+    assert not pool.holds_graphs
+
+
+def test_no_graph_survives_a_capture_that_fails() -> None:
+    pool = RerunPool(None, RuntimeError("broken off"))
+    owner = Owner(pool)
+    owner.graphs.append(pool.capture(lambda: None))
+    with pytest.raises(RuntimeError, match="broken off"):
+        pool.capture(lambda: None)
+    gc.collect()
+    assert owner.graphs == []
+    assert not pool.holds_graphs
+    owner.graphs.append(pool.capture(lambda: None))
+    assert pool.holds_graphs
+
+
+def test_a_graph_that_lingers_does_not_call_for_a_release_again_and_again() -> None:
+    pool = RerunPool()
+    lingering = pool.capture(lambda: None)
+    pool.release()
+    assert not pool.holds_graphs
+    lingering.replay()
+
+
+def test_without_a_gpu_nothing_can_be_captured_and_a_release_does_nothing() -> None:
+    pool = GraphPool(CPU)
+    assert not pool.can_capture
+    pool.synchronize()
+    pool.release()
+    assert pool.handle is None
+
+
+def fill(values: torch.Tensor) -> None:
+    values.copy_(torch.rand(values.shape, device=values.device))
+
+
+def break_off() -> None:
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_after_a_capture_that_cuda_breaks_off_others_are_captured_and_draw_anew() -> None:
+    device = torch.device("cuda")
+    values = torch.zeros(256, device=device)
+    stream = torch.cuda.Stream(device)
+    pool = GraphPool(device)
+    owner = Owner(pool)
+    with torch.cuda.stream(stream):
+        fill(values)
+        owner.graphs.append(pool.capture(lambda: fill(values)))
+        owner.graphs[0].replay()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(RuntimeError):
+                pool.capture(break_off)
+        assert owner.graphs == []
+        pool.release()
+        fill(values)  # the generator draws
+        owner.graphs.append(pool.capture(lambda: fill(values)))
+        drawn = []
+        for _ in range(2):
+            owner.graphs[0].replay()
+            drawn.append(values.clone())
+    stream.synchronize()
+    assert not torch.equal(*drawn)
+    assert all(0.0 <= float(d.min()) <= float(d.max()) < 1.0 for d in drawn)
+
+
+@pytest.mark.gpu
+def test_a_release_waits_for_graphs_that_still_replay() -> None:
+    device = torch.device("cuda")
+    values = torch.zeros(1, device=device)
+    stream = torch.cuda.Stream(device)
+    pool = GraphPool(device)
+    owner = Owner(pool)
+
+    def work() -> None:
+        torch.cuda._sleep(200_000_000)  # a tenth of a second or so
+        values.add_(1.0)
+
+    with torch.cuda.stream(stream):
+        owner.graphs.append(pool.capture(work))
+        torch.cuda.synchronize()
+        is_done = []
+        pool.on_release(lambda: is_done.append(stream.query()))
+        owner.graphs[0].replay()
+        pool.release()
+    assert is_done == [True]
+    assert float(values) == 1.0

@@ -1,0 +1,165 @@
+"""Samples as users have them train from end to end: dicts with their labels inside, arrays, texts of any length."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, StackDataset
+
+from tests.build import CURVATURE, QUIET, Limited, blobs, cross_entropy, loop_of, mlp, same, step_of, values
+from triaccel_ray.baseline import BaselineLoop
+from triaccel_ray.data.sources import DatasetSource
+
+Result = namedtuple("Result", ["loss", "logits"])
+QUIET_WITH_CURVATURE = replace(QUIET, curvature=replace(CURVATURE, enabled=True))
+
+
+class Judging(nn.Module):
+    """Computes its own loss where it is given labels, as Hugging Face's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, features: Tensor, labels: Tensor | None = None) -> Result:
+        logits = self.net(features)
+        return Result(None if labels is None else cross_entropy(logits, labels), logits)
+
+
+def own_loss(outputs: Result, _: Any) -> Tensor:
+    return outputs.loss
+
+
+def dicts(num_samples: int) -> Dataset[Any]:
+    features, labels = blobs(num_samples)
+    return StackDataset(features=features, labels=labels)
+
+
+def right(outputs: Result, batch: dict[str, Tensor]) -> Tensor:
+    return outputs.logits.argmax(-1) == batch["labels"]
+
+
+@pytest.mark.parametrize("config", [QUIET, QUIET_WITH_CURVATURE])
+def test_dicts_with_labels_train_a_model_that_computes_its_own_loss(config: Any) -> None:
+    model, twin = Judging(), mlp()
+    loop, _ = loop_of(model, dicts(65), config, loss=own_loss)
+    pairs, _ = loop_of(twin, blobs(65), config)
+    for _ in range(3):
+        stats, expected = loop.train_epoch(), pairs.train_epoch()
+        assert (stats.num_samples, stats.loss) == (65, expected.loss)
+    assert same(values(model.net), values(twin))
+    plainly = pairs.evaluate(blobs(40), {"right": lambda outputs, labels: outputs.argmax(-1) == labels})
+    assert loop.evaluate(dicts(40), {"right": right}) == plainly
+    loop.close()
+    pairs.close()
+
+
+def test_the_loss_may_take_what_it_needs_of_the_batch() -> None:
+    loop, _ = loop_of(Judging(), dicts(64), loss=lambda outputs, batch: cross_entropy(outputs.logits, batch["labels"]))
+    first, last = loop.train_epoch().loss, [loop.train_epoch().loss for _ in range(3)][-1]
+    assert last < first
+    loop.close()
+
+
+def test_samples_are_counted_by_what_was_asked_for() -> None:
+    """In parts of unequal size, with targets of no length: gradients and loss are those of the whole batch."""
+
+    def loss(outputs: Tensor, targets: Any) -> Tensor:
+        return outputs.square().mean()
+
+    features, _ = blobs(7)
+    nothing = DatasetSource(range(7), collate_fn=lambda items: (features[items], None))
+    found = []
+    for num_parts in (1, 3):
+        model = mlp()
+        step = step_of(model, nothing, loss=loss)
+        step.set_num_micro_batches(num_parts)
+        outcome = step.run(torch.arange(7), torch.ones(()), step=0)
+        found.append([outcome.loss_sum / 7, *(p.grad for p in model.parameters())])
+        assert outcome.num_samples == 7
+    for whole, parts in zip(*found, strict=True):
+        torch.testing.assert_close(whole.double(), parts.double())
+
+
+@pytest.mark.parametrize("method", ["fp32", "amp"])
+def test_a_baseline_counts_them_likewise(method: Any) -> None:
+    model = Judging()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loop = BaselineLoop(model, optimizer, own_loss, dicts(65), method=method, batch_size=16)
+    stats = [loop.train_epoch() for _ in range(3)]
+    assert all(each.num_samples == 65 for each in stats)
+    assert 0 < stats[-1].loss < stats[0].loss < 10
+    loop.close()
+
+
+def test_arrays_train_as_tensors_do() -> None:
+    found = []
+    for convert in (np.asarray, torch.as_tensor):
+        model = mlp()
+        loop, _ = loop_of(model, tuple(convert(part) for part in blobs(64)))
+        loop.train_epoch()
+        found.append(values(model))
+        loop.close()
+    assert same(*found)
+
+
+class Texts(Dataset[Any]):
+    """Texts of 1 to 9 tokens; the class is the first token."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> list[int]:
+        return [index % 4, *range(index % 9)]
+
+
+def padded(items: list[list[int]]) -> tuple[Tensor, Tensor]:
+    longest = max(map(len, items))
+    return torch.tensor([item + [0] * (longest - len(item)) for item in items]), torch.tensor([i[0] for i in items])
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens)[:, 0])
+
+
+@pytest.mark.parametrize("limit", [100, 5])
+def test_texts_of_any_length_train_by_a_collate_fn(limit: int) -> None:
+    """Also where a batch passes in parts."""
+    loader = DataLoader(Texts(), batch_size=8, shuffle=True, collate_fn=padded)
+    model = nn.Sequential(Reader(), Limited(limit, message="out of memory"))
+    loop, _ = loop_of(model, loader, QUIET)
+    first, last = loop.train_epoch(), [loop.train_epoch() for _ in range(5)][-1]
+    assert (first.num_samples, last.loss < first.loss) == (50, True)
+    assert loop.evaluate(loader).num_samples == 50
+    loop.close()
+
+
+def test_a_run_goes_on_alike_with_a_collate_fn_too() -> None:
+    whole, halves = nn.Sequential(Reader()), nn.Sequential(Reader())
+    loop, _ = loop_of(whole, DatasetSource(Texts(), collate_fn=padded), QUIET)
+    first, _ = loop_of(halves, DatasetSource(Texts(), collate_fn=padded), QUIET)
+    for _ in range(9):
+        loop.step()
+    for _ in range(4):
+        first.step()
+    state = first.state_dict()
+    first.close()
+    resumed, _ = loop_of(halves, DatasetSource(Texts(), collate_fn=padded), QUIET)
+    resumed.load_state_dict(state)
+    for _ in range(5):
+        resumed.step()
+    assert same(values(whole), values(halves))
+    loop.close()
+    resumed.close()

@@ -1,0 +1,280 @@
+"""Iterable data sets: an epoch is what they give, resumable where they tell their state."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from tests.build import CPU, QUIET, Limited, blobs, cross_entropy, loop_of, mlp, plain, same, values
+from tests.data.test_items import QUIET_WITH_CURVATURE
+from triaccel_ray.baseline import BaselineLoop
+from triaccel_ray.data.iterable import NUM_KEPT, IterableSource
+from triaccel_ray.data.sampler import Sampler
+from triaccel_ray.data.sources import as_source
+from triaccel_ray.records.checkpoint import load_checkpoint, save_checkpoint
+
+NUM = 300
+
+
+class Rows(IterableDataset[Any]):
+    """Rows of a table, in its order; each worker has its share."""
+
+    def __init__(self, num: int = NUM) -> None:
+        self.features, self.labels = blobs(num)
+        self.epochs: list[int] = []
+        self.num_passes = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_passes += 1
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for index in range(first, len(self.labels), step):
+            yield self.features[index], self.labels[index]
+
+
+class Telling(Rows):
+    """Says where it is, and goes on there; a sample is shifted at random."""
+
+    def __init__(self, num: int = NUM) -> None:
+        super().__init__(num)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_passes += 1
+        while self.at < len(self.labels):
+            self.at += 1
+            yield self.features[self.at - 1] + 0.1 * random.random(), self.labels[self.at - 1]
+        self.at = 0
+
+
+def epochs_of(sampler: Sampler, sizes: Iterator[int], num_epochs: int) -> list[list[Tensor]]:
+    found: list[list[Tensor]] = [[] for _ in range(num_epochs)]
+    while (epoch := sampler.epoch) < num_epochs:
+        found[epoch].append(sampler.source.batch(sampler.take(next(sizes)), sampler.generator)[0])
+    return found
+
+
+def sizes(seed: int) -> Iterator[int]:
+    generator = random.Random(seed)
+    while True:
+        yield generator.randint(2, 90)
+
+
+@pytest.mark.parametrize("num", [2, 60, NUM_KEPT, NUM])
+def test_batches_of_any_size_are_the_samples_in_their_order(num: int) -> None:
+    rows = Rows(num)
+    sampler = Sampler(IterableSource(rows), seed=3, device=CPU)
+    for epoch in epochs_of(sampler, sizes(1), 3):
+        assert torch.equal(torch.cat(epoch), rows.features)
+        assert all(len(batch) >= 2 for batch in epoch)
+    assert (sampler.num_samples, sampler.position, sampler.num_batches(7)) == (num, 3.0, 3 * num // 7)
+    assert (rows.epochs, rows.num_passes) == ([0, 1, 2], 3)
+
+
+def test_one_sample_left_over_shares_the_last_two_batches() -> None:
+    sampler = Sampler(IterableSource(Rows(21)), seed=0, device=CPU)
+    assert [len(sampler.take(10)) for _ in range(4)] == [10, 5, 6, 10]
+
+
+def test_what_is_read_ahead_is_little_and_what_is_done_with_is_given_up() -> None:
+    source = IterableSource(Telling(1000))
+    sampler = Sampler(source, seed=0, device=CPU)
+    for _ in range(20):
+        sampler.take(40)
+    assert source._dataset.at <= 20 * 40 + 2  # type: ignore[attr-defined]  # a Telling
+    assert len(source._held) <= 42
+
+
+def test_the_position_within_the_first_epoch_counts_where_the_length_is_known() -> None:
+    class Sized(Rows):
+        def __len__(self) -> int:
+            return 200  # too few: as data sets are that drop what is broken, or count their files
+
+    known, unknown = (Sampler(IterableSource(rows), seed=0, device=CPU) for rows in (Sized(), Rows()))
+    seen = []
+    for _ in range(4):
+        known.take(75)
+        unknown.take(75)
+        seen.append((known.position, unknown.position))
+    assert seen == [(0.375, 0.0), (0.75, 0.0), (0.999, 0.0), (1.0, 1.0)]
+    known.take(75)
+    assert known.position == 1.25
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_it_trains_and_judges(num_workers: int) -> None:
+    model = mlp()
+    loader = DataLoader(Rows(), batch_size=8, num_workers=num_workers)
+    loop, _ = loop_of(model, loader, QUIET)
+    stats = [loop.train_epoch() for _ in range(3)]
+    assert [each.num_samples for each in stats] == [NUM] * 3
+    assert stats[-1].loss < stats[0].loss
+    judged = loop.evaluate(loader)
+    assert (judged.num_samples, judged.metrics["accuracy"]) == (NUM, 100.0)
+    loop.close()
+    gc.collect()
+    assert multiprocessing.active_children() == []
+
+
+def test_it_is_judged_as_a_table_is() -> None:
+    loop, _ = loop_of(nn.Sequential(mlp(), Limited(7, message="out of memory")), blobs(64), QUIET)
+    assert loop.evaluate(Rows()) == loop.evaluate(blobs(NUM))  # in parts that are tried again
+    loop.close()
+
+
+def test_curvature_is_measured_on_samples_of_the_first_pass() -> None:
+    loop, ticks = loop_of(mlp(), Rows(), QUIET_WITH_CURVATURE)
+    loop.train_epoch()
+    loop.train_epoch()
+    loop.close()
+    assert any(layer.eigenvalues for tick in ticks for layer in tick.observation.layers)
+    source = IterableSource(Rows())
+    assert torch.equal(source.batch(source.probe(5), None)[0], blobs(NUM)[0][:5])
+
+
+@pytest.mark.parametrize("num_steps", [3, 20, 37, 38, 39, 60])
+def test_a_resumed_run_goes_on_alike(num_steps: int, tmp_path: Path) -> None:
+    def loop(seed: int) -> Any:
+        return loop_of(mlp(seed=seed), Telling(), QUIET_WITH_CURVATURE, seed=5)[0]
+
+    whole, first, resumed = loop(0), loop(0), loop(1)
+    for _ in range(num_steps + 30):
+        whole.step()
+    for _ in range(num_steps):
+        first.step()
+    save_checkpoint(tmp_path / "checkpoint.pt", first.state_dict())
+    resumed.load_state_dict(load_checkpoint(tmp_path / "checkpoint.pt"))
+    for _ in range(30):
+        resumed.step()
+    assert resumed.sampler.position == whole.sampler.position
+    assert same(values(resumed.model), values(whole.model))
+    for each in (whole, first, resumed):
+        each.close()
+
+
+def test_a_loop_goes_back_to_where_it_was() -> None:
+    loop, _ = loop_of(mlp(), Telling(), QUIET)
+    states = [loop.state_dict()["sampler"]]
+    for _ in range(9):
+        loop.step()
+    states.append(loop.state_dict()["sampler"])
+    for state in (*states, *states):
+        loop.sampler.load_state_dict(state)
+        first = [plain(loop.sampler.source.batch(loop.sampler.take(8), None)) for _ in range(3)]
+        loop.sampler.load_state_dict(state)
+        assert [plain(loop.sampler.source.batch(loop.sampler.take(8), None)) for _ in range(3)] == first
+    loop.close()
+
+
+def test_without_a_state_a_run_is_saved_between_epochs_alone(tmp_path: Path) -> None:
+    loop, _ = loop_of(mlp(), Rows(), QUIET)
+    loop.train_epoch()
+    save_checkpoint(tmp_path / "checkpoint.pt", loop.state_dict())
+    loop.step()
+    with pytest.raises(ValueError, match=r"Rows has no state_dict: a position within an epoch .* save between epochs"):
+        loop.state_dict()
+    resumed, _ = loop_of(mlp(seed=1), Rows(), QUIET)
+    resumed.load_state_dict(load_checkpoint(tmp_path / "checkpoint.pt"))
+    resumed.step()
+    assert same(values(resumed.model), values(loop.model))
+    with pytest.raises(ValueError, match="Telling is read by 2 processes: a position within an epoch"):
+        IterableSource(Telling(), num_workers=2).state_at(8)
+    loop.close()
+    resumed.close()
+
+
+def test_a_state_of_another_data_set_is_refused() -> None:
+    sampler = Sampler(IterableSource(Telling()), seed=0, device=CPU)
+    sampler.take(8)
+    sampler.take(NUM // 2)
+    with pytest.raises(
+        ValueError, match="Rows has no load_state_dict, or is read by processes of its own: cannot go on"
+    ):
+        Sampler(IterableSource(Rows()), seed=0, device=CPU).load_state_dict(sampler.state_dict())
+    with pytest.raises(ValueError, match="Telling has no sample after 158 in epoch 0, where the checkpoint had some"):
+        Sampler(IterableSource(Telling(100)), seed=0, device=CPU).load_state_dict(sampler.state_dict())
+
+
+def test_a_baseline_takes_it_too() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loop = BaselineLoop(model, optimizer, cross_entropy, Rows(), method="fp32", batch_size=16)
+    first = loop.train_epoch()
+    assert (first.num_samples, first.num_steps) == (NUM, 19)
+    assert loop.train_epoch().loss < first.loss
+    loop.close()
+
+
+class Once(IterableDataset[Any]):
+    def __init__(self) -> None:
+        self.rows = iter(zip(*blobs(20), strict=True))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.rows
+
+
+def test_a_pass_without_samples_is_refused() -> None:
+    sampler = Sampler(IterableSource(Once()), seed=0, device=CPU)
+    sampler.take(20)
+    with pytest.raises(ValueError, match="Once gave no sample in epoch 1: must give all of them in each"):
+        sampler.take(20)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (iter([(1.0, 2)]), "list_iterator can be iterated over once: must give its samples in each epoch"),
+        ((pair for pair in [(1.0, 2)]), "generator can be iterated over once"),
+    ],
+)
+def test_what_can_be_iterated_once_is_refused(data: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        as_source(data)
+
+
+def test_workers_need_a_data_set_of_pytorchs() -> None:
+    with pytest.raises(TypeError, match="num_workers = 2 for set: must be 0; derive it from IterableDataset"):
+        IterableSource({1, 2}, num_workers=2)
+
+
+def test_a_stream_has_no_length_and_items_must_be_pairs() -> None:
+    with pytest.raises(TypeError, match="set is iterable, of no known length: must be a map-style data set here"):
+        len(as_source({1, 2}))
+    with pytest.raises(TypeError, match=r"item -1 of set is a int: must be a pair \(input, target\), or a mapping"):
+        loop_of(mlp(), {1, 2})
+
+
+def test_a_collate_fn_makes_the_batches() -> None:
+    source = IterableSource({3, 4}, collate_fn=lambda items: {"x": torch.tensor(items)})
+    inputs, targets = source.batch(torch.arange(source.reach(0, 2)), None)
+    assert inputs is targets
+    assert sorted(inputs["x"].tolist()) == [3, 4]
+
+
+@pytest.mark.gpu
+def test_it_trains_from_captured_steps() -> None:
+    loop, ticks = loop_of(mlp().cuda(), Rows(), QUIET)
+    stats = [loop.train_epoch() for _ in range(3)]
+    assert stats[-1].loss < stats[0].loss
+    faults = [fault for tick in ticks for fault in tick.observation.faults]
+    assert [str(fault.detail) for fault in faults] == ["Sequential compiled as a whole: no block of it repeats"]
+    assert loop.evaluate(Rows()).metrics["accuracy"] == 100.0
+    loop.close()

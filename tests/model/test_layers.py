@@ -1,0 +1,106 @@
+import pytest
+import torch
+from torch import Tensor, nn
+
+from triaccel_ray.model.layers import find_layers, forward, lay_out
+
+
+class WithToken(nn.Module):
+    """A container with a matrix of its own beside a child's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 4))
+        self.project = nn.Linear(4, 4)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.norm = nn.LayerNorm(3)
+        self.out = nn.Linear(3, 5, bias=False)
+        self.out.weight = self.embed.weight
+
+
+def names(model: nn.Module) -> list[str]:
+    return [layer.name for layer in find_layers(model)]
+
+
+def test_layers_are_the_owners_of_matrices_in_module_order() -> None:
+    model = nn.Sequential(
+        nn.Embedding(5, 4), nn.LayerNorm(4), nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4)), nn.Linear(4, 2)
+    )
+    assert names(model) == ["0", "2.0", "3"]
+    embedding, conv, linear = find_layers(model)
+    assert (embedding.num_elements, conv.num_elements, linear.num_elements) == (20, 16, 8)
+    assert conv.weights == (model[2][0].weight,)
+    assert linear.modules == (model[3],)
+    assert not linear.fixed_precision
+
+
+def test_a_model_that_is_a_layer_has_a_name() -> None:
+    assert names(nn.Linear(2, 2)) == ["model"]
+
+
+def test_modules_that_share_a_weight_are_one_layer() -> None:
+    model = Tied()
+    (layer,) = find_layers(model)
+    assert (layer.name, layer.modules, layer.num_elements) == ("embed", (model.embed, model.out), 15)
+
+
+def test_attention_is_one_layer_with_all_below_it() -> None:
+    model = nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 1))
+    assert names(model) == ["0", "1"]
+    assert find_layers(model)[0].num_elements == 3 * 16 + 16
+
+
+def test_a_containers_own_matrix_belongs_to_no_layer() -> None:
+    assert names(WithToken()) == ["project"]
+
+
+def test_a_norm_is_no_layer_whatever_the_shape_of_its_weight() -> None:
+    assert names(nn.Sequential(nn.Conv2d(1, 2, 1), nn.LayerNorm([2, 4, 4]))) == ["0"]
+
+
+def test_frozen_weights_belong_to_no_layer() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].weight.requires_grad_(False)
+    assert names(model) == ["1"]
+
+
+@pytest.mark.parametrize("module", [nn.LSTM(2, 2), nn.GRU(2, 2), nn.RNN(2, 2)])
+def test_recurrent_modules_have_a_fixed_precision(module: nn.Module) -> None:
+    (layer,) = find_layers(nn.Sequential(module))
+    assert layer.fixed_precision
+    assert len(layer.weights) == 2
+
+
+@pytest.mark.parametrize("model", [nn.BatchNorm1d(2), nn.ReLU(), nn.Linear(2, 2, bias=False).requires_grad_(False)])
+def test_a_model_without_a_matrix_is_refused(model: nn.Module) -> None:
+    with pytest.raises(ValueError, match=rf"model {type(model).__name__} has no trainable weight.*check requires_grad"):
+        find_layers(model)
+
+
+class Difference(nn.Module):
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return left - right
+
+
+@pytest.mark.parametrize("inputs", [{"right": 1.0, "left": 3.0}, (3.0, 1.0), [3.0, 1.0]])
+def test_inputs_go_in_by_name_or_position(inputs: object) -> None:
+    assert forward(Difference(), inputs) == 2.0
+
+
+def test_other_inputs_go_in_as_they_are() -> None:
+    assert torch.equal(forward(nn.Identity(), torch.ones(2)), torch.ones(2))
+
+
+def test_convolutions_are_laid_out_in_channels_last_with_their_values() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 2))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    parameters = list(model.parameters())
+    lay_out(model)
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))  # an optimizer knows them
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from triaccel_ray.model.pytree import cast_floating, map_tensors, tensors_in
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+class Items(list):  # type: ignore[type-arg]
+    """A list of a class of its own."""
+
+
+@dataclass
+class Record:
+    logits: Any
+    name: str = "record"
+
+
+def tensors(count: int) -> list[Tensor]:
+    return [torch.full((2,), float(i)) for i in range(count)]
+
+
+A, B, C = tensors(3)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (A, [B, {"c": C}]),
+        Pair(A, Pair(B, C)),
+        OrderedDict(b=A, a=[B], c=C),
+        defaultdict(list, {"x": A, "y": (B, C)}),
+        [Record((A, Record({"b": B}))), C],
+        MappingProxyType({"a": A, "b": [B], "c": Record(C)}),
+        Items([A, Items([B]), C]),
+        {"text": "no tensor", "a": A, "none": None, "b": B, "number": 3, "c": C},
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_all_tensors_are_met_in_the_same_order(value: Any) -> None:
+    assert [tensor is each for tensor, each in zip(tensors_in(value), (A, B, C), strict=True)] == [True] * 3
+    mapped = map_tensors(lambda tensor: tensor + 1, value)
+    assert type(mapped) is type(value)
+    assert [tensor.tolist() for tensor in tensors_in(mapped)] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+    assert A.tolist() == [0.0, 0.0]
+
+
+def test_only_floating_point_is_cast() -> None:
+    cast = cast_floating({"ids": torch.arange(2), "mask": A}, torch.float16)
+    assert (cast["ids"].dtype, cast["mask"].dtype) == (torch.int64, torch.float16)

@@ -1,0 +1,152 @@
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triaccel_ray.records.codec import decode, encode
+
+
+class Colour(StrEnum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Level(Enum):
+    LOW = 1
+    HIGH = 2
+
+
+@dataclass(frozen=True)
+class Inner:
+    number: float
+    text: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    count: int
+    flag: bool
+    colour: Colour
+    level: Level
+    choice: Literal["a", "b", 3]
+    inner: Inner
+    pair: tuple[int, str]
+    many: tuple[Inner, ...] = ()
+    by_colour: Mapping[Colour, float] = field(default_factory=dict)
+    setting: float | int | str | bool | None = None
+    anything: Any = None
+
+
+FLOATS = st.floats(allow_nan=False)
+# A float that is not finite is written as a string, so a setting cannot be that very string.
+TEXTS = st.text().filter(lambda text: text not in ("nan", "inf", "-inf"))
+INNERS = st.builds(Inner, number=FLOATS, text=st.none() | st.text())
+OUTERS = st.builds(
+    Outer,
+    count=st.integers(),
+    flag=st.booleans(),
+    colour=st.sampled_from(Colour),
+    level=st.sampled_from(Level),
+    choice=st.sampled_from(["a", "b", 3]),
+    inner=INNERS,
+    pair=st.tuples(st.integers(), st.text()),
+    many=st.lists(INNERS).map(tuple),
+    by_colour=st.dictionaries(st.sampled_from(Colour), FLOATS),
+    setting=st.none() | st.integers() | st.booleans() | FLOATS | TEXTS,
+    anything=st.none() | st.lists(st.integers()),
+)
+
+
+@given(OUTERS)
+def test_values_survive_json(value: Outer) -> None:
+    text = json.dumps(encode(value), allow_nan=False)
+    back = decode(Outer, json.loads(text))
+    assert back == value
+    assert type(back.setting) is type(value.setting)
+    assert all(type(key) is Colour for key in back.by_colour)
+
+
+def test_not_a_number_survives_json() -> None:
+    assert encode([math.nan, math.inf, -math.inf, 1.0]) == ["nan", "inf", "-inf", 1.0]
+    assert math.isnan(decode(Inner, {"number": "nan"}).number)
+    assert decode(Inner, {"number": "-inf"}).number == -math.inf
+
+
+@pytest.mark.parametrize("setting", [math.inf, -math.inf, 2**60 + 1, 3, 3.0, True, "3", None])
+def test_a_setting_keeps_its_type(setting: Any) -> None:
+    back = decode(Outer, json.loads(json.dumps({**GOOD, "setting": encode(setting)}))).setting
+    assert (back, type(back)) == (setting, type(setting))
+
+
+def test_an_integer_may_stand_for_a_float_where_no_integer_may() -> None:
+    number = decode(Inner, {"number": 3}).number
+    assert (number, type(number)) == (3.0, float)
+
+
+def test_defaults_fill_what_is_absent() -> None:
+    assert decode(Inner, {"number": 1.0}) == Inner(1.0)
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes", Inner, [1, {"a": 1j}]])
+def test_what_has_no_json_form_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match="has no JSON form"):
+        encode(value)
+
+
+GOOD = encode(
+    Outer(
+        count=1,
+        flag=True,
+        colour=Colour.RED,
+        level=Level.LOW,
+        choice="a",
+        inner=Inner(1.0),
+        pair=(1, "x"),
+        many=(Inner(2.0),),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"count": 1.0}, r"Outer\.count = 1\.0: must be an integer"),
+        ({"count": True}, r"Outer\.count = True: must be an integer"),
+        ({"flag": 1}, r"Outer\.flag = 1: must be a bool"),
+        ({"colour": "green"}, r"Outer\.colour = 'green': must be one of \['red', 'blue'\]"),
+        ({"level": "LOW"}, r"Outer\.level = 'LOW': must be one of \[1, 2\]"),
+        ({"choice": "c"}, r"Outer\.choice = 'c': must be one of a, b, 3"),
+        ({"inner": {"number": "1"}}, r"Outer\.inner\.number = '1': must be a number"),
+        ({"inner": {"number": False}}, r"Outer\.inner\.number = False: must be a number"),
+        ({"inner": {"number": 1.0, "text": 2}}, r"Outer\.inner\.text = 2: must be a str"),
+        ({"inner": [1.0]}, r"Outer\.inner = \[1\.0\]: must be an object"),
+        ({"inner": {}}, r"Outer\.inner = 'no number': must be all required fields"),
+        ({"inner": {"number": 1.0, "size": 2}}, r"Outer\.inner = \['size'\]: must be only the fields number, text"),
+        ({"pair": [1]}, r"Outer\.pair = \[1\]: must be a list of 2"),
+        ({"pair": "1x"}, r"Outer\.pair = '1x': must be a list"),
+        ({"many": [{"number": 1.0}, {"number": None}]}, r"Outer\.many\[1\]\.number = None: must be a number"),
+        ({"by_colour": [1]}, r"Outer\.by_colour = \[1\]: must be an object"),
+        ({"by_colour": {"green": 1.0}}, r"Outer\.by_colour = 'green': must be one of"),
+        ({"by_colour": {"red": "x"}}, r"Outer\.by_colour\.red = 'x': must be a number"),
+        ({"setting": [1]}, r"Outer\.setting = \[1\]: must be a bool"),
+    ],
+)
+def test_what_has_another_shape_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decode(Outer, {**GOOD, **change})
+
+
+@dataclass(frozen=True)
+class Odd:
+    value: complex
+
+
+def test_a_class_that_json_cannot_hold_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Odd\.value: <class 'complex'> cannot be read from JSON"):
+        decode(Odd, {"value": 1})

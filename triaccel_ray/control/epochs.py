@@ -1,0 +1,131 @@
+"""What every training loop of ours takes and returns by the epoch."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from triaccel_ray.config import require_number
+from triaccel_ray.data.sampler import Sampler
+
+Schedule = Callable[[float], float] | LRScheduler
+"""Maps epochs trained, fractional, to a factor on the optimizer's learning rates; or a scheduler of that optimizer."""
+
+
+class SampleSchedule:
+    """Learning rates as a function of the samples seen, whatever the batches they came in.
+
+    A scheduler is advanced as often as if all batches had `batch_size` samples: ceil(samples / batch_size) steps an
+    epoch, the length of a `DataLoader`.
+    """
+
+    def __init__(self, schedule: Schedule | None, optimizer: Optimizer, *, batch_size: int) -> None:
+        """Begins where the scheduler stands; without a schedule the optimizer's learning rates stay as they are.
+
+        Raises:
+            TypeError: `schedule` is neither a function nor a scheduler.
+            ValueError: the scheduler is another optimizer's, or needs a metric.
+        """
+        if isinstance(schedule, ReduceLROnPlateau):
+            raise ValueError(
+                "schedule = ReduceLROnPlateau: must need no metric; leave it out, and call scheduler.step(stats.loss) "
+                "after each train_epoch()"
+            )
+        self._scheduler = schedule if isinstance(schedule, LRScheduler) else None
+        if self._scheduler is not None and self._scheduler.optimizer is not optimizer:
+            raise ValueError(f"schedule = {type(schedule).__name__} of another optimizer: build it for the loop's own")
+        if schedule is not None and self._scheduler is None and not callable(schedule):
+            raise TypeError(
+                f"schedule = {schedule!r:.80}: must be a function of the epochs trained, or a scheduler of "
+                "torch.optim.lr_scheduler"
+            )
+        self._function = schedule if callable(schedule) else None
+        self._batch_size = batch_size
+        self._num_steps = 0
+
+    def factor(self, epoch: float) -> float:
+        """Returns the factor on the optimizer's learning rates after `epoch` passes, fractional; 1 with a scheduler.
+
+        Raises:
+            ValueError: the user's function returned no finite number of 0 or more.
+        """
+        if self._function is None:
+            return 1.0
+        factor = float(self._function(epoch))
+        rule = f"must be a finite number >= 0, here after {epoch:.4g} epochs"
+        require_number("schedule", factor, rule, low=0.0, high=1e300)
+        return factor
+
+    def advance(self, sampler: Sampler) -> None:
+        """Steps the scheduler up to the samples given so far, after the optimizer's step on the last of them.
+
+        Raises:
+            ValueError: it has been built for fewer steps.
+        """
+        if self._scheduler is None:
+            return
+        due = sampler.num_batches(self._batch_size)
+        while self._num_steps < due:
+            try:
+                self._step()
+            except ValueError as error:
+                error.add_note(f"an epoch has ceil(number of samples / {self._batch_size}) steps of the schedule")
+                raise
+            self._num_steps += 1
+
+    def _step(self) -> None:
+        """Steps the scheduler. At its first step it looks for the optimizer's, which kernels may have made unseen."""
+        assert self._scheduler is not None
+        if self._num_steps > 0:
+            self._scheduler.step()
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*`?lr_scheduler.step\\(\\)`?", category=UserWarning)
+            self._scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns how far the scheduler has come, and its own state."""
+        return {
+            "num_steps": self._num_steps,
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from where `state_dict` was taken.
+
+        Raises:
+            ValueError: one of the two runs has a scheduler, the other has none.
+        """
+        if (state["scheduler"] is None) != (self._scheduler is None):
+            had, has = ("none" if which is None else "a scheduler" for which in (state["scheduler"], self._scheduler))
+            raise ValueError(f"schedule: the checkpoint's run has {had}, this one {has}: give the loop the same")
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(state["scheduler"])
+        self._num_steps = state["num_steps"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochStats:
+    """One pass over the training samples."""
+
+    epoch: int
+    """Epochs done, from 1."""
+    loss: float
+    """Mean over the samples, as they were met."""
+    num_steps: int
+    num_samples: int
+    seconds: float
+    """Wall-clock, the device synchronised at both ends."""
+
+
+def mean_loss(loss: Tensor) -> float:
+    """Returns sum over number, from the two on the device (fp64 [2]); NaN when every step of the epoch was skipped."""
+    loss_sum, num_samples = loss.tolist()
+    return float(loss_sum / num_samples) if num_samples else math.nan

@@ -1,0 +1,89 @@
+"""What a pass through a model does that a captured CUDA graph could not do again, found while it runs eagerly.
+
+Asked beforehand: here it costs a look, where a capture that CUDA breaks off costs every graph there is (`graphs`); and
+numbers drawn on the host break nothing off, a replay would silently use the same ones again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from triaccel_ray.cuda.random_states import host_random_state
+
+_WAITS = "called a synchronizing CUDA operation"
+_ON_ANOTHER_STREAM = "AccumulateGrad node's stream does not match"
+
+
+@contextlib.contextmanager
+def watched(obstacles: list[str], device: torch.device) -> Iterator[None]:
+    """Adds to `obstacles`, each once, what the pass inside does that a replay would not do."""
+    before = host_random_state()
+    with contextlib.ExitStack() as stack:
+        caught: list[warnings.WarningMessage] = []
+        if device.type == "cuda":
+            caught = stack.enter_context(warnings.catch_warnings(record=True))
+            warnings.simplefilter("always")
+            stack.enter_context(_warned_of_waiting())
+        yield
+    found = [reason for warning in caught if (reason := _reason(warning)) is not None]
+    if host_random_state() != before:
+        found.append("the model draws random numbers on the host, which a replay would not draw anew")
+    obstacles.extend(reason for reason in dict.fromkeys(found) if reason not in obstacles)
+
+
+@contextlib.contextmanager
+def watching_forward(model: nn.Module) -> Iterator[list[str]]:
+    """Returns, in a list that fills meanwhile, why the host waits for a GPU inside the model's forward passes."""
+    found: list[str] = []
+    device = next(model.parameters()).device
+    entered: list[contextlib.AbstractContextManager[None]] = []
+
+    def before(*_: object) -> None:
+        entered.append(watched(found, device))
+        entered[-1].__enter__()
+
+    def after(*_: object) -> None:
+        entered.pop().__exit__(None, None, None)
+
+    if device.type != "cuda":
+        yield found
+        return
+    hooks = model.register_forward_pre_hook(before), model.register_forward_hook(after, always_call=True)
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _reason(warning: warnings.WarningMessage) -> str | None:
+    """Returns why this warning speaks against a capture; passes on one that does not."""
+    text = str(warning.message)
+    if _WAITS in text:
+        return f"the host waits for the device ({warning.filename}:{warning.lineno})"
+    if _ON_ANOTHER_STREAM in text:
+        return "outputs or losses of an earlier pass are still held, and with them the stream of their gradients"
+    warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return None
+
+
+@contextlib.contextmanager
+def _warned_of_waiting() -> Iterator[None]:
+    """Has PyTorch warn where the host would wait for the device."""
+    before = torch.cuda.get_sync_debug_mode()
+    _set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        _set_sync_debug_mode(before)
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode(mode)

@@ -1,0 +1,229 @@
+"""Samples that come one after the other: an iterable data set, in batches of any size, resumable."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from triaccel_ray.data.data_source import DataSource
+from triaccel_ray.data.prefetch import (
+    Collate,
+    inputs_and_targets,
+    require_pair,
+    seed_generators,
+    undisturbed_generators,
+)
+from triaccel_ray.data.stream import moved
+
+NUM_KEPT = 128
+"""Samples of the first pass that are kept, to measure on."""
+
+
+class IterableSource(DataSource):
+    """An iterable data set: samples come in its own order, and an epoch ends when they do.
+
+    Its items, and `collate_fn`, are what they are for a `DatasetSource`; random transforms are seeded likewise. Before
+    each pass its `set_epoch(epoch)` is called, if it has one. Where it has `state_dict` and `load_state_dict`, which
+    count a sample before it is yielded, a run can be resumed within an epoch, otherwise between epochs alone. What a
+    step needs from other samples than its own, such as curvature, is measured on the first 128.
+    """
+
+    def __init__(self, dataset: Iterable[Any], *, num_workers: int = 0, collate_fn: Collate | None = None) -> None:
+        """Wraps `dataset`, read in this process, or by `num_workers`, each of which iterates over a copy of it.
+
+        Several of them have to share the samples out, by `torch.utils.data.get_worker_info()`.
+
+        Raises:
+            TypeError: the data set can be iterated over once only; or it is for workers, and no `IterableDataset`.
+        """
+        name = type(dataset).__name__
+        if isinstance(dataset, Iterator) and not isinstance(dataset, IterableDataset):
+            raise TypeError(
+                f"{name} can be iterated over once: must give its samples in each epoch; write a class with an "
+                "__iter__ that returns a new one"
+            )
+        if num_workers and not isinstance(dataset, IterableDataset):
+            raise TypeError(f"num_workers = {num_workers} for {name}: must be 0; derive it from IterableDataset")
+        self._dataset, self._num_workers, self._collate, self._name = dataset, num_workers, collate_fn, name
+        self._tells_state = not num_workers and all(hasattr(dataset, f"{do}state_dict") for do in ("", "load_"))
+        self._begin_anew_on(torch.device("cpu"))
+
+    def _begin_anew_on(self, device: torch.device) -> None:
+        self._device, self._seed = device, 0
+        self._pass: tuple[int, int] | None = None
+        self._iterator: Iterator[Any] = iter(())
+        self._is_over = True
+        self._kept: list[Any] = []
+        self._held: deque[Any] = deque()
+        self._start = 0
+        """The number, in its pass, of the first sample that is held."""
+        self._states: deque[tuple[int, Any]] = deque()
+        """Numbers of samples, and the data set's states before them; None for its beginning."""
+
+        self._first_state: list[Any] = []
+
+    @property
+    def expected_samples(self) -> int:
+        """How many samples the data set says that a pass has; 0 where it does not."""
+        return len(self._dataset) if isinstance(self._dataset, Sized) else 0
+
+    def __len__(self) -> int:
+        """Raises TypeError: only the end of a pass tells."""
+        raise TypeError(
+            f"{self._name} is iterable, of no known length: must be a map-style data set here, with __len__ and "
+            "__getitem__; a ControlLoop of your own trains on it, and evaluates on it"
+        )
+
+    def announce(self, order: Tensor, *, seed: int, follows: bool) -> None:
+        """Hears the next pass's `seed`; its order is the data set's own."""
+        self._seed = seed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins the pass of this epoch, unless it is under way."""
+        if self._pass != (epoch, self._seed):
+            self._begin(epoch, 0, None)
+
+    def reach(self, cursor: int, wanted: int) -> int:
+        """Returns how many samples there are from the `cursor`-th of this pass on, `wanted` at most.
+
+        Raises:
+            ValueError: the pass has no sample at all.
+        """
+        if self._pass is None:
+            self.set_epoch(0)
+        assert self._pass is not None
+        end = self._start + len(self._held)
+        if end < cursor + wanted:
+            if self._tells_state and end > self._states[-1][0]:
+                self._states.append((end, copy.deepcopy(self._dataset.state_dict())))  # type: ignore[attr-defined]  # asked for
+            with undisturbed_generators():
+                for number in range(end, cursor + wanted):
+                    seed_generators(self._pass[1], number)
+                    sample = next(self._iterator, self)
+                    if sample is self:
+                        self._is_over = True
+                        break
+                    self._held.append(sample)
+        while self._held and self._start < cursor:
+            self._held.popleft()
+            self._start += 1
+        while len(self._states) > 1 and self._states[1][0] <= cursor:
+            self._states.popleft()
+        if not self._held and self._start == 0:
+            raise ValueError(
+                f"{self._name} gave no sample in epoch {self._pass[0]}: must give all of them in each; its __iter__ "
+                "has to begin anew whenever it is called"
+            )
+        return min(wanted, len(self._held))
+
+    def probe(self, num_samples: int, generator: torch.Generator | None = None) -> Tensor:
+        """Returns indices of samples of the first pass, always the same: negative ones, from -1 downwards."""
+        if not self._kept:
+            self.set_epoch(0)
+        return -1 - torch.arange(min(num_samples, len(self._kept)))
+
+    def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Any, Any]:
+        """Returns samples that `reach` or `probe` has told of, collated."""
+        numbers = indices.tolist()
+        samples = [self._kept[-1 - number] if number < 0 else self._held[number - self._start] for number in numbers]
+        if self._collate is None:
+            for number, sample in zip(numbers, samples, strict=True):
+                require_pair(sample, f"item {number} of {self._name}")
+        batch = default_collate(samples) if self._collate is None else self._collate(samples)
+        require_pair(batch, "what collate_fn returned")
+        return inputs_and_targets(moved(batch, self._device))
+
+    def state_at(self, cursor: int) -> list[Any] | None:
+        """Returns what `resume` needs: a sample's number, and the data set's state there; None at the beginning.
+
+        Raises:
+            ValueError: the data set does not tell its state.
+        """
+        if cursor == 0:
+            return None
+        if self._tells_state:
+            return [*[state for state in self._states if state[0] <= cursor][-1]]
+        reason = f"is read by {self._num_workers} processes" if self._num_workers else "has no state_dict"
+        raise ValueError(
+            f"{self._name} {reason}: a position within an epoch cannot be saved, here after {cursor} samples; save "
+            "between epochs, or give it state_dict() and load_state_dict(), and num_workers=0"
+        )
+
+    def resume(self, epoch: int, cursor: int, state: list[Any] | None) -> None:
+        """Goes on where `state_at` was asked, in the pass of `epoch`; without a state the next pass begins anew.
+
+        Raises:
+            ValueError: the data set cannot take the state, or has fewer samples.
+        """
+        if state is None:
+            self.close()
+            return
+        if not self._tells_state:
+            raise ValueError(
+                f"{self._name} has no load_state_dict, or is read by processes of its own: cannot go on after {cursor} "
+                "samples of an epoch; give it one, and num_workers=0"
+            )
+        self._begin(epoch, state[0], state[1])
+        if self.reach(cursor, 1) == 0:
+            raise ValueError(
+                f"{self._name} has no sample after {cursor} in epoch {epoch}, where the checkpoint had some"
+            )
+
+    def to(self, device: torch.device) -> Self:
+        """Returns the same data set, from its beginning, with batches delivered on `device`."""
+        moved = copy.copy(self)
+        moved._begin_anew_on(device)
+        return moved
+
+    def close(self) -> None:
+        """Ends the present pass, and the processes that read it."""
+        self._iterator, self._pass, self._start = iter(()), None, 0
+        self._held.clear()
+        self._states.clear()
+
+    def _begin(self, epoch: int, start: int, state: Any) -> None:
+        """Begins a pass before its sample of the number `start`; the data set's state is None at its beginning."""
+        if self._tells_state:
+            self._first_state = self._first_state or [copy.deepcopy(self._dataset.state_dict())]  # type: ignore[attr-defined]  # asked for
+            if state is None and not self._is_over:
+                state = self._first_state[0]  # else some would go on after the samples that they have given
+        self.close()
+        self._is_over = False
+        self._pass, self._start = (epoch, self._seed), start
+        self._states.append((start, state))
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+        if state is not None:
+            self._dataset.load_state_dict(state)  # type: ignore[attr-defined]  # `resume` has seen to it
+        self._iterator = self._read_by_workers() if self._num_workers else iter(self._dataset)
+        if not self._kept:
+            self.reach(start, NUM_KEPT)
+            self._kept = [*self._held]
+
+    def _read_by_workers(self) -> Iterator[Any]:
+        assert isinstance(self._dataset, IterableDataset)
+        with warnings.catch_warnings():
+            # Python warns of forking where threads run, as they do once CUDA is in use.
+            warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+            return iter(
+                DataLoader(
+                    self._dataset,
+                    batch_size=None,
+                    collate_fn=_unchanged,
+                    num_workers=self._num_workers,
+                    generator=torch.Generator().manual_seed(self._seed),
+                    multiprocessing_context="fork" if sys.platform == "linux" else None,
+                )
+            )
+
+
+def _unchanged(sample: Any) -> Any:
+    return sample

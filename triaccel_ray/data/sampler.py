@@ -1,0 +1,154 @@
+"""The order of the samples: each exactly once an epoch, whatever the batch sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from triaccel_ray.data.prefetch import next_batch_size
+from triaccel_ray.data.sources import DataSource, IterableSource
+
+
+class Sampler:
+    """Walks through a random permutation of the samples, a new one each epoch, in batches of any size.
+
+    The source is told each permutation as soon as it is known, so that it may read ahead. An `IterableSource` has an
+    order of its own, and an epoch ends with its samples.
+    """
+
+    def __init__(self, source: DataSource, *, seed: int, device: torch.device) -> None:
+        """Starts before the first sample of epoch 0; permutations depend on `seed` and the epoch alone.
+
+        `device` is where the source delivers its batches.
+        """
+        self.source = source
+        self._device = device
+        self._seed = seed
+        self.epoch = 0
+        self._cursor = 0
+        self._is_stream = isinstance(source, IterableSource)
+        self._num_taken = 0
+        """In all epochs, of a stream."""
+        self.num_samples = source.expected_samples if isinstance(source, IterableSource) else len(source)
+        """Of an epoch; of a stream the last one's, and 0 in the first where the data set does not say."""
+        self._order = self._announced_order(follows=False)
+        self._told_epoch: int | None = None
+        """The epoch that the source knows its batches to belong to."""
+        # Augmentation draws where the data is; PyTorch's generators differ between devices, so do its crops.
+        self.generator = torch.Generator(device=device).manual_seed(seed)
+
+    @property
+    def position(self) -> float:
+        """Passes over the samples, fractional; a stream's first counts once it is over, unless its length is known."""
+        if self._is_stream:
+            return self.epoch + (min(self._cursor / self.num_samples, 0.999) if self.num_samples else 0.0)
+        return self.epoch + self._cursor / self.num_samples
+
+    def num_batches(self, batch_size: int) -> int:
+        """Returns how many steps in batches of `batch_size` lead here: ceil(samples / `batch_size`) for a whole epoch.
+
+        Within an epoch as many as its share of the samples, rounded down; of a stream all samples / `batch_size`.
+        """
+        if self._is_stream:
+            return self._num_taken // batch_size
+        per_epoch = -(-self.num_samples // batch_size)
+        return self.epoch * per_epoch + per_epoch * self._cursor // self.num_samples
+
+    @property
+    def at_epoch_start(self) -> bool:
+        """Whether no sample of the present epoch has been taken."""
+        return self._cursor == 0
+
+    def take(self, num_samples: int) -> Tensor:
+        """Returns the indices of the next samples, int64 [num_samples], fewer at the end of an epoch.
+
+        They are on the device for a source that is resident there, views of the epoch's order; else on the CPU.
+        Where one sample would be left over, which batch normalisation could not take, the last two batches share their
+        samples evenly; only of 3 samples taken by 2 all come at once. After the last sample the next epoch begins.
+        """
+        if self._told_epoch != self.epoch:
+            self.source.set_epoch(self.epoch)
+            self._told_epoch = self.epoch
+        num_left = self.source.reach(self._cursor, num_samples + 2)  # two more tell the last batches from the others
+        start, size = self._cursor, next_batch_size(num_left, num_samples)
+        self._cursor += size
+        self._num_taken += size
+        indices = torch.arange(start, self._cursor) if self._is_stream else self._order[start : self._cursor]
+        if size == num_left:
+            self.num_samples = self._cursor
+            self.epoch += 1
+            self._cursor = 0
+            self._order = self._announced_order(follows=True)
+        return indices
+
+    def end_epoch(self) -> None:
+        """Leaves out what is left of the present epoch; not of a stream."""
+        if self._cursor:
+            self.epoch += 1
+            self._cursor = 0
+            self._order = self._announced_order(follows=False)
+
+    def placed(self, indices: Tensor) -> Tensor:
+        """Returns indices from the CPU where the source wants them, without having the host wait for the device."""
+        if not self.source.is_resident or self._device.type != "cuda":
+            return indices
+        return indices.pin_memory().to(self._device, non_blocking=True)
+
+    def close(self) -> None:
+        """Ends what the source may have running to read ahead."""
+        self.source.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position and the augmentation's random state.
+
+        Raises:
+            ValueError: a stream that does not tell its state is within an epoch.
+        """
+        return {
+            "epoch": self.epoch,
+            "cursor": self._cursor,
+            "seed": self._seed,
+            "num_samples": self.num_samples,
+            "num_taken": self._num_taken,
+            "stream": self.source.state_at(self._cursor) if isinstance(self.source, IterableSource) else None,
+            "generator": self.generator.get_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to the position that `state_dict` returned.
+
+        Raises:
+            ValueError: the state belongs to a data set of another size.
+        """
+        if not self._is_stream and state["num_samples"] != self.num_samples:
+            raise ValueError(
+                f"num_samples = {state['num_samples']}: the checkpoint's data set; this one has {self.num_samples}"
+            )
+        self._seed, self.epoch, self._cursor = state["seed"], state["epoch"], state["cursor"]
+        self.num_samples, self._num_taken = state["num_samples"], state["num_taken"]
+        self._order = self._announced_order(follows=False)
+        self._told_epoch = None
+        if isinstance(self.source, IterableSource):
+            self.source.resume(self.epoch, self._cursor, state["stream"])
+        self.generator.set_state(state["generator"])
+
+    def _announced_order(self, *, follows: bool) -> Tensor:
+        """Returns the present epoch's order, int64 [n], and announces what is left of it."""
+        seed = _seed_of(self._seed, self.epoch)
+        order = epoch_order(0 if self._is_stream else self.num_samples, seed=self._seed, epoch=self.epoch)
+        self.source.announce(order[self._cursor :], seed=seed, follows=follows)
+        if self.source.is_resident and self._device.type == "cuda":
+            return order.pin_memory().to(self._device, non_blocking=True)
+        return order
+
+
+def epoch_order(num_samples: int, *, seed: int, epoch: int) -> Tensor:
+    """Returns the order of an epoch's samples, counted from 0: int64 [num_samples], on the CPU."""
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(_seed_of(seed, epoch)))
+
+
+def _seed_of(seed: int, epoch: int) -> int:
+    """Returns the seed of an epoch: a generator of its own, so that a position is enough to resume from."""
+    return (seed * 1_000_003 + epoch) % 2**63

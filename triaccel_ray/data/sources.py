@@ -1,0 +1,299 @@
+"""Samples in tensors, in data sets of PyTorch's and in what else users have, as sources."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from triaccel_ray.config import ControlConfig, DataPlace
+from triaccel_ray.cuda.host_memory import in_host_memory
+from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
+from triaccel_ray.data.data_source import DataSource as DataSource
+from triaccel_ray.data.iterable import IterableSource as IterableSource
+from triaccel_ray.data.prefetch import Collate, inputs_and_targets, require_pair
+from triaccel_ray.data.stream import SampleStream
+
+Augment = Callable[[Tensor, torch.Generator], Tensor]
+"""Maps inputs [batch, ...] to augmented inputs on the same device, drawing from the generator alone."""
+
+
+class TensorSource(DataSource):
+    """Samples held whole in two tensors, on the device that trains if they fit there.
+
+    A subclass stays one wherever it moves. If its `batch` draws or waits on the host, its `is_resident` has to say so.
+    """
+
+    def __init__(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        prepare: Callable[[Tensor], Tensor] | None = None,
+        augment: Augment | None = None,
+        capturable: bool = False,
+    ) -> None:
+        """Holds inputs [n, ...] and targets [n, ...].
+
+        `augment` acts on the raw inputs of a training batch, `prepare` (cast, normalise, resize) on every batch after
+        it. `capturable` says that both, where given, work on the device alone, without the host's waiting or
+        drawing; they may then become part of a CUDA graph.
+        """
+        for name, part in (("inputs", inputs), ("targets", targets)):
+            if not isinstance(part, Tensor):
+                raise TypeError(f"{name} are a {type(part).__name__}: must be a tensor; use torch.as_tensor({name})")
+            if part.dim() == 0:
+                raise ValueError(f"{name} are a single number: must be a tensor with one row for each sample")
+        if len(inputs) != len(targets):
+            raise ValueError(f"inputs and targets hold {len(inputs)} and {len(targets)} samples: must be as many")
+        if len(inputs) == 0:
+            raise ValueError("inputs hold 0 samples: a source needs at least one")
+        self.inputs, self.targets = inputs, targets
+        self._prepare, self._augment, self._capturable = prepare, augment, capturable
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether no function of the user's stands in the way, or they are said to be capturable."""
+        return self._capturable or (self._prepare is None and self._augment is None)
+
+    def __len__(self) -> int:
+        """Returns the number of samples."""
+        return len(self.inputs)
+
+    def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """Returns the inputs and targets at `indices`, augmented when a generator is given."""
+        indices = indices.to(self.inputs.device, non_blocking=True)
+        inputs = self.inputs[indices]
+        if self._augment is not None and generator is not None:
+            inputs = self._augment(inputs, generator)
+        if self._prepare is not None:
+            inputs = self._prepare(inputs)
+        return inputs, self.targets[indices]
+
+    def to(self, device: torch.device) -> DataSource:
+        """Returns a source whose tensors live on `device`; where they do not fit there, one that streams them.
+
+        Raises:
+            torch.OutOfMemoryError: they do not fit, and are augmented or prepared by functions meant for whole batches.
+        """
+        try:
+            inputs, targets = self.inputs.to(device), self.targets.to(device)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if self._augment is not None or self._prepare is not None:
+                error.add_note("a data set that does not fit on the device streams if it is a DatasetSource")
+                raise
+            reason = first_line(error)
+        else:
+            return self._with(inputs, targets)
+        streamed = DatasetSource(TensorDataset(self.inputs, self.targets), device)
+        streamed.streamed_because = reason
+        streamed.views = self.views  # type: ignore[method-assign]  # a subclass may have its own
+        return streamed
+
+    def kept_on_host(self, device: torch.device) -> DataSource:
+        """Returns a source of which a GPU reads the inputs out of pinned memory; targets lie on `device`.
+
+        Where the host cannot pin as much, all of it lies on `device`.
+        """
+        if device.type != "cuda" or self.inputs.is_cuda:
+            return self.to(device)
+        try:
+            inputs = in_host_memory(self.inputs, device)
+        except RuntimeError:
+            return self.to(device)
+        return self._with(inputs, self.targets.to(device))
+
+    def _with(self, inputs: Tensor, targets: Tensor) -> Self:
+        moved = copy.copy(self)
+        moved.inputs, moved.targets = inputs, targets
+        return moved
+
+
+class DatasetSource(DataSource):
+    """An ordinary map-style PyTorch data set, read sample by sample and collated as `DataLoader` would.
+
+    Items are (input, target) pairs, or mappings such as {"input_ids": ..., "labels": ...}. Of a mapping the model gets
+    the batch by name, labels included, and the loss the same batch as its targets: a model that computes its own loss
+    is trained by `lambda outputs, batch: outputs.loss`, any other by one that looks up `batch["labels"]`.
+
+    Training reads ahead of itself, in worker processes, and a GPU gets each batch by a copy that overlaps with the
+    step before it. A random transform in the data set that draws from the global generators of Python, PyTorch or
+    NumPy gives the same whatever the batch sizes, the number of workers and the moment at which a run was resumed;
+    one that keeps a generator of its own does not.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        device: torch.device | None = None,
+        *,
+        num_workers: int | None = None,
+        collate_fn: Collate | None = None,
+    ) -> None:
+        """Wraps `dataset`, of any items with a `collate_fn`, which makes a pair or a mapping of a list of them.
+
+        `num_workers` processes read ahead; 0 reads in this process, when a batch is asked for. None means 0 for a
+        CPU, which is busy training, and for a GPU one less than the CPUs at hand, 4 at most. Processes are forked on
+        Linux: the data set is not copied, and must not use CUDA.
+
+        Raises:
+            TypeError: the data set cannot be indexed, or is a mapping of columns.
+            ValueError: the data set is empty, or `num_workers` negative.
+        """
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise TypeError(
+                f"{type(dataset).__name__} cannot be indexed: must be a map-style data set with __len__ and "
+                "__getitem__; one that can be iterated over is an IterableSource"
+            )
+        if isinstance(dataset, Mapping):
+            raise TypeError(
+                f"{type(dataset).__name__} of {', '.join(map(str, list(dataset)[:4]))} holds columns, not samples: "
+                "give torch.utils.data.StackDataset(**columns)"
+            )
+        if len(dataset) == 0:  # type: ignore[arg-type]  # torch's Dataset leaves __len__ to its subclasses
+            raise ValueError(f"{type(dataset).__name__} holds 0 samples: a source needs at least one")
+        if num_workers is not None and num_workers < 0:
+            raise ValueError(f"num_workers = {num_workers}: must be 0 or more")
+        self._dataset, self._num_workers, self._collate = dataset, num_workers, collate_fn
+        self._deliver_on(device or torch.device("cpu"))
+
+    def _deliver_on(self, device: torch.device) -> None:
+        workers = _default_workers(device) if self._num_workers is None else self._num_workers
+        self._stream = SampleStream(self._dataset, device, workers, self._collate)
+
+    def __len__(self) -> int:
+        """Returns the number of samples."""
+        return len(self._dataset)  # type: ignore[arg-type]  # torch's Dataset leaves __len__ to its subclasses
+
+    def announce(self, order: Tensor, *, seed: int, follows: bool) -> None:
+        """Begins to read ahead the samples that will be asked for next."""
+        self._stream.announce(order, seed=seed, follows=follows)
+
+    def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Any, Any]:
+        """Returns the collated samples at `indices`; the data set does its own augmentation.
+
+        Samples other than the announced ones are read at once, in this process.
+        """
+        batch = self._stream.batch(indices)
+        if self._collate is not None:
+            require_pair(batch, "what collate_fn returned")
+        return inputs_and_targets(batch)
+
+    def to(self, device: torch.device) -> Self:
+        """Returns the same data set with batches delivered on `device`."""
+        moved = copy.copy(self)
+        moved._deliver_on(device)
+        return moved
+
+    def close(self) -> None:
+        """Ends the worker processes, as dropping the last reference to this source does too."""
+        self._stream.close()
+
+
+def _default_workers(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(4, num_cpus - 1)
+
+
+def as_source(data: Any) -> DataSource:
+    """Returns `data` as a source: itself, an (inputs, targets) pair of tensors or arrays, a data set, a `DataLoader`.
+
+    Of a `DataLoader` it takes the data set, `collate_fn` and `num_workers`; order and later batch sizes are the loop's.
+
+    Raises:
+        TypeError: none of these.
+        ValueError: a `DataLoader` chooses samples or batches in a way of its own, or has a `worker_init_fn`.
+    """
+    if isinstance(data, DataSource):
+        return data
+    if isinstance(data, DataLoader):
+        return _source_of_loader(data)
+    if hasattr(data, "batch"):
+        raise TypeError(
+            f"{type(data).__name__} has a method batch, but is no DataSource: derive it from triaccel_ray.DataSource"
+        )
+    if isinstance(data, tuple) and len(data) == 2 and not all(isinstance(part, tuple | list) for part in data):
+        return TensorSource(*map(_tensor_of, data))
+    if type(data) is TensorDataset and len(data.tensors) == 2:
+        return TensorSource(*data.tensors)
+    return _source_of(data)
+
+
+def _source_of(dataset: Any, num_workers: int | None = None, collate: Collate | None = None) -> DataSource:
+    if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")):
+        return IterableSource(dataset, num_workers=num_workers or 0, collate_fn=collate)
+    return DatasetSource(dataset, num_workers=num_workers, collate_fn=collate)
+
+
+def _tensor_of(part: Any) -> Any:
+    """Returns an array of NumPy's as a tensor over the same memory; anything else as it is."""
+    if "numpy" not in sys.modules or not isinstance(part, sys.modules["numpy"].ndarray):
+        return part
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nothing here writes to it
+        return torch.from_numpy(part)
+
+
+def _source_of_loader(loader: DataLoader[Any]) -> DataSource:
+    dataset: Any = loader.dataset
+    sampler: Any = loader.sampler
+    in_batches = type(loader.batch_sampler) is BatchSampler
+    is_random = isinstance(sampler, RandomSampler)
+    each_once = (
+        isinstance(dataset, IterableDataset)
+        or type(sampler) is SequentialSampler
+        or (is_random and not sampler.replacement and sampler.num_samples == len(sampler.data_source))
+    )
+    for name, value, is_fine, way_out in (
+        ("batch_size", loader.batch_size, in_batches, "give it a batch_size and no batch_sampler"),
+        ("sampler", type(sampler).__name__, each_once, "choose samples by torch.utils.data.Subset(dataset, indices)"),
+        (
+            "worker_init_fn",
+            getattr(loader.worker_init_fn, "__name__", loader.worker_init_fn),
+            loader.worker_init_fn is None,
+            "prepare in the data set's __getitem__, when it is first called",
+        ),
+    ):
+        if not is_fine:
+            raise ValueError(
+                f"the DataLoader has {name} = {value}: the loop draws every sample once an epoch, in batches of its "
+                f"own size; {way_out}"
+            )
+    collate = None if loader.collate_fn is default_collate else loader.collate_fn
+    if collate is None and type(dataset) is TensorDataset:
+        return as_source(dataset)
+    return _source_of(dataset, loader.num_workers, collate)
+
+
+def default_config(data: Any) -> ControlConfig:
+    """Returns the defaults, which begin at the batch size of a `DataLoader`; 1 is what a loader has by default."""
+    config = ControlConfig()
+    if isinstance(data, DataLoader) and data.batch_size not in (None, 1):
+        config = replace(config, batch=config.batch.around(data.batch_size))
+    return config
+
+
+def delivered(source: DataSource, device: torch.device, data_on: DataPlace) -> DataSource:
+    """Returns the same samples, delivered on `device` and kept where `data_on` says."""
+    return source.kept_on_host(device) if data_on == "host" else source.to(device)

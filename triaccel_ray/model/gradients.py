@@ -1,0 +1,61 @@
+"""The gradients of one step, where statistics and optimizer find them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from triaccel_ray.kernels.multi_tensor import TensorTable, have_equal_dense_strides
+
+
+class Gradients:
+    """A gradient for each watched parameter, or None, and the table through which kernels read them.
+
+    A parameter whose layer computes from a low-precision copy gets its gradient there, in the copy's dtype: no cast
+    to FP32 stands between backward pass and optimizer.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Begins empty, for `parameters` in this order."""
+        self.parameters = tuple(parameters)
+        self.tensors: list[Tensor | None] = [None] * len(self.parameters)
+        self.table = TensorTable(
+            len(self.parameters), self.parameters[0].device, sizes=[p.numel() for p in self.parameters]
+        )
+
+    @torch.no_grad()
+    def collect(self, copies: Mapping[int, Tensor]) -> None:
+        """Takes the gradients from the parameters, or from their copies (id of the parameter -> copy).
+
+        Each has the memory layout of its parameter. `publish` makes them known to kernels.
+        """
+        self.tensors = [_gradient(parameter, copies.get(id(parameter))) for parameter in self.parameters]
+
+    def publish(self) -> None:
+        """Writes the tensors' addresses into the table; not while a CUDA graph is being captured."""
+        self.table.point_to(self.tensors)
+
+    def drop(self) -> None:
+        """Forgets the tensors; the table keeps their addresses, which stay valid in a captured graph's replays."""
+        self.tensors = [None] * len(self.parameters)
+
+
+def _gradient(parameter: nn.Parameter, copy: Tensor | None) -> Tensor | None:
+    gradient = parameter.grad
+    if copy is not None and copy.grad is not None:
+        # Both only where the model also reads the weight itself, beside the layer that computes with the copy.
+        gradient = copy.grad if gradient is None else gradient + copy.grad
+    if gradient is None:
+        return None
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    if gradient.stride() != parameter.stride() and not have_equal_dense_strides(gradient, parameter):
+        gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+    return gradient
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Returns whether hooks act on the parameter's gradient."""
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

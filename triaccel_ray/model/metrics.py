@@ -1,0 +1,125 @@
+"""What held-out samples are judged by besides the loss: means over the samples, and figures made of these means.
+
+PyTorch is imported where it is used: a task names its metrics before anything waits for that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from triaccel_ray.config import require
+from triaccel_ray.records.goal import RESERVED, Goal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Values: TypeAlias = "Callable[[Any, Tensor], Tensor | tuple[Tensor | float, Tensor | float]]"
+"""Maps outputs and targets of b samples to a tensor [b, ...] of values, each of which counts once, or to (sum, weight).
+
+Both are added up on the device over all batches, so that the size of a batch changes nothing. Neither `.item()` nor
+`float()` is needed: each would wait for the device.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A figure of a model on held-out samples: `of_mean(the mean of values(outputs, targets))`."""
+
+    values: Values
+    of_mean: Callable[[float], float] = float
+    """Makes the figure of the mean over all samples."""
+    maximize: bool = True
+    """Whether more is better."""
+    unit: str = ""
+    """`%` for percent of the samples, in [0, 100]; empty for a plain number."""
+
+    def goal(self, name: str) -> Goal:
+        """Returns the goal of having much, or little, of this metric called `name`."""
+        return Goal(name=name, maximize=self.maximize, unit=self.unit)
+
+
+def as_metrics(given: Any) -> dict[str, Metric]:
+    """Returns the metrics by name; a plain function is one whose mean is the figure, and more of it is better.
+
+    Raises:
+        TypeError: what was given is no mapping, or holds something else.
+        ValueError: a name is none, or is taken.
+    """
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"metrics are a {type(given).__name__}: must map names to metrics, e.g. {{'accuracy': ACCURACY}}"
+        )
+    for name, metric in given.items():
+        fits = isinstance(name, str) and name.isidentifier() and name not in RESERVED
+        rule = f"must be an identifier, and none of {', '.join(sorted(RESERVED))}"
+        require(fits, "name of a metric", name, rule)
+        if not isinstance(metric, Metric) and not callable(metric):
+            kind = type(metric).__name__
+            raise TypeError(f"metrics[{name!r}] is a {kind}: must be a Metric, or a function(outputs, targets)")
+    return {name: each if isinstance(each, Metric) else Metric(values=each) for name, each in given.items()}
+
+
+def top1(outputs: Any, targets: Any) -> Tensor:
+    """Returns where the largest of outputs [..., C] is at the target's class: boolean, of the targets' shape [...].
+
+    Raises:
+        TypeError: outputs are no scores of classes, or targets no classes.
+    """
+    _require_classes("top1", outputs, targets)
+    hits: Tensor = outputs.argmax(dim=-1) == targets
+    return hits
+
+
+def token_loss(outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
+    """Returns the sum of the tokens' cross-entropy, in nats, and their number; a target of -100 is no token.
+
+    Outputs are logits [..., V], targets the tokens [...].
+
+    Raises:
+        TypeError: outputs are no logits, or targets no tokens.
+    """
+    from torch.nn import functional as F
+
+    _require_classes("token_loss", outputs, targets)
+    logits, tokens = outputs.flatten(0, -2).float(), targets.flatten().long()
+    return F.cross_entropy(logits, tokens, reduction="sum", ignore_index=-100), (tokens != -100).sum()
+
+
+def is_classification(outputs: Any, targets: Any) -> bool:
+    """Returns whether outputs are scores [b, C] and targets classes [b]."""
+    from torch import Tensor
+
+    return isinstance(outputs, Tensor) and outputs.dim() == 2 and _are_classes(outputs, targets)
+
+
+def _are_classes(outputs: Any, targets: Any) -> bool:
+    from torch import Tensor
+
+    both = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
+    return both and not targets.is_floating_point() and targets.shape == outputs.shape[:-1] != ()
+
+
+def _require_classes(name: str, outputs: Any, targets: Any) -> None:
+    from triaccel_ray.model.dry_run import described
+
+    if not _are_classes(outputs, targets):
+        raise TypeError(
+            f"{name}: outputs {described(outputs)}, targets {described(targets)}: must be scores [..., C] and integer "
+            "classes [...]; for other kinds of model name metrics of your own, or none: metrics = {}, objective = "
+            "'loss' in a task, metrics={} for evaluate()"
+        )
+
+
+def _exp(nats: float) -> float:
+    return math.inf if nats > 709.0 else math.exp(nats)
+
+
+ACCURACY: Final = Metric(values=top1, of_mean=lambda share: 100.0 * share, unit="%")
+"""Percent of the samples whose largest output is at the target's class."""
+PERPLEXITY: Final = Metric(values=token_loss, of_mean=_exp, maximize=False)
+"""exp(mean loss of a token): among how many equally likely tokens the model hesitates."""
+BITS_PER_BYTE: Final = Metric(values=token_loss, of_mean=lambda nats: nats / math.log(2.0), maximize=False)
+"""Mean loss of a token in bits, for models whose tokens are bytes. Of longer tokens return (sum, number of bytes)."""

@@ -1,0 +1,103 @@
+"""What was measured: the frozen values that travel from `measure` to `decide`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triaccel_ray.records.plan import Fault, Plan, Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSignal:
+    """One layer's statistics at a tick."""
+
+    name: str
+    variance: float | None = None
+    """v_l(t): bias-corrected moving average of Var over the elements of the layer's unscaled weight gradient;
+    None before the first finite gradient."""
+    eigenvalues: tuple[float, ...] | None = None
+    """Up to k largest eigenvalues of the layer's curvature block, descending; None when not measured since the last
+    tick."""
+    supported: tuple[Precision, ...] = tuple(Precision)
+    """What this layer can compute in on this device, FP32 always among them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySignal:
+    """Memory of this process on its device, in bytes."""
+
+    used_bytes: int
+    """What the process holds now, as the driver (NVML) or the operating system (resident set) sees it."""
+    window_peak_bytes: int
+    """Largest `used_bytes` since the last tick: MemUsage(t)."""
+    peak_bytes: int
+    """Largest `used_bytes` since the run began."""
+    limit_bytes: int
+    """MemMax: the budget, else what the device has."""
+    allocated_bytes: int = 0
+    """The allocator's live tensors; 0 where the device has no such counter."""
+    allocated_peak_bytes: int = 0
+    """Largest `allocated_bytes` since the run began: what the paper reports."""
+    idle_bytes: int = 0
+    """What the process held, model and libraries in place, before its first batch: no batch size changes it."""
+    free_bytes: int | None = None
+    """What the device has free beside all its processes; None where nothing says."""
+
+    @property
+    def attainable_bytes(self) -> int:
+        """The limit, or less when other processes leave less."""
+        if self.free_bytes is None:
+            return self.limit_bytes
+        return min(self.limit_bytes, self.used_bytes + self.free_bytes)
+
+    @property
+    def share(self) -> float:
+        """MemUsage / MemMax, both above what the idle process holds.
+
+        So the thresholds speak of what batches take: a CUDA context or a Python runtime, which the paper's allocator
+        figures leave out too, does not shift them, while the limit itself includes both.
+        """
+        taken = self.window_peak_bytes - self.idle_bytes
+        return max(taken, 0) / max(self.attainable_bytes - self.idle_bytes, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseSignal:
+    """First two moments of the per-sample gradient g_i over all layers, from one curvature refresh."""
+
+    mean_square_norm: float
+    """|E g|^2, estimated without the bias tr(Cov)/b."""
+    trace_covariance: float
+    """tr Cov[g_i]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """Everything that enters a rule. Replaying the same observations reproduces every decision."""
+
+    step: int
+    """Optimizer steps done."""
+    tick: int
+    """Ticks done before this one."""
+    epoch: float
+    """Passes over the training set, fractional."""
+    plan: Plan
+    """The plan in force when this was measured."""
+    layers: tuple[LayerSignal, ...]
+    memory: MemorySignal
+    loss: float | None = None
+    """Mean training loss since the last tick; None when no step was made."""
+    step_ms: float | None = None
+    """Median milliseconds of a step of a whole batch under the plan in force, since it was last told; None where too
+    few were timed. Ticks, measurements, evaluations and a plan's first steps do not count."""
+    loss_scale: float = 1.0
+    num_skipped: int = 0
+    """Optimizer steps skipped for a non-finite gradient since the run began."""
+    num_skipped_in_row: int = 0
+    """Of these, skipped since the last step that was made."""
+    adapting_ms: float = 0.0
+    """Milliseconds that new plans have taken since the run began: first steps, compilation, captures."""
+    noise: NoiseSignal | None = None
+    """None when not measured since the last tick."""
+    faults: tuple[Fault, ...] = ()
+    """What was survived since the last decision, oldest first; some of it after the rest was measured."""
