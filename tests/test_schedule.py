@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
@@ -46,6 +46,7 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
 
 
 @given(st.integers(2, 300), st.integers(3, 40), st.integers(1, 60))
+@example(11, 10, 2)  # the last two batches share 11 samples
 def test_batches_of_the_starting_size_count_one_each(num_samples: int, size: int, num_taken: int) -> None:
     sampler = Sampler(TensorSource(torch.zeros(num_samples), torch.zeros(num_samples)), seed=0, device=CPU)
     for taken in range(num_taken):

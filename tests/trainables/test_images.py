@@ -119,6 +119,7 @@ def test_a_captured_batch_is_what_an_eager_one_is(size: int | None, alternate: b
     graph.register_generator_state(sampler.generator)
     with torch.cuda.graph(graph):
         images, targets = source.batch(indices, sampler.generator)
+    torch.cuda.synchronize()  # capture wrote the generator's offset on its own stream
     state = sampler.generator.get_state()
     replayed = []
     with no_waiting():

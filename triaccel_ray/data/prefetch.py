@@ -89,12 +89,12 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
 def next_batch_size(num_left: int, wanted: int) -> int:
     """Returns how many of an epoch's last `num_left` samples the next batch has, at most `wanted`, or 3.
 
-    The last two batches share their samples where one sample would be left over, which batch norm could not take.
+    The last two batches share their samples where one sample would be left over, which batch norm could not take. The
+    larger half goes first, so that a schedule never counts fewer batches than were taken.
     """
-    half = num_left // 2
-    if num_left == wanted + 1:
-        return half if half > 1 else num_left
-    return min(wanted, num_left)
+    if num_left != wanted + 1:
+        return min(wanted, num_left)
+    return num_left if num_left <= 3 else (num_left + 1) // 2
 
 
 @contextmanager
