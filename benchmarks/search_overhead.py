@@ -37,7 +37,8 @@ from triaccel_ray.service.clusters.cluster import cluster
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import runs_below
 from triaccel_ray.service.runs.spec import run_spec
-from triaccel_ray.service.searches.search import TRIALS, Prepared, SearchSpec, begin_search, tune_trials
+from triaccel_ray.service.searches.search import TRIALS, Prepared, begin_search, tune_trials
+from triaccel_ray.service.searches.spec import SearchSpec
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.storage.place import Place
 from triaccel_ray.trainables.task import Purpose

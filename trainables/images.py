@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from triaccel_ray.config import require_flag, require_integer
+from triaccel_ray.config import check_fields, knob
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.kernels.image_batch import image_batch
 
@@ -30,22 +30,19 @@ class Preparation:
     alternate: bool = False
     """Whether each image is mirrored in every other epoch, in place of half of the time at random: "alternating flip"
     (Jordan 2024). Which ones in even epochs is the same for all seeds."""
-    padding: int = 4
+    padding: int = knob(4, "[0, inf)")
     """Pixels by which a random crop may move each way."""
     reflect: bool = False
     """Whether what enters from outside is the image, mirrored at its edge, in place of black."""
     mirror_views: bool = False
     """Whether images to be judged are shown to the model mirrored, too, and its two outputs averaged."""
-    cutout: int = 0
+    cutout: int = knob(0, "[0, inf)")
     """Edge in pixels of the square that is cut out of every augmented image; 0: none."""
     dtype: torch.dtype = torch.float32
     """Of the batches: float32, float16 or bfloat16."""
 
     def __post_init__(self) -> None:
-        for name in ("augment", "alternate", "reflect", "mirror_views"):
-            require_flag(name, getattr(self, name))
-        require_integer("padding", self.padding, low=0)
-        require_integer("cutout", self.cutout, low=0)
+        check_fields(self)
 
 
 class ImageSource(TensorSource):

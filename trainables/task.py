@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from triaccel_ray.config import AmpPrecision, ControlConfig, require, require_flag, require_integer, require_number
+from triaccel_ray.config import AmpPrecision, ControlConfig, check_fields, knob, require
 from triaccel_ray.model.metrics import ACCURACY, Metric
 from triaccel_ray.records.goal import LOSS, Goal
 
@@ -54,43 +54,28 @@ class Splits:
 class Recipe:
     """How a task is trained: warm-up, then cosine decay to zero, SGD with momentum (Tri-Accel, section 4.3)."""
 
-    epochs: int = 30
+    epochs: int = knob(30, "[1, 1000000]")
     """Passes over the training samples."""
-    lr: float = 0.1
+    lr: float = knob(0.1, "(0, 1e6]")
     """Peak learning rate, at the control loop's starting batch size."""
-    warmup_epochs: float = 5.0
+    warmup_epochs: float = knob(5.0, "[0, 1e6]")
     """Epochs of linear warm-up; at most half of `epochs` is used."""
-    momentum: float = 0.9
+    momentum: float = knob(0.9, "[0, 1)")
     """Momentum of SGD, in [0, 1)."""
     nesterov: bool = False
     """Whether the momentum is Nesterov's."""
-    weight_decay: float = 5e-4
+    weight_decay: float = knob(5e-4, "[0, 1e6]")
     """L2 penalty on weights of two or more dimensions; norms and biases have none."""
-    norm_bias_lr_factor: float = 1.0
+    norm_bias_lr_factor: float = knob(1.0, "(0, 1e6]")
     """Factor on the lr of biases and of norms' weights: more than 1 trains faster in few epochs. (Page 2018 and Jordan
     2024 raise the rate of norms' biases alone.)"""
-    label_smoothing: float = 0.0
+    label_smoothing: float = knob(0.0, "[0, 1)")
     """Probability mass spread evenly over the classes, in [0, 1)."""
     amp: AmpPrecision = "fp16"
     """Of method `amp` on a GPU: FP16 under a gradient scaler, or BF16 for models that FP16 is too narrow for."""
 
     def __post_init__(self) -> None:
-        require_integer("epochs", self.epochs, low=1)
-        require(self.epochs <= 1_000_000, "epochs", self.epochs, "must be at most 1,000,000")
-        require_number("lr", self.lr, "must lie in (0, 1e6]", low=math.nextafter(0.0, 1.0), high=1e6)
-        require_number("warmup_epochs", self.warmup_epochs, "must lie in [0, 1e6]", low=0.0, high=1e6)
-        require_number("momentum", self.momentum, "must lie in [0, 1)", low=0.0, high=math.nextafter(1.0, 0.0))
-        require_number("weight_decay", self.weight_decay, "must lie in [0, 1e6]", low=0.0, high=1e6)
-        require_number(
-            "norm_bias_lr_factor",
-            self.norm_bias_lr_factor,
-            "must lie in (0, 1e6]",
-            low=math.nextafter(0.0, 1.0),
-            high=1e6,
-        )
-        require_number("label_smoothing", self.label_smoothing, "must lie in [0, 0.999999]", low=0.0, high=0.999999)
-        require(self.amp in ("fp16", "bf16"), "amp", self.amp, "must be fp16 or bf16")
-        require_flag("nesterov", self.nesterov)
+        check_fields(self)
         require(not (self.nesterov and self.momentum == 0), "nesterov", self.nesterov, "needs momentum > 0")
 
     def lr_factor(self, epoch: float) -> float:

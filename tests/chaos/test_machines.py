@@ -23,7 +23,8 @@ from triaccel_ray.records.events import Epoch, Event, read_events
 from triaccel_ray.service.clusters.cluster import cluster, gpu_fraction, require_gpu_to_share
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.shared_data import share_splits
-from triaccel_ray.service.searches.search import Prepared, SearchSpec, begin_search, read_search, tune_trials
+from triaccel_ray.service.searches.search import Prepared, begin_search, read_search, tune_trials
+from triaccel_ray.service.searches.spec import SearchSpec
 from triaccel_ray.service.storage.place import Place
 
 MODULE = """

@@ -16,10 +16,10 @@ from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, Exe
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.search_spaces.thresholds import calibration, thresholds
 from triaccel_ray.service import cli
-from triaccel_ray.service.comparisons.comparison import ComparisonSpec
+from triaccel_ray.service.comparisons.spec import ComparisonSpec
 from triaccel_ray.service.options import Thresholds, Training
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.searches.search import SearchSpec
+from triaccel_ray.service.searches.spec import SearchSpec
 from triaccel_ray.service.translation import (
     command_of,
     comparison_command_of,

@@ -27,13 +27,8 @@ from triaccel_ray.service.clusters.cluster import (
     require_reachable,
 )
 from triaccel_ray.service.comparisons.choosing import choose, trial_of
-from triaccel_ray.service.comparisons.comparison import (
-    COMPARISON,
-    ComparisonSpec,
-    begin_comparison,
-    read_comparison,
-    summary_metrics,
-)
+from triaccel_ray.service.comparisons.comparison import COMPARISON, begin_comparison, read_comparison, summary_metrics
+from triaccel_ray.service.comparisons.spec import ComparisonSpec
 from triaccel_ray.service.console import err, out
 from triaccel_ray.service.failures import RunFailedError, cause_of, needing_room
 from triaccel_ray.service.hand_over import hand_over
@@ -45,21 +40,22 @@ from triaccel_ray.service.recorded import experiment_of, in_its_store, search_pa
 from triaccel_ray.service.reports.comparison_view import view_comparison
 from triaccel_ray.service.reports.view import View
 from triaccel_ray.service.reports.views import view_run, view_search
+from triaccel_ray.service.runs.environment import require_budget
 from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.runs.record import RunRecord, has_begun, read_if_begun, read_run, read_spec
 from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
-from triaccel_ray.service.runs.spec import RunSpec, require_budget
+from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.searches.search import (
     SEARCH,
     TRIALS,
-    SearchSpec,
     begin_search,
     best_trial,
     prepare,
     read_search,
     tune_trials,
 )
+from triaccel_ray.service.searches.spec import SearchSpec
 from triaccel_ray.service.session import new_name, open_tracker, recording, require_experiment
 from triaccel_ray.service.storage.layout import ERROR, EVENTS
 from triaccel_ray.service.storage.mirror import push_commands, require_unused

@@ -8,11 +8,11 @@ from dataclasses import asdict, fields, replace
 
 from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.service import cli
-from triaccel_ray.service.comparisons.comparison import ComparisonSpec
+from triaccel_ray.service.comparisons.spec import ComparisonSpec
 from triaccel_ray.service.options import Thresholds, Training
 from triaccel_ray.service.runs.spec import RunSpec, run_spec
 from triaccel_ray.service.searches.dimensions import dimensions
-from triaccel_ray.service.searches.search import SearchSpec
+from triaccel_ray.service.searches.spec import SearchSpec
 from triaccel_ray.service.units import format_exactly
 from triaccel_ray.trainables.registry import TASKS, load_task
 from triaccel_ray.trainables.task import Purpose, Recipe

@@ -11,8 +11,8 @@ from tests.service.records import FINAL_SPEC, ended, named, run_of
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.comparisons.choosing import best_sample, best_setting, fixed_trials, tuning_trials
-from triaccel_ray.service.comparisons.comparison import ComparisonSpec
 from triaccel_ray.service.comparisons.fixed import FixedSetting, sampled_settings
+from triaccel_ray.service.comparisons.spec import ComparisonSpec
 from triaccel_ray.service.comparisons.tuning import WIDEST, RecipeSample, recipe_samples
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.trainables.task import Purpose, Recipe

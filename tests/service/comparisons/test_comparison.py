@@ -18,12 +18,10 @@ from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.events import End, LogError
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.comparisons.comparison import (
-    ABLATION,
     CHOICES,
     FIGURES,
     Choices,
     Comparison,
-    ComparisonSpec,
     MethodResults,
     Tuned,
     begin_comparison,
@@ -32,6 +30,7 @@ from triaccel_ray.service.comparisons.comparison import (
     summary_metrics,
 )
 from triaccel_ray.service.comparisons.fixed import FixedSetting
+from triaccel_ray.service.comparisons.spec import ABLATION, ComparisonSpec
 from triaccel_ray.service.comparisons.tuning import RecipeSample
 from triaccel_ray.service.reports.comparison_figures import metric_against_cost, save_comparison_figures, score_bars
 from triaccel_ray.service.reports.comparison_tables import (

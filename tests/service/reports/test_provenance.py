@@ -19,8 +19,8 @@ from triaccel_ray.service.reports.report import REPORT
 from triaccel_ray.service.reports.run_page import write_run_page
 from triaccel_ray.service.reports.view import show
 from triaccel_ray.service.reports.views import missing_runs, view_search
+from triaccel_ray.service.runs.environment import COMMIT_VARIABLE, commit_of, environment
 from triaccel_ray.service.runs.record import RunRecord, read_run
-from triaccel_ray.service.runs.spec import COMMIT_VARIABLE, commit_of, environment
 from triaccel_ray.service.searches.search import read_search
 from triaccel_ray.service.storage.layout import ERROR, SPEC, write_value
 from triaccel_ray.trainables.task import Purpose

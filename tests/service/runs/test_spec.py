@@ -13,8 +13,9 @@ import torch
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.plan import Precision
+from triaccel_ray.service.runs.environment import environment
 from triaccel_ray.service.runs.methods import METHODS
-from triaccel_ray.service.runs.spec import RunSpec, environment, run_spec
+from triaccel_ray.service.runs.spec import RunSpec, run_spec
 from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.task import Purpose, Recipe
 

@@ -17,7 +17,8 @@ from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixtur
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.events import End
 from triaccel_ray.service import cli
-from triaccel_ray.service.comparisons.comparison import Comparison, ComparisonSpec
+from triaccel_ray.service.comparisons.comparison import Comparison
+from triaccel_ray.service.comparisons.spec import ComparisonSpec
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import EVENTS, SPEC
 from triaccel_ray.service.tracking.tracking import Tracker

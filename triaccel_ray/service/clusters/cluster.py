@@ -24,7 +24,8 @@ from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.service.clusters.head_watch import watching
 from triaccel_ray.service.endings import as_interrupt, never_lost
-from triaccel_ray.service.runs.spec import COMMIT_VARIABLE, RunSpec, commit_of
+from triaccel_ray.service.runs.environment import COMMIT_VARIABLE, commit_of
+from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.tracking.tracking import without_credentials, without_passwords
 
 CONNECT_TIMEOUT_S = 5.0

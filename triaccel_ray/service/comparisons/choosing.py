@@ -7,18 +7,12 @@ from dataclasses import replace
 
 from triaccel_ray.config import require
 from triaccel_ray.measure.score import quality
-from triaccel_ray.service.comparisons.comparison import (
-    CHOICES,
-    REFERENCE,
-    TRIALS,
-    Choices,
-    ComparisonSpec,
-    Tuned,
-    read_choices,
-)
-from triaccel_ray.service.comparisons.fixed import FIXED, FixedSetting, precisions_where_it_runs, sampled_settings
+from triaccel_ray.service.comparisons.comparison import CHOICES, REFERENCE, TRIALS, Choices, Tuned, read_choices
+from triaccel_ray.service.comparisons.fixed import FixedSetting, precisions_where_it_runs, sampled_settings
+from triaccel_ray.service.comparisons.spec import ComparisonSpec
 from triaccel_ray.service.comparisons.tuning import recipe_samples
 from triaccel_ray.service.failures import RESULTS, cause_of
+from triaccel_ray.service.runs.methods import FIXED
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import RunRecord, read_if_begun, read_run
 from triaccel_ray.service.runs.runs import OnGlance, run_all

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from triaccel_ray.config import require, require_integer
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.comparisons.fixed import FIXED, FixedSetting
+from triaccel_ray.service.comparisons.fixed import FixedSetting
+from triaccel_ray.service.comparisons.spec import ComparisonSpec
 from triaccel_ray.service.comparisons.tuning import RecipeSample
-from triaccel_ray.service.runs.methods import METHODS
+from triaccel_ray.service.runs.methods import FIXED
 from triaccel_ray.service.runs.record import RunRecord, read_if_begun
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import read_value, require_new, write_value
@@ -21,18 +21,8 @@ _WAY_OUT = "begin a new comparison"
 COMPARISON = "comparison.json"
 CHOICES = "choices.json"
 TRIALS = "trials"
-PROBE = "probe"
-"""A method of searches alone."""
 REFERENCE = "amp"
 """The method that the others are tested against."""
-ABLATION: Mapping[str, str] = {
-    "fp32": "standard (fp32)",
-    "dynamic-batch": "+ dynamic batch",
-    "dynamic-precision": "+ dynamic precision",
-    "dynamic-both": "+ both",
-    "triaccel": "+ curvature (triaccel)",
-}
-"""Methods of the ablation, in the order of the paper's Table 2 -> row; its "standard" is the FP32 baseline."""
 FIGURES: Mapping[str, str] = {
     "seconds_per_epoch": "s/epoch",
     "peak_gb": "process peak GB",
@@ -40,60 +30,6 @@ FIGURES: Mapping[str, str] = {
     "score": "score",
 }
 """Result -> column heading, after the metrics that the task is judged by."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparisonSpec:
-    """One comparison, as asked for."""
-
-    base: RunSpec
-    """Everything that the runs have in common."""
-    methods: tuple[str, ...]
-    """Rows of Table 1, the best fixed setting apart."""
-    num_seeds: int = 3
-    ablation: bool = False
-    """Whether there is a Table 2."""
-    num_fixed: int = 0
-    """Fixed settings tried on the validation samples, of which the best becomes a row; 0: no such row."""
-    num_tuned: int = 0
-    """Samples of learning rate and weight decay tried for every method on the validation samples; 0: none."""
-
-    def __post_init__(self) -> None:
-        require_integer("seeds", self.num_seeds, low=1)
-        require(self.num_seeds <= 1000, "seeds", self.num_seeds, "must be at most 1000")
-        require_integer("fixed", self.num_fixed, low=0)
-        require_integer("tune-baselines", self.num_tuned, low=0)
-        distinct = len(set(self.methods)) == len(self.methods) > 0
-        known = ", ".join(name for name in METHODS if name not in (FIXED, PROBE))
-        require(distinct, "methods", ",".join(self.methods), f"must be one or more, each once, of {known}")
-        for method in self.methods:
-            require(method in METHODS and method != PROBE, "method", method, f"must be one of {known}")
-        require(
-            FIXED not in self.methods,
-            "methods",
-            ",".join(self.methods),
-            f"{FIXED} needs settings to choose from: leave it out and give their number with --fixed",
-        )
-
-    @property
-    def table_1(self) -> tuple[str, ...]:
-        """The methods of the first table."""
-        return (*self.methods, *([FIXED] if self.num_fixed else []))
-
-    @property
-    def table_2(self) -> tuple[str, ...]:
-        """The methods of the second table; empty without an ablation."""
-        return tuple(ABLATION) if self.ablation else ()
-
-    @property
-    def all_methods(self) -> tuple[str, ...]:
-        """Every method that is trained, once."""
-        return tuple(dict.fromkeys((*self.table_1, *self.table_2)))
-
-    @property
-    def needs_trials(self) -> bool:
-        """Whether something is chosen on validation samples before the final runs."""
-        return self.num_fixed > 0 or self.num_tuned > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,9 @@ from triaccel_ray.apply.precision import supported_precisions, useless_precision
 from triaccel_ray.decide.batch import batch_lr_scale, ladder
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.plan import Precision
+from triaccel_ray.service.runs.methods import FIXED
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.trainables.registry import load_task
-
-FIXED = "fixed"
-"""Name of the training method, and of the row of the best setting."""
 
 
 @dataclass(frozen=True, kw_only=True)

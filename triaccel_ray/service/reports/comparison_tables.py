@@ -11,7 +11,6 @@ from triaccel_ray.measure.score import quality_text
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.comparisons.choosing import judge
 from triaccel_ray.service.comparisons.comparison import (
-    ABLATION,
     FIGURES,
     REFERENCE,
     Choices,
@@ -19,7 +18,6 @@ from triaccel_ray.service.comparisons.comparison import (
     MethodResults,
     final_runs,
 )
-from triaccel_ray.service.comparisons.fixed import FIXED
 from triaccel_ray.service.comparisons.significance import (
     MIN_PAIRS,
     Difference,
@@ -27,8 +25,10 @@ from triaccel_ray.service.comparisons.significance import (
     paired_difference,
     smallest_effect,
 )
+from triaccel_ray.service.comparisons.spec import ABLATION
 from triaccel_ray.service.reports.notes import sharing_note
 from triaccel_ray.service.reports.tables import FIGURE_COLUMNS, VIEWS_NOTE, Grid, figure_cells, metric_headings
+from triaccel_ray.service.runs.methods import FIXED
 from triaccel_ray.service.runs.record import ONE_VIEW
 from triaccel_ray.service.runs.spec import RunSpec
 

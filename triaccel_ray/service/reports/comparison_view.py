@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from triaccel_ray.service.comparisons.comparison import ABLATION, Choices, Comparison, final_runs
-from triaccel_ray.service.comparisons.fixed import FIXED
+from triaccel_ray.service.comparisons.comparison import Choices, Comparison, final_runs
+from triaccel_ray.service.comparisons.spec import ABLATION
 from triaccel_ray.service.reports.comparison_figures import save_comparison_figures
 from triaccel_ray.service.reports.comparison_tables import (
     against_reference_grid,
@@ -24,7 +24,7 @@ from triaccel_ray.service.reports.provenance import about, troubles
 from triaccel_ray.service.reports.report import REPORT, Section, write_page
 from triaccel_ray.service.reports.tables import Grid
 from triaccel_ray.service.reports.view import View
-from triaccel_ray.service.runs.methods import METHODS
+from triaccel_ray.service.runs.methods import FIXED, METHODS
 from triaccel_ray.service.storage.layout import FIGURES
 from triaccel_ray.service.translation import command_of, comparison_command_of
 from triaccel_ray.trainables.task import Purpose

@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 
 from triaccel_ray.records.events import parse_event
 from triaccel_ray.service.reports.report import Section
+from triaccel_ray.service.runs.environment import COMMIT
 from triaccel_ray.service.runs.record import RunRecord
-from triaccel_ray.service.runs.spec import COMMIT, RunSpec
+from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import ERROR, EVENTS
 from triaccel_ray.service.units import format_bytes
 

@@ -10,7 +10,8 @@ from triaccel_ray.config import ControlConfig
 from triaccel_ray.measure.memory import MemoryMeter
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.events import Start
-from triaccel_ray.service.runs.spec import RunSpec, environment
+from triaccel_ray.service.runs.environment import environment
+from triaccel_ray.service.runs.spec import RunSpec
 
 
 def start_record(spec: RunSpec, control: ControlConfig, device: torch.device, memory: MemoryMeter) -> Start:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final, Literal
 
+Method = Literal[
+    "triaccel", "fp32", "amp", "engine-amp", "fixed", "dynamic-batch", "dynamic-precision", "dynamic-both", "probe"
+]
+FIXED: Final = "fixed"
+"""Name of the method, and of a comparison's row of the best setting."""
+PROBE: Final = "probe"
+"""The method of searches alone."""
 METHODS: Mapping[str, str] = {
     "fp32": "FP32, as a tutorial writes it",
     "amp": "automatic mixed precision, as a tutorial writes it",

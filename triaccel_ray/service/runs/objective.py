@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Self
+from typing import Final, Literal, Self, get_args
 
 from triaccel_ray.config import require, require_number
 from triaccel_ray.measure.score import quality
@@ -36,8 +36,8 @@ _VALUES: Final[Mapping[str, Callable[[Figures, Goal], float]]] = {
 _CHANCE: Final = 1.0
 """Points by which the metric on a few hundred samples differs from epoch to epoch."""
 
-OBJECTIVES: Final = (*_VALUES, "pareto")
-"""Names on the command line."""
+ObjectiveName = Literal["score", "metric", "accuracy", "time", "memory", "pareto"]
+OBJECTIVES: Final = get_args(ObjectiveName)
 
 
 @dataclass(frozen=True, kw_only=True)

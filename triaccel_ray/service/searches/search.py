@@ -21,17 +21,17 @@ from ray.exceptions import RayActorError
 from ray.tune.execution import class_cache
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 
-from triaccel_ray.config import require, require_integer
 from triaccel_ray.records.events import Claim, LogError, TakenOverError
 from triaccel_ray.search_spaces.thresholds import ANCHOR, Calibration, calibration, search_space
 from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, StoreError, failed
 from triaccel_ray.service.runs.actor import cpus_of_a_run
 from triaccel_ray.service.runs.ending import end_run
-from triaccel_ray.service.runs.objective import OBJECTIVES, Objective
+from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import RunRecord, read_if_begun, read_run
 from triaccel_ray.service.runs.runs import OnGlance, run_all
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.searches.spec import SearchSpec
 from triaccel_ray.service.searches.suggestions import NAME, Directions, JournaledSearch, quiet_optuna
 from triaccel_ray.service.searches.trial import ThresholdTrial, TrialContext, grace_epochs, reopen
 from triaccel_ray.service.storage.layout import BASELINES, read_value, require_new, write_value
@@ -50,33 +50,6 @@ _ANNOUNCEMENTS = (DeprecationWarning, FutureWarning, optuna.exceptions.Experimen
 """What Tune and Optuna say of their own plans to whoever uses them."""
 MIN_HEADROOM_BYTES = 64 * 2**20
 """Below this the noise of a resident set would decide about batch sizes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchSpec:
-    """One search, as asked for."""
-
-    base: RunSpec
-    """Everything that the trials have in common."""
-    space: str = "thresholds"
-    """Name in triaccel_ray.search_spaces.thresholds.SPACES."""
-    optional: tuple[str, ...] = ()
-    """Further dimensions, among triaccel_ray.search_spaces.thresholds.OPTIONAL."""
-    num_trials: int = 16
-    """Configurations to sample."""
-    objective: str = "score"
-    """One of OBJECTIVES."""
-    margin: float = 1.0
-    """Points behind the AMP baseline that stay feasible (`Objective`)."""
-    seed: int = 0
-    """Of the sampler."""
-
-    def __post_init__(self) -> None:
-        search_space(self.space, self.optional)
-        require_integer("trials", self.num_trials, low=1)
-        require(self.num_trials <= 100_000, "trials", self.num_trials, "must be at most 100,000")
-        require(self.objective in OBJECTIVES, "objective", self.objective, f"must be one of {', '.join(OBJECTIVES)}")
-        Objective(name=self.objective, margin=self.margin, goal=self.base.goal)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,73 @@
+"""What a comparison is asked to do, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from triaccel_ray.config import check_fields, knob, require
+from triaccel_ray.service.runs.methods import FIXED, METHODS, PROBE
+from triaccel_ray.service.runs.spec import RunSpec
+
+ABLATION: Mapping[str, str] = {
+    "fp32": "standard (fp32)",
+    "dynamic-batch": "+ dynamic batch",
+    "dynamic-precision": "+ dynamic precision",
+    "dynamic-both": "+ both",
+    "triaccel": "+ curvature (triaccel)",
+}
+"""Methods of the ablation, in the order of the paper's Table 2 -> row; its "standard" is the FP32 baseline."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonSpec:
+    """One comparison, as asked for."""
+
+    base: RunSpec
+    """Everything that the runs have in common."""
+    methods: tuple[str, ...] = ("fp32", "amp", "engine-amp", "triaccel")
+    """Methods to compare, the best fixed setting apart; `triaccel run --help` explains them."""
+    num_seeds: int = knob(3, "[1, 1000]", option="seeds")
+    """Runs of each method; seeds count from 0."""
+    ablation: bool = False
+    """Add a table of ablations: FP32, dynamic-batch, dynamic-precision, dynamic-both, triaccel."""
+    num_fixed: int = knob(0, "[0, inf)", option="fixed")
+    """Fixed settings to try on validation samples: pairs of precision and batch size. The best becomes the row `fixed`.
+    Give as many as the search had trials."""
+    num_tuned: int = knob(0, "[0, inf)", option="tune_baselines")
+    """Learning rates and weight decays to try for each method on validation samples. The task's recipe counts as one.
+    """
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        distinct = len(set(self.methods)) == len(self.methods) > 0
+        known = ", ".join(name for name in METHODS if name not in (FIXED, PROBE))
+        require(distinct, "methods", ",".join(self.methods), f"must be one or more, each once, of {known}")
+        for method in self.methods:
+            require(method in METHODS and method != PROBE, "method", method, f"must be one of {known}")
+        require(
+            FIXED not in self.methods,
+            "methods",
+            ",".join(self.methods),
+            f"{FIXED} needs settings to choose from: leave it out and give their number with --fixed",
+        )
+
+    @property
+    def table_1(self) -> tuple[str, ...]:
+        """The methods of the first table."""
+        return (*self.methods, *([FIXED] if self.num_fixed else []))
+
+    @property
+    def table_2(self) -> tuple[str, ...]:
+        """The methods of the second table; empty without an ablation."""
+        return tuple(ABLATION) if self.ablation else ()
+
+    @property
+    def all_methods(self) -> tuple[str, ...]:
+        """Every method that is trained, once."""
+        return tuple(dict.fromkeys((*self.table_1, *self.table_2)))
+
+    @property
+    def needs_trials(self) -> bool:
+        """Whether something is chosen on validation samples before the final runs."""
+        return self.num_fixed > 0 or self.num_tuned > 0
