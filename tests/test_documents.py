@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from triaccel_ray.service import cli
+from triaccel_ray.service.cli.parsing import parse
+from triaccel_ray.service.cli.specs import Submit
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -36,12 +37,12 @@ def is_understood(words: list[str]) -> bool:
     """Whether the command line takes these words, or would with a task or name, which a text may leave out."""
     for tried in (words, [words[0], "digits", *words[1:]]):
         try:
-            command = cli.parse(tried)
+            command = parse(tried)
         except SystemExit as ended:
             if ended.code == 0:  # help
                 return True
         else:
-            return is_understood(list(command.words)) if isinstance(command, cli.Submit) and command.words else True
+            return is_understood(list(command.words)) if isinstance(command, Submit) and command.words else True
     return False
 
 

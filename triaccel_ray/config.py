@@ -55,11 +55,11 @@ def check_fields(config: Any) -> None:
         ValueError: one does not; the message names it as the code and the command line do, its value, and the rule.
         TypeError: a group of settings is not of its class.
     """
-    kinds = _types(type(config))
+    kinds: dict[str, Any] = _types(type(config))  # type: ignore[arg-type]  # mypy doubts that classes are hashable
     for each in fields(config):
         value, kind = getattr(config, each.name), kinds[each.name]
         if is_dataclass(kind):
-            require_instance(each.name, value, kind)
+            require_instance(each.name, value, kind)  # type: ignore[arg-type]  # a class
             continue
         option = each.metadata.get("option")
         name = f"{each.name} ({option})" if option else each.name
@@ -67,8 +67,13 @@ def check_fields(config: Any) -> None:
             if value is None:
                 continue
             kind = next(alternative for alternative in get_args(kind) if alternative is not NoneType)
-        rule = _broken_rule(value, kind, each.metadata.get("bounds", ""))
-        require(not rule, name, value, rule)
+        check_field(name, value, kind, each.metadata.get("bounds", ""))
+
+
+def check_field(name: str, value: Any, kind: Any, bounds: str = "") -> None:
+    """Raises ValueError, which calls it `name`, unless `value` is of the type `kind` and within `bounds`."""
+    rule = _broken_rule(value, kind, bounds)
+    require(not rule, name, value, rule)
 
 
 def in_bounds(value: float, bounds: str) -> bool:
@@ -104,7 +109,7 @@ def _number_rule(kind: type, bounds: str) -> str:
         return f"must be {noun}"
     low, high = bounds[1:-1].split(", ")
     if high != "inf":
-        return f"must be {noun} in {bounds}"
+        return f"must be an integer in {bounds}" if kind is int else f"must lie in {bounds}"
     if kind is float and bounds[-1] == ")":
         noun = "a finite number"
     return f"must be {noun} {'>' if bounds[0] == '(' else '>='} {low}"
@@ -118,8 +123,7 @@ def require_number(name: str, value: float, rule: str, *, low: float = -math.inf
 
 def require_integer(name: str, value: int, *, low: int) -> None:
     """Raises ValueError unless `value` is an integer of at least `low`."""
-    rule = _broken_rule(value, int, f"[{low}, inf)")
-    require(not rule, name, value, rule)
+    check_field(name, value, int, f"[{low}, inf)")
 
 
 def require_instance(name: str, value: T, kind: type[T]) -> T:

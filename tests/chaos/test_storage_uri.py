@@ -21,7 +21,7 @@ from tests.chaos.test_crashes import HELD, done
 from tests.service.own_task import MODULE, own_spec
 from tests.service.stores import runs
 from tests.service.waiting import DEADLINE_S, end, wait_until
-from triaccel_ray.service import cli
+from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.jobs.jobs import submission
 from triaccel_ray.service.runs.actor import RunActor
@@ -151,7 +151,7 @@ def test_a_search_reaches_the_store_and_is_reported_and_resumed_elsewhere(desk: 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     with pytest.raises(SystemExit) as ended:
-        cli.main([*words])
+        main([*words])
     said = capsys.readouterr()
     assert ended.value.code == 2
     assert "Traceback" not in said.err
@@ -253,7 +253,7 @@ def test_a_run_goes_on_from_a_bucket(
     assert sorted(Store(bucket).files("one", recursive=True)) == sorted([CHECKPOINT, EVENTS, SPEC])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "c"))
     with pytest.raises(SystemExit) as ended:
-        cli.main(["report", "one", "--storage-path", bucket])
+        main(["report", "one", "--storage-path", bucket])
     assert ended.value.code == 0
     assert "the full control loop, finished" in capsys.readouterr().out
     assert "report.html" in Store(bucket).files("one", recursive=False)

@@ -24,9 +24,11 @@ from tests.service.stores import runs
 from tests.service.test_help import COMMANDS, help_of, options_in
 from tests.service.waiting import wait_until
 from triaccel_ray import ControlLoop, Report, RunFailedError, compare, run, search
-from triaccel_ray.service import cli
+from triaccel_ray.service.cli.keywords import command_of
+from triaccel_ray.service.cli.main import main
+from triaccel_ray.service.cli.parsing import parse
+from triaccel_ray.service.cli.specs import Compare, Run, Search, Ui
 from triaccel_ray.service.experiments import carry_out
-from triaccel_ray.service.keywords import command_of
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.searches.search import read_search
 from triaccel_ray.service.storage.layout import EVENTS
@@ -36,6 +38,7 @@ from triaccel_ray.trainables.registry import name_of
 
 MODULE_NAME = "tasks_of_a_notebook"
 FUNCTIONS = {"run": run, "search": search, "compare": compare}
+COMMAND_CLASSES = {"run": Run, "search": Search, "compare": Compare}
 QUICK: dict[str, Any] = {"epochs": 1, "device": "cpu"}
 
 
@@ -45,24 +48,31 @@ def test_keywords_are_the_options_of_the_command(
 ) -> None:
     task, *keywords = inspect.signature(FUNCTIONS[command]).parameters.values()
     options = options_in(help_of(command, capsys, monkeypatch)) - {"--help"}
-    assert {f"--{each.name.replace('_', '-')}" for each in keywords} == options
+    assert {f"--{each.name.rstrip('_').replace('_', '-')}" for each in keywords} == options
     assert task.name == "task"
     defaults = {each.name: each.default for each in keywords}
-    assert command_of(getattr(cli, command.capitalize()), "digits", defaults) == cli.parse([command, "digits"])
+    assert command_of(COMMAND_CLASSES[command], "digits", defaults) == parse([command, "digits"])
     assert FUNCTIONS.keys() <= set(COMMANDS)
 
 
 def test_keywords_mean_what_the_options_mean() -> None:
     words = (
         "search digits --trials 3 --margin 2 --also alpha batch_steps --name hunt --lr 1 --memory-headroom 1024B "
-        "--data-dir files --noise-bound on --t-ctrl 5 --storage-path runs --address auto"
+        "--data-dir files --noise-bound on --fuse off --t-ctrl 5 --storage-path runs --address auto"
     )
     given: dict[str, Any] = {"trials": 3, "margin": 2, "also": ("alpha", "batch_steps"), "name": "hunt", "lr": 1}
-    given |= {"memory_headroom": 1024, "data_dir": "files", "noise_bound": "on", "t_ctrl": 5, "address": "auto"}
+    given |= {
+        "memory_headroom": 1024,
+        "data_dir": "files",
+        "noise_bound": True,
+        "fuse": False,
+        "t_ctrl": 5,
+        "address": "auto",
+    }
     for storage in ("runs", Path("runs")):
-        assert command_of(cli.Search, "digits", {**given, "storage_path": storage}) == cli.parse(words.split())
-    from_text = command_of(cli.Run, Digits, {"memory_budget": "2GiB", "final": True, "data_dir": Path("files")})
-    assert from_text == cli.parse(["run", "digits", "--memory-budget", "2GiB", "--final", "--data-dir", "files"])
+        assert command_of(Search, "digits", {**given, "storage_path": storage}) == parse(words.split())
+    from_text = command_of(Run, Digits, {"memory_budget": "2GiB", "final": True, "data_dir": Path("files")})
+    assert from_text == parse(["run", "digits", "--memory-budget", "2GiB", "--final", "--data-dir", "files"])
 
 
 class Local(Digits):
@@ -84,10 +94,10 @@ class Local(Digits):
         ),
         (search, "digits", {"tau_low": 3.0}, TypeError, r"argument 'tau_low'; help\(search\) lists all options"),
         (run, "digits", {"training": 3}, TypeError, "unexpected keyword argument 'training'"),
-        (run, "digits", {"capture": True}, ValueError, "capture = True: must be one of on, off"),
-        (run, "digits", {"method": "probe"}, ValueError, "method = 'probe': must be one of triaccel, fp32"),
+        (run, "digits", {"capture": 3}, ValueError, "capture = 3: must be one of on, off"),
+        (run, "digits", {"method": "probe"}, ValueError, "method = 'probe': must be one of fp32, amp"),
         (run, "digits", {"epochs": "three"}, ValueError, "epochs = 'three': must be an integer"),
-        (run, "digits", {"epochs": 0}, ValueError, "epochs = 0: must be an integer >= 1"),
+        (run, "digits", {"epochs": 0}, ValueError, r"epochs = 0: must be an integer in \[1, 1000000\]"),
         (run, "digits", {"memory_budget": 0}, ValueError, "amount of memory = '0B': must be a positive number"),
         (run, "digits", {"memory_budget": True}, ValueError, "memory_budget = True: must be a str"),
         (run, "digits", {"storage_path": 3}, ValueError, "storage_path = 3: must be a str"),
@@ -128,7 +138,7 @@ def test_a_report_holds_the_search_as_values(tmp_path: Path, capsys: pytest.Capt
     for line in str(report).splitlines():
         assert "\x1b" not in line
     with pytest.raises(SystemExit):
-        cli.main(["report", "hunt", "--storage-path", str(tmp_path)])
+        main(["report", "hunt", "--storage-path", str(tmp_path)])
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         line.split() for line in str(report).splitlines()
     ]
@@ -140,7 +150,7 @@ def test_a_report_holds_the_search_as_values(tmp_path: Path, capsys: pytest.Capt
     assert report.best is not None
     assert report.control == report.best.onto(record.spec.base.control)
     assert report.control.precision.tau_low == report.best.precision["tau_low"]
-    assert shlex.split(report.command)[:3] == ["triaccel", "run", record.spec.base.task]
+    assert shlex.split(report.command)[:3] == ["triaccel", "run", "--from"]
     table = pandas.DataFrame(report.rows).set_index("run")
     assert table.loc["FP32"].isna()["tau_low"]
     assert table["score"].dtype == table["tau_low"].dtype == float
@@ -178,7 +188,7 @@ def test_a_log_of_code_of_your_own_has_settings_and_no_command(tmp_path: Path) -
 
 def test_only_what_trains_is_carried_out() -> None:
     with pytest.raises(TypeError, match="Ui trains nothing"):
-        carry_out(cli.Ui())
+        carry_out(Ui())
 
 
 def test_what_is_not_there_cannot_be_reported(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from tests.service.build import SimulatedRun
 from tests.service.own_task import write_module
 from tests.service.records import RUN_SPEC
 from triaccel_ray.records.codec import encode
-from triaccel_ray.service import commands
-from triaccel_ray.service.cli import main
+from triaccel_ray.service.cli import execute as commands
+from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.storage.layout import SPEC
 from triaccel_ray.service.tracking.tracking import Tracker
 
@@ -33,9 +33,9 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
         "run digits --rho-low 0.9 --rho-high 0.8",
         ("rho_low, rho_high = (0.9, 0.8)", "--method dynamic-precision"),
     ),
-    ("run digits --tau-low nan", ("tau_low = nan: must be a number",)),
+    ("run digits --tau-low nan", ("tau_low = nan: must be a finite number >= 0",)),
     ("run digits --rho-high inf", ("rho_high = inf: must lie in",)),
-    ("run digits --t-ctrl 0", ("every_steps (T_ctrl) = 0: must be",)),
+    ("run digits --t-ctrl 0", ("every_steps (t_ctrl) = 0: must be",)),
     *(
         (
             f"{command} digits {option} --curvature hessian",
@@ -59,7 +59,7 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
         for name, range_ in (("lr", "(0, 1e6]"), ("weight_decay", "[0, 1e6]"), ("norm_bias_lr_factor", "(0, 1e6]"))
     ),
     ("run digits --amp fp8", ("--amp", "fp16", "bf16")),
-    ("run digits --batch-size 0", ("batch start = 0: must be",)),
+    ("run digits --batch-size 0", ("start (batch_size) = 0: must be",)),
     ("run digits --seed -1", ("seed = -1: must",)),
     ("run digits --keep first", ("--keep", "last", "best")),
     ("run digits --keep best --final", ("keep = 'best': a final run has", "leave out --final, or --keep best")),
@@ -78,13 +78,13 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("run digits --memory-budget -1GiB", ("-1GiB",)),
     ("run digits --memory-budget 1GiB --memory-headroom 1GiB", ("give a budget or a headroom, not both",)),
     # searches and comparisons
-    ("search digits --trials 0", ("trials = 0: must be",)),
-    ("search digits --trials 100001", ("trials = 100001: must be at most 100,000",)),
-    ("compare digits --seeds 1001", ("seeds = 1001: must be at most 1000",)),
-    ("run digits --epochs 1000001", ("epochs = 1000001: must be at most 1,000,000",)),
+    ("search digits --trials 0", ("num_trials (trials) = 0: must be",)),
+    ("search digits --trials 100001", ("num_trials (trials) = 100001: must be an integer in [1, 100000]",)),
+    ("compare digits --seeds 1001", ("num_seeds (seeds) = 1001: must be an integer in [1, 1000]",)),
+    ("run digits --epochs 1000001", ("epochs = 1000001: must be an integer in [1, 1000000]",)),
     ("run digits --warmup-epochs inf", ("warmup_epochs = inf: must lie in [0, 1e6]",)),
     *(
-        (f"{command} digits --trials-per-gpu {count}", (f"trials-per-gpu = {count}: must be",))
+        (f"{command} digits --trials-per-gpu {count}", (f"trials_per_gpu = {count}: must be an integer in [1, 16]",))
         for command in ("search", "compare")
         for count in (0, -1, 17)
     ),
@@ -93,14 +93,14 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("search digits --also batch_steps --step-up 64", ("--step-up = 64", "a search finds this one itself")),
     ("search digits --also t_ctrl --t-ctrl 5", ("--t-ctrl = 5", "a search finds this one itself")),
     ("search digits --margin nan", ("margin = nan: must lie in [0, 100]",)),
-    ("compare digits --seeds 0", ("seeds = 0: must be",)),
+    ("compare digits --seeds 0", ("num_seeds (seeds) = 0: must be",)),
     ("compare digits --methods fp32,sgd", ("method = 'sgd': must be one of fp32, amp",)),
     ("compare digits --methods fp32,probe", ("method = 'probe': must be one of fp32, amp",)),
     ("compare digits --methods ,", ("methods = ''", "one or more")),
     ("compare digits --methods amp,amp", ("methods = 'amp,amp'", "each once")),
     ("compare digits --methods amp,fixed", ("methods = 'amp,fixed'", "give their number with --fixed")),
-    ("compare digits --fixed -1", ("fixed = -1: must be an integer >= 0",)),
-    ("compare digits --tune-baselines -2", ("tune-baselines = -2: must be an integer >= 0",)),
+    ("compare digits --fixed -1", ("num_fixed (fixed) = -1: must be an integer >= 0",)),
+    ("compare digits --tune-baselines -2", ("num_tuned (tune_baselines) = -2: must be an integer >= 0",)),
     *(
         (f"{command} digits --experiment ''", ("experiment = ''", "must name an MLflow experiment"))
         for command in ("run", "search", "compare")
@@ -138,7 +138,7 @@ MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("resume badspec", ("badspec/spec.json cannot be read",)),
     ("report badsearch", ("badsearch/search.json cannot be read", "restore it, or begin a new search")),
     ("resume badsearch", ("badsearch/search.json cannot be read", "restore it, or begin a new search")),
-    ("resume badtrials", ("trials = 0",)),
+    ("resume badtrials", ("(trials) = 0",)),
     ("resume badcomparison", ("badcomparison/comparison.json cannot be read", "begin a new comparison")),
     ("report empty", ("empty holds no run (events.jsonl is missing)",)),
     ("resume empty", ("empty/spec.json cannot be read",)),

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import tyro
 
 from tests.build import same
 from tests.service.own_task import own_spec, write_module
@@ -24,7 +23,9 @@ from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.events import End, Start, Tick, read_events
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.search_spaces.found import Found
-from triaccel_ray.service import cli
+from triaccel_ray.service.cli.main import main
+from triaccel_ray.service.cli.parsing import complete, parse
+from triaccel_ray.service.cli.translation import run_of
 from triaccel_ray.service.comparisons.comparison import read_comparison
 from triaccel_ray.service.reports.recommendation import recommendation
 from triaccel_ray.service.runs.record import read_run
@@ -33,7 +34,6 @@ from triaccel_ray.service.searches.finding import FOUND
 from triaccel_ray.service.searches.search import best_trial, read_search
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, MODEL, SPEC
 from triaccel_ray.service.tracking.tracking import Tracker
-from triaccel_ray.service.translation import command_of, spec_from
 from triaccel_ray.trainables.task import Purpose
 
 NO_FP16 = ("--tau-low", "0")
@@ -56,7 +56,7 @@ class Desk:
         """Carries out a command and returns its exit status."""
         where = ["--storage-path", str(self.storage), "--address", self.address]
         with pytest.raises(SystemExit) as ended:
-            cli.main([*words, *where])
+            main([*words, *where])
         assert isinstance(ended.value.code, int)
         return ended.value.code
 
@@ -151,12 +151,8 @@ def test_a_search_end_to_end(
     assert best is not None
     (pasted,) = [line for line in said.splitlines() if line.startswith("triaccel run")]
     assert pasted == recommendation(record).command
-    parsed = tyro.cli(cli.Command, prog="triaccel", args=shlex.split(command_of(best.spec))[1:])
-    assert isinstance(parsed, cli.Run)
-    spec = spec_from(parsed.task, parsed.training, parsed.thresholds, method=parsed.method, seed=parsed.seed)
-    for part, names in (("precision", ("tau_low", "tau_high")), ("batch", ("rho_low", "rho_high"))):
-        values, expected = ([getattr(getattr(c, part), n) for n in names] for c in (spec.control, best.spec.control))
-        assert values == pytest.approx(expected, rel=5e-4)  # a command has four digits
+    again = run_of(complete(parse(shlex.split(pasted)[1:])))
+    assert again == replace(best.spec, keep="last")
     kept = decode(Found, json.loads((desk.storage / "hunt" / FOUND).read_text()))
     precision = replace(best.spec.control.precision, initial_layers={})  # acts until the first tick alone
     assert kept.onto(record.spec.base.control) == replace(best.spec.control, precision=precision)

@@ -9,7 +9,8 @@ from importlib.metadata import version
 import pytest
 
 from tests.service.waiting import COMMAND_S
-from triaccel_ray.service import cli
+from triaccel_ray.service.cli.parsing import parse
+from triaccel_ray.service.cli.specs import Run, Submit
 from triaccel_ray.service.runs.methods import METHODS
 
 COMMANDS = ("run", "search", "compare", "report", "replay", "resume", "ui", "doctor", "submit", "jobs", "logs", "stop")
@@ -23,7 +24,7 @@ def help_of(
 ) -> str:
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as ended:
-        cli.parse([command, option])
+        parse([command, option])
     assert ended.value.code == 0
     return capsys.readouterr().out
 
@@ -48,20 +49,20 @@ def test_help_is_short_and_help_all_has_the_rest(
 
 def test_help_is_shown_beside_other_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.parse(["run", "digits", "--noise-bound", "on", "--help"])
+        parse(["run", "digits", "--noise-bound", "on", "--help"])
     assert ended.value.code == 0
     assert "--memory-budget" in capsys.readouterr().out
 
 
 def test_the_words_of_a_job_ask_for_no_help_of_submit() -> None:
-    command = cli.parse(["submit", "--", "run", "digits", "--help"])
-    assert isinstance(command, cli.Submit)
+    command = parse(["submit", "--", "run", "digits", "--help"])
+    assert isinstance(command, Submit)
     assert command.words == ("run", "digits", "--help")
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.parse(["--version"])
+        parse(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"triaccel {version('triaccel-ray')}\n"
 
@@ -83,7 +84,7 @@ def test_help_and_mistakes_do_not_wait_for_pytorch(words: str, status: int) -> N
     heavy = "{'torch', 'numpy', 'ray', 'mlflow', 'rich.live'}"
     code = f"""
 import sys
-from triaccel_ray.service.cli import main
+from triaccel_ray.service.cli.main import main
 try:
     main({words.split()})
 except SystemExit as ended:
@@ -123,7 +124,7 @@ def test_a_command_offers_the_thresholds_that_it_reads(
     assert not options & not_offered
     for option in not_offered:
         with pytest.raises(SystemExit) as ended:
-            cli.parse([command, "digits", option, "1"])
+            parse([command, "digits", option, "1"])
         assert ended.value.code == 2
         assert "Unrecognized" in capsys.readouterr().err
 
@@ -134,10 +135,10 @@ def test_every_method_is_explained_where_it_can_be_named(
     text = re.sub(r"[\s│]+", " ", help_of("run", capsys, monkeypatch)).replace("- ", "-")  # as it was not wrapped
     for method in METHODS.keys() - {"probe"}:
         assert f"{method}: {METHODS[method]}" in text
-        assert isinstance(command := cli.parse(["run", "digits", "--method", method]), cli.Run)
-        assert command.method == method
+        assert isinstance(command := parse(["run", "digits", "--method", method]), Run)
+        assert command.main.method == method
     with pytest.raises(SystemExit):
-        cli.parse(["run", "digits", "--method", "probe"])
+        parse(["run", "digits", "--method", "probe"])
 
 
 def test_help_that_nobody_reads_to_its_end_says_nothing_else() -> None:

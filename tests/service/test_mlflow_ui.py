@@ -10,7 +10,7 @@ import pytest
 from tests.service.build import SimulatedRun
 from tests.service.stores import ship
 from tests.service.waiting import wait_until
-from triaccel_ray.service.cli import main
+from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.mlflow_ui import ALLOWED_HOSTS, ALLOWED_ORIGINS, exposure, open_once_up, runs_pages
 from triaccel_ray.service.tracking.tracking import Tracker
 

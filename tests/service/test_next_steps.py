@@ -9,9 +9,9 @@ import pytest
 from tests.service.build import SimulatedRun
 from tests.service.stores import free_port
 from triaccel_ray.service import session
+from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.clusters.head_watch import HeadLostError
 from triaccel_ray.service.next_steps import point_to, resumable, resume_words
-from triaccel_ray.service.options import Where
 from triaccel_ray.service.session import recording
 from triaccel_ray.service.storage.layout import SPEC
 from triaccel_ray.service.storage.place import Place

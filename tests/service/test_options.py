@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from triaccel_ray.service import cli
+from triaccel_ray.service.cli.parsing import parse
+from triaccel_ray.service.cli.specs import Run
 from triaccel_ray.service.storage.place import Place
 
 
 def stored_at(text: str) -> Place:
-    command = cli.parse(["run", "digits", "--storage-path", text])
-    assert isinstance(command, cli.Run)
+    command = parse(["run", "digits", "--storage-path", text])
+    assert isinstance(command, Run)
     return command.where.storage_path
 
 
@@ -52,7 +53,7 @@ def test_results_go_to_a_store_by_way_of_a_copy(tmp_path: Path, monkeypatch: pyt
 )
 def test_no_secret_may_stand_in_the_storage_path(uri: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.parse(["run", "digits", "--storage-path", uri])
+        parse(["run", "digits", "--storage-path", uri])
     assert ended.value.code == 2
     said = capsys.readouterr()
     assert "must not hold a key or password" in " ".join(said.err.replace("│", " ").split())

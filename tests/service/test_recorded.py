@@ -11,7 +11,7 @@ import pytest
 from tests.service.build import SimulatedRun
 from tests.service.stores import free_port, runs, ship
 from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
-from triaccel_ray.service.options import Where
+from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.recorded import experiment_of, in_its_store
 from triaccel_ray.service.searches.search import SEARCH, read_search
 from triaccel_ray.service.storage.place import Place

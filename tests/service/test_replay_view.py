@@ -13,7 +13,7 @@ from tests.service.records import RUN_SPEC
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.records.events import End, EventLog, LogError, Start, Tick
 from triaccel_ray.records.plan import Precision
-from triaccel_ray.service import cli
+from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.replay import reasons_grid, verdict
 from triaccel_ray.service.runs.record import RunRecord
 
@@ -50,7 +50,7 @@ def test_the_log_of_a_loop_of_ones_own_is_reported_and_replayed(
         loop.close()
     for words in ("report ./", "report events.jsonl", "replay events.jsonl"):
         with pytest.raises(SystemExit) as ended:
-            cli.main([*words.split(), "--storage-path", str(tmp_path)])
+            main([*words.split(), "--storage-path", str(tmp_path)])
         said = capsys.readouterr()
         assert (ended.value.code, said.err) == (0, "")
     assert "replayed under its own configuration: every decision is the same" in said.out
@@ -128,6 +128,6 @@ def test_a_search_is_no_run_to_replay(tmp_path: Path, capsys: pytest.CaptureFixt
     (trial / "events.jsonl").write_text("")
     (tmp_path / "hunt" / "search.json").write_text("{}")
     with pytest.raises(SystemExit) as ended:
-        cli.main(["replay", "hunt", "--storage-path", str(tmp_path)])
+        main(["replay", "hunt", "--storage-path", str(tmp_path)])
     assert ended.value.code == 2
     assert "holds many runs; name one of them, such as hunt/trials/one" in capsys.readouterr().err.replace("\n", " ")

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
@@ -24,18 +24,17 @@ from tests.service.records import RUN_SPEC
 from tests.service.search_folder import simulated_search
 from tests.service.stores import Server, free_port
 from triaccel_ray.records.codec import encode
-from triaccel_ray.service.cli import main
+from triaccel_ray.service.cli.credentials import hide_credentials
+from triaccel_ray.service.cli.main import main
+from triaccel_ray.service.cli.options import Where, to_repeat
 from triaccel_ray.service.clusters.cluster import display_address, is_loopback
-from triaccel_ray.service.command_line import hide_credentials
 from triaccel_ray.service.console import SafeConsole
 from triaccel_ray.service.next_steps import resume_words
-from triaccel_ray.service.options import Where
 from triaccel_ray.service.reports.report import REPORT
 from triaccel_ray.service.searches.search import SEARCH
 from triaccel_ray.service.storage.layout import SPEC
 from triaccel_ray.service.storage.place import Place
 from triaccel_ray.service.tracking.tracking import Tracker
-from triaccel_ray.service.translation import command_of
 
 SECRETS = {
     "MLFLOW_TRACKING_PASSWORD": "word-of-the-environment-4711",
@@ -150,16 +149,14 @@ def test_looking_at_a_folder_runs_no_code_that_it_names(
     with pytest.raises(SystemExit) as ended:
         main(["report", "received", "--storage-path", str(storage)])
     assert ended.value.code == 0
-    assert "triaccel run trap:Mine" in capsys.readouterr().out
+    assert "triaccel run --from" in capsys.readouterr().out
     assert not (storage / "sprung").exists()
 
 
 def test_a_command_to_paste_holds_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    spec = replace(
-        RUN_SPEC, task="digits; touch sprung; $(touch sprung) `touch sprung`", data_dir="x' & touch sprung #"
-    )
-    subprocess.run(["sh", "-c", command_of(spec).replace("triaccel", "true", 1)], check=True)
+    folder = tmp_path / "x' & touch sprung # ; $(touch sprung) `touch sprung`"
+    subprocess.run(["sh", "-c", to_repeat("run", folder).replace("triaccel", "true", 1)], check=True)
     assert not (tmp_path / "sprung").exists()
 
 
@@ -327,7 +324,7 @@ def test_the_words_of_a_process_keep_their_lengths_and_all_but_the_password() ->
     words = ["--tracking-uri", "http://ann:s\u00e9cret@host:1/x", "--tracking-uri=http://u:pw@host", "sqlite:///a@b.db"]
     code = """
 import sys
-from triaccel_ray.service.command_line import hide_credentials
+from triaccel_ray.service.cli.credentials import hide_credentials
 hide_credentials()
 print(sys.argv[1:])
 print(open("/proc/self/cmdline").read().split("\\0")[3:-1])

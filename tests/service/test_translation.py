@@ -1,242 +1,241 @@
+"""From the words of a command line to what is trained: options, names of what is repeated, files of settings."""
+
 from __future__ import annotations
 
 import math
-import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
-import tyro
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.search_spaces.samples import samples
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.records.plan import Precision
-from triaccel_ray.search_spaces.thresholds import calibration, thresholds
-from triaccel_ray.service import cli
+from triaccel_ray.service.cli.options import RUN_SETTINGS, settings_of_run, settings_text, to_repeat
+from triaccel_ray.service.cli.parsing import complete, parse
+from triaccel_ray.service.cli.translation import comparison_of, replayed_control, run_of, search_of, with_options
+from triaccel_ray.service.comparisons.comparison import COMPARISON
 from triaccel_ray.service.comparisons.spec import ComparisonSpec
-from triaccel_ray.service.options import Thresholds, Training
 from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.searches.search import SEARCH
 from triaccel_ray.service.searches.spec import SearchSpec
-from triaccel_ray.service.translation import (
-    command_of,
-    comparison_command_of,
-    comparison_spec,
-    search_command_of,
-    search_spec,
-    spec_from,
-)
+from triaccel_ray.service.storage.layout import SPEC, write_value
 from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.task import Purpose
 
-
-def rounded(control: ControlConfig) -> ControlConfig:
-    """`control` with thresholds of four digits, as a command has them."""
-    precision = {name: float(f"{getattr(control.precision, name):.4g}") for name in ("tau_low", "tau_high")}
-    batch = {name: float(f"{getattr(control.batch, name):.4g}") for name in ("rho_low", "rho_high")}
-    curvature = {name: float(f"{getattr(control.curvature, name):.4g}") for name in ("alpha", "tau_curv")}
-    return replace(
-        control,
-        precision=replace(control.precision, **precision),
-        batch=replace(control.batch, **batch),
-        curvature=replace(control.curvature, **curvature),
-    )
-
-
-BASE = RunSpec(task="digits", recipe=Digits.recipe, control=rounded(Digits.control))
-
-
-def typed(command: str) -> RunSpec:
-    """The run that a pasted command describes."""
-    words = shlex.split(command)
-    assert words[0] == "triaccel"
-    run: Any = tyro.cli(cli.Command, prog="triaccel", args=words[1:])
-    assert isinstance(run, cli.Run)
-    return spec_from(run.task, run.training, run.thresholds, method=run.method, seed=run.seed)
-
-
-@settings(max_examples=15)
-@given(sample=samples("thresholds"))
-def test_a_pasted_command_has_the_same_thresholds(sample: dict[str, Any]) -> None:
-    control = thresholds(sample, Digits.control, calibration({"conv1": [2e-9, 3e-7], "linear": [3e-7, 1e-4]}))
-    again = typed(command_of(replace(BASE, control=control))).control
-    for part, names in (("precision", ("tau_low", "tau_high")), ("batch", ("rho_low", "rho_high"))):
-        values, expected = ([getattr(getattr(each, part), name) for name in names] for each in (again, control))
-        assert values == pytest.approx(expected, rel=5e-4)
-    assert replace(again, precision=control.precision, batch=control.batch, curvature=control.curvature) == control
-
-
-def test_numbers_have_four_digits() -> None:
-    control = replace(BASE.control, precision=PrecisionConfig(tau_low=1.23456789e-7, tau_high=0.000123456789))
-    words = shlex.split(command_of(replace(BASE, control=control, memory_headroom_bytes=33_825_587)))
-    given_ = {name: words[words.index(name) + 1] for name in ("--tau-low", "--tau-high", "--memory-headroom")}
-    assert given_ == {"--tau-low": "1.235e-07", "--tau-high": "0.0001235", "--memory-headroom": "32.26MiB"}
-
-
-def test_thresholds_that_differ_in_the_last_digits_stay_apart() -> None:
-    control = replace(BASE.control, precision=PrecisionConfig(tau_low=1e-6, tau_high=1e-6 * (1 + 1e-6)))
-    assert typed(command_of(replace(BASE, control=control))).control == control
-
-
-def test_settings_beside_the_thresholds_are_kept_too() -> None:
-    spec = replace(
-        BASE,
-        seed=3,
-        recipe=replace(
-            BASE.recipe,
-            epochs=5,
-            lr=0.03,
-            weight_decay=1e-3,
-            warmup_epochs=1.5,
-            norm_bias_lr_factor=3.0,
-            amp="bf16",
-            label_smoothing=0.05,
+BASE = RunSpec(task="digits", recipe=Digits.recipe, control=Digits.control, keep="last")
+UNUSUAL = replace(
+    BASE,
+    seed=3,
+    recipe=replace(BASE.recipe, epochs=5, lr=0.03, nesterov=True, amp="bf16", label_smoothing=0.05),
+    control=ControlConfig(
+        every_steps=6,
+        do_no_harm=False,
+        clip_norm=0.5,
+        precision=PrecisionConfig(
+            tau_low=1e-6, tau_high=1e-6 * (1 + 1e-6), initial_layers={"conv1": Precision.FP32, "a=b": Precision.FP16}
         ),
-        control=ControlConfig(
-            every_steps=6,
-            curvature=CurvatureConfig(every_steps=50, num_samples=16, tau_curv=math.inf, method="ggn"),
-            batch=BatchConfig(start=64, minimum=32, maximum=512, lr_rule="sqrt", accumulate=4),
-            clip_norm=0.5,
-        ),
-        memory_budget_bytes=3 * 2**29,
-        data_dir="/data of mine",
-        device="cpu",
-    )
-    assert typed(command_of(spec)) == spec
+        curvature=CurvatureConfig(every_steps=50, num_samples=16, tau_curv=math.inf, alpha=1 / 3, method="ggn"),
+        batch=BatchConfig(start=64, minimum=32, maximum=512, lr_rule="none", accumulate=4),
+        execution=ExecutionConfig(data_on="host", fuse=False),
+    ),
+    memory_budget_bytes=3 * 2**29 + 1,
+    data_dir="/data of mine",
+    device="cpu",
+    lean_memory=False,
+)
 
 
-def test_another_method_and_its_precision_are_kept() -> None:
-    precision = replace(BASE.control.precision, initial=Precision.FP32)
-    spec = replace(BASE, method="fixed", control=replace(BASE.control, precision=precision))
-    assert typed(command_of(spec)) == spec
+def typed(*words: str) -> Any:
+    """The spec that a command line means."""
+    command: Any = complete(parse(words))
+    return {"run": run_of, "search": search_of, "compare": comparison_of}[words[0]](command)
 
 
-@pytest.mark.parametrize("keep", [None, "last", "best"])
-def test_weights_that_are_not_the_last_ones_are_asked_for_again(keep: Literal["last", "best"] | None) -> None:
-    words = command_of(replace(BASE, keep=keep, register="mine"))
-    again: Any = tyro.cli(cli.Command, prog="triaccel", args=shlex.split(words)[1:])
-    assert (again.keep, again.register) == (keep or "last", None)  # who trains again need not want a second version
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
-def test_a_bound_by_the_noise_scale_is_kept() -> None:
-    spec = replace(BASE, control=replace(BASE.control, batch=replace(BASE.control.batch, bound_by_noise_scale=True)))
-    assert "--noise-bound on" in command_of(spec)
-    assert typed(command_of(spec)) == spec
-    search: Any = tyro.cli(cli.Command, prog="triaccel", args=shlex.split(search_command_of(SearchSpec(base=spec)))[1:])
-    assert replace(search_spec(search).base, control=rounded(search_spec(search).base.control)) == spec
-
-
-@pytest.mark.parametrize("execution", [ExecutionConfig(data_on="host"), ExecutionConfig(fuse=False)])
-@pytest.mark.parametrize("is_lean", [True, False])
-def test_how_steps_are_run_is_kept(execution: ExecutionConfig, is_lean: bool) -> None:
-    spec = replace(BASE, control=replace(BASE.control, execution=execution), lean_memory=is_lean)
-    assert typed(command_of(spec)) == spec
-    assert ("--data-on host" in command_of(spec)) == execution.fuse
-    assert ("--lean-memory off" in command_of(spec)) == (not is_lean)
-
-
-def test_a_bound_by_the_noise_scale_is_switched_both_ways() -> None:
-    bound = Thresholds(noise_bound="on").onto(Digits.control)
-    assert bound == replace(Digits.control, batch=replace(Digits.control.batch, bound_by_noise_scale=True))
-    assert Thresholds().onto(bound) == bound
-    assert Thresholds(noise_bound="off").onto(bound) == Digits.control
-
-
-def test_a_tasks_own_bound_by_the_noise_scale_goes_with_the_method_that_measures_it() -> None:
-    bound = Thresholds(noise_bound="on").onto(Digits.control)
-    assert Thresholds(curvature="fisher").onto(bound).batch.bound_by_noise_scale
-    for method in ("ggn", "hessian"):
-        assert not Thresholds(curvature=method).onto(bound).batch.bound_by_noise_scale
-        with pytest.raises(ValueError, match="need the per-sample gradients that curvature method 'fisher' measures"):
-            Thresholds(curvature=method, noise_bound="on").onto(Digits.control)
-
-
-def test_the_tasks_own_settings_are_not_repeated() -> None:
-    words = shlex.split(command_of(BASE))
-    assert words[:5] == ["triaccel", "run", "digits", "--epochs", "12"]
-    assert not {"--lr", "--batch-size", "--noise-bound", "--seed", "--device", "--data-dir"} & set(words)
-
-
-def test_a_task_that_cannot_be_imported_here_has_all_settings() -> None:
-    words = shlex.split(command_of(replace(BASE, task="not_here.module:Mine")))
-    assert words[2] == "not_here.module:Mine"
-    assert {"--lr", "--batch-size", "--t-curv", "--noise-bound"} <= set(words)
-
-
-@pytest.mark.parametrize("optional", [(), ("alpha", "tau_curv"), ("t_ctrl", "batch_steps")])
-def test_a_search_can_be_asked_for_again(optional: tuple[str, ...]) -> None:
-    own = Digits.control
-    control = replace(own, every_steps=6, curvature=replace(own.curvature, alpha=0.5, every_steps=8))
-    base = replace(BASE, recipe=replace(BASE.recipe, lr=0.03), control=control, seed=4, trials_per_gpu=2)
-    base = replace(base, memory_headroom_bytes=1048 * 2**20)
-    asked = SearchSpec(base=base, optional=optional, objective="time", margin=0.5, num_trials=7, seed=4)
-    again: Any = tyro.cli(cli.Command, prog="triaccel", args=shlex.split(search_command_of(asked))[1:])
-    assert isinstance(again, cli.Search)
-    if "alpha" in optional:  # searched, so whatever stood there is not asked for
-        base = replace(base, control=replace(control, curvature=replace(control.curvature, alpha=0.02)))
-    if "t_ctrl" in optional:
-        base = replace(base, control=replace(control, every_steps=own.every_steps))
-    assert search_spec(again) == replace(asked, base=base)
-
-
-def test_what_a_search_is_asked_for_by_default_is_not_repeated() -> None:
-    words = shlex.split(search_command_of(SearchSpec(base=BASE)))
-    assert not {"--space", "--objective", "--margin", "--trials-per-gpu", "--also"} & set(words)
-
-
-def test_a_baseline_is_asked_for_without_thresholds() -> None:
-    spec = replace(BASE, method="amp", control=replace(BASE.control, every_steps=7))
-    assert not {"--tau-low", "--rho-high", "--t-ctrl", "--alpha"} & set(shlex.split(command_of(spec)))
-
-
-def test_a_comparison_can_be_asked_for_again() -> None:
-    control = replace(BASE.control, every_steps=6)
-    base = replace(BASE, recipe=replace(BASE.recipe, lr=0.03), control=control, purpose=Purpose.FINAL, trials_per_gpu=2)
-    precision = replace(control.precision, tau_low=1.011e-08, tau_high=0.1486)
-    base = replace(base, control=replace(control, precision=precision), memory_budget_bytes=2**30)
-    methods = ("amp", "triaccel")
-    for asked in (
-        ComparisonSpec(base=base, methods=methods, num_seeds=2, ablation=True, num_fixed=3, num_tuned=4),
-        ComparisonSpec(base=replace(BASE, purpose=Purpose.FINAL), methods=methods),
-    ):
-        words = shlex.split(comparison_command_of(asked))
-        again: Any = tyro.cli(cli.Command, prog="triaccel", args=words[1:])
-        assert isinstance(again, cli.Compare)
-        assert comparison_spec(again) == asked
+def stored(value: Any, name: str, file: str = SPEC) -> Path:
+    """A folder of the default storage that holds the spec."""
+    folder = Path("triaccel-runs", name).absolute()
+    folder.mkdir(parents=True)
+    write_value(folder / file, value)
+    return folder
 
 
 def test_options_become_a_spec(tmp_path: Path) -> None:
-    training = Training(epochs=2, lr=0.2, memory_headroom="64MiB", data_dir=tmp_path, device="cpu", batch_size=64)
-    given_ = Thresholds(tau_low=1e-9, rho_high=0.8, rho_low=0.5, t_ctrl=9, lr_rule="linear")
-    spec = spec_from("digits", training, given_, method="amp", seed=5, purpose=Purpose.FINAL)
+    words = "run digits --epochs 2 --lr 0.2 --memory-headroom 64MiB --device cpu --batch-size 64 --method amp --seed 5"
+    words += " --tau-low 1e-9 --rho-high 0.8 --rho-low 0.5 --t-ctrl 9 --lr-rule linear --final --data-dir files"
+    spec = typed(*words.split())
     assert (spec.method, spec.seed, spec.purpose, spec.device) == ("amp", 5, Purpose.FINAL, "cpu")
     assert (spec.recipe.epochs, spec.recipe.lr, spec.recipe.momentum) == (2, 0.2, Digits.recipe.momentum)
     assert (spec.memory_budget_bytes, spec.memory_headroom_bytes) == (None, 64 * 2**20)
     assert spec.control.precision == replace(Digits.control.precision, tau_low=1e-9)
     assert (spec.control.batch.rho_low, spec.control.batch.rho_high, spec.control.every_steps) == (0.5, 0.8, 9)
-    assert spec.data_dir == str(tmp_path)
+    assert (spec.data_dir, spec.keep) == (str(tmp_path / "files"), "last")
+
+
+def test_every_field_of_the_configurations_is_an_option() -> None:
+    fields = {each.path[1:] for each in RUN_SETTINGS.values() if each.path[0] == "control"}
+    assert {("every_steps",), ("precision", "beta"), ("loss_scale", "initial"), ("execution", "compile")} < fields
+    help_less = [each.name for each in RUN_SETTINGS.values() if not each.doc]
+    assert help_less == []
+    for each in RUN_SETTINGS.values():
+        value: Any = UNUSUAL
+        for name in each.path:
+            value = getattr(value, name)
+        if each.path[0] in ("control", "recipe") and value is not None:
+            option = settings_of_run(UNUSUAL)[each.name]
+            option = {True: "on", False: "off"}.get(option, option) if isinstance(option, bool) else option
+            assert each.read(option) == value
+
+
+def test_a_run_is_repeated_by_its_name() -> None:
+    folder = stored(UNUSUAL, "hunt/trials/trial-007")
+    assert to_repeat("run", folder) == "triaccel run --from hunt/trials/trial-007"
+    assert typed("run", "--from", "hunt/trials/trial-007") == UNUSUAL
+    assert typed("run", "--from", str(folder)) == UNUSUAL
+    other = typed("run", "--from", "hunt/trials/trial-007", "--seed", "4", "--memory-headroom", "64MiB", "--fuse", "on")
+    fused = replace(UNUSUAL.control, execution=ExecutionConfig(data_on="host"))
+    expected = replace(UNUSUAL, seed=4, memory_budget_bytes=None, memory_headroom_bytes=2**26, control=fused)
+    assert other == expected
+
+
+def test_what_lies_elsewhere_is_named_by_its_path(tmp_path: Path) -> None:
+    assert to_repeat("search", tmp_path / "my hunt") == f"triaccel search --from '{tmp_path}/my hunt'"
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(None, "last"), ("last", "last"), ("best", "best")])
+def test_a_repeated_run_leaves_its_weights_and_registers_none(keep: Any, kept: str) -> None:
+    stored(replace(BASE, keep=keep, register="mine", trials_per_gpu=4), "first")
+    again = typed("run", "--from", "first")
+    assert (again.keep, again.register, again.trials_per_gpu) == (kept, None, 1)
+    assert typed("run", "--from", "first", "--final").keep == "last"
+
+
+def test_a_search_and_a_comparison_are_repeated_by_their_names() -> None:
+    asked = SearchSpec(
+        base=replace(UNUSUAL, keep=None, trials_per_gpu=2, device="auto"), optional=("alpha",), margin=0.5, seed=3
+    )
+    stored(asked, "hunt", SEARCH)
+    assert typed("search", "--from", "hunt") == asked
+    again = typed(
+        "search", "--from", "hunt", "--trials", "3", "--also", "t_ctrl", "--seed", "5", "--trials-per-gpu", "1"
+    )
+    base = replace(asked.base, seed=5, trials_per_gpu=1)
+    assert again == replace(asked, base=base, num_trials=3, optional=("t_ctrl",), seed=5)
+    compared = ComparisonSpec(base=replace(UNUSUAL, keep=None, purpose=Purpose.FINAL), methods=("amp",), num_fixed=3)
+    stored(compared, "table", COMPARISON)
+    assert typed("compare", "--from", "table") == compared
+    assert typed("compare", "--from", "table", "--ablation", "--seeds", "1") == replace(
+        compared, ablation=True, num_seeds=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("run", r"TASK, --from = \(None, None\): give either: `triaccel run TASK`, or `triaccel run --from NAME`"),
+        ("run digits --from first", r"TASK, --from = \('digits', 'first'\): give either"),
+        ("run --from nobody", "name = 'nobody': there is no folder"),
+        ("run --from hunt", "name = 'hunt': holds many runs; name one of them, such as hunt/trials/t"),
+        ("search --from first", "holds no search"),
+        ("compare --from first", "holds no comparison"),
+    ],
+)
+def test_there_is_one_thing_to_begin_with(words: str, message: str) -> None:
+    stored(BASE, "first")
+    stored(SearchSpec(base=BASE), "hunt", SEARCH)
+    (stored(BASE, "hunt/trials/t") / "events.jsonl").touch()
+    with pytest.raises(ValueError, match=message):
+        typed(*words.split())
+
+
+def test_a_file_of_settings_is_the_run_again() -> None:
+    Path("mine.toml").write_text(settings_text(UNUSUAL))
+    assert typed("run", "--config", "mine.toml") == UNUSUAL
+    other = typed("run", "--config", "mine.toml", "--lr", "0.5", "--tau-curv", "3")
+    assert (other.recipe.lr, other.control.curvature.tau_curv) == (0.5, 3.0)
+    assert other.recipe == replace(UNUSUAL.recipe, lr=0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epochs = 'many'", "epochs = 'many': must be an integer"),
+        ("epochs = 0", r"epochs = 0: must be an integer in \[1, 1000000\]"),
+        ("epoch = 3", "option = 'epoch': no such option of this command in bad.toml"),
+        ("config = 'x.toml'", "option = 'config': no such option"),
+        ("epochs = ", "config = 'bad.toml': is no TOML file"),
+        ("task = 'digit'", "task = 'digit': no such task, did you mean digits"),
+        ("fuse = 'maybe'", "fuse = 'maybe': must be one of on, off"),
+        ("initial-layers = ['conv1']", "initial_layers"),
+    ],
+)
+def test_a_file_that_breaks_a_rule_is_refused(text: str, message: str) -> None:
+    Path("bad.toml").write_text(text)
+    words = ["run", "--config", "bad.toml"] if text.startswith("task") else ["run", "digits", "--config", "bad.toml"]
+    with pytest.raises(ValueError, match=message):
+        typed(*words)
+
+
+def test_a_file_may_hold_what_belongs_to_a_search() -> None:
+    Path("hunt.toml").write_text("task = 'digits'\ntrials = 3\nalso = ['alpha']\nnoise-bound = true\nname = 'hunt'")
+    spec = typed("search", "--config", "hunt.toml")
+    assert (spec.num_trials, spec.optional, spec.base.control.batch.bound_by_noise_scale) == (3, ("alpha",), True)
+    assert complete(parse(["search", "--config", "hunt.toml", "--name", "other"])).name == "other"
+
+
+def test_a_bound_by_the_noise_scale_is_switched_both_ways() -> None:
+    def bound(*words: str, control: ControlConfig = Digits.control) -> ControlConfig:
+        command: Any = parse(["replay", "x", *words])
+        return replayed_control(command, control)
+
+    on = bound("--noise-bound", "on")
+    assert on == replace(Digits.control, batch=replace(Digits.control.batch, bound_by_noise_scale=True))
+    assert bound(control=on) == on
+    assert bound("--noise-bound", "off", control=on) == Digits.control
+
+
+def test_a_tasks_own_bound_by_the_noise_scale_goes_with_the_method_that_measures_it() -> None:
+    stored(replace(BASE, control=replace(BASE.control, batch=BatchConfig(bound_by_noise_scale=True))), "bound")
+    words = ("run", "--from", "bound", "--curvature")
+    assert typed(*words, "fisher").control.batch.bound_by_noise_scale
+    for method in ("ggn", "hessian"):
+        assert not typed(*words, method).control.batch.bound_by_noise_scale
+        with pytest.raises(ValueError, match="need the per-sample gradients that curvature method 'fisher' measures"):
+            typed(*words, method, "--noise-bound", "on")
 
 
 @given(batch_size=st.integers(1, 2000))
 def test_any_starting_batch_size_has_a_ladder(batch_size: int) -> None:
-    batch = Thresholds().onto(Digits.control, batch_size=batch_size).batch
+    batch = with_options(BASE, {("control", "batch", "start"): batch_size}).control.batch
     assert 1 <= batch.minimum <= batch.start == batch_size <= batch.maximum
     assert (batch.start - batch.minimum) % batch.granularity == 0
 
 
 @pytest.mark.parametrize(
-    ("training", "given_", "message"),
+    ("words", "message"),
     [
-        (Training(batch_size=0), Thresholds(), "batch start = 0"),
-        (Training(batch_size=-32), Thresholds(), "batch start = -32"),
-        (Training(memory_budget="much"), Thresholds(), "amount of memory = 'much'"),
-        (Training(memory_budget="1GiB", memory_headroom="1GiB"), Thresholds(), "give a budget or a headroom"),
-        (Training(), Thresholds(tau_low=1.0), "tau_low, tau_high"),
-        (Training(), Thresholds(step_up=5), "batch step_up = 5"),
+        ("--batch-size 0", r"start \(batch_size\) = 0"),
+        ("--batch-size -32", r"start \(batch_size\) = -32"),
+        ("--memory-budget much", "amount of memory = 'much'"),
+        ("--memory-budget 1GiB --memory-headroom 1GiB", "give a budget or a headroom"),
+        ("--tau-low 1.0 --tau-high 0.5", "tau_low, tau_high"),
+        ("--step-up 5", "step_up = 5"),
+        ("--loss-scale 0.5", r"initial \(loss_scale\) = 0.5: must lie in \[1, 16777216\]"),
+        ("--initial-layers conv1=fp8", "initial_layers.conv1 = 'fp8'"),
     ],
 )
-def test_options_that_break_a_rule_are_refused(training: Training, given_: Thresholds, message: str) -> None:
+def test_options_that_break_a_rule_are_refused(words: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        spec_from("digits", training, given_, method="triaccel", seed=0)
+        typed("run", "digits", *words.split())
+
+
+def test_what_a_search_looks_for_cannot_be_given_too() -> None:
+    with pytest.raises(ValueError, match=r"--alpha = 0\.5: a search finds this one itself"):
+        typed("search", "digits", "--also", "alpha", "--alpha", "0.5")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from triaccel_ray.service import cli
+from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.runs.record import read_run
 
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
@@ -35,7 +35,7 @@ def typed(command: str, address: str) -> int:
     words += ["--address", address] if words[0] in JOINS_RAY else []
     words += ["--device", "cpu"] if words[0] in TRAINS else []
     with pytest.raises(SystemExit) as ended:
-        cli.main(words)
+        main(words)
     assert isinstance(ended.value.code, int)
     return ended.value.code
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from triaccel_ray.service.endings import nothing_begun
 
 with nothing_begun():  # before anything that takes long to import
-    from triaccel_ray.service.cli import main
+    from triaccel_ray.service.cli.main import main
 
 if __name__ == "__main__":
     main()

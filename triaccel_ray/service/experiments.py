@@ -16,7 +16,9 @@ import ray
 
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.records.events import End, EventLog, Start, TakenOverError
-from triaccel_ray.service import cli
+from triaccel_ray.service.cli.options import Where, settings_text
+from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search
+from triaccel_ray.service.cli.translation import comparison_of, run_of, search_of
 from triaccel_ray.service.clusters.cluster import (
     cluster,
     display_address,
@@ -34,7 +36,6 @@ from triaccel_ray.service.failures import RunFailedError, cause_of, needing_room
 from triaccel_ray.service.hand_over import hand_over
 from triaccel_ray.service.locating import find, storage_of
 from triaccel_ray.service.next_steps import ONCE_IT_IS_BACK, resumable, resume_words, say_how_it_ended
-from triaccel_ray.service.options import Where
 from triaccel_ray.service.progress import RunProgress, TrialProgress
 from triaccel_ray.service.recorded import experiment_of, in_its_store, search_parent
 from triaccel_ray.service.reports.comparison_view import view_comparison
@@ -46,6 +47,7 @@ from triaccel_ray.service.runs.record import RunRecord, has_begun, read_if_begun
 from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
 from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.searches.finding import found_in, write_found
 from triaccel_ray.service.searches.search import (
     SEARCH,
     TRIALS,
@@ -57,14 +59,12 @@ from triaccel_ray.service.searches.search import (
 )
 from triaccel_ray.service.searches.spec import SearchSpec
 from triaccel_ray.service.session import new_name, open_tracker, recording, require_experiment
-from triaccel_ray.service.storage.layout import ERROR, EVENTS
+from triaccel_ray.service.storage.layout import ERROR, EVENTS, SETTINGS, write_atomically
 from triaccel_ray.service.storage.mirror import push_commands, require_unused
 from triaccel_ray.service.storage.mirroring import mirrored
 from triaccel_ray.service.storage.place import Place
 from triaccel_ray.service.tracking.shipper import Parent
 from triaccel_ray.service.tracking.tracking import Tracker
-from triaccel_ray.service.translation import comparison_spec, search_spec, spec_from
-from triaccel_ray.trainables.task import Purpose
 
 MISTAKES = ("bug", "preempted", "store")
 """Causes of failures that have nothing to do with what was tried."""
@@ -117,31 +117,25 @@ def carry_out(command: Any, show: Callable[[View], None] = ignore) -> Outcome:
 
 
 @carry_out.register
-def _(command: cli.Run, show: Callable[[View], None] = ignore) -> Outcome:
-    spec = spec_from(
-        command.task,
-        command.training,
-        command.thresholds,
-        method=command.method,
-        seed=command.seed,
-        purpose=Purpose.FINAL if command.final else Purpose.SEARCH,
-    )
-    spec = replace(spec, keep=command.keep, register=command.register)
-    return _train(spec, _context(command, command.method, show))
+def _(command: Run, show: Callable[[View], None] = ignore) -> Outcome:
+    spec = run_of(command)
+    return _train(spec, _context(command, spec.task, spec.method, show))
 
 
 @carry_out.register
-def _(command: cli.Search, show: Callable[[View], None] = ignore) -> Outcome:
-    return _search(search_spec(command), _context(command, command.space, show))
+def _(command: Search, show: Callable[[View], None] = ignore) -> Outcome:
+    spec = search_of(command)
+    return _search(spec, _context(command, spec.base.task, spec.space, show))
 
 
 @carry_out.register
-def _(command: cli.Compare, show: Callable[[View], None] = ignore) -> Outcome:
-    return _compare(comparison_spec(command), _context(command, "comparison", show))
+def _(command: Compare, show: Callable[[View], None] = ignore) -> Outcome:
+    spec = comparison_of(command)
+    return _compare(spec, _context(command, spec.base.task, "comparison", show))
 
 
 @carry_out.register
-def _(command: cli.Resume, show: Callable[[View], None] = ignore) -> Outcome:
+def _(command: Resume, show: Callable[[View], None] = ignore) -> Outcome:
     place = find(command.name, command.where, writable=True)
     folder, where = place.folder, in_its_store(place.folder, _joined(command.where))
     context = Context(place=place, where=where, experiment=command.experiment, resume=True, show=show)
@@ -152,9 +146,9 @@ def _(command: cli.Resume, show: Callable[[View], None] = ignore) -> Outcome:
     return _train(read_spec(folder), context)
 
 
-def _context(command: cli.Run | cli.Search | cli.Compare, kind: str, show: Callable[[View], None]) -> Context:
+def _context(command: Run | Search | Compare, task: str, kind: str, show: Callable[[View], None]) -> Context:
     """Returns the context of something new; without a name it gets one of task, `kind` and time."""
-    place = storage_of(command.where) / new_name(command.name, command.task, kind)
+    place = storage_of(command.where) / new_name(command.name, task, kind)
     return Context(place=place, where=_joined(command.where), experiment=command.experiment, show=show)
 
 
@@ -182,7 +176,7 @@ def _prepare(spec: RunSpec, context: Context, usual: str) -> tuple[Tracker, str,
 
 def _train(spec: RunSpec, context: Context) -> Outcome:
     place, where, folder = context.place, context.where, context.place.folder
-    tracker, experiment, words = _prepare(spec, context, cli.Run.experiment)
+    tracker, experiment, words = _prepare(spec, context, Run.experiment)
     before = read_if_begun(folder) if context.resume else None
     if before is not None and before.has_outcome:
         say_how_it_ended(before)
@@ -205,6 +199,8 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
     if isinstance(outcome, Exception):  # or input that only the actor could judge
         raise outcome
     run = read_run(folder)
+    with needing_room(folder):
+        write_atomically(folder / SETTINGS, settings_text(spec))
     view = view_run(run)
     context.show(view)
     push_commands(place)
@@ -214,7 +210,7 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
 
 def _search(spec: SearchSpec, context: Context) -> Outcome:
     place, where, folder = context.place, context.where, context.place.folder
-    tracker, experiment, words = _prepare(spec.base, context, cli.Search.experiment)
+    tracker, experiment, words = _prepare(spec.base, context, Search.experiment)
     if not context.resume:
         begin_search(spec, folder)
     parent = search_parent(spec, folder)
@@ -230,6 +226,8 @@ def _search(spec: SearchSpec, context: Context) -> Outcome:
                     spec, prepared, place, num_gpus=num_gpus, resume=context.resume, shared=shared, claim=log.claim
                 )
         record = read_search(folder)
+        if (found := found_in(record)) is not None:
+            write_found(found, folder)
         view = view_search(record)
         context.show(view)
         mistakes = [run for run in record.trials if run.end is not None and run.end.cause in MISTAKES]
@@ -258,7 +256,7 @@ def _said(run: RunRecord) -> str:
 
 def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
     place, where, folder = context.place, context.where, context.place.folder
-    tracker, experiment, words = _prepare(spec.base, context, cli.Compare.experiment)
+    tracker, experiment, words = _prepare(spec.base, context, Compare.experiment)
     if not context.resume:
         begin_comparison(spec, folder)
     info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}

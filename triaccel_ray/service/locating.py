@@ -7,8 +7,8 @@ from pathlib import Path
 
 from triaccel_ray.config import require
 from triaccel_ray.records.events import LogError
+from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.comparisons.comparison import COMPARISON
-from triaccel_ray.service.options import Where
 from triaccel_ray.service.searches.search import SEARCH
 from triaccel_ray.service.session import checked_name, is_inside, links_out_of, require_storage, tracking_uri_of
 from triaccel_ray.service.storage.layout import EVENTS, SPEC
@@ -66,6 +66,20 @@ def find(name: str, where: Where, *, writable: bool = False) -> Place:
         require(is_inside(place.folder, storage.folder), "name", name, rule)
     _require_no_link_out_of(place.folder)
     return place
+
+
+def find_run(name: str, where: Where) -> Path:
+    """Returns the folder of the single run that `name` means.
+
+    Raises:
+        ValueError: as `find`; or it is a search or comparison, and the message names a run in it.
+    """
+    folder = find(name, where).folder
+    if (folder / SEARCH).exists() or (folder / COMPARISON).exists():
+        logs = sorted(folder.glob(f"*/**/{EVENTS}"))
+        names = ", ".join(str(path.parent.relative_to(folder.parent)) for path in logs[:3])
+        raise LogError(f"name = {name!r}: holds many runs; name one of them, such as {names or 'none yet'}")
+    return folder
 
 
 def _require_no_link_out_of(folder: Path) -> None:

@@ -6,11 +6,11 @@ import contextlib
 import shlex
 from collections.abc import Iterator
 
+from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.clusters.cluster import display_address
 from triaccel_ray.service.clusters.head_watch import HeadLostError
 from triaccel_ray.service.comparisons.comparison import COMPARISON
 from triaccel_ray.service.console import err, out
-from triaccel_ray.service.options import Where
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.searches.search import SEARCH
 from triaccel_ray.service.session import tracking_uri_of

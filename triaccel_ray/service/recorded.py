@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from triaccel_ray.config import require
+from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.console import err
-from triaccel_ray.service.options import Where
 from triaccel_ray.service.searches.search import JOURNAL, best_trial, read_search
 from triaccel_ray.service.searches.spec import SearchSpec
 from triaccel_ray.service.searches.suggestions import ended_trials

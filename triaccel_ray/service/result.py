@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.service.options import DEFAULT_STORAGE, Where
+from triaccel_ray.service.cli.options import DEFAULT_STORAGE, Where
 from triaccel_ray.service.storage.place import Place
 
 if TYPE_CHECKING:

@@ -40,10 +40,6 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_exactly(num_bytes: int) -> str:
-    """Returns `num_bytes` for a command: in the largest binary unit in which four digits are exact.
-
-    Where they are so in none, the largest that leaves at least one whole, to four digits.
-    """
-    amounts = [(num_bytes / factor, unit) for unit, factor in _BINARY if num_bytes >= factor]
-    texts = [f"{amount:.4g}{unit}" for amount, unit in amounts if amount < 9999.5]
-    return next((text for text in texts if parse_bytes(text) == num_bytes), [*texts, f"{amounts[0][0]:.0f}GiB"][0])
+    """Returns `num_bytes` for an option: in the largest binary unit of which it is a whole number."""
+    unit, factor = next(pair for pair in _BINARY if num_bytes % pair[1] == 0)
+    return f"{num_bytes // factor}{unit}"

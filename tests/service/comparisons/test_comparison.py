@@ -120,9 +120,9 @@ def test_the_two_tables(settings: dict[str, Any], table_1: tuple[str, ...], tabl
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_seeds": 0}, "seeds = 0: must be an integer >= 1"),
-        ({"num_fixed": -1}, "fixed = -1: must be an integer >= 0"),
-        ({"num_tuned": -1}, "tune-baselines = -1: must be an integer >= 0"),
+        ({"num_seeds": 0}, "num_seeds (seeds) = 0: must be an integer in [1, 1000]"),
+        ({"num_fixed": -1}, "num_fixed (fixed) = -1: must be an integer >= 0"),
+        ({"num_tuned": -1}, "num_tuned (tune_baselines) = -1: must be an integer >= 0"),
         ({"methods": ()}, "methods = '': must be one or more"),
         ({"methods": ("amp", "amp")}, "methods = 'amp,amp': must be one or more, each once"),
         ({"methods": ("sgd",)}, "method = 'sgd': must be one of fp32, amp"),
@@ -314,13 +314,14 @@ def test_a_comparison_is_written_as_markdown_and_as_a_page(tmp_path: Path, capsy
         assert title in said
         assert title in markdown
         assert title in page
-    assert "--method fixed" in said
-    assert "--precision fp32 --batch-size 64" in page
+    command = f"triaccel run --from {tmp_path}/fixed-seed0"
+    assert command in said
+    assert command in page
     assert page.count("data:image/png;base64") == 3
     assert "on the way there is the training loss alone" in page
     assert "amp-seed1 failed (out_of_memory) after epoch 2: not even one sample fits" in said
     assert "<td>not even one sample fits</td>" in page
-    assert "triaccel compare cifar10-resnet18" in page
+    assert f"triaccel compare --from {tmp_path}" in page
     for name in ("fp32-seed0", "triaccel-seed2"):
         assert f"{name} is missing: it was asked for and has not begun" in said
         assert f"<td>{name}</td>" in page

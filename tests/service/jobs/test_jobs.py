@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from triaccel_ray.service import cli
+from triaccel_ray.service.cli.main import main
+from triaccel_ray.service.cli.parsing import parse
 from triaccel_ray.service.jobs.jobs import LARGEST_FILE_BYTES, Job, Submission, jobs_grid, submission
 
 SECRETS = {
@@ -64,7 +65,7 @@ def test_a_job_does_what_was_typed_with_nothing_in_its_own_folder(tmp_path: Path
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     words = entry(submitted(tmp_path, typed, name="j"))
     assert words == [*shlex.split(becomes.format(here=tmp_path)), "--address", "auto"]
-    assert cli.parse(words)
+    assert parse(words)
 
 
 def test_names_are_readable_and_a_stopped_job_can_be_resumed(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_no_secret_of_the_environment_travels(tmp_path: Path, monkeypatch: pytes
         ("run digits --address 10.0.0.1:6379", ("address = '10.0.0.1:6379'", "before the --")),
         ("run digits --name a/b", ("name = 'a/b'", "must begin with a letter or digit")),
         ("run digits --epochs 0", ("epochs = 0: must be",)),
-        ("search digits --trials 0", ("trials = 0: must be",)),
+        ("search digits --trials 0", ("(trials) = 0: must be",)),
         ("search digits --also alpha --alpha 1", ("--alpha = 1.0", "a search finds this one itself")),
         ("compare digits --methods typo", ("method = 'typo': must be one of",)),
         ("compare digits --experiment ''", ("experiment = ''", "must name an MLflow experiment")),
@@ -177,7 +178,7 @@ def another_server(status: int, body: bytes) -> Iterator[str]:
 def typed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     """Exit status, standard output and standard error of a command."""
     with pytest.raises(SystemExit) as ended:
-        cli.main(words)
+        main(words)
     said = capsys.readouterr()
     assert isinstance(ended.value.code, int)
     assert "Traceback" not in said.err

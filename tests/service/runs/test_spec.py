@@ -100,8 +100,8 @@ def test_the_initial_precision_of_low_methods_is_the_users() -> None:
         ({"seed": 2**31}, "seed = 2147483648: must"),
         ({"seed": math.nan}, "seed = nan: must"),
         ({"device": "tpu"}, "device = 'tpu': must be one of auto, cpu, cuda"),
-        ({"memory_budget_bytes": 0}, "memory budget (bytes) = 0: must"),
-        ({"memory_budget_bytes": -5}, "memory budget (bytes) = -5: must"),
+        ({"memory_budget_bytes": 0}, "memory_budget_bytes (memory_budget) = 0: must"),
+        ({"memory_budget_bytes": -5}, "memory_budget_bytes (memory_budget) = -5: must"),
         ({"keep": "best", "purpose": Purpose.FINAL}, "keep = 'best': a final run has no validation samples to choose"),
         *(
             ({"register": name}, f"register = {name!r}: must name a model in 1 to 200 printable characters")

@@ -16,7 +16,7 @@ from tests.service.stores import runs
 from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.events import End
-from triaccel_ray.service import cli
+from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.comparisons.comparison import Comparison
 from triaccel_ray.service.comparisons.spec import ComparisonSpec
 from triaccel_ray.service.runs.record import read_run
@@ -68,7 +68,7 @@ def test_a_run_that_diverged_is_not_trained_again(tmp_path: Path, capsys: pytest
     (run.folder / SPEC).write_text(json.dumps(encode(FINAL_SPEC)))
     before = run.path.read_bytes()
     with pytest.raises(SystemExit) as ended:
-        cli.main(["resume", "wild", "--storage-path", str(tmp_path)])
+        main(["resume", "wild", "--storage-path", str(tmp_path)])
     said = " ".join(capsys.readouterr().err.split())
     assert ended.value.code == 1
     assert "wild failed (non_finite): the training loss of epoch 2 is nan" in said

@@ -10,7 +10,7 @@ import pytest
 
 from tests.service.own_task import MODULE
 from tests.service.stores import runs
-from triaccel_ray.service import cli
+from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.searches.search import best_trial, ranked, read_search
 from triaccel_ray.service.tracking.tracking import Tracker
@@ -45,7 +45,7 @@ def test_a_search_finds_little_of_what_is_minimised(
     words = ("--trials", "2", "--epochs", "2", "--name", "hunt", "--margin", "100", "--objective", "metric")
     where = ("--device", "cpu", "--data-dir", str(texts), "--storage-path", str(storage), "--address", cluster_address)
     with pytest.raises(SystemExit) as ended:
-        cli.main(["search", f"{name}:Text", *words, *where])
+        main(["search", f"{name}:Text", *words, *where])
     assert ended.value.code == 0
     said = capsys.readouterr().out
     assert "accuracy" not in said

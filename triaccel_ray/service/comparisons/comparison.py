@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from triaccel_ray.records.events import LogError
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.comparisons.fixed import FixedSetting
 from triaccel_ray.service.comparisons.spec import ComparisonSpec
@@ -148,6 +149,8 @@ def read_comparison(folder: Path) -> Comparison:
     Raises:
         LogError: the folder holds none, or its files are damaged.
     """
+    if not (folder / COMPARISON).exists():
+        raise LogError(f"folder {folder} holds no comparison ({COMPARISON} is missing)")
     spec = read_value(ComparisonSpec, folder / COMPARISON, _WAY_OUT)
     choices = read_choices(folder) if spec.needs_trials else Choices()
     names = [f"{method}-seed{seed}" for seed in range(spec.num_seeds) for method in spec.all_methods]

@@ -12,13 +12,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from triaccel_ray.config import require
-from triaccel_ray.service import cli
-from triaccel_ray.service.options import Where
+from triaccel_ray.service.cli.options import Where
+from triaccel_ray.service.cli.parsing import complete, parse
+from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search
+from triaccel_ray.service.cli.translation import comparison_of, run_of, search_of
 from triaccel_ray.service.reports.tables import Grid
 from triaccel_ray.service.session import checked_name, new_name, require_experiment, tracking_uri_of
 from triaccel_ray.service.storage.place import Place
 from triaccel_ray.service.tracking.tracking import TrackingUnavailableError, without_credentials
-from triaccel_ray.service.translation import comparison_spec, search_spec, spec_from
 from triaccel_ray.service.units import format_bytes
 
 COMMANDS = ("run", "search", "compare", "resume")
@@ -75,29 +76,29 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
     """
     rule = f"after -- comes one of {', '.join(COMMANDS)}, as in `triaccel submit -- search digits --trials 8`"
     require(bool(words) and words[0] in COMMANDS, "command", " ".join(words[:1]), rule)
-    command = cli.parse(words)
-    assert isinstance(command, cli.Run | cli.Search | cli.Compare | cli.Resume)
+    command = complete(parse(words))
+    assert isinstance(command, Run | Search | Compare | Resume)
     rule = "a job works on the cluster that runs it; name the cluster before the --"
     require(command.where.address in (None, "auto"), "address", command.where.address, rule)
     rule = "is no folder of a project, and would travel whole; change into the project's folder"
     require(folder not in (Path.home(), Path(folder.anchor)), "working directory", str(folder), rule)
     storage = _storage(command.where.storage_path, folder)
-    if not isinstance(command, cli.Resume):  # which finds the tracking store that was named then
+    if not isinstance(command, Resume):  # which finds the tracking store that was named then
         tracking_uri_of(storage, command.where.tracking_uri)
     tracking = _tracking_words(command.where, folder)
     notes = list(_place_notes(command.where, storage))
     kept = _without(words, "storage-path", "tracking-uri", "address")
-    if isinstance(command, cli.Resume):
+    if isinstance(command, Resume):
         target = _absolute_name(command.name, folder)
         kept = [target if word == command.name else word for word in kept]
         subject, data_dir = Path(command.name).name, None
         job = checked_name(name) if name is not None else new_name(None, "resume", subject)
     else:
         _require_sound(command)
-        subject = command.task
+        subject = command.task or Path(command.source.from_ or "").name
         job = new_name(name or command.name, words[0], subject)
         target = job if command.name is None else checked_name(command.name)
-        data_dir = command.training.data_dir
+        data_dir = vars(command.training)["data_dir"]
         kept = [*_without(kept, "name", "data-dir"), "--name", target]
         if data_dir is not None:
             data_dir = folder / data_dir.expanduser()
@@ -154,15 +155,15 @@ def jobs_grid(jobs: Sequence[Job], *, now_ms: int) -> Grid:
     return Grid(header=("job", "what", "status", "started", "duration"), rows=rows)
 
 
-def _require_sound(command: cli.Run | cli.Search | cli.Compare) -> None:
+def _require_sound(command: Run | Search | Compare) -> None:
     """Raises here and now what is wrong with the options, not after a wait in the job's log."""
     require_experiment(command.experiment)
-    if isinstance(command, cli.Search):
-        search_spec(command)
-    elif isinstance(command, cli.Compare):
-        comparison_spec(command)
+    if isinstance(command, Search):
+        search_of(command)
+    elif isinstance(command, Compare):
+        comparison_of(command)
     else:
-        spec_from(command.task, command.training, command.thresholds, method=command.method, seed=command.seed)
+        run_of(command)
 
 
 def _storage(given: Place, folder: Path) -> Place:

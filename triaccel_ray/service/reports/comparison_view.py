@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from triaccel_ray.service.cli.options import to_repeat
 from triaccel_ray.service.comparisons.comparison import Choices, Comparison, final_runs
 from triaccel_ray.service.comparisons.spec import ABLATION
 from triaccel_ray.service.reports.comparison_figures import save_comparison_figures
@@ -26,7 +27,6 @@ from triaccel_ray.service.reports.tables import Grid
 from triaccel_ray.service.reports.view import View
 from triaccel_ray.service.runs.methods import FIXED, METHODS
 from triaccel_ray.service.storage.layout import FIGURES
-from triaccel_ray.service.translation import command_of, comparison_command_of
 from triaccel_ray.trainables.task import Purpose
 
 COMPARISON_MARKDOWN = "comparison.md"
@@ -65,7 +65,7 @@ def _sections(record: Comparison, tables: Mapping[str, Grid], unwell: Sequence[S
     subtitle = "; ".join(filter(None, (f"{spec.base.task}, {spec.num_seeds} seeds", sharing_note(spec.base))))
     pictures = save_comparison_figures(results, folder / FIGURES, about=subtitle)
     facts = {"what": f"comparison of {', '.join(map(label, spec.all_methods))}", "seeds": f"0 to {spec.num_seeds - 1}"}
-    sections = about(spec.base, list(record.runs.values()), facts, comparison_command_of(spec))
+    sections = about(spec.base, list(record.runs.values()), facts, to_repeat("compare", folder))
     sections += unwell
     sections += [
         Section(title=title, header=grid.header, rows=_filled(grid.rows), text=grid.note)
@@ -134,4 +134,4 @@ def _command_of_best_fixed(record: Comparison) -> str:
     """Returns the command that trains with the best fixed setting; empty where there is none yet."""
     if record.choices is None or record.choices.fixed is None:
         return ""
-    return command_of(record.choices.onto(record.spec.base, FIXED))
+    return to_repeat("run", record.folder / f"{FIXED}-seed0")

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from triaccel_ray.records.goal import Goal
+from triaccel_ray.service.cli.options import to_repeat
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import RunRecord
+from triaccel_ray.service.searches.dimensions import dimensions
 from triaccel_ray.service.searches.search import SearchRecord, best_trial
-from triaccel_ray.service.translation import command_of
 
 _Says: TypeAlias = tuple[str, Callable[[Figures, Goal], str]]
 _SCORE: Final[_Says] = ("scores", lambda figures, goal: f"{figures.score:.4g}")
@@ -68,8 +69,11 @@ def recommendation(record: SearchRecord) -> Recommendation:
     figure = say(best.figures, goal)
     if better is None or better.figures is None:
         beside = f" ({', '.join(others)})" if others else ""
-        sentence = f"The best trial, {best.name}, {verb} {figure}{beside}. To train with its thresholds:"
-        return Recommendation(sentence=sentence, command=command_of(best.spec), best=best)
+        values = ", ".join(
+            f"{each.name} {each.text(each.value(best.spec.control))}" for each in dimensions(record.spec.optional)
+        )
+        sentence = f"The best trial, {best.name}, {verb} {figure}{beside}. To train with its thresholds ({values}):"
+        return Recommendation(sentence=sentence, command=to_repeat("run", best.folder), best=best)
     name = better.spec.method.upper()
     little_is_better = objective.name in ("time", "memory") or (_SAYS[objective.name] is _METRIC and not goal.maximize)
     relation = "above" if little_is_better else "below"
@@ -77,7 +81,7 @@ def recommendation(record: SearchRecord) -> Recommendation:
         f"The best trial, {best.name}, {verb} {figure}, {relation} {name}'s {say(better.figures, goal)}: on this task "
         f"and hardware train with {name}."
     )
-    return Recommendation(sentence=sentence, command=command_of(better.spec), best=best, beaten_by=name)
+    return Recommendation(sentence=sentence, command=to_repeat("run", better.folder), best=best, beaten_by=name)
 
 
 def _why_none(record: SearchRecord) -> str:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from triaccel_ray.records.codec import encode
+from triaccel_ray.service.cli.options import settings_text, to_repeat
 from triaccel_ray.service.reports.notes import run_notes
 from triaccel_ray.service.reports.provenance import about, troubles
 from triaccel_ray.service.reports.report import REPORT, Section, write_page
 from triaccel_ray.service.reports.tables import result_grid, run_grid
 from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.runs.record import OWN_CODE, RunRecord
-from triaccel_ray.service.translation import command_of
-from triaccel_ray.trainables.task import Purpose
 
 
 def write_run_page(run: RunRecord, pictures: Sequence[Path]) -> Path:
@@ -29,7 +26,7 @@ def write_run_page(run: RunRecord, pictures: Sequence[Path]) -> Path:
     sections.append(Section(title="What the loop did", text="\n".join(run_notes(run)), pictures=pictures))
     grid = run_grid(run)
     sections.append(Section(title="Epochs", header=grid.header, rows=grid.rows))
-    sections.append(Section(title="All settings", command=json.dumps(encode(spec), indent=2), folded=True))
+    sections.append(Section(title="All settings", command=settings_text(spec), folded=True))
     return write_page(run.folder / REPORT, f"{run.name}: {spec.task}", sections)
 
 
@@ -37,4 +34,4 @@ def own_command(run: RunRecord) -> str:
     """Returns the command that trains the same again; empty for a run of a user's own code."""
     if run.spec.task == OWN_CODE:
         return ""
-    return command_of(run.spec) + " --final" * (run.spec.purpose is Purpose.FINAL)
+    return to_repeat("run", run.folder)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from triaccel_ray.service.cli.options import to_repeat
 from triaccel_ray.service.comparisons.comparison import COMPARISON, read_comparison
 from triaccel_ray.service.console import err
 from triaccel_ray.service.failures import StoreError
@@ -25,13 +26,12 @@ from triaccel_ray.service.reports.tables import STAR, Grid, result_grid, run_gri
 from triaccel_ray.service.reports.view import View
 from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.runs.record import RunRecord, read_run
-from triaccel_ray.service.searches.finding import found_in, write_found
+from triaccel_ray.service.searches.finding import FOUND, found_in
 from triaccel_ray.service.searches.search import SEARCH, SearchRecord, ranked, read_search
 from triaccel_ray.service.searches.suggestions import trial_name
 from triaccel_ray.service.storage.layout import EVENTS, FIGURES
 from triaccel_ray.service.storage.mirror import push_commands
 from triaccel_ray.service.storage.place import Place
-from triaccel_ray.service.translation import search_command_of
 
 
 def view_at(place: Place) -> View:
@@ -82,7 +82,7 @@ def view_search(record: SearchRecord) -> View:
     shown: list[str | Grid] = [replace(grid, title=title), f"\n{advice.sentence}"]
     shown += [advice.command] if advice.command else []
     if found is not None:
-        path = write_found(found, record.folder)
+        path = record.folder / FOUND
         shown.append(f"thresholds of the best trial, and what it takes to find them again: {path}")
     runs = {**{f"baseline {name}": run for name, run in record.baselines.items()}, **named(record.trials)}
     unwell = troubles(runs, missing_runs(record), record.damaged)
@@ -114,7 +114,9 @@ def _sections(record: SearchRecord, advice: Recommendation, grid: Grid, unwell: 
         "seed": f"{spec.base.seed}, sampler {spec.seed}",
     }
     sections = [replace(said, command=advice.command)]
-    sections += about(spec.base, [*record.baselines.values(), *record.trials], facts, search_command_of(spec))
+    sections += about(
+        spec.base, [*record.baselines.values(), *record.trials], facts, to_repeat("search", record.folder)
+    )
     sections += unwell
     if (picture := save_pareto_front(record)) is not None:
         sections.append(

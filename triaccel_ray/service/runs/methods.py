@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Final
 
-Method = Literal[
-    "triaccel", "fp32", "amp", "engine-amp", "fixed", "dynamic-batch", "dynamic-precision", "dynamic-both", "probe"
-]
 FIXED: Final = "fixed"
 """Name of the method, and of a comparison's row of the best setting."""
 PROBE: Final = "probe"

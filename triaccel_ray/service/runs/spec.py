@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from triaccel_ray.config import BatchConfig, ControlConfig, check_fields, knob, require
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
-from triaccel_ray.service.runs.methods import Method
+from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.trainables.registry import load_task
 from triaccel_ray.trainables.task import Purpose, Recipe
 
@@ -27,7 +27,7 @@ class RunSpec:
 
     task: str
     """Name of a bundled task, or `package.module:Class`."""
-    method: Method = "triaccel"
+    method: str = "triaccel"
     """How to train."""
     purpose: Purpose = Purpose.SEARCH
     """Which data exists for this run."""
@@ -52,13 +52,14 @@ class RunSpec:
     """What the task is judged by."""
     keep: Literal["last", "best"] | None = None
     """Weights that model.pt in the run's folder holds: of the last epoch, or of the one that was best on the validation
-    samples. None, as of trials and of runs that are compared: there is no model.pt."""
+    samples. Trials and runs that are compared leave none."""
     register: str | None = None
     """Register the trained model in MLflow under this name. `mlflow.pytorch.load_model("models:/NAME/1")` loads it, and
     imports the module of the task for that."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        require(self.method in METHODS, "method", self.method, f"must be one of {', '.join(METHODS)}")
         rule = "a run on the CPU has no GPU to share; leave it out, or --device cpu"
         require(self.trials_per_gpu == 1 or self.device != "cpu", "trials-per-gpu", self.trials_per_gpu, rule)
         rule = "a final run has no validation samples to choose an epoch by: leave out --final, or --keep best"

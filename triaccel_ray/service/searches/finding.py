@@ -7,10 +7,10 @@ from pathlib import Path
 
 from triaccel_ray.records.events import read_events
 from triaccel_ray.search_spaces.found import Found, Result
+from triaccel_ray.service.cli.options import to_repeat
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.searches.search import SearchRecord, best_trial
 from triaccel_ray.service.storage.layout import EVENTS, write_value
-from triaccel_ray.service.translation import search_command_of
 
 FOUND = "found.json"
 
@@ -34,7 +34,7 @@ def found_in(record: SearchRecord) -> Found | None:
     return Found(
         task=best.spec.task,
         metric=best.spec.goal.name,
-        command=search_command_of(record.spec),
+        command=to_repeat("search", record.folder),
         date=_day(best),
         hardware=info.get("hardware", "unknown"),
         versions={name: info[name] for name in ("triaccel-ray", "torch", "triton", "python") if name in info},

@@ -6,14 +6,13 @@ from functools import singledispatch
 from typing import Any
 
 from triaccel_ray.config import require
-from triaccel_ray.records.events import LogError
-from triaccel_ray.service import cli
-from triaccel_ray.service.comparisons.comparison import COMPARISON
+from triaccel_ray.service.cli import specs
+from triaccel_ray.service.cli.translation import replayed_control
 from triaccel_ray.service.console import out, rich_table
 from triaccel_ray.service.doctor import show_findings
 from triaccel_ray.service.experiments import carry_out
 from triaccel_ray.service.jobs import job_commands
-from triaccel_ray.service.locating import find
+from triaccel_ray.service.locating import find, find_run
 from triaccel_ray.service.mlflow_ui import require_store
 from triaccel_ray.service.mlflow_ui import show as show_ui
 from triaccel_ray.service.next_steps import point_to
@@ -21,9 +20,7 @@ from triaccel_ray.service.replay import reasons_grid, verdict
 from triaccel_ray.service.reports.view import show
 from triaccel_ray.service.reports.views import view_at
 from triaccel_ray.service.runs.record import read_run
-from triaccel_ray.service.searches.search import SEARCH
 from triaccel_ray.service.session import open_tracker, tracking_uri_of
-from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.trainables.registry import TASKS, load_task
 
@@ -35,7 +32,7 @@ def execute(command: Any) -> int:
 
 
 @execute.register
-def _(command: cli.Run | cli.Search | cli.Compare | cli.Resume) -> int:
+def _(command: specs.Run | specs.Search | specs.Compare | specs.Resume) -> int:
     outcome = carry_out(command, show=show)
     if outcome.view is not None:
         point_to(outcome.context.place, outcome.context.where)
@@ -43,20 +40,15 @@ def _(command: cli.Run | cli.Search | cli.Compare | cli.Resume) -> int:
 
 
 @execute.register
-def _(command: cli.Report) -> int:
+def _(command: specs.Report) -> int:
     show(view_at(find(command.name, command.where)))
     return 0
 
 
 @execute.register
-def _(command: cli.Replay) -> int:
-    folder = find(command.name, command.where).folder
-    if (folder / SEARCH).exists() or (folder / COMPARISON).exists():
-        logs = sorted(folder.glob(f"*/**/{EVENTS}"))
-        names = ", ".join(str(path.parent.relative_to(folder.parent)) for path in logs[:3])
-        raise LogError(f"name = {command.name!r}: holds many runs; name one of them, such as {names or 'none yet'}")
-    run = read_run(folder)
-    control = command.thresholds.onto(run.start.control)
+def _(command: specs.Replay) -> int:
+    run = read_run(find_run(command.name, command.where))
+    control = replayed_control(command, run.start.control)
     lines = list(verdict(run, control))
     out.print(rich_table(reasons_grid(run, most=command.reasons)))
     for line in lines:
@@ -65,7 +57,7 @@ def _(command: cli.Replay) -> int:
 
 
 @execute.register
-def _(command: cli.Ui) -> int:
+def _(command: specs.Ui) -> int:
     require(1 <= command.port <= 65535, "port", command.port, "must lie in 1 to 65535")
     storage, given = command.where.storage_path, command.where.tracking_uri
     require_store(Tracker(tracking_uri_of(storage, given), storage.folder))
@@ -73,7 +65,7 @@ def _(command: cli.Ui) -> int:
 
 
 @execute.register
-def _(command: cli.Doctor) -> int:
+def _(command: specs.Doctor) -> int:
     if command.tasks:
         for name in TASKS:
             task = load_task(name, None)
@@ -83,20 +75,20 @@ def _(command: cli.Doctor) -> int:
 
 
 @execute.register
-def _(command: cli.Submit) -> int:
+def _(command: specs.Submit) -> int:
     return job_commands.submit(command.words, name=command.name, address=command.address)
 
 
 @execute.register
-def _(command: cli.Jobs) -> int:
+def _(command: specs.Jobs) -> int:
     return job_commands.list_jobs(address=command.address)
 
 
 @execute.register
-def _(command: cli.Logs) -> int:
+def _(command: specs.Logs) -> int:
     return job_commands.show_logs(command.job, follow=command.follow, address=command.address)
 
 
 @execute.register
-def _(command: cli.Stop) -> int:
+def _(command: specs.Stop) -> int:
     return job_commands.stop(command.job, address=command.address)

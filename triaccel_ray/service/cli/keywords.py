@@ -6,14 +6,13 @@ import difflib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, TypeVar, get_type_hints
+from typing import Any, Final, Literal, TypeVar, get_type_hints
 
 import tyro
 
 from triaccel_ray.records.codec import decode
-from triaccel_ray.service.options import Size
 from triaccel_ray.service.storage.place import Place
 from triaccel_ray.trainables.registry import name_of
 
@@ -48,6 +47,8 @@ class Keyword:
             given = list(given)
         elif self.is_size and type(given) is int:
             given = f"{given}B"
+        elif self.kind == Literal["on", "off"] | None and isinstance(given, bool):
+            given = "on" if given else "off"
         value = decode(kind, given, self.name)
         return value if make is None or value is None else make(value)
 
@@ -69,8 +70,8 @@ def keywords(command: type) -> Iterator[Keyword]:
         marks = getattr(marked[each.name], "__metadata__", ())
         if tyro.conf.OmitArgPrefixes in marks:
             yield from keywords(kinds[each.name])
-        elif tyro.conf.Suppress not in marks and each.default is not MISSING:
-            is_size = marked[each.name] == Size
+        elif not {tyro.conf.Suppress, tyro.conf.Positional} & set(marks):
+            is_size = any(getattr(mark, "metavar", None) == "SIZE" for mark in marks)
             yield Keyword(name=each.name, kind=kinds[each.name], default=each.default, is_size=is_size)
 
 
@@ -90,7 +91,23 @@ def command_of(command: type[C], task: Any, options: Mapping[str, Any]) -> C:
             f"{function}() got an unexpected keyword argument {name!r}{meant} help({function}) lists all options"
         )
     values = {name: known[name].read(given) for name, given in options.items()}
-    return _filled(command, {**values, "task": name_of(task)})
+    return _filled(command, {**values, "task": None if task is None else name_of(task)})
+
+
+def merged(command: C, values: Mapping[str, Any]) -> C:
+    """Returns the command with these values where its own are the defaults."""
+    own = {
+        each.name: value for each in keywords(type(command)) if (value := _value(command, each.name)) != each.default
+    }
+    return _filled(type(command), {**values, **own})
+
+
+def _value(command: Any, name: str) -> Any:
+    """Returns the option's value, wherever its group is."""
+    if hasattr(command, name):
+        return getattr(command, name)
+    groups = (getattr(command, each.name) for each in fields(command))
+    return next(getattr(group, name) for group in groups if hasattr(group, name))
 
 
 def _filled(kind: type[C], values: Mapping[str, Any]) -> C:

@@ -1,0 +1,137 @@
+"""From the words of a command line to a command, or to the help that was asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any, Union, get_args, get_type_hints
+
+import tyro
+
+from triaccel_ray.config import require
+from triaccel_ray.service.cli.keywords import keywords, merged
+from triaccel_ray.service.cli.options import CHOICES, given
+from triaccel_ray.service.cli.specs import Command, Compare, Replay, Run, Search
+from triaccel_ray.service.tracking.tracking import without_credentials
+from triaccel_ray.trainables.registry import require_name
+
+MOST_USED: Mapping[type, str] = {
+    Run: "task from_ method name seed epochs lr batch_size memory_budget device storage_path",
+    Search: "task from_ trials objective margin name seed epochs memory_budget device storage_path",
+    Compare: "task from_ methods seeds ablation name epochs memory_budget device data_dir storage_path",
+    Replay: "name reasons tau_low tau_high rho_low rho_high tau_curv alpha storage_path",
+}
+"""Command -> what its --help shows; --help-all shows all options. The other commands have few."""
+
+
+def parse(arguments: Sequence[str] | None) -> Command:
+    """Returns the command that the arguments mean, the process's own when None.
+
+    Raises:
+        SystemExit: they mean none, or ask for help; what there is to say has been printed, without passwords.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    own = words[: words.index("--")] if "--" in words else words  # what follows is another command's
+    try:
+        if own[:1] == ["--version"]:
+            number = "(not installed)"
+            with contextlib.suppress(PackageNotFoundError):
+                number = version("triaccel-ray")
+            sys.stdout.write(f"triaccel {number}\n")
+            sys.exit(0)
+        command = [word for word in own[:1] if not word.startswith("-")]
+        if "--help-all" in own:
+            _parse(Command, [*command, "--help"])
+        if "--help" in own or "-h" in own:
+            _parse(_briefly(Command) if command else Command, [*command, "--help"])
+        shown = [without_credentials(word) for word in words]
+        if shown != words:
+            _parse(Command, shown)  # what is wrong with the words is said here, of words that hold no password
+        return _parse(Command, words)
+    except BrokenPipeError:  # `triaccel search --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush fails, too
+        sys.exit(1)
+
+
+def _parse(commands: Any, words: Sequence[str]) -> Command:
+    parsed: Command = tyro.cli(
+        commands,
+        prog="triaccel",
+        description=(
+            "An elastic experiment service on Ray.\n"
+            "`triaccel COMMAND --help` explains a command, `triaccel --version` shows the version."
+        ),
+        args=words,
+        config=(tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
+        registry=CHOICES,
+    )
+    return parsed
+
+
+def _briefly(commands: Any) -> Any:
+    """Returns the union of commands with the options that are used most; to show help, not to parse with."""
+    brief = []
+    for kind, subcommand in map(get_args, get_args(commands)):
+        names = MOST_USED.get(kind)
+        brief.append(Annotated[_only(kind, names.split()) if names else kind, subcommand])
+    return Union[tuple(brief)]  # noqa: UP007  # of a tuple
+
+
+def _only(kind: Any, names: Sequence[str]) -> Any:
+    """Returns the dataclass `kind` with all options suppressed but those of these names, in its groups as well."""
+    members: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    hints = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        group, *marks = get_args(hint) or (hint,)
+        if tyro.conf.OmitArgPrefixes in marks:
+            inner = _only(group, names)
+            hints[name] = Annotated[(inner, *marks)]
+            members[name] = field(default_factory=inner)
+        elif name not in names:
+            hints[name] = Annotated[hint, tyro.conf.Suppress]
+    if kind in MOST_USED:
+        members["__doc__"] += "\n--help-all shows all options."
+    return dataclass(frozen=True, kw_only=True)(type(kind.__name__, (kind,), {**members, "__annotations__": hints}))
+
+
+def complete(command: Any) -> Any:
+    """Returns the command with the options of its file, if all that can be seen without PyTorch is right with them.
+
+    Raises:
+        ValueError: an option breaks its rule, or there is not one thing to begin with; the message names it.
+        OSError: the file cannot be read.
+    """
+    if not isinstance(command, Run | Search | Compare):
+        return command
+    if command.source.config is not None:
+        command = _with_file(command, command.source.config)
+    named = [name for name in (command.task, command.source.from_) if name is not None]
+    word = type(command).__name__.lower()
+    rule = f"give either: `triaccel {word} TASK`, or `triaccel {word} --from NAME` to repeat what has this name"
+    require(len(named) == 1, "TASK, --from", (command.task, command.source.from_), rule)
+    if command.task is not None:
+        require_name(command.task)
+    for group in (command.main, command.training, command.thresholds):
+        given(group)
+    return command
+
+
+def _with_file(command: Any, path: Path) -> Any:
+    """Returns the command with the options of a TOML file where it has none of its own."""
+    try:
+        values = {name.replace("-", "_"): value for name, value in tomllib.loads(path.read_text()).items()}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"config = {str(path)!r}: is no TOML file: {error}") from error
+    task, known = values.pop("task", None), {each.name: each for each in keywords(type(command))}
+    rule = f"no such option of this command in {path}; `triaccel {type(command).__name__.lower()} --help-all` lists all"
+    for name in values:
+        require(name in known and name not in ("config", "from_"), "option", name, rule)
+    read = {name: known[name].read(value) for name, value in values.items()}
+    task = task if command.source.from_ is None and command.task is None else command.task
+    return merged(command, {**read, "task": task})

@@ -1,0 +1,196 @@
+"""The commands of `triaccel` and their options, as plain values; help texts are the fields' docstrings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, TypeAlias
+
+import tyro
+
+from triaccel_ray.service.cli.options import (
+    CompareOptions,
+    Flag,
+    Flat,
+    JobName,
+    JobsAddress,
+    Name,
+    NewName,
+    ReplayThresholds,
+    RunName,
+    RunOptions,
+    SearchOptions,
+    SearchThresholds,
+    Source,
+    TaskName,
+    Thresholds,
+    Training,
+    Where,
+)
+
+SUBMIT_HELP = (
+    "The command after `--`, such as `triaccel submit -- search digits --trials 8`. The working directory travels with "
+    "the job, without .git, virtual environments, caches, data, results, ignored files and files over 20 MiB. The "
+    "cluster's Python needs triaccel-ray."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Train one job on a GPU or the CPU."""
+
+    task: tyro.conf.Positional[TaskName] = None
+    """A bundled task (`triaccel doctor --tasks` lists them) or your own, as package.module:Class."""
+    source: Flat[Source] = field(default_factory=Source)
+    main: Flat[RunOptions] = field(default_factory=RunOptions)
+    final: Flag = False
+    """Train on training and validation samples, and read the test set once, at the end."""
+    name: Name = None
+    """Name of the run. Default: task, method and time."""
+    experiment: NewName = "triaccel-runs"
+    """MLflow experiment to record in."""
+    training: Flat[Training] = field(default_factory=Training)
+    thresholds: Flat[Thresholds] = field(default_factory=Thresholds)
+    where: Flat[Where] = field(default_factory=Where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Find thresholds on the validation split, against FP32 and AMP baselines."""
+
+    task: tyro.conf.Positional[TaskName] = None
+    """A bundled task (`triaccel doctor --tasks` lists them) or your own, as package.module:Class."""
+    source: Flat[Source] = field(default_factory=Source)
+    main: Flat[SearchOptions] = field(default_factory=SearchOptions)
+    name: Name = None
+    """Name of the search. Default: task, space and time."""
+    experiment: NewName = "triaccel-searches"
+    """MLflow experiment to record in."""
+    training: Flat[Training] = field(default_factory=Training)
+    thresholds: Flat[SearchThresholds] = field(default_factory=SearchThresholds)
+    where: Flat[Where] = field(default_factory=Where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Compare FP32, AMP and Tri-Accel on the test set, over several seeds."""
+
+    task: tyro.conf.Positional[TaskName] = None
+    """A bundled task (`triaccel doctor --tasks` lists them) or your own, as package.module:Class."""
+    source: Flat[Source] = field(default_factory=Source)
+    main: Flat[CompareOptions] = field(default_factory=CompareOptions)
+    ablation: Flag = False
+    """Add a table of ablations: FP32, dynamic-batch, dynamic-precision, dynamic-both, triaccel."""
+    name: Name = None
+    """Name of the comparison. Default: task and time."""
+    experiment: NewName = "triaccel-comparisons"
+    """MLflow experiment to record in."""
+    training: Flat[Training] = field(default_factory=Training)
+    thresholds: Flat[Thresholds] = field(default_factory=Thresholds)
+    where: Flat[Where] = field(default_factory=Where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Show a run, search or comparison: tables here, pictures and a page in its folder."""
+
+    name: tyro.conf.Positional[RunName]
+    """Name in the storage folder, or a folder."""
+    where: Flat[Where] = field(default_factory=Where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """Show why a run decided as it did, and what other thresholds would have changed."""
+
+    name: tyro.conf.Positional[RunName]
+    """Name in the storage folder, or a run's folder."""
+    reasons: int = 20
+    """Reasons to show at most."""
+    thresholds: Flat[ReplayThresholds] = field(default_factory=ReplayThresholds)
+    where: Flat[Where] = field(default_factory=Where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """Resume a run, search or comparison, and record what a tracking outage left behind."""
+
+    name: tyro.conf.Positional[RunName]
+    """Name in the storage folder, or a folder."""
+    experiment: Name = None
+    """MLflow experiment, if nothing is recorded yet. Default: the one it is recorded in."""
+    where: Flat[Where] = field(default_factory=Where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ui:
+    """Open the MLflow UI on the recorded runs."""
+
+    host: Annotated[str, tyro.conf.arg(metavar="ADDRESS")] = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 opens the UI to the network."""
+    port: int = 5000
+    """Port to listen on."""
+    where: Flat[Where] = field(default_factory=Where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Check that this machine is ready: versions, GPU, Triton, Ray, MLflow. Writes nothing."""
+
+    tasks: Flag = False
+    """List the bundled tasks instead."""
+    where: Flat[Where] = field(default_factory=Where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submit:
+    """Hand a run, search, comparison or resume to a cluster and go home."""
+
+    words: tyro.conf.Positional[
+        Annotated[tuple[str, ...], tyro.conf.arg(metavar="-- COMMAND ...", help=SUBMIT_HELP, help_behavior_hint="")]
+    ] = ()
+    name: Name = None
+    """Name of the job and of its result. Default: COMMAND's --name, else made of command, task and time."""
+    address: JobsAddress = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jobs:
+    """List the jobs of a cluster, newest first."""
+
+    address: JobsAddress = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logs:
+    """Show the output of a job."""
+
+    job: tyro.conf.Positional[JobName]
+    """The job's name, as `triaccel jobs` lists it."""
+    follow: Flag = False
+    """Follow until the job ends; exit with 1 unless it succeeds."""
+    address: JobsAddress = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Stop a job, as Ctrl-C would. It can be resumed."""
+
+    job: tyro.conf.Positional[JobName]
+    """The job's name, as `triaccel jobs` lists it."""
+    address: JobsAddress = None
+
+
+Command: TypeAlias = (
+    Annotated[Run, tyro.conf.subcommand("run")]
+    | Annotated[Search, tyro.conf.subcommand("search")]
+    | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Replay, tyro.conf.subcommand("replay")]
+    | Annotated[Resume, tyro.conf.subcommand("resume")]
+    | Annotated[Ui, tyro.conf.subcommand("ui")]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+    | Annotated[Submit, tyro.conf.subcommand("submit")]
+    | Annotated[Jobs, tyro.conf.subcommand("jobs")]
+    | Annotated[Logs, tyro.conf.subcommand("logs")]
+    | Annotated[Stop, tyro.conf.subcommand("stop")]
+)

@@ -1,0 +1,125 @@
+"""From a command's options to what is to be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from triaccel_ray.config import ControlConfig, require
+from triaccel_ray.service.cli.options import RUN_SETTINGS, changed, given
+from triaccel_ray.service.cli.specs import Compare, Replay, Run, Search
+from triaccel_ray.service.comparisons.comparison import read_comparison
+from triaccel_ray.service.comparisons.spec import ComparisonSpec
+from triaccel_ray.service.locating import find, find_run
+from triaccel_ray.service.runs.record import read_spec
+from triaccel_ray.service.runs.spec import RunSpec, run_spec
+from triaccel_ray.service.searches.dimensions import dimensions
+from triaccel_ray.service.searches.search import read_search
+from triaccel_ray.service.searches.spec import SearchSpec
+from triaccel_ray.trainables.task import Purpose
+
+Given = Mapping[tuple[str, ...], Any]
+"""Path of a field -> its value (`options.given`)."""
+_CONTROL = "control"
+_BATCH = (_CONTROL, "batch")
+_HEADROOM, _BUDGET = ("memory_headroom_bytes",), ("memory_budget_bytes",)
+
+
+def run_of(command: Run) -> RunSpec:
+    """Returns the run that the command asks for.
+
+    Raises:
+        ValueError: an option breaks its rule, or there is no run of this name; the message names it.
+    """
+    options = {**given(command.main), **_common(command)}
+    if command.source.from_ is None:
+        base = _of_task(command.task, options)
+    else:
+        base = replace(read_spec(find_run(command.source.from_, command.where)), trials_per_gpu=1, register=None)
+    is_final = command.final or base.purpose is Purpose.FINAL
+    options.setdefault(("keep",), "last" if is_final else base.keep or "last")
+    return with_options(base, {**options, ("purpose",): Purpose.FINAL if is_final else base.purpose})
+
+
+def search_of(command: Search) -> SearchSpec:
+    """Returns the search that the command asks for; raises as `run_of`."""
+    own, common = _split(given(command.main)), _common(command)
+    if command.source.from_ is None:
+        spec = SearchSpec(base=_of_task(command.task, common))
+    else:
+        spec = read_search(find(command.source.from_, command.where).folder).spec
+    spec = changed(spec, own[0])
+    for dimension in dimensions(spec.optional):
+        setting = RUN_SETTINGS[dimension.name]
+        rule = "a search finds this one itself; leave it out, or train with it by `triaccel run`"
+        option = f"--{setting.name.replace('_', '-')}"
+        require(setting.path not in common, option, common.get(setting.path), rule)
+    return replace(spec, base=with_options(replace(spec.base, seed=spec.seed), {**common, **own[1]}))
+
+
+def comparison_of(command: Compare) -> ComparisonSpec:
+    """Returns the comparison that the command asks for; raises as `run_of`."""
+    own, common = _split(given(command.main)), _common(command)
+    if command.source.from_ is None:
+        base = replace(_of_task(command.task, common), purpose=Purpose.FINAL)
+        spec = ComparisonSpec(base=base, ablation=command.ablation)
+    else:
+        spec = read_comparison(find(command.source.from_, command.where).folder).spec
+    spec = replace(spec, ablation=spec.ablation or command.ablation)
+    return replace(changed(spec, own[0]), base=with_options(spec.base, {**common, **own[1]}))
+
+
+def replayed_control(command: Replay, control: ControlConfig) -> ControlConfig:
+    """Returns the thresholds of a run with those that the command has in their place."""
+    return _with_control(control, {path[1:]: value for path, value in given(command.thresholds).items()})
+
+
+def with_options(spec: RunSpec, options: Given) -> RunSpec:
+    """Returns the run with the options that were given.
+
+    Raises:
+        ValueError: one breaks its rule, by itself or beside the others.
+    """
+    control = {path[1:]: value for path, value in options.items() if path[0] == _CONTROL}
+    rest = {path: value for path, value in options.items() if path[0] != _CONTROL}
+    for one, other in ((_HEADROOM, _BUDGET), (_BUDGET, _HEADROOM)):
+        if one in rest:
+            rest.setdefault(other, None)  # a limit that was given replaces one of the other kind
+    return changed(spec, {**rest, (_CONTROL,): _with_control(spec.control, control)})
+
+
+def _with_control(control: ControlConfig, options: Given) -> ControlConfig:
+    """Returns `control` with the options that were given.
+
+    A starting batch size outside the ladder, or off its rungs, moves the ladder with it. A way to measure curvature
+    that does not measure the noise scale takes a task's own bound by it away.
+    """
+    options = dict(options)
+    if options.get(("curvature", "method"), "fisher") != "fisher":
+        options.setdefault(("batch", "bound_by_noise_scale"), False)
+    size, old = options.get(("batch", "start")), control.batch
+    if size is not None:
+        step = options.get(("batch", "granularity"), old.granularity)
+        rungs_below = min((size - 1) // step, (old.start - old.minimum) // step)
+        options.setdefault(("batch", "minimum"), size - rungs_below * step)
+        options.setdefault(("batch", "maximum"), max(old.maximum, size))
+    return changed(control, options)
+
+
+def _common(command: Run | Search | Compare) -> dict[tuple[str, ...], Any]:
+    return {**given(command.training), **given(command.thresholds)}
+
+
+def _split(options: Given) -> tuple[Given, Given]:
+    """Returns what a search or comparison has as a whole, and what its runs have."""
+    of_runs: Given = {path: value for path, value in options.items() if path == ("trials_per_gpu",)}
+    return {path: value for path, value in options.items() if path not in of_runs}, of_runs
+
+
+def _of_task(task: str | None, options: Given) -> RunSpec:
+    """Returns the run as the task itself would have it; where its data files are is known to the task first."""
+    assert task is not None  # `complete` has seen to it
+    folder = options.get(("data_dir",))
+    return run_spec(task, data_dir=None if folder is None else Path(folder), recipe={})
