@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Ray, MLflow, Transformers, processes, Triton's interpreter and dense curvature in fp64 take most of the time.
-SLOW := benchmarks chaos integrations kernels measure/test_curvature.py search_spaces service test_documents.py test_library.py
+SLOW := benchmarks chaos integrations kernels measure/test_curvature.py search_spaces service test_documents.py test_examples.py test_library.py test_wheel.py
 
 .PHONY: search test test-fast test-chaos gpu lint setup clean
 

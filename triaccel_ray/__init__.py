@@ -2,115 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from triaccel_ray.apply.evaluate import Evaluation
-    from triaccel_ray.config import (
-        BatchConfig,
-        ControlConfig,
-        CurvatureConfig,
-        ExecutionConfig,
-        LossScaleConfig,
-        PrecisionConfig,
-    )
-    from triaccel_ray.control.epochs import EpochStats
-    from triaccel_ray.cuda.allocator import hold_less
-    from triaccel_ray.data.data_source import DataSource
-    from triaccel_ray.data.iterable import IterableSource
-    from triaccel_ray.data.sources import DatasetSource, TensorSource
-    from triaccel_ray.loop import ControlLoop, NonFiniteGradientsError
-    from triaccel_ray.measure.score import efficiency_score
-    from triaccel_ray.model.metrics import ACCURACY, BITS_PER_BYTE, PERPLEXITY, Metric
-    from triaccel_ray.records.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-    from triaccel_ray.records.events import EventLog, LogError, read_events
-    from triaccel_ray.records.plan import Plan, Precision
-    from triaccel_ray.service.api import compare, run, search
-    from triaccel_ray.service.failures import RunFailedError
-    from triaccel_ray.service.result import Report
-    from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
-
-__all__ = [
-    "ACCURACY",
-    "BITS_PER_BYTE",
-    "PERPLEXITY",
-    "BatchConfig",
-    "CheckpointError",
-    "ControlConfig",
-    "ControlLoop",
-    "CurvatureConfig",
-    "DataSource",
-    "DatasetSource",
-    "EpochStats",
-    "Evaluation",
-    "EventLog",
-    "ExecutionConfig",
-    "IterableSource",
-    "LogError",
-    "LossScaleConfig",
-    "Metric",
-    "NonFiniteGradientsError",
-    "Plan",
-    "Precision",
-    "PrecisionConfig",
-    "Purpose",
-    "Recipe",
-    "Report",
-    "RunFailedError",
-    "Splits",
-    "Task",
-    "TensorSource",
-    "compare",
-    "efficiency_score",
-    "hold_less",
-    "load_checkpoint",
-    "read_events",
-    "run",
-    "save_checkpoint",
-    "search",
-]
-
-_HOMES = {
-    "ACCURACY": "triaccel_ray.model.metrics",
-    "BITS_PER_BYTE": "triaccel_ray.model.metrics",
-    "PERPLEXITY": "triaccel_ray.model.metrics",
-    "BatchConfig": "triaccel_ray.config",
-    "CheckpointError": "triaccel_ray.records.checkpoint",
-    "ControlConfig": "triaccel_ray.config",
-    "ControlLoop": "triaccel_ray.loop",
-    "CurvatureConfig": "triaccel_ray.config",
-    "DataSource": "triaccel_ray.data.data_source",
-    "DatasetSource": "triaccel_ray.data.sources",
-    "EpochStats": "triaccel_ray.control.epochs",
-    "Evaluation": "triaccel_ray.apply.evaluate",
-    "EventLog": "triaccel_ray.records.events",
-    "ExecutionConfig": "triaccel_ray.config",
-    "IterableSource": "triaccel_ray.data.iterable",
-    "LogError": "triaccel_ray.records.events",
-    "LossScaleConfig": "triaccel_ray.config",
-    "Metric": "triaccel_ray.model.metrics",
-    "NonFiniteGradientsError": "triaccel_ray.loop",
-    "Plan": "triaccel_ray.records.plan",
-    "Precision": "triaccel_ray.records.plan",
-    "PrecisionConfig": "triaccel_ray.config",
-    "Purpose": "triaccel_ray.trainables.task",
-    "Recipe": "triaccel_ray.trainables.task",
-    "Report": "triaccel_ray.service.result",
-    "RunFailedError": "triaccel_ray.service.failures",
-    "Splits": "triaccel_ray.trainables.task",
-    "Task": "triaccel_ray.trainables.task",
-    "TensorSource": "triaccel_ray.data.sources",
-    "compare": "triaccel_ray.service.api",
-    "efficiency_score": "triaccel_ray.measure.score",
-    "hold_less": "triaccel_ray.cuda.allocator",
-    "load_checkpoint": "triaccel_ray.records.checkpoint",
-    "read_events": "triaccel_ray.records.events",
-    "run": "triaccel_ray.service.api",
-    "save_checkpoint": "triaccel_ray.records.checkpoint",
-    "search": "triaccel_ray.service.api",
-}
-"""Public name -> the module that defines it."""
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
+_HOMES = {alias.name: node.module for node in _STUB.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+"""Public name -> the module that defines it, as type checkers read it."""
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
