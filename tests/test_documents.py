@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from triaccel_ray.service.cli.parsing import parse
+from triaccel_ray.service.cli.reference import page
 from triaccel_ray.service.cli.specs import Submit
 
 ROOT = Path(__file__).parents[1]
@@ -70,3 +71,7 @@ def test_a_command_that_is_none_is_noticed() -> None:
     assert not is_understood(["run", "digits", "--colour", "red"])
     assert not is_understood(["sing"])
     assert not is_understood(["submit", "--", "run", "digits", "--colour", "red"])
+
+
+def test_the_page_of_options_is_what_the_fields_say() -> None:
+    assert Path("docs/cli.md").read_text() == page(), "python -m triaccel_ray.service.cli.reference > docs/cli.md"

@@ -61,7 +61,7 @@ class Recipe:
     warmup_epochs: float = knob(5.0, "[0, 1e6]")
     """Epochs of linear warm-up; at most half of `epochs` is used."""
     momentum: float = knob(0.9, "[0, 1)")
-    """Momentum of SGD, in [0, 1)."""
+    """Momentum of SGD."""
     nesterov: bool = False
     """Whether the momentum is Nesterov's."""
     weight_decay: float = knob(5e-4, "[0, 1e6]")
@@ -70,7 +70,7 @@ class Recipe:
     """Factor on the lr of biases and of norms' weights: more than 1 trains faster in few epochs. (Page 2018 and Jordan
     2024 raise the rate of norms' biases alone.)"""
     label_smoothing: float = knob(0.0, "[0, 1)")
-    """Probability mass spread evenly over the classes, in [0, 1)."""
+    """Probability mass spread evenly over the classes."""
     amp: AmpPrecision = "fp16"
     """Of method `amp` on a GPU: FP16 under a gradient scaler, or BF16 for models that FP16 is too narrow for."""
 

@@ -143,13 +143,13 @@ class PrecisionConfig:
     """Rules 1 and 2: which precision each layer computes in (Tri-Accel, section 3.1)."""
 
     enabled: bool = knob(True, option="adapt_precision")
-    """False: every layer stays at `initial`, except when FP16 overflows for good."""
+    """Whether precision adapts. If not, every layer stays at the first, except when FP16 overflows for good."""
     initial: Precision = knob(Precision.BF16, option="precision")
     """Precision before any statistic exists, and of every layer when not enabled."""
     initial_layers: Mapping[str, Precision] = field(default_factory=dict)
-    """Layer name -> its own precision before any statistic, in place of `initial`."""
+    """Layer name -> its own precision before any statistic, in place of that of all."""
     tau_low: float = knob(1e-7, "[0, inf)")
-    """Gradient variance below which a layer computes in FP16; >= 0."""
+    """Gradient variance below which a layer computes in FP16."""
     tau_high: float = knob(math.inf, "[0, inf]")
     """Gradient variance from which a layer computes in FP32; > tau_low. Infinite: none does for its variance. FP32
     takes time and memory, and was worth neither where we looked; a search on your own task may find otherwise."""
@@ -157,15 +157,15 @@ class PrecisionConfig:
     """Whether layers may compute in a precision that gains nothing: one that the device merely emulates (FP16 on most
     CPUs, at a tenth of FP32's speed), or FP16 where compiled code is as fast in BF16."""
     beta: float = knob(0.9, "[0, 1)")
-    """Smoothing of the variance, in [0, 1). The paper gives none; 0.9 averages over about 10 steps, well inside one
+    """Smoothing of the variance. The paper gives none; 0.9 averages over about 10 steps, well inside one
     control interval, so that a tick sees the interval it ends and not the ones before."""
     dwell_ticks: int = knob(2, "[0, inf)", option="precision_dwell_ticks")
-    """Ticks a layer keeps a precision at least, unless curvature moves it; >= 0."""
+    """Ticks a layer keeps a precision at least, unless curvature moves it."""
     patience_ticks: int = knob(2, "[1, inf)")
-    """Consecutive ticks that must ask for a lower precision before a layer is demoted; >= 1. Promotion needs one."""
+    """Consecutive ticks that must ask for a lower precision before a layer is demoted. Promotion needs one."""
     overflow_bar_ticks: int = knob(20, "[1, inf)")
     """Ticks during which a layer stays out of FP16 after most steps of an interval overflowed in it although the loss
-    scale stood at its minimum; >= 1."""
+    scale stood at its minimum."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -185,22 +185,22 @@ class CurvatureConfig:
     """Rules 3 to 5: eigenvalues, the learning rates that follow them, and promotion (Tri-Accel, section 3.2)."""
 
     enabled: bool = knob(True, option="adapt_curvature")
-    """False: nothing is measured, every lr scale is 1, nothing is promoted."""
+    """Whether curvature is measured. If not, every lr scale is 1 and nothing is promoted."""
     method: CurvatureMethod = knob("fisher", option="curvature")
     """`fisher` (one column a sample), `ggn` (one a sample and class) or `hessian` (the paper's power iteration)."""
     top_k: int = knob(5, "[1, inf)")
-    """Eigenvalues per layer, k; >= 1."""
+    """Eigenvalues per layer, k."""
     every_steps: int = knob(200, "[1, inf)", option="t_curv")
-    """T_curv: optimizer steps between measurements; >= 1."""
+    """T_curv: optimizer steps between measurements."""
     num_samples: int = knob(32, "[2, inf)", option="b_curv")
-    """b_curv: training samples a measurement uses; >= 2."""
+    """b_curv: training samples a measurement uses."""
     alpha: float = knob(0.02, "[0, inf)")
-    """Strength of the lr scaling, >= 0; 0 switches it off. The paper gives none; with eigenvalues of 5 to 50 after a
+    """Strength of the lr scaling; 0 switches it off. The paper gives none; with eigenvalues of 5 to 50 after a
     few epochs, 0.02 halves the rate of the steepest layers and leaves the flat ones alone."""
     tau_curv: float = knob(math.inf, "(0, inf]")
-    """Largest eigenvalue above which a layer is held one precision higher; > 0, infinite: never."""
+    """Largest eigenvalue above which a layer is held one precision higher; infinite: never."""
     smoothing: float = knob(0.5, "[0, 1)", option="curvature_smoothing")
-    """Weight of the past in the moving average over measurements, in [0, 1): sampling noise between batches of 32 is
+    """Weight of the past in the moving average over measurements: sampling noise between batches of 32 is
     larger than the error of the cheap estimates. 0: each measurement acts as it is, the first one, too."""
 
     def __post_init__(self) -> None:
@@ -212,7 +212,7 @@ class BatchConfig:
     """Rule 6: the elastic batch size and the learning rate that follows it (Tri-Accel, section 3.3)."""
 
     enabled: bool = knob(True, option="adapt_batch")
-    """False: the batch size stays at `start`, except while it does not fit."""
+    """Whether the batch size adapts. If not, it stays at the first, except while it does not fit."""
     start: int = knob(96, "[1, inf)", option="batch_size")
     """Batch size of the first step, and the reference of the lr rule."""
     minimum: int = knob(32, "[1, inf)", option="batch_min")
@@ -220,7 +220,7 @@ class BatchConfig:
     maximum: int = knob(512, "[1, inf)", option="batch_max")
     """Largest rung of the ladder."""
     accumulate: int = knob(1, "[1, inf)")
-    """Parts in which each batch passes through the model, their gradients added up; >= 1. A batch that does not fit
+    """Parts in which each batch passes through the model, their gradients added up. A batch that does not fit
     passes in more."""
     granularity: int = knob(32, "[1, inf)")
     """Distance between rungs; the ladder is finite so that captured steps and autotuned kernels are."""
@@ -233,9 +233,9 @@ class BatchConfig:
     rho_high: float = knob(0.90, "[0, 1]")
     """Share of the memory limit above which the batch shrinks; in (rho_low, 1]."""
     dwell_ticks: int = knob(1, "[0, inf)", option="batch_dwell_ticks")
-    """Ticks a batch size is kept before it grows again; >= 0. Shrinking never waits."""
+    """Ticks a batch size is kept before it grows again. Shrinking never waits."""
     cap_ticks: int = knob(20, "[1, inf)")
-    """Ticks during which the ladder stays capped below a size that ran out of memory; >= 1."""
+    """Ticks during which the ladder stays capped below a size that ran out of memory."""
     lr_rule: LrRule = "sqrt"
     """How the lr follows the batch size B from B_0 = `start`: not at all, sqrt(B/B_0), B/B_0, or AdaScale's gain."""
     bound_by_noise_scale: bool = knob(False, option="noise_bound")
@@ -243,7 +243,7 @@ class BatchConfig:
     al. 2018), which rises as training goes on. The batch does not grow before measurements have half of the moving
     average's weight: with smoothing 0.8, four."""
     noise_share: float = knob(1.0, "(0, inf)")
-    """B / B_noise up to which the batch may grow; > 0. Steps of batch B need 1 + B / B_noise times the samples that the
+    """B / B_noise up to which the batch may grow. Steps of batch B need 1 + B / B_noise times the samples that the
     smallest batch needs to get as far (ibid., section 2)."""
     noise_smoothing: float = knob(0.8, "[0, 1)")
     """Weight of the past in the moving average of |g|^2 / tr(Cov), in [0, 1): from 32 samples, one estimate of |g|^2 in
@@ -347,17 +347,17 @@ class ControlConfig:
     """The whole control loop: its rules' thresholds and its clock (Tri-Accel, section 3.4)."""
 
     every_steps: int = knob(50, "[1, inf)", option="t_ctrl")
-    """T_ctrl: optimizer steps between ticks; >= 1."""
+    """T_ctrl: optimizer steps between ticks."""
     do_no_harm: bool = True
     """Whether a lower precision, or a larger batch, is undone where steps then take over 25 % longer per sample. Time
     differs from run to run: without this rule two equal runs on a CPU decide alike."""
     control_share: float = knob(0.02, "(0, 1]")
-    """Share of the training time that control may take on a GPU, in (0, 1]: a measurement of curvature, or a lower
+    """Share of the training time that control may take on a GPU: a measurement of curvature, or a lower
     precision, waits until what they have taken so far is within it. Without effect where `do_no_harm` is off."""
     clip_norm: float | None = knob(None, "(0, inf]")
-    """Global L2 norm to which larger gradients are scaled down; > 0, None: no bound."""
+    """Global L2 norm to which larger gradients are scaled down. None: no bound."""
     max_skipped_steps: int = knob(50, "[1, inf)")
-    """Steps in a row with a NaN or infinite gradient after which training ends; >= 1. Such steps are never made."""
+    """Steps in a row with a NaN or infinite gradient after which training ends. Such steps are never made."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

@@ -96,24 +96,42 @@ class Setting:
     unit: str = ""
 
     @property
+    def option(self) -> str:
+        """The name as it is typed, without the dashes before it."""
+        return self.name.replace("_", "-")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What it may be, if that is one or several of a few words."""
+        if self.kind is bool:
+            return "on", "off"
+        if isinstance(self.kind, type) and issubclass(self.kind, Enum):
+            return tuple(member.value for member in self.kind)
+        literal = next((kind for kind in (self.kind, *get_args(self.kind)) if get_origin(kind) is Literal), None)
+        return get_args(literal)
+
+    @property
+    def metavar(self) -> str | None:
+        """What stands for its value in the help; None: the name of its type."""
+        if get_origin(self.kind) is Mapping:
+            return "LAYER=PRECISION"
+        if self.kind == tuple[str, ...]:
+            return f"{self.name[:-1].upper()},..."
+        return {"bytes": "SIZE", "folder": "FOLDER"}.get(self.unit)
+
+    @property
     def typed(self) -> Any:
         """Type of the option, which is None where it is not given."""
-        kind, metavar = self.kind, None
-        if kind is bool:
-            kind = Literal["on", "off"]
-        elif isinstance(kind, type) and issubclass(kind, Enum):
-            kind = Literal[tuple(member.value for member in kind)]
-        elif get_origin(kind) is Mapping:
-            kind, metavar = tuple[str, ...], "LAYER=PRECISION"
+        kind = {"bytes": str, "folder": Path}.get(self.unit, self.kind)
+        if get_origin(kind) is Mapping:
+            kind = tuple[str, ...]
         elif kind == tuple[str, ...]:
-            kind, metavar = str, f"{self.name[:-1].upper()},..."
-        elif self.unit == "bytes":
-            kind, metavar = str, "SIZE"
-        elif self.unit == "folder":
-            kind, metavar = Path, "FOLDER"
+            kind = str
+        elif self.words and get_origin(kind) is not tuple:
+            kind = Literal[self.words]
         is_the_tasks = self.path[0] in ("recipe", "control") or self.default in (None, ())
-        text = self.doc if is_the_tasks else f"{self.doc} Default: {_worded(self.default)}."
-        return Annotated[kind | None, tyro.conf.arg(help=text, help_behavior_hint="", metavar=metavar)]
+        text = self.doc if is_the_tasks else f"{self.doc} Default: {worded(self.default)}."
+        return Annotated[kind | None, tyro.conf.arg(help=text, help_behavior_hint="", metavar=self.metavar)]
 
     def read(self, value: Any) -> Any:
         """Returns the field's value for the option's.
@@ -167,7 +185,7 @@ def settings_of(kind: type, path: tuple[str, ...] = ()) -> Iterator[Setting]:
         )
 
 
-def _worded(value: Any) -> str:
+def worded(value: Any) -> str:
     """Returns a default as it would be typed."""
     if isinstance(value, bool):
         return "on" if value else "off"

@@ -1,0 +1,44 @@
+"""The page `docs/cli.md`: every setting of a command, printed by `python -m triaccel_ray.service.cli.reference` makes this page from the fields of the configurations. A task may have
+other defaults. `--config FILE.toml` reads the same names, with `-` or `_`; there `on` and `off` may be `true` and
+`false`. A run leaves such a file, `config.toml`. `triaccel COMMAND --help-all` shows the rest: names, places, clusters.
+"""
+
+TITLES = {
+    RunOptions: "Of `triaccel run`",
+    SearchOptions: "Of `triaccel search`",
+    CompareOptions: "Of `triaccel compare`",
+    Training: "How to train: `run`, `search`, `compare`",
+    Thresholds: "The control loop: `run`, `search`, `compare`, `replay`",
+}
+
+
+def page() -> str:
+    """Returns the page, as Markdown."""
+    parts = [HEAD]
+    for group, title in TITLES.items():
+        known: tuple[Setting, ...] = vars(group)["settings"]
+        rows = [
+            f"| `--{each.option}` | {_values(each)} | {_default(each)} | {each.doc.replace('|', chr(92) + '|')} |"
+            for each in known
+        ]
+        header = ["| option | values | default | what it does |", "|---|---|---|---|"]
+        parts.append("\n".join([f"## {title}", "", group.__doc__ or "", "", *header, *rows, ""]))
+    return "\n".join(parts)
+
+
+def _values(setting: Setting) -> str:
+    if setting.bounds:
+        noun = "integer" if setting.kind is int else "number"
+        return "amount, as 2GiB" if setting.unit == "bytes" else f"{noun} in {setting.bounds}"
+    return ", ".join(f"`{word}`" for word in setting.words) or setting.metavar or "text"
+
+
+def _default(setting: Setting) -> str:
+    value: Any = setting.default
+    if value in (None, (), MISSING):
+        return ""
+    return worded(setting.shown(value))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
