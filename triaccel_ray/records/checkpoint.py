@@ -12,7 +12,7 @@ import torch
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.records.durable import sync_folder
 
-FORMAT = 2
+FORMAT = 3
 
 
 class CheckpointError(ValueError):

@@ -1,8 +1,26 @@
-"""The page `docs/cli.md`: every setting of a command, printed by `python -m triaccel_ray.service.cli.reference` makes this page from the fields of the configurations. A task may have
+"""The page `docs/cli.md`: every setting of a command, printed by `python -m triaccel_ray.service.cli.reference`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import MISSING
+
+from triaccel_ray.service.cli.options import (
+    CompareOptions,
+    RunOptions,
+    SearchOptions,
+    Setting,
+    Thresholds,
+    Training,
+    worded,
+)
+
+HEAD = """# Options
+
+`python -m triaccel_ray.service.cli.reference` makes this page from the fields of the configurations. A task may have
 other defaults. `--config FILE.toml` reads the same names, with `-` or `_`; there `on` and `off` may be `true` and
 `false`. A run leaves such a file, `config.toml`. `triaccel COMMAND --help-all` shows the rest: names, places, clusters.
 """
-
 TITLES = {
     RunOptions: "Of `triaccel run`",
     SearchOptions: "Of `triaccel search`",
@@ -17,27 +35,27 @@ def page() -> str:
     parts = [HEAD]
     for group, title in TITLES.items():
         known: tuple[Setting, ...] = vars(group)["settings"]
-        rows = [
-            f"| `--{each.option}` | {_values(each)} | {_default(each)} | {each.doc.replace('|', chr(92) + '|')} |"
-            for each in known
-        ]
-        header = ["| option | values | default | what it does |", "|---|---|---|---|"]
+        rows = [_row(f"`--{each.option}`", _values(each), _default(each), each.doc) for each in known]
+        header = [_row("option", "values", "default", "what it does"), "|---|---|---|---|"]
         parts.append("\n".join([f"## {title}", "", group.__doc__ or "", "", *header, *rows, ""]))
     return "\n".join(parts)
 
 
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
 def _values(setting: Setting) -> str:
+    if setting.unit == "bytes":
+        return "amount, as 2GiB"
     if setting.bounds:
-        noun = "integer" if setting.kind is int else "number"
-        return "amount, as 2GiB" if setting.unit == "bytes" else f"{noun} in {setting.bounds}"
+        return f"{'integer' if setting.kind is int else 'number'} in {setting.bounds}"
     return ", ".join(f"`{word}`" for word in setting.words) or setting.metavar or "text"
 
 
 def _default(setting: Setting) -> str:
-    value: Any = setting.default
-    if value in (None, (), MISSING):
-        return ""
-    return worded(setting.shown(value))
+    value = setting.default
+    return "" if value in (None, (), MISSING) else worded(setting.shown(value))
 
 
 if __name__ == "__main__":
