@@ -287,7 +287,7 @@ GOOD = json.dumps({"sequence": 0, "time_ms": 0, "kind": "end", "data": {"status"
         (GOOD.replace(b'"sequence"', b'"place"'), "'sequence'"),
         (GOOD.replace(b'"time_ms": 0', b'"time_ms": null'), "NoneType"),
         (b'{"kind": "end", "sequence": 0, "time_ms": 0}', "must be an object"),
-        (b'{"kind": "start", "sequence": 0, "time_ms": 0, "data": {"control": {"every_steps": 0}}}', "T_ctrl"),
+        (b'{"kind": "start", "sequence": 0, "time_ms": 0, "data": {"control": {"every_steps": 0}}}', "t_ctrl"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, damaged: bytes, found: str) -> None:
