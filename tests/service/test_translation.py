@@ -169,6 +169,7 @@ def test_a_file_of_settings_is_the_run_again() -> None:
         ("epochs = 'many'", "epochs = 'many': must be an integer"),
         ("epochs = 0", r"epochs = 0: must be an integer in \[1, 1000000\]"),
         ("epoch = 3", "option = 'epoch': no such option of this command in bad.toml"),
+        ("", r"config = 'bad\.toml': cannot be read: No such file"),
         ("config = 'x.toml'", "option = 'config': no such option"),
         ("epochs = ", "config = 'bad.toml': is no TOML file"),
         ("task = 'digit'", "task = 'digit': no such task, did you mean digits"),
@@ -177,7 +178,8 @@ def test_a_file_of_settings_is_the_run_again() -> None:
     ],
 )
 def test_a_file_that_breaks_a_rule_is_refused(text: str, message: str) -> None:
-    Path("bad.toml").write_text(text)
+    if text:
+        Path("bad.toml").write_text(text)
     words = ["run", "--config", "bad.toml"] if text.startswith("task") else ["run", "digits", "--config", "bad.toml"]
     with pytest.raises(ValueError, match=message):
         typed(*words)

@@ -109,6 +109,7 @@ def test_no_secret_of_the_environment_travels(tmp_path: Path, monkeypatch: pytes
         ("compare digits --methods typo", ("method = 'typo': must be one of",)),
         ("compare digits --experiment ''", ("experiment = ''", "must name an MLflow experiment")),
         ("search digit", ("did you mean digits",)),
+        ("run digits --config /dev/null", ("config = '/dev/null'", "outside of the working directory")),
         ("run digits --tracking-uri ftp://host", ("tracking uri = 'ftp://host'", "must begin with one of sqlite:///")),
         (
             "run digits --tracking-uri https://me:s3cret@host",

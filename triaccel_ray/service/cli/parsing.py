@@ -105,7 +105,6 @@ def complete(command: Any) -> Any:
 
     Raises:
         ValueError: an option breaks its rule, or there is not one thing to begin with; the message names it.
-        OSError: the file cannot be read.
     """
     if not isinstance(command, Run | Search | Compare):
         return command
@@ -126,7 +125,9 @@ def _with_file(command: Any, path: Path) -> Any:
     """Returns the command with the options of a TOML file where it has none of its own."""
     try:
         values = {name.replace("-", "_"): value for name, value in tomllib.loads(path.read_text()).items()}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"config = {str(path)!r}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise ValueError(f"config = {str(path)!r}: is no TOML file: {error}") from error
     task, known = values.pop("task", None), {each.name: each for each in keywords(type(command))}
     rule = f"no such option of this command in {path}; `triaccel {type(command).__name__.lower()} --help-all` lists all"

@@ -94,6 +94,11 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
         subject, data_dir = Path(command.name).name, None
         job = checked_name(name) if name is not None else new_name(None, "resume", subject)
     else:
+        config = command.source.config
+        rule = "lies outside of the working directory, which alone travels with the job"
+        require(
+            config is None or (folder / config).resolve().is_relative_to(folder.resolve()), "config", str(config), rule
+        )
         _require_sound(command)
         subject = command.task or Path(command.source.from_ or "").name
         job = new_name(name or command.name, words[0], subject)
