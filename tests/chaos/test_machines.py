@@ -181,5 +181,5 @@ def _waited_for() -> list[dict[str, float]]:
     """What is asked of the cluster and not there: what an autoscaler goes by."""
     state = get_cluster_status(ray.get_runtime_context().gcs_address)
     return [
-        bundle.bundle for demand in state.resource_demands.ray_task_actor_demand for bundle in demand.bundles_by_count
+        bundle.bundle for demand in state.resource_demands.placement_group_demand for bundle in demand.bundles_by_count
     ]

@@ -18,13 +18,13 @@ import pytest
 from pyarrow import fs
 
 from tests.chaos.test_crashes import HELD, done
+from tests.service.local_trial import local_run, trained
 from tests.service.own_task import MODULE, own_spec
 from tests.service.stores import runs
 from tests.service.waiting import DEADLINE_S, end, wait_until
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.jobs.jobs import submission
-from triaccel_ray.service.runs.actor import RunActor
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.searches.search import read_search
 from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, MODEL, SPEC
@@ -239,17 +239,13 @@ def test_a_run_goes_on_from_a_bucket(
 
     Store(bucket).check(writable=True)
     spec = own_spec("own_task_in_a_bucket:Blobs")
-    first = RunActor(spec, place)
-    first.setup(resume=False)
-    first.train_epoch()
-    first.stop()
-    first._get().close()
+    first = local_run(spec, place)
+    first.step()
+    first.cleanup()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
-    second = RunActor(spec, place)
-    assert second.setup(resume=True) == 1
-    for _ in range(2):
-        second.train_epoch()
-    second.finish()
+    second = local_run(spec, place)
+    assert second.step()["epoch"] == 2
+    trained(second)
     assert sorted(Store(bucket).files("one", recursive=True)) == sorted([CHECKPOINT, EVENTS, SPEC])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "c"))
     with pytest.raises(SystemExit) as ended:

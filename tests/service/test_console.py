@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from tests.service.build import SimulatedRun
 from tests.service.waiting import wait_until
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.records.events import End, Epoch, EventLog, Interruption, Start
+from triaccel_ray.records.events import End, Epoch, EventLog, Interruption, Record, Start, Tick, read_events
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.service import console
 from triaccel_ray.service.console import rich_table
 from triaccel_ray.service.progress import RunProgress, TrialProgress
 from triaccel_ray.service.reports.tables import Grid
 from triaccel_ray.service.runs.objective import Objective
-from triaccel_ray.service.runs.runs import Glance, how_it_goes_on
-from triaccel_ray.service.runs.worker import Status
 from triaccel_ray.service.storage.layout import EVENTS
 
-STATUS = Status(
-    epoch=1.5,
-    num_epochs=3,
-    images_per_second=1234.0,
-    batch_size=96,
-    used_bytes=2**30,
-    limit_bytes=2**31,
-    layers_per_precision={"fp16": 1, "bf16": 2, "fp32": 0},
-    judged="97.50 %",
-)
 RESULTS = {"score": 702.24, "accuracy": 97.49, "seconds_per_epoch": 0.1322, "peak_gb": 1.05}
 
 
@@ -52,11 +41,19 @@ def epoch_record(epoch: int, accuracy: float = 91.25) -> Epoch:
     )
 
 
+def start_record(num_epochs: int = 3) -> Start:
+    return Start(control=ControlConfig(), parameters={"recipe.epochs": num_epochs, "memory_limit_bytes": 2**31})
+
+
+def write(folder: Path, *told: Record, keep: int | None = None) -> None:
+    """Adds the records to the log, after its first `keep`."""
+    with contextlib.closing(EventLog(folder / EVENTS, keep=keep)) as log:
+        for record in told:
+            log.append(record)
+
+
 def write_trial(folder: Path, end: End, accuracy: float = 91.25) -> None:
-    log = EventLog(folder / EVENTS)
-    for record in (Start(control=ControlConfig()), epoch_record(2, accuracy), end):
-        log.append(record)
-    log.close()
+    write(folder, start_record(), epoch_record(2, accuracy), end)
 
 
 @pytest.fixture
@@ -75,18 +72,27 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> StringIO:
     return written
 
 
-def test_a_terminal_shows_the_title_and_who_waits_at_once(terminal: StringIO) -> None:
-    with RunProgress("training", ["one"]):
+def test_a_terminal_shows_the_title_and_who_waits_at_once(terminal: StringIO, tmp_path: Path) -> None:
+    with RunProgress("training", tmp_path, ["one"]):
         shown = terminal.getvalue()
     assert all(part in shown for part in ("training", "one", "starting"))
 
 
-def test_a_run_shows_epochs_speed_batch_memory_and_precisions(terminal: StringIO) -> None:
-    with RunProgress("training", ["one", "two"]) as progress:
-        progress.update(Glance(name="one", status=STATUS))
-    shown = terminal.getvalue()
-    for part in ("1.5/3", "1,234", "96", "1 GiB of 2 GiB", "1 fp16 2 bf16", "97.50 %", "two", "starting"):
+def test_a_run_shows_epochs_speed_batch_memory_and_precisions(terminal: StringIO, tmp_path: Path) -> None:
+    run = SimulatedRun(tmp_path / "one")
+    run.start()
+    run.train(1)
+    with RunProgress("training", tmp_path, ["one", "two"]):
+        pass  # the logs are read to their ends
+    shown, told = terminal.getvalue(), [event.record for event in read_events(run.path)]
+    tick, epoch = told[-2:]
+    assert isinstance(tick, Tick)
+    assert isinstance(epoch, Epoch)
+    judged, plan = epoch.held_out(Goal()), tick.decision.plan
+    assert judged is not None
+    for part in ("1.0/4", str(plan.batch_size), Goal().text(judged), "two", "starting"):
         assert part in shown
+    assert all(level.value in shown for level in plan.precision.values())
 
 
 def test_a_search_shows_its_trials_from_their_logs(terminal: StringIO, tmp_path: Path) -> None:
@@ -100,39 +106,50 @@ def test_a_search_shows_its_trials_from_their_logs(terminal: StringIO, tmp_path:
         assert part in shown
 
 
-def test_without_a_terminal_a_run_has_a_line_for_each_epoch(piped: StringIO) -> None:
-    with RunProgress("training", ["one"], each_epoch=True) as progress:
+def test_without_a_terminal_a_run_has_a_line_for_each_epoch(piped: StringIO, tmp_path: Path) -> None:
+    write(tmp_path / "one", start_record(), epoch_record(1))
+    with RunProgress("training", tmp_path, ["one"], each_epoch=True):
         assert piped.getvalue() == "training\n"
-        progress.update(Glance(name="one", status=STATUS))
-        progress.update(Glance(name="one", last=epoch_record(2)))
-        progress.update(Glance(name="one", results=RESULTS))
+        message = "the process or its node was lost; goes on after epoch 1"
+        write(tmp_path / "one", Interruption(cause="preempted", message=message, epoch=1), epoch_record(2))
+        wait_until(lambda: "epoch 2" in piped.getvalue())
+        write(tmp_path / "one", epoch_record(3), End(status="finished", results=RESULTS))
     assert piped.getvalue().splitlines()[1:] == [
-        "epoch 2/3, loss 0.1000, accuracy 91.25 %, batch 64, 1 fp16 2 bf16, 954 MiB of 2 GiB, 1.5 s"
+        "one: the process or its node was lost; goes on after epoch 1",
+        "epoch 2/3, loss 0.1000, accuracy 91.25 %, batch 64, 954 MiB of 2 GiB, 1.5 s",
+        "epoch 3/3, loss 0.1000, accuracy 91.25 %, batch 64, 954 MiB of 2 GiB, 1.5 s",
     ]
 
 
+def test_a_line_is_said_once_though_the_log_is_cut_back(piped: StringIO, tmp_path: Path) -> None:
+    with RunProgress("training", tmp_path, ["one"], each_epoch=True):
+        write(tmp_path / "one", start_record(), epoch_record(1), epoch_record(2))
+        wait_until(lambda: "epoch 2" in piped.getvalue())
+        write(tmp_path / "one", epoch_record(2), keep=2)
+    assert [line.partition(",")[0] for line in piped.getvalue().splitlines()[1:]] == ["epoch 1/3", *["epoch 2/3"] * 2]
+
+
 @pytest.mark.parametrize(("num_epochs", "num_lines"), [(7, 7), (100, 100), (101, 51), (1000, 101)])
-def test_a_long_run_has_a_hundred_lines(piped: StringIO, num_epochs: int, num_lines: int) -> None:
-    with RunProgress("training", ["one"], each_epoch=True) as progress:
-        progress.update(Glance(name="one", status=replace(STATUS, num_epochs=num_epochs)))
-        for epoch in range(1, num_epochs + 1):
-            progress.update(Glance(name="one", last=epoch_record(epoch)))
+def test_a_long_run_has_a_hundred_lines(piped: StringIO, tmp_path: Path, num_epochs: int, num_lines: int) -> None:
+    with RunProgress("training", tmp_path, ["one"], each_epoch=True):
+        write(tmp_path / "one", start_record(num_epochs), *map(epoch_record, range(1, num_epochs + 1)))
     lines = piped.getvalue().splitlines()[1:]
     assert lines[0].startswith(f"epoch 1/{num_epochs},")
     assert lines[-1].startswith(f"epoch {num_epochs}/{num_epochs},")
     assert num_lines <= len(lines) <= num_lines + 1
 
 
-def test_without_a_terminal_each_of_several_runs_has_a_line_at_its_end(piped: StringIO) -> None:
-    with RunProgress("baselines") as progress:
-        progress.update(Glance(name="fp32", status=STATUS))
-        progress.update(Glance(name="fp32", last=epoch_record(1)))
-        progress.update(Glance(name="fp32", results=RESULTS))
-        progress.update(Glance(name="amp", error=RuntimeError("no memory is left\nat all")))
+def test_without_a_terminal_each_of_several_runs_has_a_line_at_its_end(piped: StringIO, tmp_path: Path) -> None:
+    with RunProgress("baselines", tmp_path):
+        write(tmp_path / "a-fp32", start_record(), epoch_record(1), End(status="finished", results=RESULTS))
+        for name in ("amp", "probe"):
+            end = End(status="failed", cause="bug", message="RuntimeError: no memory is left\nat all")
+            write(tmp_path / name, start_record(), end)
     assert piped.getvalue().splitlines() == [
         "baselines",
-        "fp32 finished: score 702.2, accuracy 97.49 %, 0.132 s/epoch, 1.05 GB",
-        "amp failed: no memory is left",
+        "a-fp32 finished: score 702.2, accuracy 97.49 %, 0.132 s/epoch, 1.05 GB",
+        "amp failed: RuntimeError: no memory is left",
+        "probe failed: likewise",
     ]
 
 
@@ -160,15 +177,3 @@ def test_a_narrow_terminal_goes_without_columns(monkeypatch: pytest.MonkeyPatch,
     table = rich_table(Grid(header=header, rows=[("a", "b", "c")], spare=("second", "third")))
     assert [column.header for column in table.columns] == [name for name in header if name not in left_out]
     assert table.caption == (f"left out for want of width: {left_out}; the page has them" if left_out else None)
-
-
-def test_how_a_run_goes_on_that_was_broken_off_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = "the process or its node was lost; begins again; what was recorded is in events.replaced.jsonl"
-    with contextlib.closing(EventLog(tmp_path / EVENTS)) as log:
-        log.append(Start(control=ControlConfig()))
-        assert how_it_goes_on(tmp_path) == ""
-        log.append(Interruption(cause="preempted", message=message, epoch=0))
-    assert how_it_goes_on(tmp_path / "elsewhere") == ""
-    with RunProgress("a run") as progress:
-        progress.update(Glance(name="hunt", notice=how_it_goes_on(tmp_path)))
-    assert f"hunt: {message}" in " ".join(capsys.readouterr().err.split())

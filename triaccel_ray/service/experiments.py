@@ -28,6 +28,7 @@ from triaccel_ray.service.clusters.cluster import (
     require_gpu_to_share,
     require_reachable,
 )
+from triaccel_ray.service.comparisons import comparison
 from triaccel_ray.service.comparisons.choosing import choose, trial_of
 from triaccel_ray.service.comparisons.comparison import COMPARISON, begin_comparison, read_comparison, summary_metrics
 from triaccel_ray.service.comparisons.spec import ComparisonSpec
@@ -59,7 +60,7 @@ from triaccel_ray.service.searches.search import (
 )
 from triaccel_ray.service.searches.spec import SearchSpec
 from triaccel_ray.service.session import new_name, open_tracker, recording, require_experiment
-from triaccel_ray.service.storage.layout import ERROR, EVENTS, SETTINGS, write_atomically
+from triaccel_ray.service.storage.layout import BASELINES, ERROR, EVENTS, SETTINGS, write_atomically
 from triaccel_ray.service.storage.mirror import push_commands, require_unused
 from triaccel_ray.service.storage.mirroring import mirrored
 from triaccel_ray.service.storage.place import Place
@@ -193,11 +194,11 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
         recording(tracker, folder, words, experiment=experiment),
     ):
         specs, num_gpus = {folder.name: spec}, _num_gpus(spec, where.address)
-        with RunProgress(f"{spec.task}: {METHODS[spec.method]}", specs, goal=spec.goal, each_epoch=True) as progress:
-            outcomes = run_all(specs, place.parent, num_gpus=num_gpus, on_glance=progress.update, resume=context.resume)
-    outcome = outcomes[folder.name]
-    if isinstance(outcome, Exception):  # or input that only the actor could judge
-        raise outcome
+        title = f"{spec.task}: {METHODS[spec.method]}"
+        with RunProgress(title, folder.parent, specs, goal=spec.goal, each_epoch=True):
+            failures = run_all(specs, place.parent, num_gpus=num_gpus)
+    if failures:  # or input that only the run's own process could judge
+        raise failures[folder.name]
     run = read_run(folder)
     with needing_room(folder):
         write_atomically(folder / SETTINGS, settings_text(spec))
@@ -218,8 +219,9 @@ def _search(spec: SearchSpec, context: Context) -> Outcome:
     with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, parent) as log:
         with _ray(where, words):
             num_gpus, shared = _num_gpus(spec.base, where.address), _shared(spec.base)
-            with RunProgress(f"{spec.base.task}: baselines and probe", goal=spec.base.goal) as progress:
-                prepared = prepare(spec, place, num_gpus=num_gpus, on_glance=progress.update, shared=shared)
+            title = f"{spec.base.task}: baselines and probe"
+            with RunProgress(title, folder / BASELINES, goal=spec.base.goal):
+                prepared = prepare(spec, place, num_gpus=num_gpus, shared=shared)
             title = f"{spec.base.task}: {spec.num_trials} trials"
             with TrialProgress(title, spec.num_trials, folder / TRIALS, prepared.objective):
                 tune_trials(
@@ -268,18 +270,16 @@ def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
             if read_comparison(folder).choices is None:
                 _choose(spec, place, num_gpus)
             todo = read_comparison(folder).unfinished()
-            with RunProgress(f"{spec.base.task}: comparison", todo, goal=spec.base.goal) as progress:
-                outcomes = run_all(todo, place, num_gpus=num_gpus, on_glance=progress.update, resume=True)
+            with RunProgress(f"{spec.base.task}: comparison", folder, todo, goal=spec.base.goal):
+                failures = run_all(todo, place, num_gpus=num_gpus)
         record = read_comparison(folder)
-        refused = next(iter(outcomes.values()), None)
-        if not record.runs and isinstance(refused, Exception):
-            raise refused  # none could begin: most likely input that only the actors could judge
+        if not record.runs and failures:
+            raise next(iter(failures.values()))  # none could begin: most likely input that only the actors could judge
         failed = {
             name: f"{name} failed: {run.end.message}" for name, run in record.failed.items() if run.end is not None
         }
-        for name, outcome in outcomes.items():
-            if isinstance(outcome, Exception):
-                failed[name] = str(outcome) if isinstance(outcome, RunFailedError) else f"{name} failed: {outcome}"
+        for name, error in failures.items():
+            failed[name] = str(error) if isinstance(error, RunFailedError) else f"{name} failed: {error}"
         view = view_comparison(record)
         context.show(view)
         log.append(_ending(list(failed), len(record.runs), summary_metrics(record)))
@@ -288,9 +288,8 @@ def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
         if name in record.runs and record.runs[name].has_outcome:
             again = resume_words(place / name, where, experiment, experiment)
             err.print(f"that is its outcome; `{again}` tries it again", soft_wrap=True)
-        error = outcomes.get(name)
-        if isinstance(error, Exception) and os.environ.get("TRIACCEL_TRACEBACK"):
-            err.print("".join(traceback.format_exception(error)), markup=False, soft_wrap=True)
+        if name in failures and os.environ.get("TRIACCEL_TRACEBACK"):
+            err.print("".join(traceback.format_exception(failures[name])), markup=False, soft_wrap=True)
     return Outcome(
         context=context,
         view=view,
@@ -311,8 +310,9 @@ def _ray(where: Where, words: str) -> AbstractContextManager[None]:
 def _choose(spec: ComparisonSpec, place: Place, num_gpus: float) -> None:
     """Has the trials on validation samples run; the object store has these samples meanwhile, and no longer."""
     shared = _shared(trial_of(spec.base))
-    with RunProgress(f"{spec.base.task}: trials on validation samples", goal=spec.base.goal) as progress:
-        choose(spec, place, num_gpus=num_gpus, on_glance=progress.update, shared=shared)
+    trials = place.folder / comparison.TRIALS
+    with RunProgress(f"{spec.base.task}: trials on validation samples", trials, goal=spec.base.goal):
+        choose(spec, place, num_gpus=num_gpus, shared=shared)
 
 
 def _ending(failed: Sequence[str], num_runs: int, results: Mapping[str, float]) -> End:

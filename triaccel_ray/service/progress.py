@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -15,14 +16,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.measure.score import ACCURACY, BYTES_PER_GB
-from triaccel_ray.records.events import End, Epoch, LogError, parse_event
+from triaccel_ray.records.events import End, Epoch, Interruption, LogError, Record, Start, Tick, parse_event
 from triaccel_ray.records.goal import Goal
+from triaccel_ray.records.plan import Precision
 from triaccel_ray.service import console
 from triaccel_ray.service.console import plain_table
 from triaccel_ray.service.runs.objective import Objective
-from triaccel_ray.service.runs.runs import Glance
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.tracking.log_tail import LogTail
 from triaccel_ray.service.units import format_bytes
@@ -70,97 +70,16 @@ class Progress:
         raise NotImplementedError
 
 
-class RunProgress(Progress):
-    """Epochs, images per second, batch size, memory against the limit and precisions of a set of runs."""
+class LogProgress(Progress):
+    """What the logs of runs say, while these train anywhere: a terminal has no part in what trains them."""
 
-    def __init__(
-        self, title: str, names: Iterable[str] = (), *, goal: Goal = ACCURACY, each_epoch: bool = False
-    ) -> None:
-        """Lists the runs of these names as waiting; others are added when something is known of them.
-
-        Without a terminal a run has a line at its end, and with `each_epoch` one for every epoch.
-        """
+    def __init__(self, title: str, folder: Path, names: Iterable[str] = ()) -> None:
+        """Follows the logs of the runs of these names below `folder`, one folder a run; without names, all there."""
         super().__init__(title)
-        self._glances: dict[str, Glance] = {name: Glance(name=name) for name in names}
-        self._goal, self._each_epoch = goal, each_epoch
-        self._last_reason = ""
-
-    def update(self, glance: Glance) -> None:
-        """Takes in what is newly known of one run."""
-        if glance.notice:
-            self.say(f"{glance.name}: {glance.notice}")
-        before = self._glances.get(glance.name, Glance(name=glance.name))
-        now = replace(
-            before,
-            status=glance.status or before.status,
-            last=glance.last or before.last,
-            results=glance.results or before.results,
-            error=glance.error or before.error,
-        )
-        self._glances[glance.name] = now
-        if glance.error is not None:
-            reason = first_line(glance.error)
-            self.say(f"{glance.name} failed: {'likewise' if reason == self._last_reason else reason}")
-            self._last_reason = reason
-        elif glance.results is not None and not self._each_epoch:
-            self.say(f"{glance.name} finished: {_figures(glance.results, self._goal)}")
-        elif glance.last is not None and self._each_epoch:
-            self._say_epoch(glance.last, now)
-        self._refresh()
-
-    def _say_epoch(self, epoch: Epoch, known: Glance) -> None:
-        status = known.status
-        num_epochs = 0 if status is None else status.num_epochs
-        judged = epoch.held_out(self._goal)
-        if epoch.epoch not in (1, num_epochs) and epoch.epoch % max(math.ceil(num_epochs / MAX_LINES), 1):
-            return
-        parts = [
-            f"epoch {epoch.epoch}" + (f"/{num_epochs}" if num_epochs else ""),
-            f"loss {epoch.train_loss:.4f}",
-            *([] if judged is None else [self._goal.named(judged)]),
-            f"batch {epoch.batch_size}",
-            *([] if status is None else [_precisions(status.layers_per_precision)]),
-            format_bytes(epoch.peak_bytes) + ("" if status is None else f" of {format_bytes(status.limit_bytes)}"),
-            f"{epoch.seconds:.3g} s",
-        ]
-        self.say(", ".join(parts))
-
-    def _table(self) -> Table:
-        table = plain_table("run", "epoch", "", "samples/s", "batch", "memory", "layers", "validation")
-        for name, glance in self._glances.items():
-            status = glance.status
-            if glance.error is not None:
-                table.add_row(name, Text("failed", style="red"), *[""] * 6)
-            elif status is None:
-                table.add_row(name, "starting", *[""] * 6)
-            else:
-                num_epochs = status.num_epochs
-                done = num_epochs if glance.results is not None else status.epoch
-                table.add_row(
-                    name,
-                    f"{done:.1f}/{num_epochs}",
-                    _bar(done / max(num_epochs, 1)),
-                    f"{status.images_per_second:,.0f}" if status.images_per_second else "",
-                    str(status.batch_size),
-                    f"{format_bytes(status.used_bytes)} of {format_bytes(status.limit_bytes)}",
-                    _precisions(status.layers_per_precision),
-                    status.judged,
-                )
-        return table
-
-
-class TrialProgress(Progress):
-    """The trials of a search, read from their logs: whatever schedules them, a terminal has no part in it."""
-
-    def __init__(self, title: str, num_trials: int, folder: Path, objective: Objective) -> None:
-        """Follows the logs below `folder`, one folder a trial, judged by `objective`."""
-        super().__init__(title)
-        self._num_trials, self._folder, self._objective = num_trials, folder, objective
+        self._folder, self._names = folder, tuple(names)
         self._tails: dict[Path, LogTail] = {}
-        self._last: dict[str, Epoch] = {}
-        self._states: dict[str, str] = {}
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="trial-progress", daemon=True)
+        self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
 
     def __enter__(self) -> Self:
         """Starts following."""
@@ -180,13 +99,170 @@ class TrialProgress(Progress):
         stopping = False
         while not stopping:
             stopping = self._stopping.wait(1.0)
-            for path in sorted(self._folder.glob(f"*/{EVENTS}")):
-                tail = self._tails.setdefault(path, LogTail(path))
-                with contextlib.suppress(LogError):  # of a damaged log the report tells
-                    for lines in tail.blocks():
-                        for line in lines:
-                            self._take(path.parent.name, line)
+            self._read()
             self._refresh()
+
+    def _read(self) -> None:
+        paths = [self._folder / name / EVENTS for name in self._names] or sorted(self._folder.glob(f"*/{EVENTS}"))
+        for path in paths:
+            tail = self._tails.setdefault(path, LogTail(path))
+            with contextlib.suppress(LogError):  # of a damaged log the report tells
+                for lines in tail.blocks():
+                    for line in lines:
+                        self._take(path.parent.name, line)
+
+    def _take(self, name: str, line: bytes) -> None:
+        raise NotImplementedError
+
+
+@dataclass
+class _Known:
+    """The last records of one run."""
+
+    start: Start | None = None
+    tick: Tick | None = None
+    epoch: Epoch | None = None
+    end: End | None = None
+
+    def take(self, record: Record) -> None:
+        """Takes in a record; whatever follows an end means that the run goes on."""
+        self.end = None
+        if isinstance(record, Start):
+            self.start = record
+        elif isinstance(record, Tick):
+            self.tick = record
+        elif isinstance(record, Epoch):
+            self.epoch = record
+        elif isinstance(record, End):
+            self.end = record
+
+    def setting(self, name: str) -> int:
+        """Returns one of the numbers that the run was begun with; 0 where it is not known."""
+        value = self.start.parameters.get(name) if self.start is not None else None
+        return value if isinstance(value, int) else 0
+
+    @property
+    def num_epochs(self) -> int:
+        """How many there are to be."""
+        return self.setting("recipe.epochs")
+
+    @property
+    def limit(self) -> str:
+        """The memory that the run may take, for people."""
+        limit_bytes = self.setting("memory_limit_bytes")
+        return f" of {format_bytes(limit_bytes)}" if limit_bytes else ""
+
+    @property
+    def precisions(self) -> str:
+        """How many layers compute in which precision, as far as ticks have told."""
+        levels = Counter(self.tick.decision.plan.precision.values()) if self.tick is not None else {}
+        return " ".join(f"{levels[level]} {level.value}" for level in Precision if level in levels)
+
+
+class RunProgress(LogProgress):
+    """Epochs, samples per second, batch size, memory against the limit and precisions of a set of runs."""
+
+    def __init__(
+        self,
+        title: str,
+        folder: Path,
+        names: Iterable[str] = (),
+        *,
+        goal: Goal = ACCURACY,
+        each_epoch: bool = False,
+    ) -> None:
+        """Lists the runs of these names as waiting, or all that there are below `folder`.
+
+        Without a terminal a run has a line at its end, and with `each_epoch` one for every epoch.
+        """
+        super().__init__(title, folder, names)
+        self._runs = {name: _Known() for name in self._names}
+        self._goal, self._each_epoch = goal, each_epoch
+        self._said: set[bytes] = set()
+        self._is_new = False
+        self._last_reason = ""
+
+    def __enter__(self) -> Self:
+        """Starts following; what the logs hold already is not said again."""
+        self._read()
+        self._is_new = True
+        return super().__enter__()
+
+    def _take(self, name: str, line: bytes) -> None:
+        known, record = self._runs.setdefault(name, _Known()), parse_event(line, name).record
+        known.take(record)
+        if isinstance(record, Start | Tick) or line in self._said:  # a log that was cut back is read once more
+            return
+        self._said.add(line)
+        if not self._is_new:
+            return
+        if isinstance(record, Interruption):
+            self.say(f"{name}: {record.message}")
+        elif isinstance(record, Epoch) and self._each_epoch:
+            self._say_epoch(record, known)
+        elif isinstance(record, End) and record.status == "failed":
+            reason = record.message.partition("\n")[0]
+            self.say(f"{name} failed: {'likewise' if reason == self._last_reason else reason}")
+            self._last_reason = reason
+        elif isinstance(record, End) and record.status == "finished" and not self._each_epoch:
+            self.say(f"{name} finished: {_figures(record.results, self._goal)}")
+
+    def _say_epoch(self, epoch: Epoch, known: _Known) -> None:
+        num_epochs, judged = known.num_epochs, epoch.held_out(self._goal)
+        if epoch.epoch not in (1, num_epochs) and epoch.epoch % max(math.ceil(num_epochs / MAX_LINES), 1):
+            return
+        parts = [
+            f"epoch {epoch.epoch}" + (f"/{num_epochs}" if num_epochs else ""),
+            f"loss {epoch.train_loss:.4f}",
+            *([] if judged is None else [self._goal.named(judged)]),
+            f"batch {epoch.batch_size}",
+            *([known.precisions] if known.precisions else []),
+            format_bytes(epoch.peak_bytes) + known.limit,
+            f"{epoch.seconds:.3g} s",
+        ]
+        self.say(", ".join(parts))
+
+    def _table(self) -> Table:
+        table = plain_table("run", "epoch", "", "samples/s", "batch", "memory", "layers", "validation")
+        for name, known in self._runs.items():
+            tick, epoch = known.tick, known.epoch
+            if known.end is not None and known.end.status == "failed":
+                table.add_row(name, Text("failed", style="red"), *[""] * 6)
+                continue
+            if known.start is None:
+                table.add_row(name, "starting", *[""] * 6)
+                continue
+            done = max(0 if tick is None else tick.observation.epoch, 0 if epoch is None else epoch.epoch)
+            rate, batch, used_bytes = 0.0, 0, 0
+            if epoch is not None:
+                rate, batch, used_bytes = epoch.images_per_second, epoch.batch_size, epoch.peak_bytes
+            if tick is not None:
+                seen = tick.observation
+                batch, used_bytes = tick.decision.plan.batch_size, seen.memory.window_peak_bytes
+                rate = 1e3 * seen.plan.batch_size / seen.step_ms if seen.step_ms else rate
+            judged = None if epoch is None else epoch.held_out(self._goal)
+            table.add_row(
+                name,
+                f"{done:.1f}/{known.num_epochs}",
+                _bar(done / max(known.num_epochs, 1)),
+                f"{rate:,.0f}" if rate else "",
+                str(batch or ""),
+                f"{format_bytes(used_bytes)}{known.limit}" if used_bytes else "",
+                known.precisions,
+                "" if judged is None else self._goal.text(judged),
+            )
+        return table
+
+
+class TrialProgress(LogProgress):
+    """The trials of a search."""
+
+    def __init__(self, title: str, num_trials: int, folder: Path, objective: Objective) -> None:
+        """Follows the logs below `folder`, one folder a trial, judged by `objective`."""
+        super().__init__(title, folder)
+        self._num_trials, self._objective = num_trials, objective
+        self._last: dict[str, Epoch] = {}
+        self._states: dict[str, str] = {}
 
     def _take(self, name: str, line: bytes) -> None:
         self._states.setdefault(name, "running")
@@ -257,10 +333,6 @@ def _figures(results: Mapping[str, float], goal: Goal) -> str:
         f"score {results['score']:.4g}, {goal.named(results[goal.name])}, "
         f"{results['seconds_per_epoch']:.3g} s/epoch, {results['peak_gb']:.4g} GB"
     )
-
-
-def _precisions(counts: Mapping[str, int]) -> str:
-    return " ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
 def _bar(share: float, width: int = 12) -> str:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray.exceptions import RayTaskError
 
+from tests.service.local_trial import local_run, trained
 from tests.service.own_task import MODULE, own_spec
 from triaccel_ray.model.dry_run import IN_YOUR_CODE, UserCodeError
 from triaccel_ray.service.failures import RunFailedError, cause_of
-from triaccel_ray.service.runs.actor import RunActor, original_error
+from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.shared_data import share_splits
+from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.storage.place import Place
 from triaccel_ray.trainables.registry import load_task
@@ -253,9 +255,8 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_a_mistake_is_named_before_anything_trains(
     mistakes: str, tmp_path: Path, task: str, kind: type[Exception], needles: tuple[str, ...], method: str
 ) -> None:
-    actor = RunActor(own_spec(f"{mistakes}:{task}", method=method), Place(str(tmp_path / "run")))
     with pytest.raises(kind) as refused:
-        actor.setup(resume=False)
+        Worker(own_spec(f"{mistakes}:{task}", method=method), tmp_path / "run")
     assert type(refused.value) is kind
     for needle in needles:
         assert needle in str(refused.value)
@@ -276,11 +277,10 @@ def test_a_task_may_be_given_by_tensors_and_judged_its_own_way(
     mistakes: str, tmp_path: Path, task: str, objective: str, most: float
 ) -> None:
     name = f"{mistakes}:{task}"
-    actor = RunActor(own_spec(name, goal=load_task(name, None).goal), Place(str(tmp_path / "run")))
-    actor.setup(resume=False)
-    for _ in range(3):
-        actor.train_epoch()
-    results = actor.finish()
+    trained(local_run(own_spec(name, goal=load_task(name, None).goal), Place.of(tmp_path / "run")))
+    end = read_run(tmp_path / "run").end
+    assert end is not None
+    results = end.results
     assert 0.0 < results[objective] <= most
     assert results["score"] > 0.0
 
@@ -306,9 +306,8 @@ def test_metrics_that_are_none_are_refused_with_the_task(
 
 
 def test_a_run_is_not_resumed_under_another_objective(mistakes: str, tmp_path: Path) -> None:
-    actor = RunActor(own_spec(f"{mistakes}:LossAlone"), Place(str(tmp_path / "run")))
     with pytest.raises(ValueError, match="objective of the task = 'loss': the run is judged by accuracy"):
-        actor.setup(resume=False)
+        Worker(own_spec(f"{mistakes}:LossAlone"), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -321,13 +320,10 @@ def test_a_run_is_not_resumed_under_another_objective(mistakes: str, tmp_path: P
 def test_what_fails_later_shows_the_users_lines_across_processes(
     mistakes: str, tmp_path: Path, task: str, message: str
 ) -> None:
-    actor = RunActor(own_spec(f"{mistakes}:{task}"), Place(str(tmp_path / "run")))
-    actor.setup(resume=False)
-    with pytest.raises((UserCodeError, IndexError)) as failure:
-        actor.train_epoch()
-    actor._get().close()
-    raised = RayTaskError("train_epoch", "the whole traceback", failure.value)
-    told = RunFailedError(tmp_path / "run", original_error(raised.as_instanceof_cause()))
+    result = trained(local_run(own_spec(f"{mistakes}:{task}"), Place.of(tmp_path / "run")))
+    travelled = pickle.loads(pickle.dumps(result["error"]))
+    assert isinstance(travelled, UserCodeError | IndexError)
+    told = RunFailedError(tmp_path / "run", travelled)
     assert cause_of(told) == "bug"
     assert message in str(told)
     assert str(told).count(IN_YOUR_CODE) == 1
@@ -338,12 +334,9 @@ def test_what_fails_later_shows_the_users_lines_across_processes(
 def test_a_batch_larger_than_the_data_is_refused(mistakes: str, tmp_path: Path) -> None:
     spec = own_spec(f"{mistakes}:Blobs")
     large = own_spec(f"{mistakes}:Blobs", control=type(spec.control)())  # batches of 96, and of 512 at most
-    fitting = RunActor(large, Place(str(tmp_path / "a")))
-    fitting.setup(resume=False)
-    fitting._get().close()
-    few = RunActor(own_spec(f"{mistakes}:Few", control=large.control), Place(str(tmp_path / "b")))
+    Worker(large, tmp_path / "a").close()
     with pytest.raises(ValueError, match=r"batch size = 96: must be .* samples, 40; give --batch-size 40"):
-        few.setup(resume=False)
+        Worker(own_spec(f"{mistakes}:Few", control=large.control), tmp_path / "b")
 
 
 @pytest.mark.parametrize(

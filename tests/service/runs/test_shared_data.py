@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tests.build import CPU, blobs
+from tests.service.local_trial import local_run, trained
 from tests.service.own_task import own_spec
 from triaccel_ray.data.sources import DatasetSource, TensorSource
-from triaccel_ray.service.runs.actor import RunActor
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
 from triaccel_ray.service.runs.worker import Worker
@@ -141,15 +141,8 @@ def test_files_that_are_not_here_and_test_samples_are_not_shared(tmp_path: Path)
 
 def test_a_run_is_the_same_whether_it_reads_its_samples_or_shares_them(module: str, tmp_path: Path) -> None:
     spec = own_spec(f"{module}:Blobs", seed=3)
-    actors = [
-        RunActor(spec, Place(str(tmp_path / "read"))),
-        RunActor(spec, Place(str(tmp_path / "shared")), share_splits(spec)),
-    ]
-    for actor in actors:
-        actor.setup(resume=False)
-        for _ in range(3):
-            actor.train_epoch()
-        actor.finish()
+    trained(local_run(spec, Place.of(tmp_path / "read")))
+    trained(local_run(spec, Place.of(tmp_path / "shared"), share_splits(spec)))
     read, shared = (read_run(tmp_path / name) for name in ("read", "shared"))
     assert [epoch.train_loss for epoch in read.epochs] == [epoch.train_loss for epoch in shared.epochs]
 

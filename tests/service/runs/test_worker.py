@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,27 +77,6 @@ def test_a_run_whose_model_holds_what_is_no_number_has_diverged(
     end = last_of(tmp_path)
     assert isinstance(end, End)
     assert (end.status, end.cause) == ("failed", "non_finite")
-
-
-@pytest.mark.parametrize("method", ["engine-amp", "fp32"])
-def test_a_rate_counts_no_batch_that_is_under_way(crew: Crew, module: str, tmp_path: Path, method: str) -> None:
-    worker = crew.start(own_spec(f"{module}:Blobs", method=method), tmp_path)
-    rates = []
-
-    def glance() -> None:
-        status = worker.status()
-        assert status is not None
-        rates.append(status.images_per_second)
-
-    def compute_slowly(*_: object) -> None:
-        glance()
-        time.sleep(0.3)
-        glance()
-
-    worker.loop.model.register_forward_pre_hook(compute_slowly)
-    worker.train_epoch()
-    assert 0.0 < max(rates[:10]) <= 32 / 0.3
-    assert rates[0] == 0.0  # nothing is done yet
 
 
 def test_a_tasks_own_loss_may_be_no_number_on_held_out_samples(crew: Crew, module: str, tmp_path: Path) -> None:
@@ -212,22 +190,6 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(crew: Crew, mo
 def test_a_run_without_an_epoch_cannot_be_finished(crew: Crew, module: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="epochs = 0: a run is finished after at least one epoch"):
         crew.start(own_spec(f"{module}:Blobs"), tmp_path).finish()
-
-
-def test_a_glance_at_a_run(crew: Crew, module: str, tmp_path: Path) -> None:
-    worker = crew.start(own_spec(f"{module}:Blobs"), tmp_path)
-    before = worker.status()
-    assert before is not None
-    assert (before.epoch, before.num_epochs, before.batch_size, before.judged) == (0.0, 3, 32, "")
-    worker.train_epoch()
-    after = worker.status()
-    assert after is not None
-    assert (after.epoch, after.judged) == (1.0, f"{worker.figures.metric:.2f} %")
-    assert after.images_per_second > 0.0
-    assert sum(after.layers_per_precision.values()) == 3
-    assert 0 < after.used_bytes <= after.limit_bytes
-    worker.close()
-    assert worker.status() is None
 
 
 def test_the_budget_or_headroom_is_the_limit(crew: Crew, module: str, tmp_path: Path) -> None:

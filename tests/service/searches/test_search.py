@@ -11,9 +11,9 @@ import pytest
 from tests.service.records import run_of
 from triaccel_ray.config import BatchConfig
 from triaccel_ray.records.events import End
-from triaccel_ray.service.runs.actor import cpus_of_a_run
+from triaccel_ray.service.runs.objective import grace_epochs
+from triaccel_ray.service.runs.runs import cpus_of_a_run
 from triaccel_ray.service.searches.search import MIN_HEADROOM_BYTES, _headroom_bytes, _Pruner
-from triaccel_ray.service.searches.trial import grace_epochs
 
 
 @pytest.mark.parametrize(("num_epochs", "grace"), [(1, 1), (2, 2), (5, 2), (8, 4), (12, 6), (20, 10)])

@@ -16,14 +16,15 @@ import pytest
 import torch
 
 from tests.build import same
+from tests.service.local_trial import local_run, trained
 from tests.service.own_task import own_spec
 from tests.service.waiting import DEADLINE_S, wait_until
 from triaccel_ray.records.events import EventLog, TakenOverError, read_events
 from triaccel_ray.service.comparisons import comparison
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.reports.report import REPORT
-from triaccel_ray.service.runs.actor import RunActor
 from triaccel_ray.service.runs.record import read_run
+from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.searches import finding, search
 from triaccel_ray.service.storage import mirroring
 from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, MODEL, PREVIOUS, SPEC
@@ -385,43 +386,38 @@ def losses(log: Path) -> list[float]:
 
 def test_a_run_goes_on_on_another_machine_and_equals_an_undisturbed_one(machines: Machines, task: str) -> None:
     spec = own_spec(task, keep="best")
-    whole = RunActor(spec, Place(str(machines.root / "whole")))
-    whole.setup(resume=False)
-    expected = [whole.train_epoch().train_loss for _ in range(3)]
-    whole.finish()
+    trained(local_run(spec, Place.of(machines.root / "whole")))
+    expected = losses(machines.root / "whole" / EVENTS)
 
     machines.move_to("a")
-    first = RunActor(spec, machines.place)
-    assert first.setup(resume=False) == 0
-    first.train_epoch()
+    first = local_run(spec, machines.place)
+    assert first.step()["epoch"] == 1
     wait_until((machines.store / "run" / CHECKPOINT).exists)
     there = machines.move_to("b")
-    second = RunActor(spec, machines.place)
-    assert second.setup(resume=True) == 1
-    for _ in range(2):
-        second.train_epoch()
-    second.finish()
+    second = local_run(spec, machines.place)
+    assert [second.step()["epoch"] for _ in range(2)] == [2, 3]
+    second.cleanup()
     run = read_run(machines.store / "run")
     assert (run.status, [epoch.train_loss for epoch in run.epochs]) == ("finished", expected)
     assert [each.epoch for each in run.interruptions] == [1]
     assert (machines.store / "run" / EVENTS).read_bytes() == (there / EVENTS).read_bytes()
     kept, undisturbed = (torch.load(folder / MODEL) for folder in (machines.store / "run", machines.root / "whole"))
     assert same(kept, undisturbed)
-    first._copy._pushing, first._copy._lock = None, None  # the machine is lost
-    first._get().close()
+    first._copy = None  # the machine is lost
+    first._broken = True
+    first.cleanup()
 
 
 def test_a_store_out_of_reach_while_a_run_trains_loses_nothing(machines: Machines, task: str) -> None:
     here = machines.move_to("a")
-    actor = RunActor(own_spec(task), machines.place)
-    actor.setup(resume=False)
-    actor.train_epoch()
+    trial = local_run(own_spec(task), machines.place)
+    trial.step()
     wait_until((machines.store / "run" / CHECKPOINT).exists)
     machines.is_gone(True)
-    actor.train_epoch()
-    actor.train_epoch()
+    trial.step()
     machines.is_gone(False)
-    actor.finish()
+    assert trial.step()["done"]
+    trial.cleanup()
     for name in (SPEC, EVENTS, CHECKPOINT):
         assert (machines.store / "run" / name).read_bytes() == (here / name).read_bytes()
     assert read_run(machines.store / "run").status == "finished"
@@ -429,16 +425,17 @@ def test_a_store_out_of_reach_while_a_run_trains_loses_nothing(machines: Machine
 
 def test_a_run_that_cannot_be_brought_to_the_store_says_where_it_is(machines: Machines, task: str) -> None:
     here = machines.move_to("a")
-    actor = RunActor(own_spec(task), machines.place)
-    actor._copy = RunCopy(machines.place, patience_s=0.3)
-    actor.setup(resume=False)
+    trial = local_run(own_spec(task), machines.place)
+    trial.step()
+    assert trial._copy is not None
+    trial._copy._patience_s = 0.3
     machines.is_gone(True)
-    for _ in range(3):
-        actor.train_epoch()
+    trial.step()
     with pytest.raises(
         StoreError, match=rf"not everything of file://.*/run is in the store \(.*{here} on this machine"
     ):
-        actor.finish()
+        trial.step()
+    trial.cleanup()
     assert read_run(here).status == "finished"
     machines.is_gone(False)
     with mirrored(machines.place, has_own_log=False):  # as `triaccel resume` does
@@ -447,22 +444,14 @@ def test_a_run_that_cannot_be_brought_to_the_store_says_where_it_is(machines: Ma
 
 
 def test_a_run_that_fails_is_brought_to_the_store(machines: Machines, task: str) -> None:
-    actor = RunActor(own_spec(task.replace("Blobs", "Broken")), machines.place)
-    actor.setup(resume=False)
-    with pytest.raises(KeyError):
-        actor.train_epoch()
-    actor._get().close()
+    trained(local_run(own_spec(task.replace("Blobs", "Broken")), machines.place))
     assert read_run(machines.store / "run").status == "failed (bug)"
 
 
 def test_a_traceback_is_in_the_store_as_long_as_its_failure_counts(machines: Machines, module: str) -> None:
     here, there = machines.move_to("a"), machines.move_to("b")
     machines.move_to("a")
-    failing = RunActor(own_spec(f"{module}:Broken"), machines.place)
-    failing.setup(resume=False)
-    with pytest.raises(KeyError):
-        failing.train_epoch()
-    failing._get().close()
+    trained(local_run(own_spec(f"{module}:Broken"), machines.place))
     assert "KeyError" in (machines.store / "run" / ERROR).read_text()
     (here / DAMAGED).write_text("set aside")
     Mirror(machines.place, RUN).push()
@@ -471,10 +460,13 @@ def test_a_traceback_is_in_the_store_as_long_as_its_failure_counts(machines: Mac
     assert "KeyError" in (there / ERROR).read_text()
     assert (there / DAMAGED).read_text() == "set aside"
     machines.move_to("a")
-    again = RunActor(own_spec(f"{module}:Broken"), machines.place)
-    again.setup(resume=True)  # the failure is an interruption from here on
+    copy = RunCopy(machines.place)
+    copy.open()
+    again = Worker(own_spec(f"{module}:Broken"), here)
+    again.resume()  # the failure is an interruption from here on
     again.stop()
-    again._get().close()
+    again.close()
+    copy.close()
     assert (machines.store / "run" / ERROR).read_bytes() == b""
     assert not Mirror(machines.place, RUN).push()  # and that is known
     machines.move_to("b")
@@ -489,22 +481,21 @@ def test_a_traceback_is_in_the_store_as_long_as_its_failure_counts(machines: Mac
     assert (there / ERROR).read_text() == "another traceback"
 
 
-@pytest.mark.parametrize("work", ["train_epoch", "stop"])
+@pytest.mark.parametrize("work", ["step", "cleanup"])
 def test_who_has_lost_a_run_to_another_process_leaves_the_store_alone(machines: Machines, task: str, work: str) -> None:
     """A log is taken over by its path, which no lock of the store's copy prevents."""
     here, mirror = machines.move_to("a"), Mirror(machines.place, RUN)
-    actor = RunActor(own_spec(task), machines.place)
-    actor.setup(resume=False)
-    actor.train_epoch()
+    trial = local_run(own_spec(task), machines.place)
+    trial.step()
     wait_until(lambda: CHECKPOINT in mirror._known().files)  # the last one to be brought
     before = {path.name: path.read_bytes() for path in (machines.store / "run").iterdir()}
     EventLog(here / EVENTS, keep=1).close()
-    with pytest.raises(TakenOverError, match="another process has taken this run over"):
-        getattr(actor, work)()
+    result = getattr(trial, work)()
+    assert work == "cleanup" or "another process has taken this run over" in result["message"]
     assert {path.name: path.read_bytes() for path in (machines.store / "run").iterdir()} == before
     with mirror.locked(0.0) as is_free:
         assert is_free
-    actor._get().close()
+    trial.cleanup()
 
 
 def test_a_command_that_has_lost_its_search_leaves_the_store_alone(machines: Machines) -> None:
@@ -523,12 +514,10 @@ def test_a_command_that_has_lost_its_search_leaves_the_store_alone(machines: Mac
 
 
 def test_a_run_that_is_stopped_is_brought_to_the_store(machines: Machines, task: str) -> None:
-    actor = RunActor(own_spec(task), machines.place)
-    actor.setup(resume=False)
-    actor.train_epoch()
-    actor.stop()
+    trial = local_run(own_spec(task), machines.place)
+    trial.step()
+    trial.cleanup()
     assert read_run(machines.store / "run").status == "stopped"
-    actor._get().close()
 
 
 def test_a_command_and_its_store_hold_the_same(machines: Machines) -> None:

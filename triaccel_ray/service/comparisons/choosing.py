@@ -15,7 +15,7 @@ from triaccel_ray.service.failures import RESULTS, cause_of
 from triaccel_ray.service.runs.methods import FIXED
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import RunRecord, read_if_begun, read_run
-from triaccel_ray.service.runs.runs import OnGlance, run_all
+from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import write_value
@@ -23,9 +23,7 @@ from triaccel_ray.service.storage.place import Place
 from triaccel_ray.trainables.task import Purpose
 
 
-def choose(
-    spec: ComparisonSpec, place: Place, *, num_gpus: float, on_glance: OnGlance, shared: SharedSplits | None = None
-) -> Choices:
+def choose(spec: ComparisonSpec, place: Place, *, num_gpus: float, shared: SharedSplits | None = None) -> Choices:
     """Returns what the final runs are to use, and writes it down; trials that have ended are not run again.
 
     The fixed setting is chosen first, with the recipe as it is; then every method, the fixed one too, gets the same
@@ -43,10 +41,10 @@ def choose(
     root, fixed, tuned = place / TRIALS, None, {}
     if spec.num_fixed:
         settings = sampled_settings(spec.base, precisions_where_it_runs(spec.base, num_gpus=num_gpus), spec.num_fixed)
-        runs = _ended(fixed_trials(spec, settings), root, num_gpus=num_gpus, on_glance=on_glance, shared=shared)
+        runs = _ended(fixed_trials(spec, settings), root, num_gpus=num_gpus, shared=shared)
         fixed = best_setting(settings, runs)
     if spec.num_tuned:
-        runs = _ended(tuning_trials(spec, fixed), root, num_gpus=num_gpus, on_glance=on_glance, shared=shared)
+        runs = _ended(tuning_trials(spec, fixed), root, num_gpus=num_gpus, shared=shared)
         tuned = {method: best_sample(spec, method, fixed, runs) for method in spec.all_methods}
     choices = Choices(fixed=fixed, tuned=tuned)
     write_value(folder / CHOICES, choices)
@@ -131,15 +129,14 @@ def _trial_name(method: str, index: int, fixed: FixedSetting | None) -> str:
 
 
 def _ended(
-    specs: Mapping[str, RunSpec], place: Place, *, num_gpus: float, on_glance: OnGlance, shared: SharedSplits | None
+    specs: Mapping[str, RunSpec], place: Place, *, num_gpus: float, shared: SharedSplits | None
 ) -> dict[str, RunRecord]:
     """Returns the records of all these trials, after running those that have not ended."""
     root = place.folder
     before = {name: read_if_begun(root / name) for name in specs}
     done = {name: run for name, run in before.items() if run is not None and run.has_outcome}
     missing = {name: spec for name, spec in specs.items() if name not in done}
-    outcomes = run_all(missing, place, num_gpus=num_gpus, on_glance=on_glance, resume=True, shared=shared)
-    for outcome in outcomes.values():
-        if isinstance(outcome, Exception) and cause_of(outcome) not in RESULTS:
-            raise outcome
+    for error in run_all(missing, place, num_gpus=num_gpus, shared=shared).values():
+        if cause_of(error) not in RESULTS:
+            raise error
     return {name: done.get(name) or read_run(root / name) for name in specs}

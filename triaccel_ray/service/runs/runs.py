@@ -1,217 +1,242 @@
-"""Carrying out a set of runs, each on an actor of its own; Ray decides where and when."""
+"""Training sets of runs as Ray Tune trials: placement, concurrency and what follows a lost process are Tune's."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+import logging
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
+from ray import tune
 from ray.exceptions import RayActorError
+from ray.tune.execution import class_cache
 
+from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
-from triaccel_ray.records.events import Epoch, Interruption, LogError, read_events
+from triaccel_ray.records.events import End, LogError, TakenOverError
 from triaccel_ray.service.failures import (
     MAX_LOSSES,
     DiskFullError,
     PreemptedError,
     RunFailedError,
     StoreError,
-    cause_of,
     failed,
 )
-from triaccel_ray.service.runs.actor import original_error, start_actor
 from triaccel_ray.service.runs.ending import end_run
-from triaccel_ray.service.runs.record import has_begun
+from triaccel_ray.service.runs.record import read_if_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.runs.worker import Status
-from triaccel_ray.service.storage.layout import EVENTS
+from triaccel_ray.service.runs.trial import NAME, RunContext, RunTrial
 from triaccel_ray.service.storage.mirroring import catch_up, edited
 from triaccel_ray.service.storage.place import Place
 
-STATUS_INTERVAL_S = 0.5
-STOP_TIMEOUT_S = 60.0
-"""How long runs that are broken off may take to end their logs, mostly a moment; another Ctrl-C cuts it short."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Glance:
-    """What is known of one run of a set while it is under way."""
-
-    name: str
-    status: Status | None = None
-    last: Epoch | None = None
-    results: Mapping[str, float] | None = None
-    error: Exception | None = None
-    notice: str = ""
-    """How a run that was broken off goes on."""
-
-
-OnGlance = Callable[[Glance], None]
+_ENDS_ALL: Mapping[str, type[ValueError]] = {"disk_full": DiskFullError, "taken_over": TakenOverError}
+"""Why a trial did not go on -> what all of them then end with."""
+_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN")
+_TUNE_SETTINGS = {
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a task's relative paths are those of the command's folder
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the event log has it all
+}
 
 
 def run_all(
-    specs: Mapping[str, RunSpec],
-    root: Place,
-    *,
-    num_gpus: float,
-    on_glance: OnGlance,
-    resume: bool = False,
-    shared: SharedSplits | None = None,
-) -> dict[str, Mapping[str, float] | Exception]:
-    """Returns the results of every run, or the exception that ended it, by name.
+    specs: Mapping[str, RunSpec], root: Place, *, num_gpus: float, shared: SharedSplits | None = None
+) -> dict[str, Exception]:
+    """Trains every run, from its checkpoint where it has begun, and returns how those that failed did, by name.
 
-    That is a RunFailedError for a run that had begun, what was raised for one that had not, and DiskFullError and
-    StoreError as they are.
+    That is a RunFailedError for a run that had begun, what was raised for one that had not, and StoreError as it is.
 
-    Each run has the place `root / name`, and its samples from `shared` where given. As many train at once as the
-    cluster has room for. Ctrl-C ends the logs of those under way.
+    Each run has the place `root / name`, a process of its own, and its samples from `shared` where given.
+
+    Raises:
+        DiskFullError, TakenOverError, KeyboardInterrupt: see `fit`.
     """
-    drives = {
-        name: _Drive(
-            root / name,
-            partial(start_actor, spec, root / name, num_gpus=num_gpus, shared=shared),
-            num_epochs=spec.recipe.epochs,
-            resume=resume,
+    if not specs:
+        return {}
+    by_name = dict(specs)
+    context = RunContext(place=root, spec_of=lambda config: by_name[config[NAME]], shared=shared)
+    outcomes = fit(context, tune.TuneConfig(), num_gpus=num_gpus, space={NAME: tune.grid_search(list(by_name))})
+    failures = {name: _failure(root / name, outcome) for name, outcome in outcomes.items()}
+    return {name: error for name, error in failures.items() if error is not None}
+
+
+def fit(
+    context: RunContext, config: tune.TuneConfig, *, num_gpus: float, space: dict[str, Any] | None = None
+) -> dict[str, Mapping[str, Any] | Exception]:
+    """Has Ray Tune train the trials of `config`, or those that `space` lists, and returns their last results, by name.
+
+    Instead of a result, the exception that ended it, of a trial that was lost too often or could not reach its store;
+    it is on record then. Tune's own state goes to a temporary folder, and nothing is read from it.
+
+    Raises:
+        DiskFullError: a trial found no room for its files; the others were stopped.
+        TakenOverError: another process goes on with one of the trials, or with their search; likewise.
+        StoreError: the store cannot be reached.
+        KeyboardInterrupt: the user broke the trials off; they have ended their logs.
+    """
+    reserved = {"cpu": cpus_of_a_run(num_gpus), "gpu": num_gpus}
+    trainable = tune.with_resources(tune.with_parameters(RunTrial, context=context), reserved)
+    trials = _Trials()
+    with _quiet_tune(), TemporaryDirectory(prefix="triaccel-tune-", ignore_cleanup_errors=True) as own:
+        tuner = tune.Tuner(
+            trainable,
+            param_space=space or {},
+            tune_config=config,
+            run_config=tune.RunConfig(
+                name="trials",
+                storage_path=own,
+                verbose=0,
+                progress_reporter=tune.CLIReporter(),  # silent then; a notebook's own clears what the cell has shown
+                callbacks=[trials],
+                stop=_EndOfAll(),
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # trials keep their own
+                failure_config=tune.FailureConfig(max_failures=MAX_LOSSES),
+            ),
         )
-        for name, spec in specs.items()
-    }
-    try:
-        return _drive_all(drives, root, on_glance)
-    except KeyboardInterrupt:
-        stopping = [reference for drive in drives.values() if (reference := drive.stop()) is not None]
-        if stopping:
-            ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT_S)
-            with contextlib.suppress(StoreError):
-                catch_up(root, patience_s=0.0)
-        raise
-    finally:
-        for drive in drives.values():
-            drive.close()
-
-
-def _drive_all(
-    drives: dict[str, _Drive], root: Place, on_glance: OnGlance
-) -> dict[str, Mapping[str, float] | Exception]:
-    """Returns all outcomes; `drives` keeps those under way."""
-    outcomes: dict[str, Mapping[str, float] | Exception] = {}
-    while drives:
-        pending = {drive.pending: name for name, drive in drives.items()}
-        ready, _ = ray.wait(list(pending), num_returns=1, timeout=STATUS_INTERVAL_S)
-        for reference in ready:
-            name = pending[reference]
-            glance = drives[name].advance()
-            on_glance(glance)
-            if glance.results is not None or glance.error is not None:
-                outcomes[name] = glance.error or glance.results or {}
-                drives.pop(name).close()
-            if glance.results is not None:
-                try:
-                    catch_up(root / name)
-                except StoreError as error:
-                    outcomes[name] = error
-        for drive in drives.values():
-            status = drive.glance()
-            if status is not None:
-                on_glance(status)
+        try:
+            with _interruptible():
+                results = tuner.fit()
+        except KeyboardInterrupt:
+            for name in trials.begun:
+                _end_if_cut_off(context.place / name)
+            raise
+    outcomes: dict[str, Mapping[str, Any] | Exception] = {}
+    for number, config_of in enumerate(trials.configs):
+        result, name = results[number], config_of[NAME]
+        outcomes[name] = last = result.metrics or {}
+        if last.get("unfinished") in _ENDS_ALL:
+            raise _ENDS_ALL[last["unfinished"]](last["message"])
+        if result.error is not None:
+            outcomes[name] = error = _reason(result.error)
+            with edited(context.place / name):
+                end_run((context.place / name).folder, context.spec_of(config_of), failed(error))
     return outcomes
 
 
-def how_it_goes_on(folder: Path) -> str:
-    """Returns what the log says of its last interruption, with which a resumed run begins; empty without one."""
-    try:
-        records = [event.record for event in read_events(folder / EVENTS)]
-    except LogError:  # on another machine, or empty
-        return ""
-    return records[-1].message if records and isinstance(records[-1], Interruption) else ""
+def cpus_of_a_run(num_gpus: float) -> int:
+    """Returns how many CPUs a run reserves: one beside a GPU; without, most of the cluster's smallest machine.
+
+    Runs that share a machine's cores lengthen each other's steps, by which they are judged. The environment variable
+    `TRIACCEL_CPUS_PER_RUN` sets another number, for large machines without a GPU.
+
+    Raises:
+        ValueError: the variable is no whole number of at least 1.
+    """
+    given = os.environ.get("TRIACCEL_CPUS_PER_RUN")
+    if given is not None:
+        rule = "must be a whole number of at least 1; unset it for the default"
+        require(given.isdecimal() and int(given) >= 1, "TRIACCEL_CPUS_PER_RUN", given, rule)
+        return int(given)
+    if num_gpus > 0:
+        return 1
+    cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    return min((count for count in cpus if count), default=1) // 2 + 1
 
 
-class _Drive:
-    """One run's calls, one after the other."""
+class _Trials(tune.Callback):
+    """Which trials there are, in the order of Tune's results, and which have begun."""
 
-    def __init__(self, place: Place, start: Callable[[], Any], *, num_epochs: int, resume: bool) -> None:
-        self._place, self._name, self._start_actor, self._num_epochs = place, place.base_name, start, num_epochs
-        self._num_lost = 0
-        self._begin(resume=resume)
+    def __init__(self) -> None:
+        self.configs: list[dict[str, Any]] = []
+        self.begun: set[str] = set()
 
-    def _begin(self, *, resume: bool) -> None:
-        self._actor, self._resumes = self._start_actor(), resume
-        self.pending: Any = self._actor.setup.remote(resume=resume)
-        self._status: Any = None
-        self._epochs_done: int | None = None
-        self._finishing = False
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self.begun.add(trial.config[NAME])
 
-    def advance(self) -> Glance:
-        """Takes the pending call's result and makes the next call."""
+    def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
+        self.configs = [trial.config for trial in trials]
+
+
+class _EndOfAll(tune.Stopper):
+    """Stops all trials once one has found no room on the disk, or another process at its place."""
+
+    _found = False
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        self._found = self._found or result.get("unfinished") in _ENDS_ALL
+        return False
+
+    def stop_all(self) -> bool:
+        return self._found
+
+
+def _failure(place: Place, outcome: Mapping[str, Any] | Exception) -> Exception | None:
+    """Returns how a run failed, as its user is told; None where it finished."""
+    last = {"error": outcome} if isinstance(outcome, Exception) else outcome
+    error: Exception | None = last.get("error")
+    if not isinstance(error, StoreError):
         try:
-            result = ray.get(self.pending)
-        except RayActorError as error:
-            return self._lost(error)
-        except Exception as error:  # whatever the run raised is its outcome
-            return Glance(name=self._name, error=self._outcome(original_error(error)))
-        if self._finishing:
-            return Glance(name=self._name, results=result)
-        notice = how_it_goes_on(self._place.folder) if self._epochs_done is None and self._resumes else ""
-        last = result if isinstance(result, Epoch) else None
-        self._epochs_done = result.epoch if isinstance(result, Epoch) else int(result)
-        self._finishing = self._epochs_done >= self._num_epochs
-        self.pending = self._actor.finish.remote() if self._finishing else self._actor.train_epoch.remote()
-        return Glance(name=self._name, last=last, notice=notice)
-
-    def _lost(self, error: RayActorError) -> Glance:
-        """Begins again from the checkpoint on another actor, wherever there is room, unless that happens too often."""
-        self._num_lost += 1
-        if self._num_lost > MAX_LOSSES:
-            text = f"its process was lost {self._num_lost} times, the last time so: {first_line(error)}"
-            return Glance(name=self._name, error=self._given_up(PreemptedError(text)))
-        self.close()
-        self._begin(resume=True)
-        return Glance(name=self._name)
-
-    def _given_up(self, error: PreemptedError) -> Exception:
-        """Writes the last record, which there is no process for, and returns the outcome."""
-        try:
-            with edited(self._place):  # first: a log that another machine wrote comes from the store
-                if has_begun(self._place.folder):
-                    end_run(self._place.folder, None, failed(error))
-        except (DiskFullError, StoreError) as unwritten:
-            return self._outcome(unwritten)
-        return self._outcome(error)
-
-    def _outcome(self, error: Exception) -> Exception:
-        refused = self._epochs_done is None and cause_of(error) == "bug"  # bad input, or a mistake in the set-up
-        if refused or isinstance(error, DiskFullError | StoreError):
-            error.add_note(f"raised by the run {self._name}")
-            return error
-        try:
-            catch_up(self._place)  # first: the message says what is in the folder
+            catch_up(place)  # first: the message says what is in the folder
         except StoreError as unreachable:
-            return unreachable
-        return RunFailedError(self._place.folder, error)
+            error = unreachable
+    if error is None:
+        return None
+    if isinstance(error, StoreError) or last.get("is_refused"):
+        error.add_note(f"raised by the run {place.base_name}")
+        return error
+    return RunFailedError(place.folder, error)
 
-    def glance(self) -> Glance | None:
-        """Returns the status that was asked for at the last call, if it has come, and asks again."""
-        if self._epochs_done is None:
-            return None
-        before, self._status = self._status, self._status or self._actor.status.remote()
-        if before is None or not ray.wait([before], timeout=0)[0]:
-            return None
-        self._status = None
-        try:
-            status = ray.get(before)
-        except Exception:  # the run's own call reports what is wrong
-            return None
-        return None if status is None else Glance(name=self._name, status=status)
 
-    def stop(self) -> Any:
-        """Begins to end the run's log, and returns what to wait for; None where the run has not begun."""
-        reference = self._actor.stop.remote()
-        return None if self._epochs_done is None else reference
+def _reason(error: Any) -> Exception:
+    """Returns why Tune has given a trial up, without Ray's wrapping."""
+    if isinstance(error, RayActorError):
+        return PreemptedError(f"its process was lost {MAX_LOSSES + 1} times, the last time so: {first_line(error)}")
+    cause = getattr(error, "cause", error)
+    return cause if isinstance(cause, Exception) else RuntimeError(str(cause))
 
-    def close(self) -> None:
-        """Ends the actor, and with it the device's memory."""
-        ray.kill(self._actor)
+
+def _end_if_cut_off(place: Place) -> None:
+    """Ends the log of a run whose process was not given the time to; in a store it stays as it is, and can go on."""
+    with contextlib.suppress(StoreError):
+        catch_up(place, patience_s=0.0)
+    with contextlib.suppress(LogError, DiskFullError):
+        run = read_if_begun(place.folder)
+        if place.uri is None and run is not None and run.end is None:
+            end_run(place.folder, None, End(status="stopped"))
+
+
+@contextlib.contextmanager
+def _quiet_tune() -> Iterator[None]:
+    """Tune says nothing meanwhile, and hands on no keys: what there is to say is in logs and outcomes."""
+    logger = logging.getLogger("ray.tune")
+    before, missing = logger.level, [name for name in _TUNE_SETTINGS if name not in os.environ]
+    # Tune would send these to its actors by a runtime environment, which Ray writes to the logs of every machine.
+    class_cache.ENV_VARS_TO_PROPAGATE.difference_update(_KEYS)
+    os.environ.update({name: _TUNE_SETTINGS[name] for name in missing})
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            for category in (DeprecationWarning, FutureWarning):  # Tune's own plans
+                warnings.simplefilter("ignore", category)
+            yield
+    finally:
+        logger.setLevel(before)
+        for name in missing:
+            os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Makes Ctrl-C an exception again, after Tune has ended the trials in good order.
+
+    Tune puts a handler of its own in place, which returns from `fit` as if all trials had been run, and takes it away
+    when it has caught the signal, and only then.
+    """
+    elsewhere = threading.current_thread() is not threading.main_thread()
+    if elsewhere or os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0") != "0":  # there Tune leaves the handler alone
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+        caught = signal.getsignal(signal.SIGINT) is before
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if caught:
+        raise KeyboardInterrupt

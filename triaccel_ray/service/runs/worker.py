@@ -6,7 +6,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,7 +23,6 @@ from triaccel_ray.records.checkpoint import CheckpointError, OtherFormatError, l
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.events import End, Epoch, EventLog, Interruption, LogError, Record, TakenOverError
 from triaccel_ray.records.goal import LOSS
-from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.failures import (
     DiskFullError,
     NonFiniteLossError,
@@ -44,24 +43,6 @@ from triaccel_ray.service.runs.trained_model import TrainedModel
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, REPLACED, SPEC, write_value
 from triaccel_ray.trainables.registry import load_task
 from triaccel_ray.trainables.task import Purpose, Splits
-
-MIN_RATE_SECONDS = 1.0
-"""Below this, batches that are under way make up most of a rate; the last epoch's is shown."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Status:
-    """A glance at a run while it trains."""
-
-    epoch: float
-    num_epochs: int
-    images_per_second: float
-    batch_size: int
-    used_bytes: int
-    limit_bytes: int
-    layers_per_precision: dict[str, int]
-    judged: str
-    """The task's metric on the validation samples, for people; empty before there is one."""
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -368,30 +349,6 @@ class Worker:
         if state["last"] is not None:
             self.last = decode(Epoch, state["last"])
         self._trained.load_state_dict(state.get("trained_model"), self.loop.model, self._confirm)
-
-    def status(self) -> Status | None:
-        """Returns a glance at the run; safe to call from another thread while it trains. None once it is closed."""
-        loop: ControlLoop | BaselineLoop | None = getattr(self, "loop", None)
-        if loop is None:
-            return None
-        levels = list(loop.plan.precision.values())
-        metric = None if self.last is None else self.last.held_out(self.spec.goal)
-        # Positions count the samples taken, of which the last batch is under way, and on a GPU a few more.
-        elapsed = loop.epoch_seconds_so_far
-        done = (loop.sampler.position - int(loop.sampler.position)) * loop.sampler.num_samples - loop.plan.batch_size
-        rate = self.last.images_per_second if self.last else 0.0
-        if done > 0 and elapsed > MIN_RATE_SECONDS:
-            rate = done / elapsed
-        return Status(
-            epoch=loop.sampler.position,
-            num_epochs=self.spec.recipe.epochs,
-            images_per_second=rate,
-            batch_size=loop.plan.batch_size,
-            used_bytes=loop.memory.window_peak_bytes,
-            limit_bytes=loop.memory.limit_bytes,
-            layers_per_precision={level.value: levels.count(level) for level in Precision},
-            judged="" if metric is None else self.spec.goal.text(metric),
-        )
 
     def _is_own(self, spec: str) -> bool:
         """Returns whether a checkpoint's spec is this run's; one written before a field was added has its default."""

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
-import signal
-import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import optuna
 from ray import tune
-from ray.exceptions import RayActorError
-from ray.tune.execution import class_cache
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 
-from triaccel_ray.records.events import Claim, LogError, TakenOverError
-from triaccel_ray.search_spaces.thresholds import ANCHOR, Calibration, calibration, search_space
-from triaccel_ray.service.failures import MAX_LOSSES, DiskFullError, PreemptedError, StoreError, failed
-from triaccel_ray.service.runs.actor import cpus_of_a_run
-from triaccel_ray.service.runs.ending import end_run
-from triaccel_ray.service.runs.objective import Objective
+from triaccel_ray.records.events import Claim, LogError
+from triaccel_ray.search_spaces.thresholds import ANCHOR, Calibration, calibration, search_space, thresholds
+from triaccel_ray.service.runs.objective import Objective, grace_epochs
 from triaccel_ray.service.runs.record import RunRecord, read_if_begun, read_run
-from triaccel_ray.service.runs.runs import OnGlance, run_all
+from triaccel_ray.service.runs.runs import fit, run_all
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.trial import RunContext, reopen
 from triaccel_ray.service.searches.spec import SearchSpec
-from triaccel_ray.service.searches.suggestions import NAME, Directions, JournaledSearch, quiet_optuna
-from triaccel_ray.service.searches.trial import ThresholdTrial, TrialContext, grace_epochs, reopen
+from triaccel_ray.service.searches.suggestions import Directions, JournaledSearch, quiet_optuna
 from triaccel_ray.service.storage.layout import BASELINES, read_value, require_new, write_value
 from triaccel_ray.service.storage.mirroring import bring_notes, catch_up, edited
 from triaccel_ray.service.storage.place import Place
@@ -45,9 +34,6 @@ TRIALS = "trials"
 JOURNAL = "trials.jsonl"
 PROBE_EPOCHS = 10
 """The probe trains for half of the run's epochs, for this many at most: variances fall over time."""
-_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN")
-_ANNOUNCEMENTS = (DeprecationWarning, FutureWarning, optuna.exceptions.ExperimentalWarning)
-"""What Tune and Optuna say of their own plans to whoever uses them."""
 MIN_HEADROOM_BYTES = 64 * 2**20
 """Below this the noise of a resident set would decide about batch sizes."""
 
@@ -95,9 +81,7 @@ def begin_search(spec: SearchSpec, folder: Path) -> None:
     write_value(folder / SEARCH, spec)
 
 
-def prepare(
-    spec: SearchSpec, place: Place, *, num_gpus: float, on_glance: OnGlance, shared: SharedSplits | None = None
-) -> Prepared:
+def prepare(spec: SearchSpec, place: Place, *, num_gpus: float, shared: SharedSplits | None = None) -> Prepared:
     """Returns what the trials need to know, from the baselines FP32 and AMP and the probe; runs those not yet run.
 
     Raises:
@@ -115,11 +99,9 @@ def prepare(
         specs["probe"] = replace(base, method="probe", recipe=replace(base.recipe, epochs=epochs))
     done = {name: run for name in specs if (run := _finished(folder / BASELINES / name)) is not None}
     missing = {name: each for name, each in specs.items() if name not in done}
-    outcomes = run_all(missing, place / BASELINES, num_gpus=num_gpus, on_glance=on_glance, resume=True, shared=shared)
-    for name, outcome in outcomes.items():
-        if isinstance(outcome, Exception):
-            raise outcome
-        done[name] = read_run(folder / BASELINES / name)
+    for error in run_all(missing, place / BASELINES, num_gpus=num_gpus, shared=shared).values():
+        raise error
+    done |= {name: read_run(folder / BASELINES / name) for name in missing}
     prepared = _prepared(spec, done)
     write_value(path, prepared)
     return prepared
@@ -135,13 +117,12 @@ def tune_trials(
     shared: SharedSplits | None = None,
     claim: Claim | None = None,
 ) -> None:
-    """Runs the trials under Ray Tune, with samples from `shared`; with `resume`, those that have not ended.
+    """Runs the trials, with samples from `shared`; with `resume`, those that have not ended.
 
     With a `claim` on the search's own log, nothing is begun or noted once another process goes on with the search.
 
     A bug is no end. Whatever is on record is told to scheduler and sampler from the trials' logs, so that they know all
-    that the search knew when it was broken off. Tune's own state, written every ten seconds, lags behind what trials
-    have done; it goes to a temporary folder, and nothing is read from it. Trials are read back by `read_search`.
+    that the search knew when it was broken off. Trials are read back by `read_search`.
 
     Raises:
         StoreError: the trials' logs could not be taken from the store.
@@ -150,43 +131,20 @@ def tune_trials(
         KeyboardInterrupt: the user broke the trials off; they have ended their logs.
     """
     trials = place / TRIALS
-    context = TrialContext(
-        spec=replace(spec.base, method="triaccel", memory_headroom_bytes=prepared.headroom_bytes),
-        objective=prepared.objective,
-        calibration=prepared.calibration,
-        place=trials,
-        shared=shared,
-    )
-    reserved = {"cpu": cpus_of_a_run(num_gpus), "gpu": num_gpus}
-    trainable = tune.with_resources(tune.with_parameters(ThresholdTrial, context=context), reserved)
+    base = replace(spec.base, method="triaccel", memory_headroom_bytes=prepared.headroom_bytes)
+
+    def spec_of(config: Mapping[str, Any]) -> RunSpec:
+        return replace(base, control=thresholds(config, base.control, prepared.calibration))
+
+    context = RunContext(place=trials, spec_of=spec_of, objective=prepared.objective, shared=shared)
     if resume:
         for trial in trials.folder.glob("*"):
             with edited(trials / trial.name):
                 reopen(trial)
-    temporary = TemporaryDirectory(prefix="triaccel-tune-", ignore_cleanup_errors=True)
-    with warnings.catch_warnings(), quiet_optuna(), _quiet_tune(), temporary as own:
-        for category in _ANNOUNCEMENTS:
-            warnings.simplefilter("ignore", category)
-        # Tune would send these to its actors by a runtime environment, which Ray writes to the logs of every machine.
-        class_cache.ENV_VARS_TO_PROPAGATE.difference_update(_KEYS)
-        try:
-            with _interruptible():
-                results = _tuner(spec, trainable, place, Path(own), claim).fit()
-        except KeyboardInterrupt:
-            with contextlib.suppress(StoreError):
-                catch_up(trials, patience_s=0.0)
-            raise
-    ended = [results[index] for index in range(len(results))]
-    for result in ended:
-        if result.metrics and result.metrics.get("unfinished") in _ENDS_ALL:
-            raise _ENDS_ALL[result.metrics["unfinished"]](result.metrics["message"])
+    with warnings.catch_warnings(), quiet_optuna():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        fit(context, _tune_config(spec, place, claim), num_gpus=num_gpus)
     catch_up(trials)
-    for result in ended:
-        if result.error is not None and result.config:
-            lost = isinstance(result.error, RayActorError)
-            error = PreemptedError(f"its process was lost {MAX_LOSSES + 1} times") if lost else result.error
-            with edited(trials / result.config[NAME]):
-                end_run(trials.folder / result.config[NAME], context.spec, failed(error))
 
 
 def read_search(folder: Path) -> SearchRecord:
@@ -256,23 +214,6 @@ def _headroom_bytes(base: RunSpec, run: RunRecord) -> int:
     return max(taken * batch.maximum // batch.start, MIN_HEADROOM_BYTES)
 
 
-_ENDS_ALL: Mapping[str, type[ValueError]] = {"disk_full": DiskFullError, "taken_over": TakenOverError}
-"""Why a trial did not go on -> what the search then ends with."""
-
-
-class _EndOfAll(tune.Stopper):
-    """Stops all trials once one has found no room on the disk, or another process at its place."""
-
-    _found = False
-
-    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        self._found = self._found or result.get("unfinished") in _ENDS_ALL
-        return False
-
-    def stop_all(self) -> bool:
-        return self._found
-
-
 class _Pruner(ASHAScheduler):
     """Successive halving that stops a trial out of reach of the AMP baseline, however few came as far before it."""
 
@@ -281,7 +222,7 @@ class _Pruner(ASHAScheduler):
         return self.STOP if result["hopeless"] else action
 
 
-def _tuner(spec: SearchSpec, trainable: Any, place: Place, own: Path, claim: Claim | None) -> tune.Tuner:
+def _tune_config(spec: SearchSpec, place: Place, claim: Claim | None) -> tune.TuneConfig:
     space = search_space(spec.space, spec.optional)
     pareto = spec.objective == "pareto"
     several: Directions = {"quality": "maximize", "seconds_per_epoch": "minimize", "peak_gb": "minimize"}
@@ -296,32 +237,19 @@ def _tuner(spec: SearchSpec, trainable: Any, place: Place, own: Path, claim: Cla
             grace_period=grace_epochs(epochs),
             reduction_factor=3,
         )
-    return tune.Tuner(
-        trainable,
-        param_space={},
-        tune_config=tune.TuneConfig(
-            search_alg=JournaledSearch(
-                space,
-                place.folder / JOURNAL,
-                claim=claim,
-                sampler=partial(_sampler, spec),
-                directions=several if pareto else {"objective": "maximize"},
-                first={name: ANCHOR[name] for name in space},
-                noted=partial(bring_notes, place),
-            ),
-            scheduler=scheduler,
-            num_samples=spec.num_trials,
-            reuse_actors=True,
+    return tune.TuneConfig(
+        search_alg=JournaledSearch(
+            space,
+            place.folder / JOURNAL,
+            claim=claim,
+            sampler=partial(_sampler, spec),
+            directions=several if pareto else {"objective": "maximize"},
+            first={name: ANCHOR[name] for name in space},
+            noted=partial(bring_notes, place),
         ),
-        run_config=tune.RunConfig(
-            name=place.base_name,
-            storage_path=str(own),
-            verbose=0,
-            progress_reporter=tune.CLIReporter(),  # silent then; a notebook's own clears what the cell has shown
-            stop=_EndOfAll(),
-            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # trials keep their own
-            failure_config=tune.FailureConfig(max_failures=MAX_LOSSES),
-        ),
+        scheduler=scheduler,
+        num_samples=spec.num_trials,
+        reuse_actors=True,
     )
 
 
@@ -330,39 +258,6 @@ def _sampler(spec: SearchSpec, number: int) -> optuna.samplers.BaseSampler:
     return optuna.samplers.TPESampler(
         n_startup_trials=max(spec.num_trials // 4, 4), multivariate=True, seed=(spec.seed * 10_007 + number) % 2**32
     )
-
-
-@contextlib.contextmanager
-def _quiet_tune() -> Iterator[None]:
-    """Tune tells errors alone meanwhile, not where its temporary files are: a notebook's own Ray may tell all."""
-    logger = logging.getLogger("ray.tune")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Makes Ctrl-C an exception again, after Tune has ended the trials in good order.
-
-    Tune puts a handler of its own in place, which returns from `fit` as if all trials had been run, and takes it away
-    when it has caught the signal, and only then.
-    """
-    elsewhere = threading.current_thread() is not threading.main_thread()
-    if elsewhere or os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0") != "0":  # there Tune leaves the handler alone
-        yield
-        return
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-        caught = signal.getsignal(signal.SIGINT) is before
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if caught:
-        raise KeyboardInterrupt
 
 
 def _finished(folder: Path) -> RunRecord | None:

@@ -17,17 +17,9 @@ from ray.tune.search.optuna import OptunaSearch
 
 from triaccel_ray.records.events import Claim, LogError
 from triaccel_ray.service.failures import needing_room
+from triaccel_ray.service.runs.trial import ENDED, FINISHED, NAME
 
 Directions: TypeAlias = Mapping[str, Literal["minimize", "maximize"]]
-
-NAME = "trial"
-"""Key of a configuration: the name of the trial's folder."""
-ENDED = "ended"
-"""Key of a configuration: whether the trial has ended, as far as the search knew when it was broken off."""
-
-
-FINISHED = "finished"
-"""Key of a result: whether the trial has come to its own end, by its last epoch or by failing."""
 
 
 @dataclass(frozen=True, kw_only=True)

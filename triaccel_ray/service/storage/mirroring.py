@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 
 from filelock import FileLock
 
-from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import StoreError, cause_of, needing_room
 from triaccel_ray.service.storage.mirror import COMMAND, LOG, RUN, Mirror, pull_logs, push_commands, sync_runs
 from triaccel_ray.service.storage.place import Place
@@ -177,22 +176,6 @@ class RunCopy:
             return
         pushing.abandon()
         self._lock.release()
-
-    @contextlib.contextmanager
-    def kept_if_failed(self) -> Iterator[None]:
-        """Brings everything to the store where an exception leaves, which is what the user has to know first.
-
-        Nothing where it says that another process goes on with the run.
-        """
-        try:
-            yield
-        except TakenOverError:
-            self.abandon()
-            raise
-        except Exception:
-            with contextlib.suppress(StoreError):
-                self.close()
-            raise
 
 
 @contextlib.contextmanager

@@ -1,10 +1,13 @@
-"""The adapter between Ray Tune and a run, on logical GPUs."""
+"""The adapter between Ray Tune and a run, in this process and on logical GPUs."""
 
 from __future__ import annotations
 
 import gc
 import os
+import traceback
 import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +18,23 @@ from ray import tune
 from torch import nn
 
 from tests.build import blobs, mlp
+from tests.service.local_trial import local_run, local_trial, trained
 from tests.service.own_task import own_spec
 from tests.service.waiting import wait_until
 from triaccel_ray.config import ControlConfig, PrecisionConfig
 from triaccel_ray.data.sources import TensorSource
+from triaccel_ray.model.dry_run import UserCodeError
 from triaccel_ray.records.events import End
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
-from triaccel_ray.search_spaces.thresholds import calibration
+from triaccel_ray.search_spaces.thresholds import calibration, thresholds
 from triaccel_ray.service.runs.ending import end_run
 from triaccel_ray.service.runs.objective import Objective
+from triaccel_ray.service.runs.pace import Pace
 from triaccel_ray.service.runs.record import read_run, runs_below
-from triaccel_ray.service.searches.suggestions import NAME
-from triaccel_ray.service.searches.trial import FAILED_OBJECTIVE, ThresholdTrial, TrialContext, reopen
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.trial import FAILED_OBJECTIVE, NAME, RunContext, RunTrial, _portable, reopen
+from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.layout import DAMAGED, ERROR, EVENTS, SPEC
 from triaccel_ray.service.storage.place import Place
 from triaccel_ray.trainables.task import Purpose, Splits, Task
@@ -36,13 +43,13 @@ LARGE_BYTES = 100 * 2**20
 """Of the samples of `Large`."""
 
 
-def context_of(task: str, folder: Path, **settings: Any) -> TrialContext:
-    return TrialContext(
-        spec=own_spec(task, **settings),
-        objective=Objective(name="accuracy"),
-        calibration=calibration({"conv1": [1e-6, 1e-4]}),
-        place=Place(str(folder)),
-    )
+def context_of(task: str, folder: Path, **settings: Any) -> RunContext:
+    base, measured = own_spec(task, **settings), calibration({"conv1": [1e-6, 1e-4]})
+
+    def spec_of(config: Mapping[str, Any]) -> RunSpec:
+        return replace(base, control=thresholds(config, base.control, measured))
+
+    return RunContext(place=Place(str(folder)), spec_of=spec_of, objective=Objective(name="accuracy"))
 
 
 class Importable(Task):
@@ -57,7 +64,7 @@ class Importable(Task):
         return Splits(train=TensorSource(*blobs(160)), held_out=TensorSource(*blobs(50, seed=1)))
 
 
-class MeetingTrial(ThresholdTrial):
+class MeetingTrial(RunTrial):
     """Reports its GPU and process, and does not begin before a trial on another GPU is there too."""
 
     def step(self) -> dict[str, Any]:
@@ -103,19 +110,6 @@ def test_trials_run_side_by_side_each_on_its_own_gpu_and_reuse_their_actors(tmp_
         assert end["quality"] == run.epochs[-1].held_out(Goal())
         # A reused process begins every run from the same seed.
         assert run.epochs[0].train_loss == pytest.approx(runs[0].epochs[0].train_loss, rel=1e-6)
-
-
-class LocalTrial(ThresholdTrial):
-    """A trial in this process."""
-
-    context: TrialContext
-
-    def setup(self, config: dict[str, Any], context: TrialContext | None = None) -> None:
-        super().setup(config, self.context)
-
-
-def local_trial(context: TrialContext, config: dict[str, Any]) -> ThresholdTrial:
-    return type("Trial", (LocalTrial,), {"context": context})(config)
 
 
 def test_a_trial_is_a_run_with_the_sampled_thresholds(module: str, tmp_path: Path) -> None:
@@ -316,4 +310,82 @@ def test_a_trial_that_is_ended_from_outside_ends_without_a_record(module: str, t
 
 def test_a_trial_without_its_context_is_refused() -> None:
     with pytest.raises(TypeError, match=r"context = None: pass one by tune.with_parameters"):
-        ThresholdTrial({})
+        RunTrial({})
+
+
+def test_a_run_of_its_own_goes_on_from_its_checkpoint_and_is_not_trained_twice(module: str, tmp_path: Path) -> None:
+    spec, place = own_spec(f"{module}:Blobs", purpose=Purpose.FINAL), Place.of(tmp_path / "run")
+    first = local_run(spec, place)
+    assert first.step()["epoch"] == 1
+    second = local_run(spec, place)
+    results = [second.step() for _ in range(2)]
+    second.cleanup()
+    assert [(result["epoch"], result["done"]) for result in results] == [(2, False), (3, True)]
+    run = read_run(tmp_path / "run")
+    assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", [1, 2, 3])
+    assert [(each.cause, each.epoch) for each in run.interruptions] == [("preempted", 1)]
+    before = (tmp_path / "run" / EVENTS).read_bytes()
+    third = local_run(spec, place)
+    assert trained(third)["epoch"] == 3
+    assert third._worker is None
+    assert (tmp_path / "run" / EVENTS).read_bytes() == before
+    first.cleanup()
+
+
+def test_a_run_of_its_own_that_failed_is_tried_again(module: str, tmp_path: Path) -> None:
+    spec, place = own_spec(f"{module}:Broken"), Place.of(tmp_path / "run")
+    for _ in range(2):
+        result = trained(local_run(spec, place))
+        assert (type(result["error"]), result["is_refused"]) == (KeyError, False)
+        assert "in forward" in "".join(traceback.format_exception(result["error"]))
+    run = read_run(tmp_path / "run")
+    assert (run.status, [each.cause for each in run.interruptions]) == ("failed (bug)", ["bug"])
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "kind", "message"),
+    [
+        ("Blobs", {"memory_budget_bytes": 2**20}, ValueError, "memory budget = 1 MiB"),
+        ("Unbuildable", {}, UserCodeError, "Unbuildable.model() raised TypeError: "),
+    ],
+)
+def test_bad_input_leaves_nothing_behind(
+    module: str, tmp_path: Path, task: str, settings: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    result = trained(local_run(own_spec(f"{module}:{task}", **settings), Place.of(tmp_path / "run")))
+    assert (type(result["error"]), result["is_refused"], result["unfinished"]) == (kind, True, "bug")
+    assert message in str(result["error"])
+    assert not (tmp_path / "run").exists()
+
+
+class UntravelledError(Exception):
+    """Cannot be made anew from its message."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} of {other}")
+
+
+def test_an_error_that_cannot_travel_is_told_by_one_that_can() -> None:
+    told = _portable(UntravelledError(1, 2))
+    assert (type(told), str(told)) == (RuntimeError, "UntravelledError: 1 of 2")
+    assert "UntravelledError: 1 of 2" in told.__notes__[0]
+
+
+def test_checkpoints_that_take_long_wait_but_for_the_last(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial, now, saved = local_run(own_spec(f"{module}:Blobs"), Place.of(tmp_path / "run")), [0.0], []
+    trial._saving = Pace(lambda: now[0])
+    save = Worker.checkpoint
+
+    def save_slowly(worker: Worker) -> None:
+        save(worker)
+        saved.append(worker.loop.sampler.epoch)
+        now[0] += 10.0
+
+    monkeypatch.setattr(Worker, "checkpoint", save_slowly)
+    for _ in range(3):
+        trial.step()
+        now[0] += 5.0
+    trial.cleanup()
+    assert saved == [1, 3]

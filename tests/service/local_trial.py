@@ -1,0 +1,38 @@
+"""Trials in this process, without Ray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triaccel_ray.service.runs.shared_data import SharedSplits
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.trial import NAME, RunContext, RunTrial
+from triaccel_ray.service.storage.place import Place
+
+
+class LocalTrial(RunTrial):
+    """A trial in this process."""
+
+    context: RunContext
+
+    def setup(self, config: dict[str, Any], context: RunContext | None = None) -> None:
+        super().setup(config, self.context)
+
+
+def local_trial(context: RunContext, config: dict[str, Any]) -> RunTrial:
+    return type("Trial", (LocalTrial,), {"context": context})(config)
+
+
+def local_run(spec: RunSpec, place: Place, shared: SharedSplits | None = None) -> RunTrial:
+    """A run of its own at `place`, which no search judges."""
+    context = RunContext(place=place.parent, spec_of=lambda config: spec, shared=shared)
+    return local_trial(context, {NAME: place.base_name})
+
+
+def trained(trial: RunTrial) -> dict[str, Any]:
+    """Trains it to its end, and returns its last result."""
+    result = trial.step()
+    while not result["done"]:
+        result = trial.step()
+    trial.cleanup()
+    return result

@@ -1,0 +1,312 @@
+"""A run as a Ray Tune trial: the actor that owns the device, a thin adapter around `Worker`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import logging
+import os
+import pickle
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import tune
+
+from triaccel_ray.measure.score import quality
+from triaccel_ray.records.events import End, LogError, TakenOverError
+from triaccel_ray.service.failures import RESULTS, DiskFullError, StoreError, cause_of, failed, write_traceback
+from triaccel_ray.service.runs.ending import end_run
+from triaccel_ray.service.runs.objective import Figures, Objective, grace_epochs
+from triaccel_ray.service.runs.pace import Pace
+from triaccel_ray.service.runs.record import read_if_begun
+from triaccel_ray.service.runs.shared_data import SharedSplits
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.worker import Worker
+from triaccel_ray.service.storage.mirroring import RunCopy
+from triaccel_ray.service.storage.place import Place
+
+_logger = logging.getLogger(__name__)
+
+NAME = "trial"
+"""Key of a configuration: the name of the trial's folder."""
+ENDED = "ended"
+"""Key of a configuration: whether the trial has ended, as far as its search knew when it was broken off."""
+FINISHED = "finished"
+"""Key of a result: whether the trial has come to its own end, by its last epoch or by failing."""
+FAILED_OBJECTIVE = -1e9
+"""Objective of a configuration that diverged or never fitted: below every shortfall in points."""
+_FAILED = {
+    "quality": 0.0,
+    "seconds_per_epoch": 1e9,
+    "peak_gb": 1e9,
+    "score": 0.0,
+    "objective": FAILED_OBJECTIVE,
+    "done": True,
+    FINISHED: True,
+}
+_PARENT_INTERVAL_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """What the trials of a set have in common."""
+
+    place: Place
+    """Holds one folder a trial."""
+    spec_of: Callable[[Mapping[str, Any]], RunSpec]
+    """Configuration -> the run that it stands for."""
+    objective: Objective | None = None
+    """What a search judges its trials by. None: the runs are not judged while they train, and a failure is theirs
+    alone."""
+    shared: SharedSplits | None = None
+    """The samples; None where each trial reads them itself."""
+
+
+class RunTrial(tune.Trainable):
+    """One run, trained one epoch a step.
+
+    What its folder's log holds already, from a process that was lost or a search that was broken off, is reported from
+    there: scheduler and sampler see every epoch, and none that a checkpoint holds is trained twice.
+    """
+
+    _worker: Worker | None = None
+    _place: Place | None = None
+    _copy: RunCopy | None = None
+    _told: deque[dict[str, Any]]
+
+    def setup(self, config: dict[str, Any], context: RunContext | None = None) -> None:
+        """Remembers which run the configuration means; the first step that trains builds it."""
+        if context is None:
+            raise TypeError("context = None: pass one by tune.with_parameters(RunTrial, context=...)")
+        self._context = context
+        self._saving = Pace()
+        if ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None:
+            _end_with_parent()
+            _preload()
+        self._take(config)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Makes way for another configuration in the same actor, which keeps its CUDA context."""
+        self._leave()
+        self._take(new_config)
+        return True
+
+    def step(self) -> dict[str, Any]:
+        """Trains one epoch, or reports one that is on record; a configuration that cannot train is a result.
+
+        So are a full disk and a trial with which another process goes on: they end everything.
+        """
+        if self._place is None:
+            raise RuntimeError("the trial has been cleaned up")
+        try:
+            if self._copy is None:
+                self._open(self._place)
+            return self._told.popleft() if self._told else self._train(self._place.folder)
+        except StoreError:  # tried again by Tune, wherever there is room: nothing is wrong with the run
+            raise
+        except Exception as error:
+            result = self._failure(error, self._place.folder)
+            if result is None:
+                raise
+            return result
+
+    def cleanup(self) -> None:
+        """Ends the run's log and lets go of its memory."""
+        self._leave()
+
+    def _take(self, config: dict[str, Any]) -> None:
+        self._spec = self._context.spec_of(config)
+        self._place = self._context.place / config.get(NAME, self.trial_id)
+        self._ended = config.get(ENDED, False)
+        self._broken = False
+
+    def _open(self, place: Place) -> None:
+        copy = RunCopy(place)
+        copy.open()
+        self._copy = copy
+        self._told = deque(self._on_record(place.folder))
+
+    def _on_record(self, folder: Path) -> list[dict[str, Any]]:
+        """Returns the results that the folder's log holds; the last says so where the trial has ended."""
+        try:
+            run = read_if_begun(folder)
+        except LogError:  # damaged: the run goes on from before the damage, and its log says so
+            run = None
+        if run is None or run.spec != self._spec:
+            return []
+        is_finished = run.end is not None and run.end.status == "finished"
+        if self._context.objective is None and not is_finished:  # who runs it again knows how it ended
+            return []
+        told = [self._result(epoch.epoch, run.figures_after(epoch.epoch)) for epoch in run.epochs]
+        if run.end is not None and run.end.status == "failed":
+            cause = "" if run.end.cause in RESULTS else run.end.cause
+            return [*told, {**_FAILED, "epoch": len(told), "unfinished": cause, "message": run.end.message}]
+        if (self._ended or is_finished) and told:
+            told[-1]["done"] = True
+            told[-1][FINISHED] = is_finished
+            if run.end is None:  # stopped by the scheduler, and lost before it could say so
+                end_run(folder, None, End(status="stopped"))
+        return told
+
+    def _train(self, folder: Path) -> dict[str, Any]:
+        assert self._copy is not None
+        worker = self._worker
+        if worker is None:
+            shared = self._context.shared
+            splits = None if shared is None else shared.get()
+            worker = self._worker = Worker(self._spec, folder, splits)
+            worker.resume()
+        if not worker.finished:
+            worker.train_epoch()
+            if worker.finished or self._saving.is_due:
+                with self._saving.timed():
+                    worker.checkpoint()
+        result = self._result(worker.loop.sampler.epoch, None if self._context.objective is None else worker.figures)
+        result["done"] = result[FINISHED] = worker.finished
+        if worker.finished:
+            worker.finish()
+            self._copy.close()
+        self._copy.push_soon()
+        return result
+
+    def _result(self, epoch: int, figures: Figures | None) -> dict[str, Any]:
+        result: dict[str, Any] = {"epoch": epoch, "done": False, FINISHED: False}
+        objective = self._context.objective
+        if objective is None or figures is None:
+            return result
+        return {
+            **result,
+            "quality": quality(figures.metric, objective.goal),
+            "seconds_per_epoch": figures.seconds,
+            "peak_gb": figures.peak_gb,
+            "score": figures.score,
+            "objective": objective.value(epoch, figures),
+            "hopeless": epoch >= grace_epochs(self._spec.recipe.epochs) and objective.is_hopeless(epoch, figures),
+        }
+
+    def _failure(self, error: Exception, folder: Path) -> dict[str, Any] | None:
+        """Puts a failure on record and returns the trial's last result; None where Tune is to have the exception.
+
+        That is a bug in a search, for its process is not used again then; the trial that Tune begins in its place finds
+        it on record, and trains nothing.
+        """
+        cause, worker = cause_of(error), self._worker
+        loop = getattr(worker, "loop", None)  # neither need be there: not even building them may fit
+        result = {
+            **_FAILED,
+            "epoch": 0 if loop is None else loop.sampler.epoch,
+            "unfinished": "" if cause in RESULTS else cause,
+            "message": str(error),
+        }
+        if isinstance(error, DiskFullError | TakenOverError):
+            if isinstance(error, TakenOverError) and self._copy is not None:
+                self._copy.abandon()
+            self._broken = True
+            return result
+        is_alone = self._context.objective is None
+        is_refused = is_alone and cause == "bug" and (worker is None or not worker.begun)
+        if not is_refused:  # bad input must not use up the run's name
+            self._note(error, folder)
+        if is_alone:
+            return {**result, "error": _portable(error), "is_refused": is_refused}
+        return result if cause in RESULTS else None
+
+    def _note(self, error: Exception, folder: Path) -> None:
+        """Puts a failure on record, also one that came before there was a run."""
+        if self._worker is None or not self._worker.begun:
+            write_traceback(folder, error)
+            end_run(folder, self._spec, failed(error))
+        elif not self._worker.ended:
+            self._worker.fail(error)
+        if self._copy is not None:
+            _bring(self._copy)
+
+    def _leave(self) -> None:
+        worker, copy = self._worker, self._copy
+        self._worker, self._copy, self._place = None, None, None
+        # What ends the search has been said, and the log can do without.
+        with contextlib.suppress(DiskFullError):
+            if worker is not None and not worker.ended and not self._broken:
+                _stop(worker, copy)
+        with contextlib.suppress(DiskFullError):
+            if worker is not None:
+                worker.close()
+        if copy is not None:
+            _bring(copy)
+
+
+def reopen(folder: Path) -> None:
+    """Takes back the end of a run that failed for no fault of its configuration: what was wrong may be mended."""
+    try:
+        run = read_if_begun(folder)
+    except LogError:  # to be set aside by who goes on with it
+        return
+    end = None if run is None else run.end
+    if end is not None and end.status == "failed" and end.cause not in RESULTS:
+        end_run(folder, None, replace(end, status="stopped"))
+
+
+def _stop(worker: Worker, copy: RunCopy | None) -> None:
+    """Ends the log of a run that is broken off, unless another process goes on with it."""
+    try:
+        worker.stop()
+    except TakenOverError:
+        if copy is not None:
+            copy.abandon()
+
+
+def _bring(copy: RunCopy) -> None:
+    """Brings everything to the store; a failure is logged alone, for there is more to say or another run to begin."""
+    try:
+        copy.close()
+    except StoreError as failure:
+        _logger.warning("%s", failure)
+
+
+def _portable(error: Exception) -> Exception:
+    """Returns `error` with its traceback as a note, or, where it cannot travel, one that says the same."""
+    error.add_note(f"raised in the run's own process:\n{''.join(traceback.format_exception(error))}")
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its class does when it is made anew
+        told = RuntimeError(f"{type(error).__name__}: {error}")
+        for note in error.__notes__:
+            told.add_note(note)
+        return told
+    return error
+
+
+def _end_with_parent() -> None:
+    """Has this process end soon after its machine's raylet, whatever it is at then.
+
+    Ray 2.60 leaves an actor alone whose raylet was lost. Its run goes on in another process, which may be on this
+    machine and want its GPU.
+    """
+    parent, pause = os.getppid(), threading.Event()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            pause.wait(_PARENT_INTERVAL_S)
+        os._exit(1)  # no exit that could wait: checkpoints and records are whole at any time
+
+    threading.Thread(target=watch, name="parent-watchdog", daemon=True).start()
+
+
+def _preload() -> None:
+    """Loads what the first trial would load, and takes all that is loaded out of the garbage collector's sight.
+
+    A trial collects garbage when it begins and when it ends, so that the next one's memory is measured from zero. To
+    look through the 440,000 objects of the libraries takes 0.3 s a time, through those of a trial a millisecond.
+    """
+    importlib.import_module("torch._dynamo")  # which a fused optimizer loads
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # modules that count what they leave behind would find it all
