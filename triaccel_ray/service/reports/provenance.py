@@ -35,8 +35,9 @@ def about(spec: RunSpec, runs: Sequence[RunRecord], facts: Mapping[str, str], co
         "versions": _distinct(versions),
         "commit": _distinct(commits or package),
         "settings": _settings(spec, runs),
+        "to repeat": command,
     }
-    return [Section(about=[(name, value) for name, value in rows.items() if value], command=command)]
+    return [Section(about=[(name, value) for name, value in rows.items() if value])]
 
 
 def troubles(
