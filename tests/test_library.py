@@ -1,7 +1,9 @@
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 import triaccel_ray
@@ -104,3 +106,9 @@ print(Recipe().epochs)
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'triaccel_ray' has no attribute 'TrainLoop'"):
         triaccel_ray.TrainLoop  # noqa: B018  # the access is what is tested
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = grimp.build_graph("triaccel_ray", cache_dir=None)
+    imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert len(list(TopologicalSorter(imported).static_order())) == len(graph.modules)  # else it names the circle
