@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tests.build import plain
-from triaccel_ray.data.prefetch import CHUNK_SIZES, Chunks, Part, Passage, undisturbed_generators
+from triaccel_ray.cuda.random_states import preserved_random_states
+from triaccel_ray.data.prefetch import CHUNK_SIZES, Chunks, Part, Passage
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import DatasetSource
 
@@ -178,7 +179,7 @@ def draw_and_fail() -> None:
 
 def test_generators_come_back_after_an_error_too() -> None:
     state = torch.get_rng_state()
-    with pytest.raises(LookupError), undisturbed_generators():
+    with pytest.raises(LookupError), preserved_random_states(cuda=False):
         draw_and_fail()
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -22,7 +22,7 @@ from tests.measure.curvature_models import (
 )
 from tests.waiting import no_waiting
 from triaccel_ray.config import CurvatureConfig
-from triaccel_ray.measure.curvature import CurvatureMeter, PowerIteration, top_eigenvalues
+from triaccel_ray.measure.curvature import CurvatureMeter, top_eigenvalues
 from triaccel_ray.measure.curvature import meter as meter_module
 from triaccel_ray.measure.curvature.hessian import BlockPower
 from triaccel_ray.measure.curvature.objective import Objective, measuring, tensor_cores
@@ -49,9 +49,8 @@ def draws(device: str = "cpu") -> torch.Generator:
 
 
 def directly(model: nn.Module, inputs: Any, targets: Tensor, method: Any, top_k: int = 2) -> Tensor:
-    power = PowerIteration(num_iterations=100)
     return top_eigenvalues(
-        model, F.cross_entropy, inputs, targets, find_layers(model), method=method, top_k=top_k, power=power
+        model, F.cross_entropy, inputs, targets, find_layers(model), method=method, top_k=top_k, num_iterations=100
     ).eigenvalues
 
 

@@ -116,7 +116,7 @@ class StepCache:
         self._too_large: set[_Key] = set()
         self._ground: tuple[Any, ...] = ()
         self._cost = AdaptingCost()
-        self._has_told_of_norms = self._has_told_of_parts = False
+        self._reported: set[FaultKind] = set()
         pool.on_release(self._drop_all)
 
     @property
@@ -141,7 +141,10 @@ class StepCache:
             if not self.enabled or key in self._too_large:
                 return self._eager(indices, loss_scale, step).faults
             if in_parts_from_host:
-                return (*self._why_not_in_parts(key, step), *self._eager(indices, loss_scale, step).faults)
+                fault = _capture_fault(
+                    key, step, "batches that pass in parts are captured from tensors on the device alone"
+                )
+                return (*self._once(fault), *self._eager(indices, loss_scale, step).faults)
             if self._entries and self._find_ground() != self._ground:
                 self._pool.release()
                 self._warm.clear()
@@ -157,11 +160,11 @@ class StepCache:
             self._replay(key)
         return ()
 
-    def _why_not_in_parts(self, key: _Key, step: int) -> tuple[Fault, ...]:
-        if self._has_told_of_parts:
-            return ()
-        self._has_told_of_parts = True
-        return (_capture_fault(key, step, "batches that pass in parts are captured from tensors on the device alone"),)
+    def _once(self, fault: Fault) -> tuple[Fault, ...]:
+        """Returns the fault, unless one of its kind has been returned here before."""
+        is_new = fault.kind not in self._reported
+        self._reported.add(fault.kind)
+        return (fault,) if is_new else ()
 
     def _eager(self, indices: Tensor, loss_scale: Tensor, step: int, *, watch: bool = False) -> StepOutcome:
         if self._pool.holds_graphs:  # the curvature's count as well
@@ -172,7 +175,10 @@ class StepCache:
         gradients.publish()
         self._update.run(outcome.loss_sum, outcome.num_samples, gradients)
         gradients.drop()
-        return replace(outcome, faults=(*outcome.faults, *self._refused_norms(step)))
+        if self.step.fusion is not None and (reason := self.step.fusion.refused_because):
+            refusal = Fault(kind=FaultKind.FUSION_REFUSED, step=step, phase="fuse", detail=reason)
+            return replace(outcome, faults=(*outcome.faults, *self._once(refusal)))
+        return outcome
 
     def _first(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> tuple[Fault, ...]:
         """Makes the first step of a kind, eagerly, and watches for what a captured one could not do.
@@ -203,14 +209,6 @@ class StepCache:
             return (*outcome.faults, Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text))
         self.enabled = False
         return (*outcome.faults, _capture_fault(key, step, "; ".join(obstacles)))
-
-    def _refused_norms(self, step: int) -> tuple[Fault, ...]:
-        """Returns, once, that the kernel for norms could not be used on what the model gives it."""
-        reason = "" if self.step.fusion is None else self.step.fusion.refused_because
-        if not reason or self._has_told_of_norms:
-            return ()
-        self._has_told_of_norms = True
-        return (Fault(kind=FaultKind.FUSION_REFUSED, step=step, phase="fuse", detail=reason),)
 
     def _capture(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> Fault | None:
         """Captures the step on these samples without making it, and keeps it; returns what prevented that."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.data.sources import DataSource, IterableSource, as_source
 from triaccel_ray.model.dry_run import blaming, described, seen
-from triaccel_ray.model.layers import Loss, forward
+from triaccel_ray.model.layers import Loss, forward, preserved_modes
 from triaccel_ray.model.metrics import ACCURACY, Metric, Values, as_metrics, is_classification
 from triaccel_ray.model.pytree import tensors_in
 from triaccel_ray.records.plan import Fault
@@ -73,34 +73,32 @@ def evaluate(
         UserCodeError: a metric raised.
     """
     judge = _Judge(model, loss, None if metrics is None else as_metrics(metrics))
-    training = {module: module.training for module in model.modules()}
-    model.eval()
     totals = torch.zeros((), dtype=torch.float64, device=device)
     faults: list[Fault] = []
     cursor = 0
-    source = as_source(data).to(device)
-    if not isinstance(source, IterableSource):
-        source.announce(torch.arange(len(source)), seed=0, follows=False)
-    try:
-        while size := source.reach(cursor, batch_size):
-            at = device if source.is_resident else torch.device("cpu")
-            indices = torch.arange(cursor, cursor + size, device=at)
-            try:
-                totals = totals + judge(source, indices)
-                cursor += len(indices)
-                continue
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error) or len(indices) == 1:
-                    raise
-                detail = first_line(error)
-            batch_size = max(len(indices) // 2, 1)
-            release_memory()
-            faults.append(Fault.out_of_memory(detail, step=step, phase="evaluation", micro_batch_size=batch_size))
-    finally:
-        for module, mode in training.items():
-            module.training = mode
-        if source is not data:
-            source.close()  # ends the processes that have read ahead
+    with preserved_modes(model):
+        model.eval()
+        source = as_source(data).to(device)
+        if not isinstance(source, IterableSource):
+            source.announce(torch.arange(len(source)), seed=0, follows=False)
+        try:
+            while size := source.reach(cursor, batch_size):
+                at = device if source.is_resident else torch.device("cpu")
+                indices = torch.arange(cursor, cursor + size, device=at)
+                try:
+                    totals = totals + judge(source, indices)
+                    cursor += len(indices)
+                    continue
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error) or len(indices) == 1:
+                        raise
+                    detail = first_line(error)
+                batch_size = max(len(indices) // 2, 1)
+                release_memory()
+                faults.append(Fault.out_of_memory(detail, step=step, phase="evaluation", micro_batch_size=batch_size))
+        finally:
+            if source is not data:
+                source.close()  # ends the processes that have read ahead
     loss_sum, *sums = totals.tolist()
     half = len(sums) // 2
     return Evaluation(

@@ -16,11 +16,14 @@ from torch.overrides import TorchFunctionMode
 
 from triaccel_ray.apply.copies import ComputeCopies
 from triaccel_ray.apply.fused_norm import FusedNorm
-from triaccel_ray.model.dtypes import DTYPES
 from triaccel_ray.model.layers import Layer, uncompiled
 from triaccel_ray.model.pytree import cast_floating, tensors_in
 from triaccel_ray.records.plan import Precision
 
+DTYPES: Mapping[Precision, torch.dtype] = MappingProxyType(
+    {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
+)
+"""Precision -> the dtype that a layer computes in."""
 _NO_COPIES: Mapping[int, Tensor] = MappingProxyType({})
 _EMULATED_RATIO = 2.5
 """A precision that takes longer than FP32 by more than this is emulated."""

@@ -102,7 +102,8 @@ class Step:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.
         """
         obstacles: list[str] = []
-        faults: list[Fault] = []
+        compiling: tuple[Fault, ...] = ()
+        retreat: tuple[Fault, ...] = ()  # the last attempt's alone
         before, as_planned = _Snapshot(self._with_buffers, self.sampler), (self._num_micro_batches, self._at_once)
         while True:
             num_parts = self._num_parts(len(indices))
@@ -112,7 +113,10 @@ class Step:
                     self.batches(indices), len(indices), loss_scale, obstacles if watch else None
                 )
                 return StepOutcome(
-                    loss_sum=loss_sum, num_samples=len(indices), faults=tuple(faults), obstacles=tuple(obstacles)
+                    loss_sum=loss_sum,
+                    num_samples=len(indices),
+                    faults=(*compiling, *retreat),
+                    obstacles=tuple(obstacles),
                 )
             except (RuntimeError, MemoryError) as error:
                 is_soft = isinstance(error, BudgetExceededError)
@@ -131,26 +135,21 @@ class Step:
                 self.compilation.remove()
                 self.compilation = None
                 text = f"torch.compile failed, the model runs as it is: {detail}"
-                faults.append(Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text))
+                compiling = (Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text),)
                 continue
             if is_soft and (is_smallest or self._is_exceeded_at_rest()):
                 (self._num_micro_batches, self._at_once), self._is_budget_waived = as_planned, True
                 exceeded = FaultKind.BUDGET_EXCEEDED
-                faults[:] = [
-                    *_compiled_in(faults),
-                    Fault(kind=exceeded, step=step, phase="forward_backward", detail=detail),
-                ]
+                retreat = (Fault(kind=exceeded, step=step, phase="forward_backward", detail=detail),)
                 continue
             if num_parts >= min(self._num_micro_batches, len(indices)):
                 self._num_micro_batches = min(2 * num_parts, len(indices))
             self._at_once = 1
             at_once = -(-len(indices) // self._num_micro_batches)
-            faults[:] = [
-                *_compiled_in(faults),
-                Fault.out_of_memory(
-                    detail, step=step, phase="forward_backward", batch_size=len(indices), micro_batch_size=at_once
-                ),
-            ]
+            fault = Fault.out_of_memory(
+                detail, step=step, phase="forward_backward", batch_size=len(indices), micro_batch_size=at_once
+            )
+            retreat = (fault,)
 
     def accumulate(
         self,
@@ -208,11 +207,6 @@ class Step:
 
     def _num_parts(self, num_samples: int) -> int:
         return min(self._num_micro_batches, -(-num_samples // self._at_once))
-
-
-def _compiled_in(faults: list[Fault]) -> list[Fault]:
-    """Returns the faults that a later attempt does not replace."""
-    return [fault for fault in faults if fault.kind is FaultKind.COMPILED]
 
 
 class _Snapshot:

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from triaccel_ray.cuda.out_of_memory import first_line
+from triaccel_ray.model.layers import preserved_modes
 
 INPLACE_OPERATORS: frozenset[Callable[..., Any]] = frozenset(
     getattr(operator, name)
@@ -75,22 +76,18 @@ def trace(model: nn.Module, leaves: Collection[nn.Module]) -> Trace | Refusal:
     """
     if reason := _refused_from_outside(model):
         return Refusal(reason=reason)
-    modes = {module: module.training for module in model.modules()}
     tracer = _Tracer(leaves)
     try:
-        if not model.training:
-            model.train()
-        with _unchanged(model):
-            graph = tracer.trace(model)
+        with preserved_modes(model):
+            if not model.training:
+                model.train()
+            with _unchanged(model):
+                graph = tracer.trace(model)
+            return Trace(graph=graph, opened=tuple((part, part.training) for part in (model, *tracer.opened)))
     except _UntraceableError as error:
         return Refusal(reason=str(error))
     except Exception as error:  # the model's own code runs on stand-ins for tensors: anything may come of it
         return Refusal(reason=f"its forward pass cannot be traced: {type(error).__name__}: {first_line(error)}")
-    finally:
-        opened = tuple((module, module.training) for module in (model, *tracer.opened))
-        for module, mode in modes.items():
-            module.training = mode
-    return Trace(graph=graph, opened=opened)
 
 
 def _refused_from_outside(model: nn.Module) -> str | None:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from triaccel_ray.cuda.random_states import preserved_random_states
 from triaccel_ray.data.data_source import DataSource
 from triaccel_ray.data.prefetch import (
     Collate,
     inputs_and_targets,
     require_pair,
     seed_generators,
-    undisturbed_generators,
 )
 from triaccel_ray.data.stream import moved
 
@@ -104,7 +104,7 @@ class IterableSource(DataSource):
         if end < cursor + wanted:
             if self._tells_state and end > self._states[-1][0]:
                 self._states.append((end, copy.deepcopy(self._dataset.state_dict())))  # type: ignore[attr-defined]  # asked for
-            with undisturbed_generators():
+            with preserved_random_states(cuda=False):  # dropout draws from the same
                 for number in range(end, cursor + wanted):
                     seed_generators(self._pass[1], number)
                     sample = next(self._iterator, self)

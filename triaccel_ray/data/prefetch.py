@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,21 +94,6 @@ def next_batch_size(num_left: int, wanted: int) -> int:
     if num_left != wanted + 1:
         return min(wanted, num_left)
     return num_left if num_left <= 3 else (num_left + 1) // 2
-
-
-@contextmanager
-def undisturbed_generators() -> Iterator[None]:
-    """Gives the global generators that `read` seeds their states back: dropout draws from the same."""
-    python, cpu = random.getstate(), torch.default_generator.get_state()
-    numpy = sys.modules.get("numpy")
-    state = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        torch.default_generator.set_state(cpu)
-        if numpy is not None and state is not None:
-            numpy.random.set_state(state)
 
 
 def seed_generators(seed: int, index: int) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from triaccel_ray.data.prefetch import Collate, Passage, Workers, leaves_of, map_tree, read, undisturbed_generators
+from triaccel_ray.cuda.random_states import preserved_random_states
+from triaccel_ray.data.prefetch import Collate, Passage, Workers, leaves_of, map_tree, read
 
 _BATCHES_IN_FLIGHT = 8
 """Batches the host may be ahead of the device: it stays busy, and the copies that await it stay few."""
@@ -133,7 +134,9 @@ class SampleStream:
             self._in_flight.popleft().synchronize()
 
     def _read_here(self, indices: Tensor) -> Any:
-        with undisturbed_generators() if self._seed is not None else nullcontext():
+        with (
+            nullcontext() if self._seed is None else preserved_random_states(cuda=False)
+        ):  # dropout draws from the same
             batch = read(self._dataset, indices.tolist(), self._seed, self._collate)
         return moved(batch, self._device)
 

@@ -172,9 +172,9 @@ def _call(module: nn.Module, arguments: dict[int | str, Any], output: Any) -> Ca
     )
 
 
-def _sample_dim(shape: torch.Size | None, single: torch.Size | None, num_samples: int) -> int | None:
+def _sample_dim(shape: torch.Size, single: torch.Size, num_samples: int) -> int | None:
     """Returns the one dimension that is `num_samples` in `shape` and 1 in `single`; None if there is no such one."""
-    if shape is None or single is None or len(shape) != len(single):
+    if len(shape) != len(single):
         return None
     differing = [dim for dim, (many, one) in enumerate(zip(shape, single, strict=True)) if many != one]
     if len(differing) != 1 or shape[differing[0]] != num_samples or single[differing[0]] != 1:

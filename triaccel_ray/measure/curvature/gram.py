@@ -55,6 +55,11 @@ _TOGETHER = 512
 class GramMethod:
     """Forward and backward passes of the chunks of samples, and the Gram matrices that they allow."""
 
+    vectors: list[Tensor] | None = None
+    """It goes on from none."""
+    kept_bytes: int | None = None
+    """Whatever the limits say."""
+
     def __init__(self, layers: Sequence[Layer], method: Literal["fisher", "ggn"], top_k: int) -> None:
         self._layers, self._top_k = tuple(layers), top_k
         self._head: Head = fisher_head if method == "fisher" else ggn_head
@@ -191,7 +196,7 @@ def layer_grams(
             one = one if again else None  # before the next pass begins
         for unit in group:
             with _fast(objective):
-                gram = _gram(unit, kept.pop(0), (b, q), objective.limits.block_bytes)
+                gram = _gram(unit.layer, kept.pop(0), b, q, objective.limits.block_bytes)
             grams[unit.layer] = gram if unit.layer not in grams else grams[unit.layer] + gram
             left.remove(unit.layer)
             if unit.layer not in left:
@@ -222,14 +227,11 @@ _Kept = Tensor | _Factored
 
 def _groups(objective: Objective, structure: Structure, *, is_whole: bool) -> Iterator[list[_Unit]]:
     """Yields what is collected in the same passes: no more than `kept_bytes` of all samples, or a single unit."""
-    columns, limit = objective.num_samples * structure.num_columns, objective.limits.kept_bytes
     group: list[_Unit] = []
     held_bytes = 0
-    for layer, way in structure.ways.items():
-        for unit, num_bytes in _units(
-            layer, way, structure, (objective.num_samples, columns), limit, is_whole=is_whole
-        ):
-            if group and held_bytes + num_bytes > limit:
+    for layer in structure.ways:
+        for unit, num_bytes in _units(layer, objective, structure, is_whole=is_whole):
+            if group and held_bytes + num_bytes > objective.limits.kept_bytes:
                 yield group
                 group, held_bytes = [], 0
             group.append(unit)
@@ -238,13 +240,13 @@ def _groups(objective: Objective, structure: Structure, *, is_whole: bool) -> It
         yield group
 
 
-def _units(
-    layer: Layer, way: Way, structure: Structure, count: tuple[int, int], limit: int, *, is_whole: bool
-) -> Iterator[tuple[_Unit, int]]:
-    """Yields a layer's units with the bytes that are kept of them; `count` is (b, b q)."""
+def _units(layer: Layer, objective: Objective, structure: Structure, *, is_whole: bool) -> Iterator[tuple[_Unit, int]]:
+    """Yields a layer's units with the bytes that are kept of them."""
+    way = structure.ways[layer]
     if way is Way.NONE:
         return
-    (b, columns), itemsize = count, compute_dtype(layer).itemsize
+    b, q, limit = objective.num_samples, structure.num_columns, objective.limits.kept_bytes
+    columns, itemsize = b * q, compute_dtype(layer).itemsize
     num_slices, slice_bytes = layer.num_elements, columns * itemsize
     if way is Way.FACTORS:
         calls = [structure.calls[index] for index in structure.own[layer]]
@@ -253,9 +255,9 @@ def _units(
         factor_bytes = itemsize * (b * inputs + columns * outputs)
         if is_whole or factor_bytes <= min(limit, slice_bytes * layer.num_elements):
             # One cotangent asks for no more than training does.
-            yield _Unit(layer), 0 if is_whole and structure.num_columns == 1 else factor_bytes
+            yield _Unit(layer), 0 if is_whole and q == 1 else factor_bytes
             return
-        num_slices = _shape(layer, count).o
+        num_slices = _shape(layer, b, q).o
         slice_bytes *= layer.num_elements // num_slices
     step = max(1, limit // slice_bytes)
     for start in range(0, num_slices, step):
@@ -323,7 +325,7 @@ class _Pass:
             if unit.elements is None or not calls:
                 return _Factored(calls)
             factors = [factorize(module, x, dy, compute_dtype(layer)) for module, x, dy in calls]
-            return factor_columns(factors, slice(0, s), unit.elements, _shape(layer, (s, s * q)))
+            return factor_columns(factors, slice(0, s), unit.elements, _shape(layer, s, q))
         reached = {
             self._calls[index]: tensors for index, tensors in gradients.items() if any(t is not None for t in tensors)
         }
@@ -369,9 +371,8 @@ class _Pass:
         }
 
 
-def _gram(unit: _Unit, kept: list[_Kept], count: tuple[int, int], block_bytes: int) -> Tensor:
-    """Returns the Gram matrix [b q, b q] of what was kept of all chunks, in their order; `count` is (b, q)."""
-    layer, (b, q) = unit.layer, count
+def _gram(layer: Layer, kept: list[_Kept], b: int, q: int, block_bytes: int) -> Tensor:
+    """Returns the Gram matrix [b q, b q] of what was kept of all chunks, in their order."""
     dtype = compute_dtype(layer)
     factored = [part for part in kept if isinstance(part, _Factored)]
     if not factored:
@@ -385,7 +386,7 @@ def _gram(unit: _Unit, kept: list[_Kept], count: tuple[int, int], block_bytes: i
     for call in zip(*chunks, strict=True):
         modules, inputs, gradients = zip(*call, strict=True)
         factors.append(factorize(modules[0], _joined(inputs), _joined(gradients), dtype))
-    return factor_gram(factors, _shape(layer, (b, b * q)), block_bytes)
+    return factor_gram(factors, _shape(layer, b, q), block_bytes)
 
 
 def _joined(chunks: Sequence[Tensor]) -> Tensor:
@@ -396,11 +397,10 @@ def _samples_first(stack: Tensor | None, dim: int | None) -> Tensor | None:
     return None if stack is None or dim is None else stack.movedim(dim + 1, 0)
 
 
-def _shape(layer: Layer, count: tuple[int, int]) -> Shape:
-    """Returns the sizes of a factored layer's columns; `count` is (b, b q)."""
-    (b, columns), weight = count, layer.weights[0]
-    groups = getattr(layer.modules[0], "groups", 1)
-    return Shape(b=b, q=columns // b, g=groups, o=weight.shape[0] // groups, k=weight.numel() // weight.shape[0])
+def _shape(layer: Layer, b: int, q: int) -> Shape:
+    """Returns the sizes of a factored layer's columns."""
+    weight, groups = layer.weights[0], getattr(layer.modules[0], "groups", 1)
+    return Shape(b=b, q=q, g=groups, o=weight.shape[0] // groups, k=weight.numel() // weight.shape[0])
 
 
 def _watched(model: nn.Module, layers: Iterable[Layer]) -> list[nn.Module]:

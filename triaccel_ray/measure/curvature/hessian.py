@@ -14,12 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from triaccel_ray.config import require_number
-from triaccel_ray.measure.curvature.calls import find_weight_uses
+from triaccel_ray.measure.curvature.calls import Structure, find_weight_uses
 from triaccel_ray.measure.curvature.objective import FoldedNorms, Objective
 from triaccel_ray.measure.curvature.spectrum import (
     SpectrumShape,
-    largest_eigenvalues,
     orthonormalizing,
     pseudo_random,
     solver_dtype,
@@ -37,22 +35,6 @@ _BLOCK_ELEMENTS = 2**20
 """Of a vector that are in FP64 at once."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PowerIteration:
-    """How long to iterate."""
-
-    num_iterations: int = 20
-    """Hessian-vector products per eigenvalue, at most; >= 1."""
-    tolerance: float | None = None
-    """Relative change of the eigenvalue below which to stop, > 0. Each iteration then waits for the device; None
-    always makes `num_iterations`."""
-
-    def __post_init__(self) -> None:
-        require_number("num_iterations", self.num_iterations, "must be >= 1", low=1)
-        if self.tolerance is not None:
-            require_number("tolerance", self.tolerance, "must be > 0 or None", low=math.nextafter(0.0, 1.0))
-
-
 class BlockPower:
     """Subspace iteration with the Hessian blocks of all layers.
 
@@ -67,6 +49,8 @@ class BlockPower:
     """
 
     fallbacks: Mapping[str, str] = MappingProxyType({})
+    structure: Structure | None = None
+    """It needs none."""
 
     def __init__(self, layers: Sequence[Layer], top_k: int) -> None:
         self._layers, self._top_k = tuple(layers), top_k
@@ -127,18 +111,6 @@ class BlockPower:
             matrices.append(F.pad((matrix + matrix.T) / 2, (0, padding) * 2))
             _orthonormalize(images, vectors)
         self._matrices = torch.stack([matrix.to(matrices[0].device) for matrix in matrices])
-
-    def iterate(self, power: PowerIteration) -> None:
-        """Advances until no eigenvalue of any layer changes by more than the tolerance, or as often as it may."""
-        before = torch.zeros(())
-        for _ in range(power.num_iterations):
-            self.advance()
-            if power.tolerance is None or self._matrices is None:
-                continue
-            found = largest_eigenvalues(self._matrices.cpu(), self.shape).nan_to_num()
-            if bool(((found - before).abs() <= power.tolerance * found.abs()).all()):
-                break
-            before = found
 
     def abandon(self) -> None:
         """Lets go of the graph of the gradient, and of the activations that it holds."""
