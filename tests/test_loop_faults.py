@@ -334,10 +334,10 @@ def test_overflows_are_skipped_and_counted() -> None:
 class Narrow(Step):
     """A step that can be prepared for two parts at most."""
 
-    def set_num_micro_batches(self, num_micro_batches: int, at_once: int = 1) -> None:
+    def set_num_micro_batches(self, num_micro_batches: int, min_micro_batch_size: int = 1) -> None:
         if num_micro_batches > 2:
             raise RuntimeError("no memory for more parts")
-        super().set_num_micro_batches(num_micro_batches, at_once)
+        super().set_num_micro_batches(num_micro_batches, min_micro_batch_size)
 
 
 def test_a_plan_that_could_not_be_applied_is_a_fault_of_the_next_tick() -> None:

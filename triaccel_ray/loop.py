@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from triaccel_ray.apply.actuators import Actuators
-from triaccel_ray.apply.evaluate import Evaluation, Metrics, evaluate, judged_at_once
+from triaccel_ray.apply.evaluate import Evaluation, Metrics, evaluate, evaluation_batch_size
 from triaccel_ray.config import ControlConfig, require_instance
 from triaccel_ray.control.curvature import ScheduledCurvature
 from triaccel_ray.control.divergence import NonFiniteGradientsError, require_finite
@@ -97,7 +97,7 @@ class ControlLoop(EpochLoop):
             self.state: ControlState = first.state
             self._actuators = Actuators(first.plan, training.steps, training.pool)
             self.curvature = ScheduledCurvature(training, self.sensors, self.config, seed=seed)
-            self.curvature.try_out()
+            self.curvature.dry_run()
             begin_log(on_tick, self.config)
             self._pending = PendingTick(on_tick, decides_late=self.device.type == "cuda")
         except BaseException:
@@ -207,13 +207,13 @@ class ControlLoop(EpochLoop):
 
         Without `metrics` a classifier is judged by its accuracy, any other model by its loss alone.
 
-        In batches of the size that trains, on a GPU in parts of it (`judged_at_once`). `is_last` says that no step
-        follows: the captured graphs then give back their memory first.
+        In batches of the size that trains, on a GPU in parts of it (`evaluation_batch_size`). `is_last` says that no
+        step follows: the captured graphs then give back their memory first.
         """
         if is_last:
             self._training.pool.release()
         on_gpu = self.device.type == "cuda"
-        batch_size = judged_at_once(self.plan.batch_size, on_gpu=on_gpu, beside_graphs=not is_last)
+        batch_size = evaluation_batch_size(self.plan.batch_size, on_gpu=on_gpu, beside_graphs=not is_last)
         with self.suspended():
             result = evaluate(
                 self.model,

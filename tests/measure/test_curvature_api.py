@@ -195,7 +195,7 @@ def test_positions_are_measured_whole_when_the_model_takes_a_mapping() -> None:
     plain = top_eigenvalues(model, F.cross_entropy, inputs, targets, layers, method="fisher", top_k=2)
     named = top_eigenvalues(model, F.cross_entropy, {"tokens": inputs}, targets, layers, method="fisher", top_k=2)
     torch.testing.assert_close(named.eigenvalues, plain.eigenvalues)
-    assert named.fallback_layers == ()
+    assert tuple(named.fallbacks) == ()
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -48,7 +48,7 @@ class Actuators:
     def state_dict(self) -> dict[str, Any]:
         """Returns the plan in force, and in how many parts steps pass: more, after one that did not fit."""
         step = self._cache.step
-        return {"plan": encode(self.plan), "micro_batches": [step.num_micro_batches, step.at_once]}
+        return {"plan": encode(self.plan), "micro_batches": [step.num_micro_batches, step.min_micro_batch_size]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Puts into force what `state_dict` returned."""

@@ -114,7 +114,7 @@ class StepCache:
         self._compiled: set[_Key] = set()
         self._warm: set[_Key] = set()
         self._too_large: set[_Key] = set()
-        self._ground: tuple[Any, ...] = ()
+        self._captured_dependencies: tuple[Any, ...] = ()
         self._cost = AdaptingCost()
         self._reported: set[FaultKind] = set()
         pool.on_release(self._drop_all)
@@ -145,7 +145,7 @@ class StepCache:
                     key, step, "batches that pass in parts are captured from tensors on the device alone"
                 )
                 return (*self._once(fault), *self._eager(indices, loss_scale, step).faults)
-            if self._entries and self._find_ground() != self._ground:
+            if self._entries and self._dependencies() != self._captured_dependencies:
                 self._pool.release()
                 self._warm.clear()
                 self._compiled.clear()
@@ -185,7 +185,7 @@ class StepCache:
 
         Compiling waits for the device itself: a step that compiles is not watched, but the one after it.
         """
-        ground = self._find_ground()
+        before = self._dependencies()
         compiles = self.step.is_compiled and key not in self._compiled
         with self._timed():
             outcome = self._eager(indices, loss_scale, step, watch=not compiles)
@@ -197,7 +197,7 @@ class StepCache:
             return outcome.faults
         self._warm.add(key)
         obstacles = [*outcome.obstacles]
-        if self._find_ground() != ground:
+        if self._dependencies() != before:
             obstacles.append("the step puts other tensors in place of parameters or buffers, which a replay would not")
         if not obstacles:
             return outcome.faults
@@ -221,7 +221,7 @@ class StepCache:
             fault = _capture_fault(key, step, first_line(error), kind)
         else:
             self.step.zero_grad()
-            self._ground = self._find_ground()
+            self._captured_dependencies = self._dependencies()
             self._entries[key] = captured
             if len(self._entries) > MAX_GRAPHS:
                 self._pool.synchronize()
@@ -286,7 +286,7 @@ class StepCache:
         if not self._update.is_capturable:
             self._update.run(entry.loss_sum, key.batch_size, entry.gradients)
 
-    def _find_ground(self) -> tuple[Any, ...]:
+    def _dependencies(self) -> tuple[Any, ...]:
         """Returns what graphs stand on and others may change.
 
         Parameters and buffers, their low-precision copies, modes, whether norms fuse and the update is part of a graph.

@@ -22,7 +22,7 @@ Metrics: TypeAlias = "Mapping[str, Metric | Values]"
 """Name -> metric, or function(outputs, targets) whose mean over the samples is the figure."""
 
 
-def judged_at_once(batch_size: int, *, on_gpu: bool, beside_graphs: bool) -> int:
+def evaluation_batch_size(batch_size: int, *, on_gpu: bool, beside_graphs: bool) -> int:
     """Returns how many samples to judge at once, where batches of `batch_size` are trained.
 
     On a CPU as many. On a GPU fewer, for judging there is eager, in FP32, and of several views of each sample: an
@@ -72,7 +72,7 @@ def evaluate(
         TypeError: a metric does not fit outputs and targets, or returned something else than it has to.
         UserCodeError: a metric raised.
     """
-    judge = _Judge(model, loss, None if metrics is None else as_metrics(metrics))
+    evaluator = _Evaluator(model, loss, None if metrics is None else as_metrics(metrics))
     totals = torch.zeros((), dtype=torch.float64, device=device)
     faults: list[Fault] = []
     cursor = 0
@@ -86,7 +86,7 @@ def evaluate(
                 at = device if source.is_resident else torch.device("cpu")
                 indices = torch.arange(cursor, cursor + size, device=at)
                 try:
-                    totals = totals + judge(source, indices)
+                    totals = totals + evaluator(source, indices)
                     cursor += len(indices)
                     continue
                 except (RuntimeError, MemoryError) as error:
@@ -103,14 +103,14 @@ def evaluate(
     half = len(sums) // 2
     return Evaluation(
         loss=loss_sum / cursor,
-        metrics=judge.figures(sums[:half]),
+        metrics=evaluator.figures(sums[:half]),
         num_samples=cursor,
-        one_view=judge.figures(sums[half:]) if judge.has_views else {},
+        one_view=evaluator.figures(sums[half:]) if evaluator.has_views else {},
         faults=tuple(faults),
     )
 
 
-class _Judge:
+class _Evaluator:
     """Judges batches."""
 
     def __init__(self, model: nn.Module, loss: Loss, metrics: dict[str, Metric] | None) -> None:

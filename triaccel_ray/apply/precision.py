@@ -125,7 +125,7 @@ class LayerPrecision:
         self.copies, self._norms = copies, norms
         self._name_of = {module: layer.name for layer in layers for module in layer.modules}
         self._device_type = next(model.parameters()).device.type
-        self._glue: torch.dtype | None = None
+        self._autocast_dtype: torch.dtype | None = None
         self._dtypes: dict[str, torch.dtype] = {}
         self._regions = {layer.name: _Region() for layer in layers}
         self._is_suspended = self.is_removed = False
@@ -156,7 +156,7 @@ class LayerPrecision:
             norm.output_dtype = read_in.pop() if len(read_in) == 1 and not norm.has_other_readers else None
         low = [dtype for dtype in self._dtypes.values() if dtype is not torch.float32]
         # BF16 wins a tie: it cannot overflow.
-        self._glue = max((torch.bfloat16, torch.float16), key=low.count) if low else None
+        self._autocast_dtype = max((torch.bfloat16, torch.float16), key=low.count) if low else None
 
     @property
     def copies_in_force(self) -> Mapping[int, Tensor]:
@@ -181,10 +181,10 @@ class LayerPrecision:
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Returns a context for the forward pass, inside which precisions apply between layers too."""
-        enabled = self._glue is not None and not self._is_suspended
+        enabled = self._autocast_dtype is not None and not self._is_suspended
         refuses = enabled and {torch.float16, torch.bfloat16} <= set(self._dtypes.values())
         with (
-            torch.autocast(self._device_type, dtype=self._glue or torch.bfloat16, enabled=enabled),
+            torch.autocast(self._device_type, dtype=self._autocast_dtype or torch.bfloat16, enabled=enabled),
             _Promotion() if refuses else contextlib.nullcontext(),
         ):
             yield

@@ -45,13 +45,13 @@ class ScheduledCurvature:
         """Whether a measurement follows the step."""
         return self._config.enabled and step % self._config.every_steps == 0
 
-    def try_out(self) -> None:
+    def dry_run(self) -> None:
         """Measures curvature on two samples, so that what cannot be measured is off from the first step on."""
         if not self._config.enabled:
             return
         indices = self._sampler.source.probe(2)
         with self._share.spending(counts=False), self._training.suspended():
-            self.meter.try_out(*self._samples_at(indices))
+            self.meter.dry_run(*self._samples_at(indices))
         self._training.memory.trim()
         self._report(0)
 

@@ -29,7 +29,7 @@ from triaccel_ray.measure.memory import MemoryMeter, memory_meter
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.model.dry_run import require_working
 from triaccel_ray.model.gradients import Gradients
-from triaccel_ray.model.layers import Layer, Loss, find_layers, lay_out, require_trainable, unwatched_weights
+from triaccel_ray.model.layers import Layer, Loss, find_layers, require_trainable, to_channels_last, unwatched_weights
 from triaccel_ray.records.plan import Fault, FaultKind, Precision
 
 
@@ -143,7 +143,7 @@ def assemble(
     require_trainable(model, optimizer, layers)
     device, execution = next(model.parameters()).device, config.execution
     on_gpu = device.type == "cuda"
-    lay_out(model)
+    to_channels_last(model)
     memory, pool = memory_meter(device, memory_budget, memory_headroom), GraphPool(device)
 
     def make_room() -> None:

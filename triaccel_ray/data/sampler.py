@@ -34,7 +34,7 @@ class Sampler:
         self.num_samples = source.expected_samples if isinstance(source, IterableSource) else len(source)
         """Of an epoch; of a stream the last one's, and 0 in the first where the data set does not say."""
         self._order = self._announced_order(follows=False)
-        self._told_epoch: int | None = None
+        self._source_epoch: int | None = None
         """The epoch that the source knows its batches to belong to."""
         # Augmentation draws where the data is; PyTorch's generators differ between devices, so do its crops.
         self.generator = torch.Generator(device=device).manual_seed(seed)
@@ -68,9 +68,9 @@ class Sampler:
         Where one sample would be left over, which batch normalisation could not take, the last two batches share their
         samples evenly; only of 3 samples taken by 2 all come at once. After the last sample the next epoch begins.
         """
-        if self._told_epoch != self.epoch:
+        if self._source_epoch != self.epoch:
             self.source.set_epoch(self.epoch)
-            self._told_epoch = self.epoch
+            self._source_epoch = self.epoch
         num_left = self.source.reach(self._cursor, num_samples + 2)  # two more tell the last batches from the others
         start, size = self._cursor, next_batch_size(num_left, num_samples)
         self._cursor += size
@@ -129,7 +129,7 @@ class Sampler:
         self._seed, self.epoch, self._cursor = state["seed"], state["epoch"], state["cursor"]
         self.num_samples, self._num_taken = state["num_samples"], state["num_taken"]
         self._order = self._announced_order(follows=False)
-        self._told_epoch = None
+        self._source_epoch = None
         if isinstance(self.source, IterableSource):
             self.source.resume(self.epoch, self._cursor, state["stream"])
         self.generator.set_state(state["generator"])

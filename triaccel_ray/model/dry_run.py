@@ -114,7 +114,7 @@ def _preserved_buffers(model: nn.Module) -> Iterator[None]:
 def _pass(model: nn.Module, loss: Loss, source: DataSource, judge: Callable[[Any, Any], Any] | None) -> None:
     device = next(model.parameters()).device
     with blaming("the training data"):
-        indices = _two(source).to(device if source.is_resident else "cpu")
+        indices = _two_samples(source).to(device if source.is_resident else "cpu")
         inputs, targets = source.batch(indices, torch.Generator(device).manual_seed(0))
 
     def shapes() -> str:
@@ -169,7 +169,7 @@ def _require_loss(value: Any) -> None:
         )
 
 
-def _two(source: DataSource) -> Tensor:
+def _two_samples(source: DataSource) -> Tensor:
     """Returns the indices of two samples, of different targets where that costs nothing."""
     targets = source.targets if isinstance(source, TensorSource) else None
     if targets is not None and targets.dim() == 1 and not targets.is_floating_point() and len(targets) > 1:

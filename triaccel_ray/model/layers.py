@@ -148,7 +148,7 @@ def _require_single_process(model: nn.Module) -> None:
         )
 
 
-def lay_out(model: nn.Module) -> None:
+def to_channels_last(model: nn.Module) -> None:
     """Lays the weights of a model with 2-d convolutions out in channels_last memory, in place; values stay.
 
     Convolutions and the norms and pools between them are faster so, on a GPU in FP16 and BF16 and on a CPU; the fused

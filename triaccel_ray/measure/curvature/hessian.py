@@ -56,7 +56,7 @@ class BlockPower:
         self._layers, self._top_k = tuple(layers), top_k
         self._counts = tuple(min(top_k + OVERSAMPLING, layer.num_elements) for layer in layers)
         self._parts: list[Objective] = []
-        self._slopes: Slopes | None = None
+        self._gradients: LossGradient | None = None
         self._matrices: Tensor | None = None
         self.vectors: list[Tensor] | None = None
         """For each layer its vectors [min(k + 2, n), n], in its weights' dtype; written in place from then on."""
@@ -94,7 +94,7 @@ class BlockPower:
         """
         assert self.vectors is not None
         self._parts = objective.parts()
-        self._slopes = slope_graph(objective, self._layers) if len(self._parts) == 1 else None
+        self._gradients = loss_gradient(objective, self._layers) if len(self._parts) == 1 else None
         for vectors in self.vectors:
             is_sound = (torch.linalg.vector_norm(vectors, dim=1) - 1.0).abs() < 0.05  # False for NaN
             for block in vectors.split(_BLOCK_ELEMENTS, dim=1):
@@ -114,32 +114,32 @@ class BlockPower:
 
     def abandon(self) -> None:
         """Lets go of the graph of the gradient, and of the activations that it holds."""
-        self._slopes = self._matrices = None
+        self._gradients = self._matrices = None
         self._parts = []
 
     def finish(self) -> tuple[tuple[Tensor, ...], SpectrumShape]:
         """Returns T of the last iteration and its shape; lets go of everything else but the samples of chunks."""
         assert self._matrices is not None
-        result, self._slopes, self._matrices = self._matrices, None, None
+        result, self._gradients, self._matrices = self._matrices, None, None
         return (result,), self.shape
 
     def _images(self, all_vectors: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yields H U for each layer, [k + 2, n]."""
-        if self._slopes is not None:
-            yield from (_block_images(*each, self._slopes) for each in zip(self._layers, all_vectors, strict=True))
+        if self._gradients is not None:
+            yield from (_block_images(*each, self._gradients) for each in zip(self._layers, all_vectors, strict=True))
             return
         sums = [torch.zeros_like(vectors) for vectors in all_vectors]
         num_samples = sum(part.num_samples for part in self._parts)
         for part in self._parts:
-            slopes = slope_graph(part, self._layers)
+            gradients = loss_gradient(part, self._layers)
             for layer, vectors, total in zip(self._layers, all_vectors, sums, strict=True):
-                total.add_(_block_images(layer, vectors, slopes), alpha=part.num_samples / num_samples)
-            del slopes  # before the next chunk's graph is made
+                total.add_(_block_images(layer, vectors, gradients), alpha=part.num_samples / num_samples)
+            del gradients  # before the next chunk's graph is made
         yield from sums
 
 
 @dataclass(frozen=True, eq=False)
-class Slopes:
+class LossGradient:
     """The gradient of the mean loss, differentiable."""
 
     of: Mapping[nn.Parameter, Tensor | None]
@@ -148,7 +148,7 @@ class Slopes:
     """To say before differentiating with respect to which weights."""
 
 
-def slope_graph(objective: Objective, layers: Sequence[Layer]) -> Slopes:
+def loss_gradient(objective: Objective, layers: Sequence[Layer]) -> LossGradient:
     """Returns the gradient of the mean loss with the graph that made it, to be differentiated once more.
 
     Raises:
@@ -160,14 +160,14 @@ def slope_graph(objective: Objective, layers: Sequence[Layer]) -> Slopes:
     with sdpa_kernel(SDPBackend.MATH), twice_differentiable(objective.model, wanted):
         value = objective.value(objective.outputs())
         find_weight_uses(value, [])  # for its refusal of graphs that hide weights
-        slopes: Sequence[Tensor | None] = [None] * len(weights)
+        gradients: Sequence[Tensor | None] = [None] * len(weights)
         if value.requires_grad:
-            slopes = torch.autograd.grad(value, weights, create_graph=True, allow_unused=True)
-    return Slopes(of=dict(zip(weights, slopes, strict=True)), wanted=wanted)
+            gradients = torch.autograd.grad(value, weights, create_graph=True, allow_unused=True)
+    return LossGradient(of=dict(zip(weights, gradients, strict=True)), wanted=wanted)
 
 
-def _block_images(layer: Layer, vectors: Tensor, slopes: Slopes) -> Tensor:
-    product = block_product(layer, slopes)
+def _block_images(layer: Layer, vectors: Tensor, gradients: LossGradient) -> Tensor:
+    product = block_product(layer, gradients)
     return torch.stack([product(vector) for vector in vectors])
 
 
@@ -190,18 +190,18 @@ def _orthonormalize(vectors: Tensor, out: Tensor) -> None:
         into.copy_(combine @ one.to(combine.dtype))
 
 
-def block_product(layer: Layer, slopes: Slopes) -> Callable[[Tensor], Tensor]:
+def block_product(layer: Layer, gradients: LossGradient) -> Callable[[Tensor], Tensor]:
     """Returns u -> H_l u on flat vectors [n]; zero in the places of weights that the loss is at most linear in."""
     sizes = [weight.numel() for weight in layer.weights]
 
     def product(u: Tensor) -> Tensor:
         parts = zip(layer.weights, torch.split(u, sizes), strict=True)
-        curved = [(slope, _laid_out(part, w)) for w, part in parts if (slope := slopes.of.get(w)) is not None]
-        curved = [(slope, part) for slope, part in curved if slope.requires_grad]
+        curved = [(gradient, _laid_out(part, w)) for w, part in parts if (gradient := gradients.of.get(w)) is not None]
+        curved = [(gradient, part) for gradient, part in curved if gradient.requires_grad]
         if not curved:
             return torch.zeros_like(u)
         roots, directions = zip(*curved, strict=True)
-        with slopes.wanted.only(layer.weights):
+        with gradients.wanted.only(layer.weights):
             images = torch.autograd.grad(roots, layer.weights, directions, retain_graph=True, allow_unused=True)
         flat = [torch.zeros_like(w) if image is None else image for w, image in zip(layer.weights, images, strict=True)]
         return torch.cat([part.flatten() for part in flat])

@@ -99,7 +99,7 @@ class CurvatureMeter:
         self._name = config.method
         self._method = method_of(layers, config.method, config.top_k)
         self.off_because = ""
-        """Why curvature is not measured; empty while it is. `try_out` and `switch_off` set it."""
+        """Why curvature is not measured; empty while it is. `dry_run` and `switch_off` set it."""
         self._num_samples = config.num_samples
         self._largest_chunk: int | None = None
         self._limits: Limits | None = None
@@ -129,7 +129,7 @@ class CurvatureMeter:
         """Names of the layers that take one pass of the whole model per sample, and why; known after the first."""
         return self._method.fallbacks
 
-    def try_out(self, inputs: Any, targets: Any) -> None:
+    def dry_run(self, inputs: Any, targets: Any) -> None:
         """Measures these few samples for its errors alone, and switches curvature off where there is one.
 
         What was known before is forgotten, and random states are put back. A lack of memory is left to `measure`.
