@@ -75,23 +75,16 @@ class ControlLoop(EpochLoop):
         self.config = default_config(data) if config is None else require_instance("config", config, ControlConfig)
         self._schedule = SampleSchedule(schedule, optimizer, batch_size=self.config.batch.start)
         self._training = training = assemble(
-            model,
-            optimizer,
-            loss,
-            data,
-            self.config,
-            memory_budget=memory_budget,
-            memory_headroom=memory_headroom,
-            seed=seed,
+            model, optimizer, loss, data, self.config, memory=(memory_budget, memory_headroom), seed=seed
         )
         self.model, self.device, self.sampler = model, training.device, training.sampler
         self.optimizer, self.loss_scale, self.memory = training.optimizer, training.loss_scale, training.memory
         self.num_steps = self.num_ticks = 0
         """Optimizer steps done, skipped ones included, and ticks."""
         try:
-            epoch_loss, losses = training.loss_sums
+            epoch_loss, interval_loss = training.loss_sums
             self._epoch, timer = EpochProgress(self.device, epoch_loss), StepTimer(self.device)
-            self.sensors = Sensors(training.supported, training.moments, self.memory, timer, losses)
+            self.sensors = Sensors(training.supported, training.moments, self.memory, timer, interval_loss)
             self.sensors.record_faults(training.faults)
             first = initial_decision(self.config, training.supported)
             self.state: ControlState = first.state
@@ -129,7 +122,6 @@ class ControlLoop(EpochLoop):
             self._pending.record()
         if self.curvature.is_due(self.num_steps):
             self.curvature.measure(self.num_steps)
-            self.sensors.timer.interrupt()
         if self.num_steps % self.config.every_steps == 0:
             self._decide()
             self._observe()
@@ -273,9 +265,7 @@ class ControlLoop(EpochLoop):
         self.state = decode(ControlState, state["control"])
         self._actuators.load_state_dict(state)
         self._epoch.load_state_dict(state)
-        counters = state["counters"]
-        self.num_steps, self.num_ticks, self._epoch.num_steps, self._actuators.adapting_ms = counters
-        self.sensors.timer.interrupt()
+        self.num_steps, self.num_ticks, self._epoch.num_steps, self._actuators.adapting_ms = state["counters"]
         self.sensors.timer.restart()
         self.memory.raise_peaks(*state["memory_peaks"])
         set_random_states(state["random"])

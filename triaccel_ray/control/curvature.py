@@ -57,6 +57,7 @@ class ScheduledCurvature:
 
     def measure(self, step: int) -> None:
         """Measures every layer's largest eigenvalues, or records why not."""
+        self._sensors.timer.interrupt()
         if self.meter.off_because:
             return
         if not self._share.allows:

@@ -131,12 +131,12 @@ def assemble(
     data: Any,
     config: ControlConfig,
     *,
-    memory_budget: int | None,
-    memory_headroom: int | None,
+    memory: tuple[int | None, int | None],
     seed: int,
 ) -> Training:
     """Returns what trains `model`, whose forward functions are wrapped from here on; arguments as of `ControlLoop`.
 
+    `memory` are the budget and the headroom in bytes.
     On a GPU the norms of a BatchNorm network are fused; a model without, or that cannot be traced, is compiled.
     """
     layers = find_layers(model)
@@ -144,11 +144,11 @@ def assemble(
     device, execution = next(model.parameters()).device, config.execution
     on_gpu = device.type == "cuda"
     to_channels_last(model)
-    memory, pool = memory_meter(device, memory_budget, memory_headroom), GraphPool(device)
+    meter, pool = memory_meter(device, *memory), GraphPool(device)
 
     def make_room() -> None:
         pool.release()
-        memory.release()
+        meter.release()
 
     layerwise = LayerwiseOptimizer(optimizer, layers, release_memory=make_room)
     source = delivered(as_source(data), device, execution.data_on)
@@ -156,7 +156,7 @@ def assemble(
     with LentStream(device).current() if on_gpu else contextlib.nullcontext(), watching_forward(model) as waits:
         require_working(model, loss, source)
     sampler, loss_scale = Sampler(source, seed=seed, device=device), LossScale(config.loss_scale, device)
-    memory.require_room()
+    meter.require_room()
 
     # Every step adds its loss to both rows: that of the epoch, and that since the last tick.
     loss_sums = torch.zeros(2, 2, dtype=torch.float64, device=device)
@@ -181,9 +181,9 @@ def assemble(
         loss,
         sampler,
         precision,
-        check_memory=memory.check,
+        check_memory=meter.check,
         release_memory=make_room,
-        is_exceeded_at_rest=lambda: memory.is_exceeded_at_rest,
+        is_exceeded_at_rest=lambda: meter.is_exceeded_at_rest,
         fusion=fusion,
         compilation=compilation,
     )
@@ -196,7 +196,7 @@ def assemble(
         layers=layers,
         supported=[(layer.name, supported_precisions(layer, without=withheld)) for layer in layers],
         device=device,
-        memory=memory,
+        memory=meter,
         pool=pool,
         optimizer=layerwise,
         sampler=sampler,

@@ -256,7 +256,7 @@ def twice_differentiable(model: nn.Module, wanted: Wanted) -> Iterator[None]:
         for module in model.modules():
             if _is_stock_convolution(module):
                 replaced.append(module)
-                module.__dict__["_conv_forward"] = _convolution(module, wanted)
+                module.__dict__["_conv_forward"] = _conv_forward(module, wanted)
         with FoldedNorms():
             yield
     finally:
@@ -274,9 +274,12 @@ def _is_stock_convolution(module: nn.Module) -> bool:
     return is_stock and is_plain and "_conv_forward" not in module.__dict__
 
 
+_OUTPUT, _INPUT, _WEIGHT = range(3)
+
+
 @dataclass(frozen=True, eq=False)
-class _Geometry:
-    """The options of a convolution, and its three products: each is bilinear, and the derivative of the others."""
+class _Convolution:
+    """T(g, x, w) = <conv(x, w), g>: linear in each, so that its derivative by one is a function of the two others."""
 
     stride: Any
     padding: Any
@@ -284,81 +287,51 @@ class _Geometry:
     groups: int
     wanted: Wanted
 
-    def outputs(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Returns the convolution itself."""
-        return torch.conv2d(x, weight, None, self.stride, self.padding, self.dilation, self.groups)
+    def derivative(self, place: int, like: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        """Returns dT by g: conv(x, w), by x or by w, from the other two in this order.
 
-    def input_gradient(self, gradient: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-        """Returns the derivative with respect to the inputs, of which only the shape matters."""
-        return self._backward(gradient, gradient.new_empty(1).expand(shape), weight, 0)
-
-    def weight_gradient(self, gradient: Tensor, x: Tensor, like: Tensor) -> Tensor:
-        """Returns the derivative with respect to the weight, laid out as `like`."""
-        return self._backward(gradient, x, like, 1)
-
-    def _backward(self, gradient: Tensor, x: Tensor, weight: Tensor, index: int) -> Tensor:
-        mask = [index == 0, index == 1, False]
+        Of `like`, a tensor in that place, only the shape and the memory format matter.
+        """
+        if place == _OUTPUT:
+            return torch.conv2d(first, second, None, self.stride, self.padding, self.dilation, self.groups)
+        x, weight = (first.new_empty(1).expand(like.shape), second) if place == _INPUT else (second, like)
+        mask = [place == _INPUT, place == _WEIGHT, False]
         found: Tensor = torch.ops.aten.convolution_backward(
-            gradient, x, weight, None, self.stride, self.padding, self.dilation, False, [0, 0], self.groups, mask
-        )[index]
+            first, x, weight, None, self.stride, self.padding, self.dilation, False, [0, 0], self.groups, mask
+        )[place - _INPUT]
         return found
 
 
-class _Outputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, geometry: _Geometry) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.geometry, ctx.wants_weight = geometry, lambda: geometry.wanted.includes(weight)
-        return geometry.outputs(x, weight)
+class _Derivative(torch.autograd.Function):
+    """`_Convolution.derivative`, differentiable as often as one likes: the derivative by another place is one more."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        for_x = _InputGradient.apply(gradient, weight, x.shape, ctx.geometry) if ctx.needs_input_grad[0] else None
-        needs_weight = ctx.needs_input_grad[1] and ctx.wants_weight()
-        return for_x, _WeightGradient.apply(gradient, x, weight.detach(), ctx.geometry) if needs_weight else None, None
-
-
-class _InputGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry) -> Tensor:
-        ctx.save_for_backward(gradient, weight)
-        ctx.geometry, ctx.wants_weight = geometry, lambda: geometry.wanted.includes(weight)
-        return geometry.input_gradient(gradient, weight, shape)
+    def forward(ctx: Any, convolution: _Convolution, place: int, like: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        ctx.save_for_backward(first, second)
+        ctx.convolution, ctx.place = convolution, place
+        return convolution.derivative(place, like, first, second)
 
     @staticmethod
     def backward(ctx: Any, direction: Tensor) -> Any:
-        gradient, weight = ctx.saved_tensors
-        for_gradient = _Outputs.apply(direction, weight, ctx.geometry) if ctx.needs_input_grad[0] else None
-        needs_weight = ctx.needs_input_grad[1] and ctx.wants_weight()
-        for_weight = None
-        if needs_weight:
-            for_weight = _WeightGradient.apply(gradient, direction, weight.detach(), ctx.geometry)
-        return for_gradient, for_weight, None, None
+        given = dict(zip((p for p in range(3) if p != ctx.place), ctx.saved_tensors, strict=True))
+        found: list[Tensor | None] = []
+        for (place, tensor), needed in zip(given.items(), ctx.needs_input_grad[3:], strict=True):
+            if needed and (place != _WEIGHT or ctx.convolution.wanted.includes(tensor)):
+                others = {**given, ctx.place: direction}
+                first, second = (others[p] for p in range(3) if p != place)
+                found.append(_Derivative.apply(ctx.convolution, place, tensor.detach(), first, second))
+            else:
+                found.append(None)
+        return None, None, None, *found
 
 
-class _WeightGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, x: Tensor, like: Tensor, geometry: _Geometry) -> Tensor:
-        ctx.save_for_backward(gradient, x)
-        ctx.geometry = geometry
-        return geometry.weight_gradient(gradient, x, like)
-
-    @staticmethod
-    def backward(ctx: Any, direction: Tensor) -> Any:
-        gradient, x = ctx.saved_tensors
-        for_gradient = _Outputs.apply(x, direction, ctx.geometry) if ctx.needs_input_grad[0] else None
-        for_x = _InputGradient.apply(gradient, direction, x.shape, ctx.geometry) if ctx.needs_input_grad[1] else None
-        return for_gradient, for_x, None, None
-
-
-def _convolution(module: Any, wanted: Wanted) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    geometry = _Geometry(module.stride, module.padding, module.dilation, module.groups, wanted)
+def _conv_forward(module: Any, wanted: Wanted) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    convolution = _Convolution(module.stride, module.padding, module.dilation, module.groups, wanted)
 
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.dim() == 3:
             return forward(x.unsqueeze(0), weight, bias).squeeze(0)
-        outputs: Tensor = _Outputs.apply(x, weight, geometry)
+        outputs: Tensor = _Derivative.apply(convolution, _OUTPUT, x.detach(), x, weight)
         return outputs if bias is None else outputs + bias.view(1, -1, 1, 1)
 
     return forward
