@@ -157,7 +157,7 @@ def loss_gradient(objective: Objective, layers: Sequence[Layer]) -> LossGradient
     weights = [weight for layer in layers for weight in layer.weights if weight.requires_grad]
     # The fused attention kernels have no second derivative.
     wanted = Wanted()
-    with sdpa_kernel(SDPBackend.MATH), twice_differentiable(objective.model, wanted):
+    with sdpa_kernel(SDPBackend.MATH), TwiceDifferentiable(wanted):
         value = objective.value(objective.outputs())
         find_weight_uses(value, [])  # for its refusal of graphs that hide weights
         gradients: Sequence[Tensor | None] = [None] * len(weights)
@@ -242,36 +242,43 @@ class Wanted:
         return self._ids is None or not weight.is_leaf or id(weight) in self._ids
 
 
-@contextlib.contextmanager
-def twice_differentiable(model: nn.Module, wanted: Wanted) -> Iterator[None]:
-    """Replaces, in a model in eval mode, operations whose second derivative in PyTorch does what nobody asked for.
+class TwiceDifferentiable(FoldedNorms):
+    """Replaces, for a model in eval mode, operations whose second derivative in PyTorch does what nobody asked for.
 
     - PyTorch's second derivative of a convolution computes its weight's part whether asked for or not, as a
       convolution with a kernel as large as the image: 40% of the time of a Hessian-vector product of ResNet-18.
     - That of batch normalisation is written for training mode, as dozens of operations on whole activations, where
       eval mode is an affine map (`FoldedNorms`).
     """
-    replaced: list[nn.Module] = []
-    try:
-        for module in model.modules():
-            if _is_stock_convolution(module):
-                replaced.append(module)
-                module.__dict__["_conv_forward"] = _conv_forward(module, wanted)
-        with FoldedNorms():
-            yield
-    finally:
-        for module in replaced:
-            del module.__dict__["_conv_forward"]
+
+    def __init__(self, wanted: Wanted) -> None:
+        """Has second derivatives with respect to weights computed that are `wanted`."""
+        super().__init__()
+        self._wanted = wanted
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Returns what `func` does."""
+        if func is F.conv2d:
+            return _conv2d(self._wanted, *args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
-def _is_stock_convolution(module: nn.Module) -> bool:
-    if not isinstance(module, nn.Conv2d):
-        return False
-    kind: Any = type(module)
-    # Replaced below `forward`, which others may have wrapped.
-    is_stock = kind.forward is nn.Conv2d.forward and kind._conv_forward is nn.Conv2d._conv_forward
-    is_plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
-    return is_stock and is_plain and "_conv_forward" not in module.__dict__
+def _conv2d(
+    wanted: Wanted,
+    input: Tensor,  # noqa: A002  # as PyTorch has it
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    if isinstance(padding, str) or input.dim() != 4 or not weight.is_floating_point():
+        return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    stride, padding, dilation = ([n] * 2 if isinstance(n, int) else [*n] for n in (stride, padding, dilation))
+    convolution = _Convolution(stride, padding, dilation, groups, wanted)
+    outputs: Tensor = _Derivative.apply(convolution, _OUTPUT, input.detach(), input, weight)
+    return outputs if bias is None else outputs + bias.view(1, -1, 1, 1)
 
 
 _OUTPUT, _INPUT, _WEIGHT = range(3)
@@ -281,9 +288,9 @@ _OUTPUT, _INPUT, _WEIGHT = range(3)
 class _Convolution:
     """T(g, x, w) = <conv(x, w), g>: linear in each, so that its derivative by one is a function of the two others."""
 
-    stride: Any
-    padding: Any
-    dilation: Any
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
     groups: int
     wanted: Wanted
 
@@ -292,14 +299,14 @@ class _Convolution:
 
         Of `like`, a tensor in that place, only the shape and the memory format matter.
         """
-        if place == _OUTPUT:
-            return torch.conv2d(first, second, None, self.stride, self.padding, self.dilation, self.groups)
+        options = (None, self.stride, self.padding, self.dilation, False, [0, 0], self.groups)
+        if place == _OUTPUT:  # not by `conv2d`, which `TwiceDifferentiable` would replace once more
+            outputs: Tensor = torch.ops.aten.convolution(first, second, *options)
+            return outputs
         x, weight = (first.new_empty(1).expand(like.shape), second) if place == _INPUT else (second, like)
         mask = [place == _INPUT, place == _WEIGHT, False]
-        found: Tensor = torch.ops.aten.convolution_backward(
-            first, x, weight, None, self.stride, self.padding, self.dilation, False, [0, 0], self.groups, mask
-        )[place - _INPUT]
-        return found
+        gradients: list[Tensor] = torch.ops.aten.convolution_backward(first, x, weight, *options, mask)
+        return gradients[place - _INPUT]
 
 
 class _Derivative(torch.autograd.Function):
@@ -323,15 +330,3 @@ class _Derivative(torch.autograd.Function):
             else:
                 found.append(None)
         return None, None, None, *found
-
-
-def _conv_forward(module: Any, wanted: Wanted) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    convolution = _Convolution(module.stride, module.padding, module.dilation, module.groups, wanted)
-
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.dim() == 3:
-            return forward(x.unsqueeze(0), weight, bias).squeeze(0)
-        outputs: Tensor = _Derivative.apply(convolution, _OUTPUT, x.detach(), x, weight)
-        return outputs if bias is None else outputs + bias.view(1, -1, 1, 1)
-
-    return forward
