@@ -15,12 +15,13 @@ if TYPE_CHECKING:
         LossScaleConfig,
         PrecisionConfig,
     )
+    from triaccel_ray.control.divergence import NonFiniteGradientsError
     from triaccel_ray.control.epochs import EpochStats
     from triaccel_ray.cuda.allocator import hold_less
     from triaccel_ray.data.data_source import DataSource
     from triaccel_ray.data.iterable import IterableSource
     from triaccel_ray.data.sources import DatasetSource, TensorSource
-    from triaccel_ray.loop import ControlLoop, NonFiniteGradientsError
+    from triaccel_ray.loop import ControlLoop
     from triaccel_ray.measure.score import efficiency_score
     from triaccel_ray.model.metrics import ACCURACY, BITS_PER_BYTE, PERPLEXITY, Metric
     from triaccel_ray.records.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
@@ -72,43 +73,28 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ACCURACY": "triaccel_ray.model.metrics",
-    "BITS_PER_BYTE": "triaccel_ray.model.metrics",
-    "PERPLEXITY": "triaccel_ray.model.metrics",
-    "BatchConfig": "triaccel_ray.config",
-    "CheckpointError": "triaccel_ray.records.checkpoint",
-    "ControlConfig": "triaccel_ray.config",
-    "ControlLoop": "triaccel_ray.loop",
-    "CurvatureConfig": "triaccel_ray.config",
-    "DataSource": "triaccel_ray.data.data_source",
-    "DatasetSource": "triaccel_ray.data.sources",
-    "EpochStats": "triaccel_ray.control.epochs",
-    "Evaluation": "triaccel_ray.apply.evaluate",
-    "EventLog": "triaccel_ray.records.events",
-    "ExecutionConfig": "triaccel_ray.config",
-    "IterableSource": "triaccel_ray.data.iterable",
-    "LogError": "triaccel_ray.records.events",
-    "LossScaleConfig": "triaccel_ray.config",
-    "Metric": "triaccel_ray.model.metrics",
-    "NonFiniteGradientsError": "triaccel_ray.loop",
-    "Plan": "triaccel_ray.records.plan",
-    "Precision": "triaccel_ray.records.plan",
-    "PrecisionConfig": "triaccel_ray.config",
-    "Purpose": "triaccel_ray.trainables.task",
-    "Recipe": "triaccel_ray.trainables.task",
-    "Report": "triaccel_ray.service.result",
-    "RunFailedError": "triaccel_ray.service.failures",
-    "Splits": "triaccel_ray.trainables.task",
-    "Task": "triaccel_ray.trainables.task",
-    "TensorSource": "triaccel_ray.data.sources",
-    "compare": "triaccel_ray.service.api",
-    "efficiency_score": "triaccel_ray.measure.score",
-    "hold_less": "triaccel_ray.cuda.allocator",
-    "load_checkpoint": "triaccel_ray.records.checkpoint",
-    "read_events": "triaccel_ray.records.events",
-    "run": "triaccel_ray.service.api",
-    "save_checkpoint": "triaccel_ray.records.checkpoint",
-    "search": "triaccel_ray.service.api",
+    name: f"triaccel_ray.{module}"
+    for module, names in {
+        "apply.evaluate": "Evaluation",
+        "config": "BatchConfig ControlConfig CurvatureConfig ExecutionConfig LossScaleConfig PrecisionConfig",
+        "control.divergence": "NonFiniteGradientsError",
+        "control.epochs": "EpochStats",
+        "cuda.allocator": "hold_less",
+        "data.data_source": "DataSource",
+        "data.iterable": "IterableSource",
+        "data.sources": "DatasetSource TensorSource",
+        "loop": "ControlLoop",
+        "measure.score": "efficiency_score",
+        "model.metrics": "ACCURACY BITS_PER_BYTE Metric PERPLEXITY",
+        "records.checkpoint": "CheckpointError load_checkpoint save_checkpoint",
+        "records.events": "EventLog LogError read_events",
+        "records.plan": "Plan Precision",
+        "service.api": "compare run search",
+        "service.failures": "RunFailedError",
+        "service.result": "Report",
+        "trainables.task": "Purpose Recipe Splits Task",
+    }.items()
+    for name in names.split()
 }
 """Public name -> the module that defines it."""
 

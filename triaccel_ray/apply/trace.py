@@ -18,21 +18,10 @@ from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.model.layers import preserved_modes
 
 INPLACE_OPERATORS: frozenset[Callable[..., Any]] = frozenset(
-    getattr(operator, name)
-    for name in [
-        "iadd",
-        "isub",
-        "imul",
-        "imatmul",
-        "itruediv",
-        "ifloordiv",
-        "imod",
-        "ipow",
-        "iand",
-        "ior",
-        "ixor",
-        "ilshift",
-        "irshift",
+    [
+        *(operator.iadd, operator.isub, operator.imul, operator.imatmul, operator.itruediv, operator.ifloordiv),
+        *(operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor),
+        *(operator.ilshift, operator.irshift),
     ]
 )
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
