@@ -29,7 +29,7 @@ from tests.measure.curvature_models import (
 )
 from tests.waiting import no_waiting
 from triaccel_ray.measure.curvature import top_eigenvalues
-from triaccel_ray.measure.curvature.gram import GramMethod, find_ways, layer_grams
+from triaccel_ray.measure.curvature.gram import GramMethod, explore_structure, layer_grams
 from triaccel_ray.measure.curvature.objective import (
     Limits,
     Objective,
@@ -168,7 +168,7 @@ def grams_of(model: nn.Module, inputs: Any, targets: Any, head: Any, **limits: A
         model=model, loss=smooth_cross_entropy, inputs=inputs, targets=targets, limits=Limits(**limits)
     )
     with measuring(model):
-        grams = dict(layer_grams(objective, layers, head, find_ways(objective, layers, head)))
+        grams = dict(layer_grams(objective, layers, head, explore_structure(objective, layers, head)))
     return [grams[layer] for layer in layers]
 
 

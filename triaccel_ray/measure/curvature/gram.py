@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.measure.curvature.calls import (
     Call,
+    Strategy,
     Structure,
     StructureChangedError,
-    Way,
     find_structure,
     locate_samples,
     record_calls,
@@ -79,7 +79,7 @@ class GramMethod:
 
     def prepare_anew(self, objective: Objective) -> None:
         """Finds out how each layer can be measured, and measures."""
-        self.structure = find_ways(objective, self._layers, self._head)
+        self.structure = explore_structure(objective, self._layers, self._head)
         try:
             self.prepare(objective)
         except StructureChangedError as error:
@@ -130,16 +130,16 @@ class GramMethod:
         return results, self._shape
 
 
-class _ClosedError(Exception):
-    """Ways that turned out not to be open: of some layers, or for all columns side by side."""
+class _UnsupportedError(Exception):
+    """Strategies that turned out not to work: of some layers, or all columns side by side."""
 
     def __init__(self, layers: Mapping[Layer, str], *, columns: bool = False) -> None:
         super().__init__()
         self.layers, self.columns = dict(layers), columns
 
 
-def find_ways(objective: Objective, layers: Sequence[Layer], head: Head) -> Structure:
-    """Returns the structure of the model's course, found with two samples and one, and the ways that work with two.
+def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head) -> Structure:
+    """Returns the structure of the model's course, found with two samples and one, and strategies that work with two.
 
     Raises:
         ValueError: a part of the graph is hidden in a reentrant checkpoint.
@@ -157,9 +157,9 @@ def find_ways(objective: Objective, layers: Sequence[Layer], head: Head) -> Stru
         try:
             for _ in layer_grams(two, layers, head, structure, is_trial=True):
                 pass
-        except _ClosedError as closed:
-            structure = structure.without(closed.layers)
-            structure = replace(structure, batched_columns=structure.batched_columns and not closed.columns)
+        except _UnsupportedError as failed:
+            structure = structure.without(failed.layers)
+            structure = replace(structure, batched_columns=structure.batched_columns and not failed.columns)
         else:
             return structure
 
@@ -183,7 +183,7 @@ def layer_grams(
     groups = list(_groups(objective, structure, is_whole=len(parts) == 1))
     left = [unit.layer for group in groups for unit in group]
     for layer in layers:
-        if structure.ways[layer] is Way.NONE:
+        if structure.strategies[layer] is Strategy.NONE:
             yield layer, layer.weights[0].new_zeros(b * q, b * q, dtype=compute_dtype(layer))
     one: _Pass | None = None
     for index, group in enumerate(groups):
@@ -229,7 +229,7 @@ def _groups(objective: Objective, structure: Structure, *, is_whole: bool) -> It
     """Yields what is collected in the same passes: no more than `kept_bytes` of all samples, or a single unit."""
     group: list[_Unit] = []
     held_bytes = 0
-    for layer in structure.ways:
+    for layer in structure.strategies:
         for unit, num_bytes in _units(layer, objective, structure, is_whole=is_whole):
             if group and held_bytes + num_bytes > objective.limits.kept_bytes:
                 yield group
@@ -242,13 +242,13 @@ def _groups(objective: Objective, structure: Structure, *, is_whole: bool) -> It
 
 def _units(layer: Layer, objective: Objective, structure: Structure, *, is_whole: bool) -> Iterator[tuple[_Unit, int]]:
     """Yields a layer's units with the bytes that are kept of them."""
-    way = structure.ways[layer]
-    if way is Way.NONE:
+    strategy = structure.strategies[layer]
+    if strategy is Strategy.NONE:
         return
     b, q, limit = objective.num_samples, structure.num_columns, objective.limits.kept_bytes
     columns, itemsize = b * q, compute_dtype(layer).itemsize
     num_slices, slice_bytes = layer.num_elements, columns * itemsize
-    if way is Way.FACTORS:
+    if strategy is Strategy.FACTORS:
         calls = [structure.calls[index] for index in structure.own[layer]]
         inputs = 0 if is_whole else sum(math.prod(call.arguments[0]) for call in calls)  # which the graph holds then
         outputs = sum(math.prod(call.outputs[0]) for call in calls)
@@ -274,13 +274,13 @@ class _Pass:
         """Runs the model; keeps the calls that `group` asks for, of which None is everything."""
         self._objective, self._head, self._structure, self._is_trial = objective, head, structure, is_trial
         self._is_chunk = group is not None
-        wanted = structure.ways if group is None else {unit.layer for unit in group}
+        wanted = structure.strategies if group is None else {unit.layer for unit in group}
         needed = {index for layer in wanted for index in structure.calls_of(layer)}
         self._calls: dict[int, Call] = {}
         if not needed:
             return
         with FoldedNorms():
-            outputs, calls = record_calls(objective.outputs, _watched(objective.model, structure.ways))
+            outputs, calls = record_calls(objective.outputs, _watched(objective.model, structure.strategies))
         structure.place_samples(calls, objective.num_samples)
         self._calls = {index: call for index, call in enumerate(calls) if index in needed}
         self._root, self._cotangents = head(outputs, objective)
@@ -289,25 +289,25 @@ class _Pass:
         """Returns what is kept of each unit; without `retain_graph` for the last time.
 
         Raises:
-            Exception: whatever a foreign module raises; in a trial, a `_ClosedError` that says what does not work.
+            Exception: whatever a foreign module raises; in a trial, a `_UnsupportedError` that says what does not work.
         """
         calls = {index: self._calls[index] for unit in group for index in self._structure.calls_of(unit.layer)}
         arrived: dict[int, list[Tensor | None]] = {}
-        closed: dict[Layer, str] = {}
+        failed: dict[Layer, str] = {}
         found: dict[_Unit, _Kept] = {}
         with _fast(self._objective):
             if calls:
                 arrived = self._pull_back(calls, retain_graph=retain_graph)
             for unit in group:
                 try:
-                    if self._structure.ways[unit.layer] is not Way.SAMPLES:
+                    if self._structure.strategies[unit.layer] is not Strategy.SAMPLES:
                         found[unit] = self._kept(unit, arrived)
                 except Exception as error:  # foreign code under a transformation that it need not support
                     if is_out_of_memory(error) or not self._is_trial:
                         raise
-                    closed[unit.layer] = f"torch.func cannot run its module or the model: {first_line(error)}"
-        if closed:
-            raise _ClosedError(closed)
+                    failed[unit.layer] = f"torch.func cannot run its module or the model: {first_line(error)}"
+        if failed:
+            raise _UnsupportedError(failed)
         left = list(dict.fromkeys(unit.layer for unit in group if unit not in found))
         columns = dict(zip(left, self._by_samples(left), strict=True)) if left else {}
         return [found[unit] if unit in found else columns[unit.layer][:, unit.elements] for unit in group]
@@ -316,7 +316,7 @@ class _Pass:
         layer, limits = unit.layer, self._objective.limits
         s, q = self._objective.num_samples, self._structure.num_columns
         gradients = {index: arrived[index] for index in self._structure.calls_of(layer)}
-        if self._structure.ways[layer] is Way.FACTORS:
+        if self._structure.strategies[layer] is Strategy.FACTORS:
             calls = tuple(
                 (self._calls[index].module, self._input(index), gradient)
                 for index, (gradient,) in gradients.items()
@@ -360,7 +360,7 @@ class _Pass:
         except Exception as error:  # an operation may have no batching rule, and raise whatever it likes
             if is_out_of_memory(error) or not (self._is_trial and step > 1 and len(self._cotangents) > 1):
                 raise
-            raise _ClosedError({}, columns=True) from error
+            raise _UnsupportedError({}, columns=True) from error
         remaining = iter(stacks)
         return {
             index: [
