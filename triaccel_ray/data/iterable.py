@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import copy
-import sys
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from triaccel_ray.cuda.random_states import preserved_random_states
 from triaccel_ray.data.data_source import DataSource
 from triaccel_ray.data.prefetch import (
     Collate,
     inputs_and_targets,
+    item_loader,
+    iterate,
     require_pair,
     seed_generators,
 )
@@ -203,27 +203,14 @@ class IterableSource(DataSource):
             self._dataset.set_epoch(epoch)
         if state is not None:
             self._dataset.load_state_dict(state)  # type: ignore[attr-defined]  # `resume` has seen to it
-        self._iterator = self._read_by_workers() if self._num_workers else iter(self._dataset)
+        self._iterator = self._new_iterator()
         if not self._kept:
             self.reach(start, NUM_KEPT)
             self._kept = [*self._held]
 
-    def _read_by_workers(self) -> Iterator[Any]:
+    def _new_iterator(self) -> Iterator[Any]:
+        if not self._num_workers:
+            return iter(self._dataset)
         assert isinstance(self._dataset, IterableDataset)
-        with warnings.catch_warnings():
-            # Python warns of forking where threads run, as they do once CUDA is in use.
-            warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
-            return iter(
-                DataLoader(
-                    self._dataset,
-                    batch_size=None,
-                    collate_fn=_unchanged,
-                    num_workers=self._num_workers,
-                    generator=torch.Generator().manual_seed(self._seed),
-                    multiprocessing_context="fork" if sys.platform == "linux" else None,
-                )
-            )
-
-
-def _unchanged(sample: Any) -> Any:
-    return sample
+        generator = torch.Generator().manual_seed(self._seed)
+        return iterate(item_loader(self._dataset, self._num_workers, generator=generator))

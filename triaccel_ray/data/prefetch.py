@@ -8,6 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,20 +158,16 @@ class Workers:
     def __init__(self, dataset: Dataset[Any], num_workers: int, *, collate: Collate | None, pinned: bool) -> None:
         self._chunks = ChunkSampler(num_workers)
         self._is_whole = collate is not None
-        self._options: dict[str, Any] = {
-            "dataset": ChunkReader(dataset, collate),
-            "sampler": self._chunks,
-            "batch_size": None,  # the chunk is the item
-            "collate_fn": _unchanged,
-            "num_workers": num_workers,
-            "prefetch_factor": _CHUNKS_AHEAD,
-            "persistent_workers": True,
-            "pin_memory": pinned,
-            "generator": torch.Generator(),  # else each pass would draw from the global one
-            # Any data set can be forked, local classes and lambdas too, and its memory is shared. A child of a
-            # process that uses CUDA must not: these read samples on the CPU and do nothing else.
-            "multiprocessing_context": "fork" if sys.platform == "linux" else None,
-        }
+        self._new_loader = partial(
+            item_loader,
+            ChunkReader(dataset, collate),
+            num_workers,
+            sampler=self._chunks,
+            prefetch_factor=_CHUNKS_AHEAD,
+            persistent_workers=True,
+            pin_memory=pinned,
+            generator=torch.Generator(),  # else each pass would draw from the global one
+        )
         self._loader: DataLoader[Any] | None = None
         self._iterator: Iterator[tuple[int, Any]] | None = None
         self._order: EpochOrder | None = None
@@ -182,12 +179,9 @@ class Workers:
         self._parts.clear()
         self._num_ready = 0
         self._order = self._chunks.order = order
-        with warnings.catch_warnings():
-            # Python warns of forking where threads run, as they do once CUDA is in use.
-            warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
-            if self._loader is None:
-                self._loader = DataLoader(**self._options)
-            self._iterator = iter(self._loader)
+        if self._loader is None:
+            self._loader = self._new_loader()
+        self._iterator = iterate(self._loader)
 
     def peek(self, order: EpochOrder, num: int) -> list[Any]:
         """Returns the order's next `num` samples in one or more parts; they stay until they are dropped."""
@@ -282,8 +276,30 @@ class ChunkSampler:
         self._size = min(max(wanted, CHUNK_SIZES.start), CHUNK_SIZES.stop - 1)
 
 
-def _unchanged(chunk: Any) -> Any:
-    return chunk
+def item_loader(dataset: Dataset[Any], num_workers: int, **options: Any) -> DataLoader[Any]:
+    """Returns a loader whose worker processes hand over the data set's items as they are."""
+    # Any data set can be forked, local classes and lambdas too, and its memory is shared. A child of a process that
+    # uses CUDA must not: these read samples on the CPU and do nothing else.
+    context = "fork" if sys.platform == "linux" else None
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        collate_fn=_unchanged,
+        num_workers=num_workers,
+        multiprocessing_context=context,
+        **options,
+    )
+
+
+def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Returns the loader's items, from the first on, without Python's warning of forking where threads run."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+        return iter(loader)
+
+
+def _unchanged(item: Any) -> Any:
+    return item
 
 
 def map_tree(function: Callable[..., Any], *trees: Any) -> Any:
