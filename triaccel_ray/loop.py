@@ -17,7 +17,7 @@ from triaccel_ray.control.curvature import ScheduledCurvature
 from triaccel_ray.control.divergence import NonFiniteGradientsError, require_finite
 from triaccel_ray.control.epochs import EpochLoop, EpochProgress, EpochStats, SampleSchedule, Schedule
 from triaccel_ray.control.pending_tick import PendingTick, begin_log
-from triaccel_ray.control.steps import assemble
+from triaccel_ray.control.steps import Training
 from triaccel_ray.cuda.random_states import random_states, set_random_states
 from triaccel_ray.data.sources import default_config
 from triaccel_ray.decide import ControlState, decide, initial_decision
@@ -74,7 +74,7 @@ class ControlLoop(EpochLoop):
         """
         self.config = default_config(data) if config is None else require_instance("config", config, ControlConfig)
         self._schedule = SampleSchedule(schedule, optimizer, batch_size=self.config.batch.start)
-        self._training = training = assemble(
+        self._training = training = Training(
             model, optimizer, loss, data, self.config, memory=(memory_budget, memory_headroom), seed=seed
         )
         self.model, self.device, self.sampler = model, training.device, training.sampler
@@ -87,8 +87,7 @@ class ControlLoop(EpochLoop):
             self.sensors = Sensors(training.supported, training.moments, self.memory, timer, interval_loss)
             self.sensors.record_faults(training.faults)
             first = initial_decision(self.config, training.supported)
-            self.state: ControlState = first.state
-            self._actuators = Actuators(first.plan, training.steps, training.pool)
+            self.state, self._actuators = first.state, Actuators(first.plan, training.steps, training.pool)
             self.curvature = ScheduledCurvature(training, self.sensors, self.config, seed=seed)
             self.curvature.dry_run()
             begin_log(on_tick, self.config)

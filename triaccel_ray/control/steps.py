@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.apply.compile import Compilation, is_compiled, repeated_blocks
 from triaccel_ray.apply.copies import ComputeCopies
-from triaccel_ray.apply.fuse import Fusion, Refusal, fuse
+from triaccel_ray.apply.fuse import Fusion, fuse
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.apply.precision import LayerPrecision, supported_precisions, useless_precisions
@@ -25,11 +24,11 @@ from triaccel_ray.cuda.stream_pool import LentStream
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import as_source, delivered
 from triaccel_ray.kernels.step_end import end_step
-from triaccel_ray.measure.memory import MemoryMeter, memory_meter
+from triaccel_ray.measure.memory import memory_meter
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.model.dry_run import require_working
 from triaccel_ray.model.gradients import Gradients
-from triaccel_ray.model.layers import Layer, Loss, find_layers, require_trainable, to_channels_last, unwatched_weights
+from triaccel_ray.model.layers import Loss, find_layers, require_trainable, to_channels_last, unwatched_weights
 from triaccel_ray.records.plan import Fault, FaultKind, Precision
 
 
@@ -76,34 +75,60 @@ class TrainingUpdate:
         end_step(loss_sum, num_samples, self._loss_sums, found, self._loss_scale.state, moves_scale=active)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Training:
-    """What makes the steps of a run, and what it is measured with."""
+    """What makes the steps of a run, put together from the user's model, optimizer, loss and data."""
 
-    model: nn.Module
-    loss: Loss
-    layers: Sequence[Layer]
-    supported: Sequence[tuple[str, tuple[Precision, ...]]]
-    """Each layer's name, and what it may compute in."""
-    device: torch.device
-    memory: MemoryMeter
-    pool: GraphPool
-    optimizer: LayerwiseOptimizer
-    sampler: Sampler
-    loss_scale: LossScale
-    moments: GradientMoments
-    loss_sums: Tensor
-    """fp64 [2, 2]: sum over the samples and their number, of the present epoch and since the last tick."""
-    steps: StepCache
-    make_room: Callable[[], None]
-    """Gives back all memory that can be had again: captured steps, and what the allocator keeps."""
-    faults: Sequence[Fault]
-    """What steps are made of, what makes them slower than asked for, and what the loop leaves as it is."""
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        data: Any,
+        config: ControlConfig,
+        *,
+        memory: tuple[int | None, int | None],
+        seed: int,
+    ) -> None:
+        """Takes the arguments of `ControlLoop`; `memory` are the budget and the headroom in bytes.
+
+        The model's forward functions are wrapped from here on, until `remove`.
+        """
+        self.model, self.loss, self._config = model, loss, config
+        self.layers = find_layers(model)
+        require_trainable(model, optimizer, self.layers)
+        self.device = next(model.parameters()).device
+        to_channels_last(model)
+        self.memory, self.pool = memory_meter(self.device, *memory), GraphPool(self.device)
+        self.optimizer = LayerwiseOptimizer(optimizer, self.layers, release_memory=self.make_room)
+        source = delivered(as_source(data), self.device, config.execution.data_on)
+        # On a stream that the steps use again: another one would keep workspaces of its own.
+        stream = LentStream(self.device).current() if self.device.type == "cuda" else contextlib.nullcontext()
+        with stream, watching_forward(model) as waits:
+            require_working(model, loss, source)
+        self.sampler = Sampler(source, seed=seed, device=self.device)
+        self.loss_scale = LossScale(config.loss_scale, self.device)
+        self.memory.require_room()
+        self.loss_sums = torch.zeros(2, 2, dtype=torch.float64, device=self.device)
+        """Sum over the samples, and their number: of the present epoch, and since the last tick."""
+        self.moments = GradientMoments(self.layers, self.optimizer.watched, beta=config.precision.beta)
+        self.faults: list[Fault] = []
+        """What steps are made of, what makes them slower than asked for, and what the loop leaves as it is."""
+        self.steps = self._build_steps(waits)
+        useless = useless_precisions(self.device.type, is_compiled=self.steps.step.is_compiled)
+        withheld = {} if config.precision.offer_useless else useless
+        self.supported = [(layer.name, supported_precisions(layer, without=withheld)) for layer in self.layers]
+        """Each layer's name, and what it may compute in."""
+        self._note_limitations(withheld)
 
     @property
     def precision(self) -> LayerPrecision:
         """What computes each layer in its precision."""
         return self.steps.step.precision
+
+    def make_room(self) -> None:
+        """Gives back all memory that can be had again: captured steps, and what the allocator keeps."""
+        self.pool.release()
+        self.memory.release()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -123,141 +148,75 @@ class Training:
             if self.steps.step.compilation is not None:
                 stack.callback(self.steps.step.compilation.remove)
 
+    def _build_steps(self, waits: Sequence[str]) -> StepCache:
+        """Returns what makes the steps; `waits` says why the host waits for the device in the model's forward pass.
 
-def assemble(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss: Loss,
-    data: Any,
-    config: ControlConfig,
-    *,
-    memory: tuple[int | None, int | None],
-    seed: int,
-) -> Training:
-    """Returns what trains `model`, whose forward functions are wrapped from here on; arguments as of `ControlLoop`.
+        On a GPU the norms of a BatchNorm network are fused; a model without, or that cannot be traced, is compiled.
+        """
+        execution, on_gpu = self._config.execution, self.device.type == "cuda"
+        fusion = self._fuse() if on_gpu and execution.compile != "on" and execution.fuse else None
+        compiles = execution.compile == "on" or (execution.compile == "auto" and on_gpu and fusion is None)
+        copies = ComputeCopies(self.layers, self.optimizer.parameters) if on_gpu and not compiles else None
+        norms = () if fusion is None else fusion.norms
+        precision = LayerPrecision(self.model, self.layers, copies=copies, norms=norms)
+        step = Step(
+            self.model,
+            self.loss,
+            self.sampler,
+            precision,
+            check_memory=self.memory.check,
+            release_memory=self.make_room,
+            is_exceeded_at_rest=lambda: self.memory.is_exceeded_at_rest,
+            fusion=fusion,
+            compilation=self._compile(waits) if compiles else None,
+        )
+        update = TrainingUpdate(
+            precision, self.moments, self.optimizer, self.loss_scale, self.loss_sums, self._config.clip_norm
+        )
+        return StepCache(step, update, lambda: Gradients(self.optimizer.watched), self.pool, execution)
 
-    `memory` are the budget and the headroom in bytes.
-    On a GPU the norms of a BatchNorm network are fused; a model without, or that cannot be traced, is compiled.
-    """
-    layers = find_layers(model)
-    require_trainable(model, optimizer, layers)
-    device, execution = next(model.parameters()).device, config.execution
-    on_gpu = device.type == "cuda"
-    to_channels_last(model)
-    meter, pool = memory_meter(device, *memory), GraphPool(device)
+    def _compile(self, waits: Sequence[str]) -> Compilation | None:
+        """Returns the model compiled, unless the user has done so, and notes how and why."""
+        if is_compiled(self.model):
+            self._note(FaultKind.COMPILED, "compile", "the model is compiled already: it stays as it is")
+            return None
+        whole = self._config.execution.compile == "on"
+        blocks = () if whole else repeated_blocks(self.model)
+        why = "its blocks repeat" if blocks else "as asked" if whole else "no block of it repeats"
+        if blocks and waits:
+            blocks, why = (), f"between its blocks {waits[0]}"
+        compilation = Compilation(self.model, blocks, batch_varies=self._config.batch.enabled)
+        self._note(FaultKind.COMPILED, "compile", f"{compilation}: {why}")
+        return compilation
 
-    def make_room() -> None:
-        pool.release()
-        meter.release()
-
-    layerwise = LayerwiseOptimizer(optimizer, layers, release_memory=make_room)
-    source = delivered(as_source(data), device, execution.data_on)
-    # On a stream that the steps use again: another one would keep workspaces of its own.
-    with LentStream(device).current() if on_gpu else contextlib.nullcontext(), watching_forward(model) as waits:
-        require_working(model, loss, source)
-    sampler, loss_scale = Sampler(source, seed=seed, device=device), LossScale(config.loss_scale, device)
-    meter.require_room()
-
-    # Every step adds its loss to both rows: that of the epoch, and that since the last tick.
-    loss_sums = torch.zeros(2, 2, dtype=torch.float64, device=device)
-    moments = GradientMoments(layers, layerwise.watched, beta=config.precision.beta)
-
-    faults: list[Fault] = []
-    fusion = compilation = None
-    if on_gpu and execution.compile != "on" and execution.fuse:
-        fused = _fuse(model, layers, recompute=execution.recompute)
-        if isinstance(fused, Refusal):
-            faults.append(_noted(FaultKind.FUSION_REFUSED, "fuse", fused.reason))
-        else:
-            fusion = fused
-    compiles = execution.compile == "on" or (execution.compile == "auto" and on_gpu and fusion is None)
-    copies = ComputeCopies(layers, layerwise.parameters) if on_gpu and not compiles else None
-    precision = LayerPrecision(model, layers, copies=copies, norms=() if fusion is None else fusion.norms)
-    if compiles:
-        compilation, detail = _compile(model, waits, whole=execution.compile == "on", batch_varies=config.batch.enabled)
-        faults.append(_noted(FaultKind.COMPILED, "compile", detail))
-    step = Step(
-        model,
-        loss,
-        sampler,
-        precision,
-        check_memory=meter.check,
-        release_memory=make_room,
-        is_exceeded_at_rest=lambda: meter.is_exceeded_at_rest,
-        fusion=fusion,
-        compilation=compilation,
-    )
-    update = TrainingUpdate(precision, moments, layerwise, loss_scale, loss_sums, config.clip_norm)
-    useless = useless_precisions(device.type, is_compiled=step.is_compiled)
-    withheld = {} if config.precision.offer_useless else useless
-    return Training(
-        model=model,
-        loss=loss,
-        layers=layers,
-        supported=[(layer.name, supported_precisions(layer, without=withheld)) for layer in layers],
-        device=device,
-        memory=meter,
-        pool=pool,
-        optimizer=layerwise,
-        sampler=sampler,
-        loss_scale=loss_scale,
-        moments=moments,
-        loss_sums=loss_sums,
-        steps=StepCache(step, update, lambda: Gradients(layerwise.watched), pool, execution),
-        make_room=make_room,
-        faults=[*faults, *_limitations(model, layers, layerwise, sampler, config, withheld)],
-    )
-
-
-def _noted(kind: FaultKind, phase: str, detail: str) -> Fault:
-    return Fault(kind=kind, step=0, phase=phase, detail=detail)
-
-
-def _limitations(
-    model: nn.Module,
-    layers: Sequence[Layer],
-    optimizer: LayerwiseOptimizer,
-    sampler: Sampler,
-    config: ControlConfig,
-    withheld: Mapping[Precision, str],
-) -> Iterator[Fault]:
-    """Yields what the loop leaves as it is, or cannot do as asked for, for the record."""
-    if reason := sampler.source.streamed_because:
-        yield _noted(FaultKind.DATA_STREAMED, "data", reason)
-    wanted = set(Precision) if config.precision.enabled else {config.precision.initial}
-    wanted |= set(config.precision.initial_layers.values())
-    for level, reason in withheld.items():
-        if level in wanted:
-            yield _noted(FaultKind.PRECISION_REFUSED, "precision", f"{reason}: it is not offered")
-    if names := unwatched_weights(model, layers):
-        text = f"weights beside child layers are no layers, and not adapted: {', '.join(names)}"
-        yield _noted(FaultKind.NOT_A_LAYER, "layers", text[:500])
-    if sampler.generator.device.type == "cuda" and optimizer.waits_for_host:
-        text = "the host waits at each step for whether gradients are finite: give the optimizer fused=True"
-        yield _noted(FaultKind.CAPTURE_FAILED, "optimizer", text)
-
-
-def _compile(
-    model: nn.Module, waits: Sequence[str], *, whole: bool, batch_varies: bool
-) -> tuple[Compilation | None, str]:
-    """Returns the model compiled, and how and why, for the record.
-
-    `waits` says why the host waits for the device inside the model's forward pass, as it is.
-    """
-    if is_compiled(model):
-        return None, "the model is compiled already: it stays as it is"
-    blocks = () if whole else repeated_blocks(model)
-    why = "its blocks repeat" if blocks else "as asked" if whole else "no block of it repeats"
-    if blocks and waits:
-        blocks, why = (), f"between its blocks {waits[0]}"
-    compilation = Compilation(model, blocks, batch_varies=batch_varies)
-    return compilation, f"{compilation}: {why}"
-
-
-def _fuse(model: nn.Module, layers: Sequence[Layer], *, recompute: bool) -> Fusion | Refusal | None:
-    """Returns the model with its norms fused, or why not; None for a model without batch normalisation."""
-    if not any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
+    def _fuse(self) -> Fusion | None:
+        """Returns the model with its norms fused; None where there is none, or, with a note, where that is refused."""
+        if not any(isinstance(module, nn.BatchNorm2d) for module in self.model.modules()):
+            return None
+        if not self.model.training:
+            self.model.train()
+        modules = [module for layer in self.layers for module in layer.modules]
+        fused = fuse(self.model, modules, recompute=self._config.execution.recompute)
+        if isinstance(fused, Fusion):
+            return fused
+        self._note(FaultKind.FUSION_REFUSED, "fuse", fused.reason)
         return None
-    if not model.training:
-        model.train()
-    return fuse(model, [module for layer in layers for module in layer.modules], recompute=recompute)
+
+    def _note_limitations(self, withheld: Mapping[Precision, str]) -> None:
+        """Notes what the loop leaves as it is, or cannot do as asked for."""
+        if reason := self.sampler.source.streamed_because:
+            self._note(FaultKind.DATA_STREAMED, "data", reason)
+        precision = self._config.precision
+        wanted = {*(Precision if precision.enabled else [precision.initial]), *precision.initial_layers.values()}
+        for level, reason in withheld.items():
+            if level in wanted:
+                self._note(FaultKind.PRECISION_REFUSED, "precision", f"{reason}: it is not offered")
+        if names := unwatched_weights(self.model, self.layers):
+            text = f"weights beside child layers are no layers, and not adapted: {', '.join(names)}"
+            self._note(FaultKind.NOT_A_LAYER, "layers", text[:500])
+        if self.device.type == "cuda" and self.optimizer.waits_for_host:
+            text = "the host waits at each step for whether gradients are finite: give the optimizer fused=True"
+            self._note(FaultKind.CAPTURE_FAILED, "optimizer", text)
+
+    def _note(self, kind: FaultKind, phase: str, detail: str) -> None:
+        self.faults.append(Fault(kind=kind, step=0, phase=phase, detail=detail))
