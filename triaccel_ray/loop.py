@@ -17,7 +17,7 @@ from triaccel_ray.control.curvature import ScheduledCurvature
 from triaccel_ray.control.divergence import NonFiniteGradientsError, require_finite
 from triaccel_ray.control.epochs import EpochLoop, EpochProgress, EpochStats, SampleSchedule, Schedule
 from triaccel_ray.control.pending_tick import PendingTick, begin_log
-from triaccel_ray.control.steps import Training
+from triaccel_ray.control.training import Training
 from triaccel_ray.cuda.random_states import random_states, set_random_states
 from triaccel_ray.data.sources import default_config
 from triaccel_ray.decide import ControlState, decide, initial_decision

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.control.steps import Training
+from triaccel_ray.control.training import Training
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.measure.curvature import CurvatureMeter
 from triaccel_ray.measure.sensors import Sensors
