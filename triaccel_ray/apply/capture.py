@@ -308,11 +308,9 @@ class StepCache:
         if self.step.precision.copies is not None:
             self.step.precision.copies.drop_unused()
 
-    @contextlib.contextmanager
-    def on_stream(self) -> Iterator[None]:
+    def on_stream(self) -> contextlib.AbstractContextManager[None]:
         """Has what is inside run on the stream that captures, between what is launched before it and after it."""
-        with contextlib.nullcontext() if self._stream is None else self._stream.current():
-            yield
+        return contextlib.nullcontext() if self._stream is None else self._stream.current()
 
     @contextlib.contextmanager
     def _autotuning(self) -> Iterator[None]:

@@ -139,9 +139,7 @@ class Sampler:
         seed = _seed_of(self._seed, self.epoch)
         order = epoch_order(0 if self._is_stream else self.num_samples, seed=self._seed, epoch=self.epoch)
         self.source.announce(order[self._cursor :], seed=seed, follows=follows)
-        if self.source.is_resident and self._device.type == "cuda":
-            return order.pin_memory().to(self._device, non_blocking=True)
-        return order
+        return self.placed(order)
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int) -> Tensor:
