@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from triaccel_ray.measure.curvature.calls import Structure, find_weight_uses
@@ -94,7 +94,7 @@ class BlockPower:
         """
         assert self.vectors is not None
         self._parts = objective.parts()
-        self._gradients = loss_gradient(objective, self._layers) if len(self._parts) == 1 else None
+        self._gradients = LossGradient(objective, self._layers) if len(self._parts) == 1 else None
         for vectors in self.vectors:
             is_sound = (torch.linalg.vector_norm(vectors, dim=1) - 1.0).abs() < 0.05  # False for NaN
             for block in vectors.split(_BLOCK_ELEMENTS, dim=1):
@@ -126,49 +126,53 @@ class BlockPower:
     def _images(self, all_vectors: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yields H U for each layer, [k + 2, n]."""
         if self._gradients is not None:
-            yield from (_block_images(*each, self._gradients) for each in zip(self._layers, all_vectors, strict=True))
+            yield from map(self._gradients.products, self._layers, all_vectors)
             return
         sums = [torch.zeros_like(vectors) for vectors in all_vectors]
         num_samples = sum(part.num_samples for part in self._parts)
         for part in self._parts:
-            gradients = loss_gradient(part, self._layers)
+            gradients = LossGradient(part, self._layers)
             for layer, vectors, total in zip(self._layers, all_vectors, sums, strict=True):
-                total.add_(_block_images(layer, vectors, gradients), alpha=part.num_samples / num_samples)
+                total.add_(gradients.products(layer, vectors), alpha=part.num_samples / num_samples)
             del gradients  # before the next chunk's graph is made
         yield from sums
 
 
-@dataclass(frozen=True, eq=False)
 class LossGradient:
-    """The gradient of the mean loss, differentiable."""
+    """The gradient of the mean loss with the graph that made it, to be differentiated once more."""
 
-    of: Mapping[nn.Parameter, Tensor | None]
-    """With respect to each weight; None where the weight has no part."""
-    wanted: Wanted
-    """To say before differentiating with respect to which weights."""
+    def __init__(self, objective: Objective, layers: Sequence[Layer]) -> None:
+        """Makes a forward and a backward pass.
 
+        Raises:
+            ValueError: a part of the graph is hidden in a reentrant checkpoint.
+        """
+        weights = [weight for layer in layers for weight in layer.weights if weight.requires_grad]
+        self._operations = TwiceDifferentiable()
+        # The fused attention kernels have no second derivative.
+        with sdpa_kernel(SDPBackend.MATH), self._operations:
+            value = objective.value(objective.outputs())
+            find_weight_uses(value, [])  # for its refusal of graphs that hide weights
+            gradients: Sequence[Tensor | None] = [None] * len(weights)
+            if value.requires_grad:
+                gradients = torch.autograd.grad(value, weights, create_graph=True, allow_unused=True)
+        self._of = dict(zip(weights, gradients, strict=True))
 
-def loss_gradient(objective: Objective, layers: Sequence[Layer]) -> LossGradient:
-    """Returns the gradient of the mean loss with the graph that made it, to be differentiated once more.
+    def products(self, layer: Layer, vectors: Tensor) -> Tensor:
+        """Returns H_l u for each of the vectors u [p, n]; zero in the places of weights that the loss is linear in."""
+        return torch.stack([self._product(layer, vector) for vector in vectors])
 
-    Raises:
-        ValueError: a part of the graph is hidden in a reentrant checkpoint.
-    """
-    weights = [weight for layer in layers for weight in layer.weights if weight.requires_grad]
-    # The fused attention kernels have no second derivative.
-    wanted = Wanted()
-    with sdpa_kernel(SDPBackend.MATH), TwiceDifferentiable(wanted):
-        value = objective.value(objective.outputs())
-        find_weight_uses(value, [])  # for its refusal of graphs that hide weights
-        gradients: Sequence[Tensor | None] = [None] * len(weights)
-        if value.requires_grad:
-            gradients = torch.autograd.grad(value, weights, create_graph=True, allow_unused=True)
-    return LossGradient(of=dict(zip(weights, gradients, strict=True)), wanted=wanted)
-
-
-def _block_images(layer: Layer, vectors: Tensor, gradients: LossGradient) -> Tensor:
-    product = block_product(layer, gradients)
-    return torch.stack([product(vector) for vector in vectors])
+    def _product(self, layer: Layer, u: Tensor) -> Tensor:
+        parts = zip(layer.weights, torch.split(u, [weight.numel() for weight in layer.weights]), strict=True)
+        curved = [(gradient, _laid_out(part, w)) for w, part in parts if (gradient := self._of.get(w)) is not None]
+        curved = [(gradient, part) for gradient, part in curved if gradient.requires_grad]
+        if not curved:
+            return torch.zeros_like(u)
+        roots, directions = zip(*curved, strict=True)
+        with self._operations.only(layer.weights):
+            images = torch.autograd.grad(roots, layer.weights, directions, retain_graph=True, allow_unused=True)
+        flat = [torch.zeros_like(w) if image is None else image for w, image in zip(layer.weights, images, strict=True)]
+        return torch.cat([part.flatten() for part in flat])
 
 
 def _products(some: Tensor, others: Tensor) -> Tensor:
@@ -190,25 +194,6 @@ def _orthonormalize(vectors: Tensor, out: Tensor) -> None:
         into.copy_(combine @ one.to(combine.dtype))
 
 
-def block_product(layer: Layer, gradients: LossGradient) -> Callable[[Tensor], Tensor]:
-    """Returns u -> H_l u on flat vectors [n]; zero in the places of weights that the loss is at most linear in."""
-    sizes = [weight.numel() for weight in layer.weights]
-
-    def product(u: Tensor) -> Tensor:
-        parts = zip(layer.weights, torch.split(u, sizes), strict=True)
-        curved = [(gradient, _laid_out(part, w)) for w, part in parts if (gradient := gradients.of.get(w)) is not None]
-        curved = [(gradient, part) for gradient, part in curved if gradient.requires_grad]
-        if not curved:
-            return torch.zeros_like(u)
-        roots, directions = zip(*curved, strict=True)
-        with gradients.wanted.only(layer.weights):
-            images = torch.autograd.grad(roots, layer.weights, directions, retain_graph=True, allow_unused=True)
-        flat = [torch.zeros_like(w) if image is None else image for w, image in zip(layer.weights, images, strict=True)]
-        return torch.cat([part.flatten() for part in flat])
-
-    return product
-
-
 def _laid_out(flat: Tensor, weight: Tensor) -> Tensor:
     """Returns the vector in the weight's shape and memory format: a convolution meeting two formats converts one."""
     return torch.empty_like(weight, requires_grad=False).copy_(flat.view_as(weight))
@@ -221,11 +206,18 @@ def start_vectors(layer: Layer, count: int, generator: torch.Generator) -> Tenso
     return drawn.to(weight.device)
 
 
-class Wanted:
-    """Which weights the derivative being taken is with respect to."""
+class TwiceDifferentiable(FoldedNorms):
+    """Replaces, for a model in eval mode, operations whose second derivative in PyTorch does what nobody asked for.
+
+    - PyTorch's second derivative of a convolution computes its weight's part whether asked for or not, as a
+      convolution with a kernel as large as the image: 40% of the time of a Hessian-vector product of ResNet-18.
+    - That of batch normalisation is written for training mode, as dozens of operations on whole activations, where
+      eval mode is an affine map (`FoldedNorms`).
+    """
 
     def __init__(self) -> None:
-        """Starts with all."""
+        """Begins with derivatives with respect to all weights."""
+        super().__init__()
         self._ids: set[int] | None = None
 
     @contextlib.contextmanager
@@ -237,34 +229,19 @@ class Wanted:
         finally:
             self._ids = None
 
-    def includes(self, weight: Tensor) -> bool:
+    def needs(self, weight: Tensor) -> bool:
         """Whether the derivative with respect to `weight` may be needed: always, if it was computed from others."""
         return self._ids is None or not weight.is_leaf or id(weight) in self._ids
-
-
-class TwiceDifferentiable(FoldedNorms):
-    """Replaces, for a model in eval mode, operations whose second derivative in PyTorch does what nobody asked for.
-
-    - PyTorch's second derivative of a convolution computes its weight's part whether asked for or not, as a
-      convolution with a kernel as large as the image: 40% of the time of a Hessian-vector product of ResNet-18.
-    - That of batch normalisation is written for training mode, as dozens of operations on whole activations, where
-      eval mode is an affine map (`FoldedNorms`).
-    """
-
-    def __init__(self, wanted: Wanted) -> None:
-        """Has second derivatives with respect to weights computed that are `wanted`."""
-        super().__init__()
-        self._wanted = wanted
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Returns what `func` does."""
         if func is F.conv2d:
-            return _conv2d(self._wanted, *args, **(kwargs or {}))
+            return _conv2d(self, *args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
 
 def _conv2d(
-    wanted: Wanted,
+    operations: TwiceDifferentiable,
     input: Tensor,  # noqa: A002  # as PyTorch has it
     weight: Tensor,
     bias: Tensor | None = None,
@@ -276,7 +253,7 @@ def _conv2d(
     if isinstance(padding, str) or input.dim() != 4 or not weight.is_floating_point():
         return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
     stride, padding, dilation = ([n] * 2 if isinstance(n, int) else [*n] for n in (stride, padding, dilation))
-    convolution = _Convolution(stride, padding, dilation, groups, wanted)
+    convolution = _Convolution(stride, padding, dilation, groups, operations)
     outputs: Tensor = _Derivative.apply(convolution, _OUTPUT, input.detach(), input, weight)
     return outputs if bias is None else outputs + bias.view(1, -1, 1, 1)
 
@@ -292,7 +269,7 @@ class _Convolution:
     padding: list[int]
     dilation: list[int]
     groups: int
-    wanted: Wanted
+    operations: TwiceDifferentiable
 
     def derivative(self, place: int, like: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """Returns dT by g: conv(x, w), by x or by w, from the other two in this order.
@@ -323,7 +300,7 @@ class _Derivative(torch.autograd.Function):
         given = dict(zip((p for p in range(3) if p != ctx.place), ctx.saved_tensors, strict=True))
         found: list[Tensor | None] = []
         for (place, tensor), needed in zip(given.items(), ctx.needs_input_grad[3:], strict=True):
-            if needed and (place != _WEIGHT or ctx.convolution.wanted.includes(tensor)):
+            if needed and (place != _WEIGHT or ctx.convolution.operations.needs(tensor)):
                 others = {**given, ctx.place: direction}
                 first, second = (others[p] for p in range(3) if p != place)
                 found.append(_Derivative.apply(ctx.convolution, place, tensor.detach(), first, second))
