@@ -50,7 +50,7 @@ class ScheduledCurvature:
         if not self._config.enabled:
             return
         indices = self._sampler.source.probe(2)
-        with self._share.spending(counts=False), self._training.suspended():
+        with self._share.timed(counts=False), self._training.suspended():
             self.meter.dry_run(*self._samples_at(indices))
         self._training.memory.trim()
         self._report(0)
@@ -69,7 +69,7 @@ class ScheduledCurvature:
             self._training.pool.release()  # or the process would hold memory for a step and a measurement at once
         batch = None
         try:
-            with self._share.spending(), self._training.suspended():
+            with self._share.timed(), self._training.suspended():
                 batch = self._samples_at(indices)
                 generator, budget = self._device_generator(), self._step_bytes()
                 self._sensors.record_curvature(self.meter.measure(*batch, generator, budget_bytes=budget))

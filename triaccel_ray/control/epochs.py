@@ -186,7 +186,7 @@ class EpochLoop(ABC):
     @property
     def epoch_seconds_so_far(self) -> float:
         """Seconds that the present epoch has taken, without waiting for the device."""
-        return self._epoch.clock.glance()
+        return self._epoch.clock.elapsed()
 
     @property
     def epoch_loss(self) -> Tensor:

@@ -53,14 +53,14 @@ class IterableSource(DataSource):
         if num_workers and not isinstance(dataset, IterableDataset):
             raise TypeError(f"num_workers = {num_workers} for {name}: must be 0; derive it from IterableDataset")
         self._dataset, self._num_workers, self._collate, self._name = dataset, num_workers, collate_fn, name
-        self._tells_state = not num_workers and all(hasattr(dataset, f"{do}state_dict") for do in ("", "load_"))
-        self._begin_anew_on(torch.device("cpu"))
+        self._is_resumable = not num_workers and all(hasattr(dataset, f"{do}state_dict") for do in ("", "load_"))
+        self._reset_on(torch.device("cpu"))
 
-    def _begin_anew_on(self, device: torch.device) -> None:
+    def _reset_on(self, device: torch.device) -> None:
         self._device, self._seed = device, 0
         self._pass: tuple[int, int] | None = None
         self._iterator: Iterator[Any] = iter(())
-        self._is_over = True
+        self._is_exhausted = True
         self._kept: list[Any] = []
         self._held: deque[Any] = deque()
         self._start = 0
@@ -102,14 +102,14 @@ class IterableSource(DataSource):
         assert self._pass is not None
         end = self._start + len(self._held)
         if end < cursor + wanted:
-            if self._tells_state and end > self._states[-1][0]:
+            if self._is_resumable and end > self._states[-1][0]:
                 self._states.append((end, copy.deepcopy(self._dataset.state_dict())))  # type: ignore[attr-defined]  # asked for
             with preserved_random_states(cuda=False):  # dropout draws from the same
                 for number in range(end, cursor + wanted):
                     seed_generators(self._pass[1], number)
                     sample = next(self._iterator, self)
                     if sample is self:
-                        self._is_over = True
+                        self._is_exhausted = True
                         break
                     self._held.append(sample)
         while self._held and self._start < cursor:
@@ -149,7 +149,7 @@ class IterableSource(DataSource):
         """
         if cursor == 0:
             return None
-        if self._tells_state:
+        if self._is_resumable:
             return [*[state for state in self._states if state[0] <= cursor][-1]]
         reason = f"is read by {self._num_workers} processes" if self._num_workers else "has no state_dict"
         raise ValueError(
@@ -166,7 +166,7 @@ class IterableSource(DataSource):
         if state is None:
             self.close()
             return
-        if not self._tells_state:
+        if not self._is_resumable:
             raise ValueError(
                 f"{self._name} has no load_state_dict, or is read by processes of its own: cannot go on after {cursor} "
                 "samples of an epoch; give it one, and num_workers=0"
@@ -180,7 +180,7 @@ class IterableSource(DataSource):
     def to(self, device: torch.device) -> Self:
         """Returns the same data set, from its beginning, with batches delivered on `device`."""
         moved = copy.copy(self)
-        moved._begin_anew_on(device)
+        moved._reset_on(device)
         return moved
 
     def close(self) -> None:
@@ -191,12 +191,12 @@ class IterableSource(DataSource):
 
     def _begin(self, epoch: int, start: int, state: Any) -> None:
         """Begins a pass before its sample of the number `start`; the data set's state is None at its beginning."""
-        if self._tells_state:
+        if self._is_resumable:
             self._first_state = self._first_state or [copy.deepcopy(self._dataset.state_dict())]  # type: ignore[attr-defined]  # asked for
-            if state is None and not self._is_over:
+            if state is None and not self._is_exhausted:
                 state = self._first_state[0]  # else some would go on after the samples that they have given
         self.close()
-        self._is_over = False
+        self._is_exhausted = False
         self._pass, self._start = (epoch, self._seed), start
         self._states.append((start, state))
         if hasattr(self._dataset, "set_epoch"):

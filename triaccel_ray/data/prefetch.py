@@ -157,7 +157,7 @@ class Workers:
 
     def __init__(self, dataset: Dataset[Any], num_workers: int, *, collate: Collate | None, pinned: bool) -> None:
         self._chunks = ChunkSampler(num_workers)
-        self._is_whole = collate is not None
+        self._has_collate = collate is not None
         self._new_loader = partial(
             item_loader,
             ChunkReader(dataset, collate),
@@ -185,8 +185,8 @@ class Workers:
 
     def peek(self, order: EpochOrder, num: int) -> list[Any]:
         """Returns the order's next `num` samples in one or more parts; they stay until they are dropped."""
-        if self._order is not order or (self._is_whole and self._next_whole() != num):
-            self._chunks.batch_size = num if self._is_whole else None
+        if self._order is not order or (self._has_collate and self._next_whole() != num):
+            self._chunks.batch_size = num if self._has_collate else None
             self.start(order)
         while self._num_ready < num:
             self._pull()
@@ -198,9 +198,9 @@ class Workers:
             missing -= part.size
         return parts
 
-    def likely_size(self, order: EpochOrder, last: int) -> int:
+    def expected_size(self, order: EpochOrder, last: int) -> int:
         """Returns how many samples the next batch may have, at least one, where the last had `last`."""
-        return self._next_whole() if self._is_whole else next_batch_size(order.num_left, last)
+        return self._next_whole() if self._has_collate else next_batch_size(order.num_left, last)
 
     def _next_whole(self) -> int:
         """Returns the size of the next chunk, 0 at the order's end."""

@@ -44,8 +44,8 @@ class SampleStream:
         self._current: EpochOrder | None = None
         self._following: EpochOrder | None = None
         self._seed: int | None = None
-        self._ahead: _Copied | None = None
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._prefetched: _Copied | None = None
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._in_flight: deque[torch.cuda.Event] = deque()
 
     def announce(self, order: Tensor, *, seed: int, follows: bool) -> None:
@@ -62,13 +62,13 @@ class SampleStream:
         indices = indices.cpu()
         order = self._order_with(indices)
         if order is None:
-            return self._read_here(indices)
+            return self._read_in_process(indices)
         self._seed = order.seed
         if self._workers is None:
-            batch = self._read_here(indices)
+            batch = self._read_in_process(indices)
             order.cursor += len(indices)
         else:
-            batch = self._hand_over(order, len(indices), self._workers)
+            batch = self._next_batch(order, len(indices), self._workers)
         if order.num_left == 0 and self._following is not None:
             self._begin(self._following)
             if self._workers is not None:  # the first chunks are read while this batch is computed with
@@ -77,12 +77,12 @@ class SampleStream:
 
     def close(self) -> None:
         """Ends the worker processes; another batch would start others."""
-        self._ahead = None
+        self._prefetched = None
         if self._workers is not None:
             self._workers.close()
 
     def _begin(self, order: EpochOrder) -> None:
-        self._current, self._following, self._ahead = order, None, None
+        self._current, self._following, self._prefetched = order, None, None
 
     def _order_with(self, indices: Tensor) -> EpochOrder | None:
         """Returns the order that goes on with these samples, after turning to the following one if that does."""
@@ -93,10 +93,10 @@ class SampleStream:
             return self._current
         return None
 
-    def _hand_over(self, order: EpochOrder, size: int, workers: Workers) -> Any:
+    def _next_batch(self, order: EpochOrder, size: int, workers: Workers) -> Any:
         """Returns the order's next samples and, on a GPU, sets out with the batch after them."""
-        copied = self._ahead
-        self._ahead = None
+        copied = self._prefetched
+        self._prefetched = None
         if copied is None or copied.size != size:
             copied = self._copy(order, size, workers)
         workers.drop(size)
@@ -108,24 +108,24 @@ class SampleStream:
             for leaf in leaves_of(copied.batch):
                 if isinstance(leaf, Tensor):
                     leaf.record_stream(stream)
-            self._hold_back(stream)
+            self._limit_in_flight(stream)
             if order.num_left:
                 # What does not fit beside the present batch is copied when its turn comes.
                 with suppress(torch.OutOfMemoryError):
-                    self._ahead = self._copy(order, workers.likely_size(order, size), workers)
+                    self._prefetched = self._copy(order, workers.expected_size(order, size), workers)
         return copied.batch
 
     def _copy(self, order: EpochOrder, size: int, workers: Workers) -> _Copied:
         parts = workers.peek(order, size)
-        if self._side is None:
+        if self._copy_stream is None:
             return _Copied(_join(parts, self._device), size, done=None)
-        with torch.cuda.stream(self._side):
+        with torch.cuda.stream(self._copy_stream):
             batch = _join(parts, self._device)
             done = torch.cuda.Event()
-            done.record(self._side)
+            done.record(self._copy_stream)
         return _Copied(batch, size, done)
 
-    def _hold_back(self, stream: torch.cuda.Stream) -> None:
+    def _limit_in_flight(self, stream: torch.cuda.Stream) -> None:
         """Waits while the device has several batches before it; else their copies would fill its memory."""
         reached = torch.cuda.Event()
         reached.record(stream)
@@ -133,7 +133,7 @@ class SampleStream:
         if len(self._in_flight) > _BATCHES_IN_FLIGHT:
             self._in_flight.popleft().synchronize()
 
-    def _read_here(self, indices: Tensor) -> Any:
+    def _read_in_process(self, indices: Tensor) -> Any:
         with (
             nullcontext() if self._seed is None else preserved_random_states(cuda=False)
         ):  # dropout draws from the same

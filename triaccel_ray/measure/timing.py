@@ -35,7 +35,7 @@ class EpochClock:
             _synchronize(self._device)
             self._started = time.perf_counter()
 
-    def glance(self) -> float:
+    def elapsed(self) -> float:
         """Returns the seconds so far as the host sees them."""
         return self._carried + (0.0 if self._started is None else time.perf_counter() - self._started)
 
@@ -43,7 +43,7 @@ class EpochClock:
         """Returns the seconds so far, synchronising the device."""
         if self._started is not None:
             _synchronize(self._device)
-        return self.glance()
+        return self.elapsed()
 
     def finish(self) -> float:
         """Returns the epoch's seconds and goes back to zero, stopped."""
@@ -145,7 +145,7 @@ class TimeShare:
         return max(due - (time.perf_counter() - self._began), 0.0)
 
     @contextlib.contextmanager
-    def spending(self, *, counts: bool = True) -> Iterator[None]:
+    def timed(self, *, counts: bool = True) -> Iterator[None]:
         """Times the piece of work inside, and waits for the device to do so; one that does not count is a sample."""
         if self._share is None:
             yield
