@@ -213,16 +213,9 @@ class _Unit:
     factors."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Factored:
-    """What a chunk's columns are made of."""
-
-    calls: tuple[tuple[nn.Module, Tensor, Tensor], ...]
-    """For each call that was reached: its module, input [s, ...] and output gradient [s, q, ...]."""
-
-
-_Kept = Tensor | _Factored
-"""Of one chunk: columns [s q, elements], or factors."""
+_Kept = Tensor | tuple[tuple[nn.Module, Tensor, Tensor], ...]
+"""Of one chunk: columns [s q, elements], or what they are made of: for each call that was reached its module, input
+[s, ...] and output gradient [s, q, ...]."""
 
 
 def _groups(objective: Objective, structure: Structure, *, is_whole: bool) -> Iterator[list[_Unit]]:
@@ -323,14 +316,14 @@ class _Pass:
                 if gradient is not None
             )
             if unit.elements is None or not calls:
-                return _Factored(calls)
+                return calls
             factors = [factorize(module, x, dy, compute_dtype(layer)) for module, x, dy in calls]
             return factor_columns(factors, slice(0, s), unit.elements, _shape(layer, s, q))
         reached = {
             self._calls[index]: tensors for index, tensors in gradients.items() if any(t is not None for t in tensors)
         }
         if not reached:
-            return _Factored(())
+            return ()
         if self._is_trial:
             for call in reached:
                 require_replaceable(layer, call)
@@ -374,12 +367,11 @@ class _Pass:
 def _gram(layer: Layer, kept: list[_Kept], b: int, q: int, block_bytes: int) -> Tensor:
     """Returns the Gram matrix [b q, b q] of what was kept of all chunks, in their order."""
     dtype = compute_dtype(layer)
-    factored = [part for part in kept if isinstance(part, _Factored)]
-    if not factored:
+    chunks = [part for part in kept if isinstance(part, tuple)]
+    if not chunks:
         columns = torch.cat([part for part in kept if isinstance(part, Tensor)])
         kept.clear()
         return columns @ columns.T
-    chunks = [part.calls for part in factored]
     if not chunks[0]:
         return layer.weights[0].new_zeros(b * q, b * q, dtype=dtype)
     factors = []
