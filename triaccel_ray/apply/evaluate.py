@@ -172,7 +172,7 @@ def _sum_and_weight(name: str, metric: Metric, outputs: Any, targets: Any) -> tu
 
 
 def _first(outputs: Any, targets: Any) -> Tensor:
-    """Returns a tensor [b, ...] that tells how many samples there are, and where."""
+    """Returns a tensor [b, ...] of the samples, on their device."""
     return tensors_in([targets, outputs])[0]
 
 

@@ -92,7 +92,7 @@ class _Region:
 
     def __init__(self) -> None:
         self.dtype: torch.dtype | None = None
-        """None: the layer computes as if nobody had touched it."""
+        """None: the layer computes by its own code."""
 
 
 class LayerPrecision:
@@ -115,7 +115,7 @@ class LayerPrecision:
     ) -> None:
         """Wraps the layers' forward functions; `remove` undoes it.
 
-        `norms` are told to write what the layers that read them compute in, so that no cast stands between.
+        `norms` write their outputs in the dtype of the layers that read them, so that no cast stands between.
 
         Raises:
             ValueError: the model, or the one that it is a copy of, is wrapped already.

@@ -57,7 +57,7 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def trace(model: nn.Module, leaves: Collection[nn.Module]) -> Trace | Refusal:
-    """Returns the calls that `model` makes in training mode, or why they cannot be told without running it.
+    """Returns the calls that `model` makes in training mode, or why they cannot be known without running it.
 
     Opened are plain containers that hold a `torch.nn.BatchNorm2d`, `torch.nn.Sequential` and `torch.nn.Identity`; every
     other module is one call. A model in evaluation mode is traced as if in training mode; parts kept in evaluation mode

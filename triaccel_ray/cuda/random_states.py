@@ -50,6 +50,6 @@ def preserved_random_states(*, cuda: bool = True) -> Iterator[None]:
 
 
 def host_random_state() -> tuple[Any, ...]:
-    """Returns what tells whether anybody has drawn from Python's, torch's or NumPy's generators on the host."""
+    """Returns what changes when somebody draws from Python's, torch's or NumPy's generators on the host."""
     states = random_states(cuda=False)
     return states["python"], states["torch"].tolist(), states.get("numpy")

@@ -76,14 +76,14 @@ class IterableSource(DataSource):
         return len(self._dataset) if isinstance(self._dataset, Sized) else 0
 
     def __len__(self) -> int:
-        """Raises TypeError: only the end of a pass tells."""
+        """Raises TypeError: the length is known at the end of a pass."""
         raise TypeError(
             f"{self._name} is iterable, of no known length: must be a map-style data set here, with __len__ and "
             "__getitem__; a ControlLoop of your own trains on it, and evaluates on it"
         )
 
     def announce(self, order: Tensor, *, seed: int, follows: bool) -> None:
-        """Hears the next pass's `seed`; its order is the data set's own."""
+        """Takes notice of the next pass's `seed`; its order is the data set's own."""
         self._seed = seed
 
     def set_epoch(self, epoch: int) -> None:
@@ -131,7 +131,7 @@ class IterableSource(DataSource):
         return -1 - torch.arange(min(num_samples, len(self._kept)))
 
     def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Any, Any]:
-        """Returns samples that `reach` or `probe` has told of, collated."""
+        """Returns samples that `reach` or `probe` has named, collated."""
         numbers = indices.tolist()
         samples = [self._kept[-1 - number] if number < 0 else self._held[number - self._start] for number in numbers]
         if self._collate is None:
@@ -145,7 +145,7 @@ class IterableSource(DataSource):
         """Returns what `resume` needs: a sample's number, and the data set's state there; None at the beginning.
 
         Raises:
-            ValueError: the data set does not tell its state.
+            ValueError: the data set has no state to save.
         """
         if cursor == 0:
             return None

@@ -1,4 +1,4 @@
-"""Samples of a map-style data set, read in chunks by worker processes, the same whoever reads them and when."""
+"""Samples of a map-style data set, read in chunks by worker processes; transforms are seeded by sample."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from triaccel_ray.data.sources import DataSource, IterableSource
 class Sampler:
     """Walks through a random permutation of the samples, a new one each epoch, in batches of any size.
 
-    The source is told each permutation as soon as it is known, so that it may read ahead. An `IterableSource` has an
-    order of its own, and an epoch ends with its samples.
+    Each permutation is announced to the source as soon as it is known, so that it may prefetch. An `IterableSource`
+    has an order of its own, and an epoch ends with its samples.
     """
 
     def __init__(self, source: DataSource, *, seed: int, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class Sampler:
         if self._source_epoch != self.epoch:
             self.source.set_epoch(self.epoch)
             self._source_epoch = self.epoch
-        num_left = self.source.reach(self._cursor, num_samples + 2)  # two more tell the last batches from the others
+        num_left = self.source.reach(self._cursor, num_samples + 2)  # two more show which batches are the last
         start, size = self._cursor, next_batch_size(num_left, num_samples)
         self._cursor += size
         self._num_taken += size
@@ -104,7 +104,7 @@ class Sampler:
         """Returns the position and the augmentation's random state.
 
         Raises:
-            ValueError: a stream that does not tell its state is within an epoch.
+            ValueError: a stream without a state to save is within an epoch.
         """
         return {
             "epoch": self.epoch,

@@ -96,7 +96,7 @@ class StepTimer:
     def read(self) -> Callable[[], float | None]:
         """Returns what gives the median step in milliseconds once the steps are done, and begins anew.
 
-        Of too few steps to tell it gives None, and they count towards the next reading.
+        With too few steps it gives None, and they count towards the next reading.
         """
         if len(self._spans) < _MIN_STEPS:
             return lambda: None

@@ -65,7 +65,7 @@ class Change:
     num_slower: int = 0
     """Intervals since that were slower."""
     num_waited: int = 0
-    """Ticks since that had no time to tell."""
+    """Ticks since without a step time."""
 
 
 @dataclass(frozen=True, kw_only=True)

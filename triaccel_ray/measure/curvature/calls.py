@@ -258,11 +258,11 @@ class Structure:
     calls: tuple[KnownCall, ...]
     """In the order in which they were made."""
     own: Mapping[Layer, tuple[int, ...]]
-    """Which of the calls are a layer's own, for the layers whose own calls tell everything."""
+    """Which of the calls are a layer's own, for layers whose weights are used in these alone."""
     of_model: tuple[int, ...]
     """Which of the calls are the whole model's."""
     complete_in_model: frozenset[Layer]
-    """The layers for which differentiating the whole model's calls tells everything."""
+    """The layers whose weights are used in the whole model's calls alone."""
     strategies: Mapping[Layer, Strategy]
     """How each layer is measured."""
     reasons: Mapping[Layer, str]

@@ -120,7 +120,7 @@ class GramMethod:
         """Does nothing: there is no iteration."""
 
     def abandon(self) -> None:
-        """Lets go of results that nobody will ask for."""
+        """Drops results that are not needed."""
         self._results = ()
 
     def finish(self) -> tuple[tuple[Tensor, ...], SpectrumShape]:
@@ -264,7 +264,7 @@ class _Pass:
     def __init__(
         self, objective: Objective, head: Head, structure: Structure, group: Sequence[_Unit] | None, *, is_trial: bool
     ) -> None:
-        """Runs the model; keeps the calls that `group` asks for, of which None is everything."""
+        """Runs the model; keeps the calls that `group` asks for, all calls when None."""
         self._objective, self._head, self._structure, self._is_trial = objective, head, structure, is_trial
         self._is_chunk = group is not None
         wanted = structure.strategies if group is None else {unit.layer for unit in group}

@@ -300,7 +300,7 @@ class CurvatureMeter:
         return False
 
     def _limits_within(self, budget_bytes: int | None, objective: Objective) -> Limits:
-        """Returns how many samples may pass at once: the peaks of two and of four tell that of any number."""
+        """Returns how many samples may pass at once, by extrapolation from the peaks of two and of four."""
         b = objective.num_samples
         if budget_bytes is None or b <= 4:
             size = self._largest_chunk
