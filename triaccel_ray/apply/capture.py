@@ -237,7 +237,9 @@ class StepCache:
 
     def _record(self, key: _Key, indices: Tensor, loss_scale: Tensor) -> _Captured:
         gradients = self._gradients_of()
-        batch = None if self._source.is_resident else _clones(self._source.batch(indices, self.step.sampler.generator))
+        batch = None
+        if not self._source.is_resident:
+            batch = map_tensors(torch.clone, self._source.batch(indices, self.step.sampler.generator))
         static = indices.clone()
         loss_sums: list[Tensor] = []
 
@@ -347,8 +349,3 @@ def _capture_fault(key: _Key, step: int, detail: str, kind: FaultKind = FaultKin
 def _kind(batch: tuple[Any, Tensor]) -> Any:
     """Returns what all batches of a captured step have in common."""
     return map_tensors(lambda tensor: (tensor.shape, tensor.dtype), batch)
-
-
-def _clones(batch: tuple[Any, Tensor]) -> tuple[Any, Tensor]:
-    cloned: tuple[Any, Tensor] = map_tensors(torch.clone, batch)
-    return cloned

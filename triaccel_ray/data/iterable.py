@@ -52,7 +52,8 @@ class IterableSource(DataSource):
             )
         if num_workers and not isinstance(dataset, IterableDataset):
             raise TypeError(f"num_workers = {num_workers} for {name}: must be 0; derive it from IterableDataset")
-        self._dataset, self._num_workers, self._collate, self._name = dataset, num_workers, collate_fn, name
+        self._dataset: Any = dataset
+        self._num_workers, self._collate, self._name = num_workers, collate_fn, name
         self._is_resumable = not num_workers and all(hasattr(dataset, f"{do}state_dict") for do in ("", "load_"))
         self._reset_on(torch.device("cpu"))
 
@@ -103,7 +104,7 @@ class IterableSource(DataSource):
         end = self._start + len(self._held)
         if end < cursor + wanted:
             if self._is_resumable and end > self._states[-1][0]:
-                self._states.append((end, copy.deepcopy(self._dataset.state_dict())))  # type: ignore[attr-defined]  # asked for
+                self._states.append((end, copy.deepcopy(self._dataset.state_dict())))
             with preserved_random_states(cuda=False):  # dropout draws from the same
                 for number in range(end, cursor + wanted):
                     seed_generators(self._pass[1], number)
@@ -192,7 +193,7 @@ class IterableSource(DataSource):
     def _begin(self, epoch: int, start: int, state: Any) -> None:
         """Begins a pass before its sample of the number `start`; the data set's state is None at its beginning."""
         if self._is_resumable:
-            self._first_state = self._first_state or [copy.deepcopy(self._dataset.state_dict())]  # type: ignore[attr-defined]  # asked for
+            self._first_state = self._first_state or [copy.deepcopy(self._dataset.state_dict())]
             if state is None and not self._is_exhausted:
                 state = self._first_state[0]  # else some would go on after the samples that they have given
         self.close()
@@ -202,7 +203,7 @@ class IterableSource(DataSource):
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
         if state is not None:
-            self._dataset.load_state_dict(state)  # type: ignore[attr-defined]  # `resume` has seen to it
+            self._dataset.load_state_dict(state)
         self._iterator = self._new_iterator()
         if not self._kept:
             self.reach(start, NUM_KEPT)
@@ -211,6 +212,5 @@ class IterableSource(DataSource):
     def _new_iterator(self) -> Iterator[Any]:
         if not self._num_workers:
             return iter(self._dataset)
-        assert isinstance(self._dataset, IterableDataset)
         generator = torch.Generator().manual_seed(self._seed)
         return iterate(item_loader(self._dataset, self._num_workers, generator=generator))
