@@ -73,11 +73,7 @@ def keep_precision(
     updated: dict[str, LayerState] = {}
     for signal in observation.layers:
         in_force, state = plan[signal.name], layers[signal.name]
-        state = replace(
-            state,
-            ticks_since_change=state.ticks_since_change + 1,
-            fp16_bar_ticks=max(state.fp16_bar_ticks - 1, 0),
-        )
+        state = replace(state, ticks_since_change=state.ticks_since_change + 1)
         if _chosen(signal, state) is not in_force:
             bar = 0 if in_force is Precision.FP16 else state.fp16_bar_ticks
             state = LayerState(

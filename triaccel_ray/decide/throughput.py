@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -40,7 +39,7 @@ def judge(
     config: ControlConfig,
     observation: Observation,
     state: ThroughputState,
-    layers: Mapping[str, LayerState],
+    layers: dict[str, LayerState],
     batch: BatchState,
 ) -> Judgement:
     """Returns whether the last change is kept, undone, or waits for another interval.
@@ -49,10 +48,6 @@ def judge(
     after, the better of two intervals. An undone precision, or batch size, is barred for a number of ticks that doubles
     each time. Promotions are made for accuracy and shrinking for memory: neither is judged.
     """
-    counted = {
-        name: replace(layer, slow_bar_ticks=layer.slow_bar_ticks - 1) if layer.slow_bar_ticks else layer
-        for name, layer in layers.items()
-    }
     change = state.change
     failed = any(fault.kind is FaultKind.APPLY_FAILED for fault in observation.faults)
     if change is not None and not (failed or _is_in_force(change, observation.plan)):
@@ -61,17 +56,17 @@ def judge(
         if change is not None and not failed:
             change = replace(change, num_waited=change.num_waited + 1)
             state = replace(state, change=change) if change.num_waited <= _PATIENCE_TICKS else ThroughputState()
-        return Judgement(state=state, layers=counted, batch=batch, is_open=state.change is not None)
+        return Judgement(state=state, layers=layers, batch=batch, is_open=state.change is not None)
     now = observation.step_ms / observation.plan.batch_size
     if change is None:
         intervals = (*state.intervals, now)[-_NUM_INTERVALS:]
-        return Judgement(state=replace(state, intervals=intervals), layers=counted, batch=batch)
+        return Judgement(state=replace(state, intervals=intervals), layers=layers, batch=batch)
     if now <= change.ms_per_sample * (1.0 + TOLERANCE):
-        return Judgement(state=ThroughputState(intervals=(now,)), layers=counted, batch=batch)
+        return Judgement(state=ThroughputState(intervals=(now,)), layers=layers, batch=batch)
     if change.num_slower + 1 < _JUDGING_TICKS:
         waiting = replace(state, change=replace(change, num_slower=change.num_slower + 1))
-        return Judgement(state=waiting, layers=counted, batch=batch, is_open=True)
-    barred = dict(counted)
+        return Judgement(state=waiting, layers=layers, batch=batch, is_open=True)
+    barred = dict(layers)
     for name, before in change.precision.items():
         layer = barred[name]
         barred[name] = replace(

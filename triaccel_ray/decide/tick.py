@@ -24,7 +24,8 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     tick enlarges memory use (any number of layers promoted together, or the batch grown); retreats are not limited.
     After a plan that could not be applied, precision keeps what is in force and nothing is enlarged for one tick.
     """
-    layers, hold_reasons = remember_curvature(config.curvature, observation, state.layers)
+    later = {name: layer.a_tick_later() for name, layer in state.layers.items()}
+    layers, hold_reasons = remember_curvature(config.curvature, observation, later)
     judged = judge(config, observation, state.throughput, layers, state.batch)
     layers = judged.layers
     apply_failed = any(fault.kind is FaultKind.APPLY_FAILED for fault in observation.faults)
