@@ -9,7 +9,7 @@ from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batc
 from triaccel_ray.decide.curvature import lr_reasons, lr_scale, remember_curvature, smooth_noise
 from triaccel_ray.decide.overflow import bar_overflowing
 from triaccel_ray.decide.precision import decide_precision, keep_precision
-from triaccel_ray.decide.throughput import judge, watch
+from triaccel_ray.decide.throughput import bar_undone, judge, watch
 from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode
 from triaccel_ray.records.signals import Observation
 from triaccel_ray.records.state import ControlState, Decision
@@ -26,8 +26,9 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     """
     later = {name: layer.a_tick_later() for name, layer in state.layers.items()}
     layers, hold_reasons = remember_curvature(config.curvature, observation, later)
-    judged = judge(config, observation, state.throughput, layers, state.batch)
-    layers = judged.layers
+    judged, batch_state = judge(config, observation, state.throughput), state.batch
+    if judged.undo is not None:
+        layers, batch_state = bar_undone(config, judged.undo, layers, batch_state)
     apply_failed = any(fault.kind is FaultKind.APPLY_FAILED for fault in observation.faults)
     if apply_failed:
         precision, layers = keep_precision(observation, layers)
@@ -47,7 +48,7 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     scale_reasons = lr_reasons(observation.plan.lr_scale, scales, layers)
 
     noise = smooth_noise(config.batch.noise_smoothing, state.batch.noise, observation.noise)
-    batch_state = replace(judged.batch, noise=noise)
+    batch_state = replace(batch_state, noise=noise)
     batch: BatchDecision = (
         retreat(config.batch, observation, batch_state)
         or undo_growth(observation.plan, judged.undo, batch_state)
