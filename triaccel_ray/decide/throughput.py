@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.records.plan import FaultKind, Plan, Precision, Reason, ReasonCode
+from triaccel_ray.records.plan import Plan, Precision, Reason, ReasonCode
 from triaccel_ray.records.signals import Observation
 from triaccel_ray.records.state import BatchState, Change, LayerState, ThroughputState
 
@@ -44,7 +44,7 @@ def judge(config: ControlConfig, observation: Observation, state: ThroughputStat
     after, the better of two intervals. Promotions are made for accuracy and shrinking for memory: neither is judged.
     """
     change = state.change
-    failed = any(fault.kind is FaultKind.APPLY_FAILED for fault in observation.faults)
+    failed = observation.apply_fault is not None
     if change is not None and not (failed or _is_in_force(change, observation.plan)):
         state, change = ThroughputState(), None  # the plan that held it could not be applied
     if not config.do_no_harm or failed or observation.step_ms is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from triaccel_ray.records.plan import Fault, Plan, Precision
+from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,3 +101,8 @@ class Observation:
     """None when not measured since the last tick."""
     faults: tuple[Fault, ...] = ()
     """What was survived since the last decision, oldest first; some of it after the rest was measured."""
+
+    @property
+    def apply_fault(self) -> Fault | None:
+        """Why a plan could not be applied since the last decision, if so."""
+        return next((fault for fault in self.faults if fault.kind is FaultKind.APPLY_FAILED), None)
