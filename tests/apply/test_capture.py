@@ -38,7 +38,7 @@ def test_captured_steps_equal_eager_ones(level: Precision, make: Any) -> None:
     # steps may then round anew: FP32 layers multiply in TF32, whose unit round-off is FP16's.
     unit_roundoff = {Precision.FP32: 2**-11, Precision.FP16: 2**-11, Precision.BF16: 2**-8}[level]
     assert distance(*models) < 10 * unit_roundoff
-    assert float(loops[0]._epoch_loss[0]) == pytest.approx(float(loops[1]._epoch_loss[0]), rel=1e-2)
+    assert float(loops[0].epoch_loss[0]) == pytest.approx(float(loops[1].epoch_loss[0]), rel=1e-2)
 
 
 def test_the_fused_model_trains_as_the_plain_one() -> None:
