@@ -230,7 +230,7 @@ def test_what_is_tried_before_the_first_step_computes_in_fp32() -> None:
     hook = model[0].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     config = replace(config_of(BF16), curvature=CurvatureConfig())
     loop = ControlLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, vectors(), config=config)
-    assert not loop.curvature.meter.off_because
+    assert not loop.curvature.off_because
     assert set(seen) == {torch.float32}
     loop.step()
     hook.remove()

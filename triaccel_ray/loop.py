@@ -82,14 +82,14 @@ class ControlLoop(EpochLoop):
         self.num_steps = self.num_ticks = 0
         """Optimizer steps done, skipped ones included, and ticks."""
         try:
-            epoch_loss, interval_loss = training.loss_sums
-            self._epoch, timer = EpochProgress(self.device, epoch_loss), StepTimer(self.device)
-            self.sensors = Sensors(training.supported, training.moments, self.memory, timer, interval_loss)
+            self._epoch, self.timer = EpochProgress(self.device, training.loss_sums[0]), StepTimer(self.device)
+            self.sensors = Sensors(training.supported, training.moments, self.memory, self.timer, training.loss_sums[1])
             self.sensors.record_faults(training.faults)
             first = initial_decision(self.config, training.supported)
             self.state, self._actuators = first.state, Actuators(first.plan, training.steps, training.pool)
-            self.curvature = ScheduledCurvature(training, self.sensors, self.config, seed=seed)
-            self.curvature.dry_run()
+            self._curvature = ScheduledCurvature(training, self.sensors, self.config, seed=seed)
+            self.curvature = self._curvature.meter
+            self._curvature.dry_run()
             begin_log(on_tick, self.config)
             self._pending = PendingTick(on_tick, decides_late=self.device.type == "cuda")
         except BaseException:
@@ -119,8 +119,8 @@ class ControlLoop(EpochLoop):
             self._decide()
         if self._pending.is_record_due(self.num_steps % self.config.every_steps):
             self._pending.record()
-        if self.curvature.is_due(self.num_steps):
-            self.curvature.measure(self.num_steps)
+        if self._curvature.is_due(self.num_steps):
+            self._curvature.measure(self.num_steps)
         if self.num_steps % self.config.every_steps == 0:
             self._decide()
             self._observe()
@@ -140,7 +140,7 @@ class ControlLoop(EpochLoop):
 
     def _train(self) -> None:
         """Makes one optimizer step under the plan in force."""
-        plan, timer, precision = self.plan, self.sensors.timer, self._training.precision
+        plan, timer, precision = self.plan, self.timer, self._training.precision
         if self.sampler.at_epoch_start:
             self._epoch.begin()
             timer.interrupt()
@@ -226,7 +226,7 @@ class ControlLoop(EpochLoop):
             try:
                 yield
             finally:
-                self.sensors.timer.interrupt()
+                self.timer.interrupt()
                 if self.device.type == "cuda":  # a CPU would map the same pages anew in the next step
                     self.memory.trim()  # else what evaluation leaves would stand beside the graphs
 
@@ -265,7 +265,7 @@ class ControlLoop(EpochLoop):
         self._actuators.load_state_dict(state)
         self._epoch.load_state_dict(state)
         self.num_steps, self.num_ticks, self._epoch.num_steps, self._actuators.adapting_ms = state["counters"]
-        self.sensors.timer.restart()
+        self.timer.restart()
         self.memory.raise_peaks(*state["memory_peaks"])
         set_random_states(state["random"])
 
@@ -278,6 +278,6 @@ class ControlLoop(EpochLoop):
             "schedule": self._schedule,
             "loss_scale": self.loss_scale,
             "sensors": self.sensors,
-            "curvature": self.curvature,
+            "curvature": self._curvature,
             "undecided": self._pending,
         }

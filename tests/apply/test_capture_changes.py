@@ -124,14 +124,14 @@ def test_an_eager_step_has_the_memory_of_the_curvatures_graph_too() -> None:
     loop = loop_of(network(), config)
     for _ in range(6):
         loop.step()
-    assert loop.curvature.meter.is_captured, loop.curvature.meter.not_captured_because
+    assert loop.curvature.is_captured, loop.curvature.not_captured_because
     loop._training.precision.set({"0": Precision.BF16})
     loop.step()  # the first of a kind
-    assert not loop.curvature.meter.is_captured
+    assert not loop.curvature.is_captured
     assert not loop._training.pool.holds_graphs
     for _ in range(3):
         loop.step()
-    assert loop.curvature.meter.is_captured, loop.curvature.meter.not_captured_because
+    assert loop.curvature.is_captured, loop.curvature.not_captured_because
 
 
 def test_with_capture_off_nothing_is_captured() -> None:
@@ -140,5 +140,5 @@ def test_with_capture_off_nothing_is_captured() -> None:
     loop = loop_of(network(), config, on_tick=ticks.append)
     loop.train_epoch()
     assert not loop._training.pool.holds_graphs
-    assert loop.curvature.meter.not_captured_because == "capture is off"
+    assert loop.curvature.not_captured_because == "capture is off"
     assert not [fault for tick in ticks for fault in tick.observation.faults]
