@@ -63,10 +63,9 @@ class MemoryMeter(ABC):
 
     def read(self) -> MemorySignal:
         """Returns the window's figures and begins a new window; to be called between steps."""
-        self._adjust_idle()
         used = self.refresh_peaks()
         self._reset_peak()
-        self._adjust_cap(used)
+        self._adjust(used)
         signal = MemorySignal(
             used_bytes=used,
             window_peak_bytes=self.window_peak_bytes,
@@ -150,13 +149,9 @@ class MemoryMeter(ABC):
     def _allocated_bytes(self) -> int:
         return 0
 
-    def _adjust_idle(self) -> None:
-        """Corrects what the process holds without a batch."""
-        return
-
-    def _adjust_cap(self, used: int) -> None:
-        """Corrects what the device enforces."""
-        return
+    @abstractmethod
+    def _adjust(self, used: int) -> None:
+        """Corrects what counts as idle, or what the device enforces, by what has been loaded since the last reading."""
 
     def _enforce(self, *, reserve_bytes: int = 0) -> None:
         """Makes the device itself refuse more than `limit_bytes`; a device that cannot is watched by `check`.
@@ -231,7 +226,7 @@ class ResidentMemory(MemoryMeter):
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
-    def _adjust_idle(self) -> None:
+    def _adjust(self, used: int) -> None:
         """Counts as idle what the heap holds more than before the first batch; a headroom goes on top.
 
         It is no batch's: code and buffers that libraries keep for every shape that they have met.
@@ -296,7 +291,7 @@ class CudaMemory(MemoryMeter):
     def _reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def _adjust_cap(self, used: int) -> None:
+    def _adjust(self, used: int) -> None:
         """Corrects the cap for libraries and graphs loaded since, which take memory outside the allocator."""
         if self.has_budget and self._outside_bytes(used) < self.limit_bytes:
             self._enforce()
