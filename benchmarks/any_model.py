@@ -266,7 +266,7 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
     before = [torch.zeros((), device="cuda"), torch.zeros((), device="cuda")]
 
     def last() -> Tensor:
-        total, number = loop._epoch_loss.unbind()
+        total, number = loop.epoch_loss.unbind()
         fresh = bool(number <= before[1])
         loss = (total - (0 if fresh else before[0])) / (number - (0 if fresh else before[1]))
         before[:] = total.clone(), number.clone()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from triaccel_ray.config import CurvatureConfig, CurvatureMethod
-from triaccel_ray.measure.curvature import CurvatureEstimate, CurvatureMeter, PowerIteration, top_eigenvalues
+from triaccel_ray.measure.curvature import CurvatureEstimate, CurvatureMeter, top_eigenvalues
 from triaccel_ray.model.layers import Layer, find_layers
 from triaccel_ray.trainables.models import resnet18
 
@@ -228,7 +228,7 @@ def function_row(case: Case, method: CurvatureMethod, top_k: int, reference: Ten
             case.layers,
             method=method,
             top_k=top_k,
-            power=PowerIteration(num_iterations=20),
+            num_iterations=20,
         ).eigenvalues
 
     error = None if reference is None else relative_errors(measure(), reference[:, :top_k])

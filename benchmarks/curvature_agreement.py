@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from benchmarks.curvature import NUM_CLASSES, learnable_images
 from triaccel_ray.config import CurvatureConfig, CurvatureMethod
-from triaccel_ray.measure.curvature import CurvatureMeter, PowerIteration, top_eigenvalues
+from triaccel_ray.measure.curvature import CurvatureMeter, top_eigenvalues
 from triaccel_ray.model.layers import Layer, find_layers
 from triaccel_ray.trainables.models import resnet18
 
@@ -85,7 +85,7 @@ class Study:
             self.layers,
             method=method,
             top_k=1,
-            power=PowerIteration(num_iterations=NUM_ITERATIONS),
+            num_iterations=NUM_ITERATIONS,
         )
         return estimate.eigenvalues[:, 0].double().cpu()
 

@@ -66,7 +66,7 @@ def full_loop(name: str, job: Job) -> Made:
         loop.memory.refresh_peaks()
         return loop.memory.peak_bytes
 
-    return Made(step=loop.step, loss=_LastLoss(loop._epoch_loss), epoch=epoch, peak_bytes=peak_bytes)
+    return Made(step=loop.step, loss=_LastLoss(loop.epoch_loss), epoch=epoch, peak_bytes=peak_bytes)
 
 
 def plain(job: Job) -> Made:

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.apply.precision import LayerPrecision
+from triaccel_ray.apply.precision import DTYPES, LayerPrecision
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import replay
 from triaccel_ray.loop import ControlLoop
-from triaccel_ray.model.dtypes import DTYPES
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.events import Tick
 from triaccel_ray.records.plan import FaultKind, Precision

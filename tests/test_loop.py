@@ -223,7 +223,7 @@ def test_the_last_judgement_has_the_captured_steps_memory(monkeypatch: pytest.Mo
     loop, _ = loop_of(mlp(), blobs(40))
     loop.train_epoch()
     released: list[bool] = []
-    monkeypatch.setattr(loop._pool, "release", lambda: released.append(True))
+    monkeypatch.setattr(loop._training.pool, "release", lambda: released.append(True))
     before = loop.evaluate(blobs(100, seed=1))
     assert released == []
     assert loop.evaluate(blobs(100, seed=1), is_last=True) == before
@@ -283,7 +283,7 @@ def test_a_step_on_a_gpu_does_not_wait_for_the_device() -> None:
     model = ConvNet().cuda()
     loop, _ = loop_of(model, images(240), replace(CONFIG, every_steps=1000, curvature=CurvatureConfig(enabled=False)))
     for level in (FP16, BF16):
-        loop._precision.set({"first": level})
+        loop._training.precision.set({"first": level})
         for _ in range(2):
             loop.step()
         with no_waiting():

@@ -75,16 +75,16 @@ def test_a_step_that_cannot_be_captured_for_want_of_memory_becomes_one_that_can(
     batch = replace(QUIET.batch, start=12, cap_ticks=4, enabled=elastic)
     config = replace(QUIET, batch=batch)
     loop, ticks = loop_of(model, blobs(2400), config)
-    loop._pool.__class__ = Tight
-    loop._pool.limit, loop._pool.model = 8, model[1]
-    loop._steps.enabled = True
+    loop._training.pool.__class__ = Tight
+    loop._training.pool.limit, loop._training.pool.model = 8, model[1]
+    loop._training.steps.enabled = True
     while len(ticks) < 12:
         loop.step()
     in_force = [(tick.observation.plan.batch_size, tick.observation.plan.num_micro_batches) for tick in ticks]
     assert in_force == ([(12, 1), *[(8, 1) if elastic else (12, 2)] * 4] * 3)[:12]
     failed = [(fault.kind, fault.batch_size) for tick in ticks for fault in tick.observation.faults]
     assert failed == [(FaultKind.CAPTURE_OUT_OF_MEMORY, 12)] * 3
-    assert loop._steps.num_captured == int(loop.plan.micro_batch_size <= 8)
+    assert loop._training.steps.num_captured == int(loop.plan.micro_batch_size <= 8)
     assert replay(config, [(each.observation, each.decision) for each in ticks]).diverged_at is None
     loop.close()
 
@@ -334,15 +334,15 @@ def test_overflows_are_skipped_and_counted() -> None:
 class Narrow(Step):
     """A step that can be prepared for two parts at most."""
 
-    def set_num_micro_batches(self, num_micro_batches: int, at_once: int = 1) -> None:
+    def set_num_micro_batches(self, num_micro_batches: int, min_micro_batch_size: int = 1) -> None:
         if num_micro_batches > 2:
             raise RuntimeError("no memory for more parts")
-        super().set_num_micro_batches(num_micro_batches, at_once)
+        super().set_num_micro_batches(num_micro_batches, min_micro_batch_size)
 
 
 def test_a_plan_that_could_not_be_applied_is_a_fault_of_the_next_tick() -> None:
     loop, ticks = loop_of(nn.Sequential(mlp(), Limited(1)), blobs(240), QUIET)
-    loop._steps.step.__class__ = Narrow
+    loop._training.steps.step.__class__ = Narrow
     while len(ticks) < 2:
         loop.step()
     assert ticks[0].decision.plan.num_micro_batches == 4

@@ -170,7 +170,7 @@ def test_a_run_resumes_between_a_failure_and_the_tick_that_hears_of_it(tmp_path:
         loop.step()
     stop = loop.num_steps
     assert stop % CONFIG.every_steps not in (0, CONFIG.every_steps - 1)
-    assert loop._steps.step.num_micro_batches > loop.plan.num_micro_batches
+    assert loop._training.steps.step.num_micro_batches > loop.plan.num_micro_batches
     assert_resumes(lambda seed: control_loop(seed, "sgd"), stop, tmp_path / "checkpoint.pt")
 
 
@@ -196,7 +196,7 @@ def test_an_epochs_figures_include_what_was_before_the_checkpoint(stop: int, tmp
     seeded(1)
     for _ in range(stop):
         first.step()
-    first._clock.restore(100.0)
+    first._epoch.clock.restore(100.0)
     save_checkpoint(tmp_path / "checkpoint.pt", first.state_dict())
     second, _ = baseline_loop(2, "sgd")
     second.load_state_dict(load_checkpoint(tmp_path / "checkpoint.pt"))

@@ -9,19 +9,18 @@ from torch import nn
 
 from triaccel_ray.apply.evaluate import Evaluation, Metrics, evaluate
 from triaccel_ray.config import AmpPrecision
-from triaccel_ray.control.epochs import EpochStats, SampleSchedule, Schedule, mean_loss
+from triaccel_ray.control.epochs import EpochLoop, EpochProgress, SampleSchedule, Schedule
 from triaccel_ray.cuda.random_states import random_states, set_random_states
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import as_source
 from triaccel_ray.measure.memory import memory_meter
-from triaccel_ray.measure.timing import EpochClock
 from triaccel_ray.model.layers import Loss, find_layers, forward
 from triaccel_ray.records.plan import Plan, Precision
 
 Baseline = Literal["fp32", "amp"]
 
 
-class BaselineLoop:
+class BaselineLoop(EpochLoop):
     """Trains `model` at one batch size, in FP32 or under `torch.autocast`; nothing adapts.
 
     AMP on a GPU is FP16 with `torch.amp.GradScaler`, as the tutorial has it, or BF16 without one; on a CPU always BF16.
@@ -71,10 +70,7 @@ class BaselineLoop:
         precision = {layer.name: uniform for layer in layers}
         self.plan = Plan(batch_size=batch_size, num_micro_batches=accumulate, precision=precision)
         """The plan in force, for reports: constant."""
-        self._clock = EpochClock(self.device)
-        self._epoch_loss = torch.zeros(2, dtype=torch.float64, device=self.device)
-        """Sum and number, over the samples of the present epoch."""
-        self._epoch_steps = 0
+        self._epoch = EpochProgress(self.device)
         self.num_steps = 0
         """Optimizer steps done."""
 
@@ -83,17 +79,11 @@ class BaselineLoop:
         """Steps skipped for an overflow: None where the scaler skips, for it never says how often."""
         return None if self._scaler.is_enabled() else 0
 
-    @property
-    def epoch_seconds_so_far(self) -> float:
-        """Seconds that the present epoch has taken, without waiting for the device."""
-        return self._clock.glance()
-
     def step(self) -> None:
         """Makes one step, as the tutorial does."""
         epoch = self.sampler.position
         if self.sampler.at_epoch_start:
-            self._epoch_loss.zero_()
-            self._epoch_steps = 0
+            self._epoch.begin()
         if self._sets_rates:
             for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
                 group["lr"] = base * self._schedule.factor(epoch)
@@ -117,26 +107,12 @@ class BaselineLoop:
         self.optimizer.zero_grad(set_to_none=True)
         self._schedule.advance(self.sampler)
         self.num_steps += 1
-        self._epoch_steps += 1
+        self._epoch.num_steps += 1
         mean = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         added = torch.stack([mean, torch.ones_like(mean)]) * len(indices)
         if self._scaler.is_enabled():  # it skips a step whose loss is no number, and one such step says little
             added = torch.where(mean.isfinite(), added, 0.0)
-        self._epoch_loss += added
-
-    def train_epoch(self) -> EpochStats:
-        """Makes the steps that are left of the present epoch and returns what they amount to."""
-        epoch = self.sampler.epoch
-        self._clock.start()
-        while self.sampler.epoch == epoch:
-            self.step()
-        return EpochStats(
-            epoch=self.sampler.epoch,
-            loss=mean_loss(self._epoch_loss),
-            num_steps=self._epoch_steps,
-            num_samples=self.sampler.num_samples,
-            seconds=self._clock.finish(),
-        )
+        self._epoch.loss += added
 
     def evaluate(self, data: Any, metrics: Metrics | None = None, *, is_last: bool = False) -> Evaluation:
         """Returns mean loss and metrics on `data`, computed in FP32 and eval mode, each sample drawn once.
@@ -166,9 +142,8 @@ class BaselineLoop:
             "scaler": self._scaler.state_dict(),
             "sampler": self.sampler.state_dict(),
             "schedule": self._schedule.state_dict(),
-            "counters": [self.num_steps, self._epoch_steps],
-            "epoch_loss": self._epoch_loss.clone(),
-            "epoch_seconds": self._clock.seconds(),
+            "counters": [self.num_steps, self._epoch.num_steps],
+            **self._epoch.state_dict(),
             "memory_peaks": [self.memory.peak_bytes, self.memory.allocated_peak_bytes],
             "random": random_states(),
         }
@@ -180,8 +155,7 @@ class BaselineLoop:
         self._scaler.load_state_dict(state["scaler"])
         self.sampler.load_state_dict(state["sampler"])
         self._schedule.load_state_dict(state["schedule"])
-        self.num_steps, self._epoch_steps = state["counters"]
-        self._epoch_loss.copy_(state["epoch_loss"])
-        self._clock.restore(state["epoch_seconds"])
+        self.num_steps, self._epoch.num_steps = state["counters"]
+        self._epoch.load_state_dict(state)
         self.memory.raise_peaks(*state["memory_peaks"])
         set_random_states(state["random"])

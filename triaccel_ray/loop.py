@@ -8,43 +8,30 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from triaccel_ray.apply.actuators import Actuators
-from triaccel_ray.apply.evaluate import Evaluation, Metrics, evaluate, judged_at_once
-from triaccel_ray.apply.loss_scale import LossScale
-from triaccel_ray.apply.optimizer import LayerwiseOptimizer
-from triaccel_ray.apply.precision import supported_precisions, useless_precisions
+from triaccel_ray.apply.evaluate import Evaluation, Metrics, evaluate, evaluation_batch_size
 from triaccel_ray.config import ControlConfig, require_instance
-from triaccel_ray.control.curvature_rounds import CurvatureRounds
-from triaccel_ray.control.epochs import EpochStats, SampleSchedule, Schedule, mean_loss
-from triaccel_ray.control.pending_tick import PendingTick
-from triaccel_ray.control.steps import StepParts, build_steps
-from triaccel_ray.cuda.capture_checks import watching_forward
-from triaccel_ray.cuda.graphs import GraphPool
+from triaccel_ray.control.curvature import ScheduledCurvature
+from triaccel_ray.control.divergence import NonFiniteGradientsError, require_finite
+from triaccel_ray.control.epochs import EpochLoop, EpochProgress, EpochStats, SampleSchedule, Schedule
+from triaccel_ray.control.pending_tick import PendingTick, begin_log
+from triaccel_ray.control.training import Training
 from triaccel_ray.cuda.random_states import random_states, set_random_states
-from triaccel_ray.cuda.stream_pool import LentStream
-from triaccel_ray.data.sampler import Sampler
-from triaccel_ray.data.sources import as_source, default_config, delivered
+from triaccel_ray.data.sources import default_config
 from triaccel_ray.decide import ControlState, decide, initial_decision
-from triaccel_ray.measure.curvature import CurvatureMeter
-from triaccel_ray.measure.memory import memory_meter
-from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.measure.sensors import Sensors
-from triaccel_ray.measure.timing import EpochClock, StepTimer
-from triaccel_ray.model.dry_run import require_working
-from triaccel_ray.model.layers import Loss, find_layers, lay_out, require_trainable, unwatched_weights
+from triaccel_ray.measure.timing import StepTimer
+from triaccel_ray.model.layers import Loss
 from triaccel_ray.records.codec import decode, encode
-from triaccel_ray.records.events import EventLog, Start, Tick
-from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision
-from triaccel_ray.records.signals import Observation
+from triaccel_ray.records.events import Tick
+from triaccel_ray.records.plan import Plan
+
+__all__ = ["ControlLoop", "NonFiniteGradientsError"]
 
 
-class NonFiniteGradientsError(RuntimeError):
-    """The training has diverged: no step was made for a while."""
-
-
-class ControlLoop:
+class ControlLoop(EpochLoop):
     """Trains `model` and adapts precision, learning rate and batch size as it goes."""
 
     def __init__(
@@ -86,120 +73,28 @@ class ControlLoop:
                 through model and loss (`require_working`), or the budget leaves nothing to compute with.
         """
         self.config = default_config(data) if config is None else require_instance("config", config, ControlConfig)
-        self._layers = find_layers(model)
-        require_trainable(model, optimizer, self._layers)
-        self.device = next(model.parameters()).device
-        self.model, self._loss = model, loss
         self._schedule = SampleSchedule(schedule, optimizer, batch_size=self.config.batch.start)
-        lay_out(model)
-        self.memory = memory_meter(self.device, memory_budget, memory_headroom)
-        self._pool = GraphPool(self.device)
-        self.optimizer = LayerwiseOptimizer(optimizer, self._layers, release_memory=self._make_room)
-        source = delivered(as_source(data), self.device, self.config.execution.data_on)
-        # On a stream that the steps use again: another one would keep workspaces of its own.
-        stream = LentStream(self.device).current() if self.device.type == "cuda" else contextlib.nullcontext()
-        with stream, watching_forward(model) as waits:
-            require_working(model, loss, source)
-        self.sampler = Sampler(source, seed=seed, device=self.device)
-        self.loss_scale = LossScale(self.config.loss_scale, self.device)
-        self.memory.require_room()
-
-        # Every step adds its loss to both: of the epoch, and since the last tick.
-        losses = torch.zeros(2, 2, dtype=torch.float64, device=self.device)
-        self._epoch_loss = losses[0]
-        moments = GradientMoments(self._layers, self.optimizer.watched, beta=self.config.precision.beta)
-        self._steps, faults = build_steps(
-            StepParts(
-                model=model,
-                loss=loss,
-                layers=self._layers,
-                sampler=self.sampler,
-                optimizer=self.optimizer,
-                moments=moments,
-                loss_scale=self.loss_scale,
-                loss_sums=losses,
-                memory=self.memory,
-                make_room=self._make_room,
-                pool=self._pool,
-                batch_varies=self.config.batch.enabled,
-                waits=waits,
-                clip_norm=self.config.clip_norm,
-            ),
-            self.config.execution,
+        self._training = training = Training(
+            model, optimizer, loss, data, self.config, memory=(memory_budget, memory_headroom), seed=seed
         )
-        self._epoch_steps, self._adapting_ms = 0, 0.0
-        self.num_steps = 0
-        """Optimizer steps done, skipped ones included."""
+        self.model, self.device, self.sampler = model, training.device, training.sampler
+        self.optimizer, self.loss_scale, self.memory = training.optimizer, training.loss_scale, training.memory
+        self.num_steps = self.num_ticks = 0
+        """Optimizer steps done, skipped ones included, and ticks."""
         try:
-            self._set_up(faults, moments, losses[1], on_tick, seed)
+            self._epoch, self.timer = EpochProgress(self.device, training.loss_sums[0]), StepTimer(self.device)
+            self.sensors = Sensors(training.supported, training.moments, self.memory, self.timer, training.loss_sums[1])
+            self.sensors.record_faults(training.faults)
+            first = initial_decision(self.config, training.supported)
+            self.state, self._actuators = first.state, Actuators(first.plan, training.steps, training.pool)
+            self._curvature = ScheduledCurvature(training, self.sensors, self.config, seed=seed)
+            self.curvature = self._curvature.meter
+            self._curvature.dry_run()
+            begin_log(on_tick, self.config)
+            self._pending = PendingTick(on_tick, decides_late=self.device.type == "cuda")
         except BaseException:
-            self._give_model_back()
+            training.remove()
             raise
-
-    def _set_up(
-        self,
-        faults: tuple[Fault, ...],
-        moments: GradientMoments,
-        losses: Tensor,
-        on_tick: Callable[[Tick], None] | None,
-        seed: int,
-    ) -> None:
-        """Prepares what decides: the first plan, the sensors, curvature. The model is wrapped already."""
-        self._precision = self._steps.step.precision
-        useless = useless_precisions(self.device.type, is_compiled=self._steps.step.is_compiled)
-        offered = {} if self.config.precision.offer_useless else useless
-        named = [(layer.name, supported_precisions(layer, without=offered)) for layer in self._layers]
-        first = initial_decision(self.config, named)
-        self.state: ControlState = first.state
-        self.timer = StepTimer(self.device)
-        self.sensors = Sensors(named, moments, self.memory, self.timer, losses)
-        if reason := self.sampler.source.streamed_because:
-            faults += (Fault(kind=FaultKind.DATA_STREAMED, step=0, phase="data", detail=reason),)
-        wanted = set(Precision) if self.config.precision.enabled else {self.config.precision.initial}
-        wanted |= set(self.config.precision.initial_layers.values())
-        faults += tuple(
-            Fault(kind=FaultKind.PRECISION_REFUSED, step=0, phase="precision", detail=f"{reason}: it is not offered")
-            for level, reason in useless.items()
-            if level in wanted and not self.config.precision.offer_useless
-        )
-        if names := unwatched_weights(self.model, self._layers):
-            text = f"weights beside child layers are no layers, and not adapted: {', '.join(names)}"
-            faults += (Fault(kind=FaultKind.NOT_A_LAYER, step=0, phase="layers", detail=text[:500]),)
-        if self.device.type == "cuda" and self.optimizer.waits_for_host:
-            self._record_slower(
-                "optimizer",
-                "the host waits at each step for whether gradients are finite: give the optimizer fused=True",
-            )
-        self.sensors.record_faults(faults)
-        self.curvature = CurvatureMeter(
-            self.model,
-            self._loss,
-            self._layers,
-            self.config.curvature,
-            device=self.device,
-            pool=self._pool,
-            capture=self._steps.enabled,
-        )
-        self._curvature_rounds = CurvatureRounds(
-            self.curvature,
-            self.sensors,
-            self.sampler,
-            self._steps,
-            self.memory,
-            self._pool,
-            config=self.config,
-            device=self.device,
-            make_room=self._make_room,
-            seed=seed,
-        )
-        self._actuators = Actuators(first.plan, self._steps, self._pool)
-        self._clock = EpochClock(self.device)
-        self.num_ticks = 0
-        self._curvature_rounds.try_out()
-        log = getattr(on_tick, "__self__", None)
-        if isinstance(log, EventLog) and log.num_records == 0:
-            log.append(Start(control=self.config))
-        self._pending = PendingTick(on_tick, decides_late=self.device.type == "cuda")
 
     @property
     def plan(self) -> Plan:
@@ -211,67 +106,25 @@ class ControlLoop:
         """Steps skipped for a NaN or infinite gradient so far; waits for the device."""
         return int(self.loss_scale.num_skipped.item())
 
-    @property
-    def epoch_seconds_so_far(self) -> float:
-        """Seconds that the present epoch has taken, without waiting for the device."""
-        return self._clock.glance()
-
-    @property
-    def epoch_loss(self) -> Tensor:
-        """The losses of the present epoch's samples so far, summed, and their number: fp64 [2] that steps write to."""
-        return self._epoch_loss
-
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Returns a context inside which the model computes in FP32, as its own code has it, for judging it."""
-        # On the stream of the steps, whose memory is then used again.
-        with self._steps.on_stream(), self._precision.suspended():
-            try:
-                yield
-            finally:
-                self.timer.interrupt()
-                if self.device.type == "cuda":  # a CPU would map the same pages anew in the next step
-                    self.memory.trim()  # else what evaluation leaves would stand beside the graphs
-
     def step(self) -> None:
         """Makes one optimizer step, and the tick and the curvature measurement that fall due after it.
 
         On a GPU a tick decides once the next three steps are under way, so that the device need not wait: what it
         decides holds from the step after these, or from the next epoch's first.
         """
-        plan, epoch = self.plan, self.sampler.position
-        if self.sampler.at_epoch_start:
-            self._epoch_loss.zero_()
-            self._epoch_steps = 0
-            self.timer.interrupt()
-        if not self.model.training:
-            self.model.train()
-        self._precision.refresh_copies()
-        copies = self._precision.copies_in_force
-        obstacle = self.optimizer.set_rates(self._schedule.factor(epoch) * plan.batch_lr_scale, plan.lr_scale, copies)
-        if obstacle is not None:
-            self._record_slower("optimizer", obstacle)
-        scale = self.loss_scale.factor(self._precision.needs_loss_scale)
-        indices = self.sampler.take(plan.batch_size)
-        self.timer.begin()
-        self.sensors.record_faults(self._steps.run(indices, scale, step=self.num_steps))
-        self.timer.end(counts=len(indices) == plan.batch_size)
-        self._schedule.advance(self.sampler)
-        if self.optimizer.survived:
-            self._record_optimizer_faults()
+        self._train()
         self.num_steps += 1
-        self._epoch_steps += 1
-        if self._pending.is_decision_due(self.num_steps) or self.sampler.at_epoch_start:
+        is_epoch_over = self.sampler.at_epoch_start
+        if is_epoch_over or self._pending.is_decision_due(self.num_steps):
             self._decide()
         if self._pending.is_record_due(self.num_steps % self.config.every_steps):
             self._pending.record()
-        if self._curvature_rounds.is_due(self.num_steps):
-            self._curvature_rounds.measure(self.num_steps)
-            self.timer.interrupt()
+        if self._curvature.is_due(self.num_steps):
+            self._curvature.measure(self.num_steps)
         if self.num_steps % self.config.every_steps == 0:
             self._decide()
             self._observe()
-            if not self._pending.decides_late or self.sampler.at_epoch_start:
+            if is_epoch_over or not self._pending.decides_late:
                 self._decide()
 
     def tick(self) -> Tick:
@@ -285,86 +138,97 @@ class ControlLoop:
         assert tick is not None
         return tick
 
+    def _train(self) -> None:
+        """Makes one optimizer step under the plan in force."""
+        plan, timer, precision = self.plan, self.timer, self._training.precision
+        if self.sampler.at_epoch_start:
+            self._epoch.begin()
+            timer.interrupt()
+        if not self.model.training:
+            self.model.train()
+        precision.refresh_copies()
+        lr_factor = self._schedule.factor(self.sampler.position) * plan.batch_lr_scale
+        self.optimizer.set_rates(lr_factor, plan.lr_scale, precision.copies_in_force)
+        scale = self.loss_scale.factor(precision.needs_loss_scale)
+        indices = self.sampler.take(plan.batch_size)
+        timer.begin()
+        faults = self._training.steps.run(indices, scale, step=self.num_steps)
+        timer.end(counts=len(indices) == plan.batch_size)
+        self._schedule.advance(self.sampler)
+        self.sensors.record_faults(faults)
+        self.sensors.record_faults(self.optimizer.take_faults(step=self.num_steps, batch_size=plan.batch_size))
+        self._epoch.num_steps += 1
+
     def _observe(self) -> None:
         """Begins to read what the next decision rests on."""
+        scale = self.loss_scale.read(self._training.precision.needs_loss_scale)
         reading = self.sensors.read(
-            plan=self.plan,
-            step=self.num_steps,
-            tick=self.num_ticks,
-            epoch=self.sampler.position,
-            loss_scale=self.loss_scale.factor(self._precision.needs_loss_scale),
-            num_skipped=self.loss_scale.num_skipped,
-            num_skipped_in_row=self.loss_scale.num_skipped_in_row,
+            self.plan, scale, step=self.num_steps, tick=self.num_ticks, epoch=self.sampler.position
         )
         self._pending.observing(reading.observation, step=self.num_steps)
 
     def _decide(self) -> Tick | None:
-        """Decides on what was last observed, and applies that; None if it has been done.
+        """Decides on what was last observed, applies and records that; None if it has been done.
 
         What was survived since counts too: a batch that did not fit meanwhile is no reason to grow it now.
         """
-        observation = self._pending.take_observation()
-        if observation is None:
+        seen = self._pending.take_observation()
+        if seen is None:
             return None
-        faults = (*observation.faults, *self.sensors.take_faults())
-        observation = replace(observation, faults=faults, adapting_ms=self._adapting_ms)
-        self._require_finite(observation)
+        faults = (*seen.faults, *self.sensors.take_faults())
+        observation = replace(seen, faults=faults, adapting_ms=self._actuators.adapting_ms)
+        require_finite(observation, self.config.max_skipped_steps)
         decision = decide(self.config, observation, self.state)
         applied = self._actuators.apply(decision.plan, step=self.num_steps)
+        self.sensors.begin_interval(observation.plan, applied)
         self.state = decision.state
-        if not applied.plan.steps_as(observation.plan):
-            self.timer.restart()
-        if applied.plan.needs_less_than(observation.plan):
-            # Else the allocator's pool would look as full as before, and the batch would shrink at every tick.
-            self.memory.begin_window()
-        self.sensors.record_faults(applied.faults)
-        self._adapting_ms += applied.adapt_ms
         self.num_ticks += 1
-        self.timer.interrupt()
         tick = Tick(observation=observation, decision=decision, applied=applied)
         self._pending.decided(tick)
         return tick
 
     def train_epoch(self) -> EpochStats:
         """Makes the steps that are left of the present epoch and returns what they amount to."""
-        epoch = self.sampler.epoch
-        self._clock.start()
-        while self.sampler.epoch == epoch:
-            self.step()
-        seconds = self._clock.finish()
+        stats = super().train_epoch()
         self._pending.record()
-        return EpochStats(
-            epoch=self.sampler.epoch,
-            loss=mean_loss(self._epoch_loss),
-            num_steps=self._epoch_steps,
-            num_samples=self.sampler.num_samples,
-            seconds=seconds,
-        )
+        return stats
 
     def evaluate(self, data: Any, metrics: Metrics | None = None, *, is_last: bool = False) -> Evaluation:
         """Returns mean loss and metrics on `data`, computed in FP32 and eval mode, each sample drawn once.
 
         Without `metrics` a classifier is judged by its accuracy, any other model by its loss alone.
 
-        In batches of the size that trains, on a GPU in parts of it (`judged_at_once`). `is_last` says that no step
-        follows: the captured graphs then give back their memory first.
+        In batches of the size that trains, on a GPU in parts of it (`evaluation_batch_size`). `is_last` says that no
+        step follows: the captured graphs then give back their memory first.
         """
         if is_last:
-            self._pool.release()
+            self._training.pool.release()
         on_gpu = self.device.type == "cuda"
+        batch_size = evaluation_batch_size(self.plan.batch_size, on_gpu=on_gpu, beside_graphs=not is_last)
         with self.suspended():
             result = evaluate(
                 self.model,
-                self._loss,
+                self._training.loss,
                 data,
                 metrics,
                 device=self.device,
-                batch_size=judged_at_once(self.plan.batch_size, on_gpu=on_gpu, beside_graphs=not is_last),
+                batch_size=batch_size,
                 step=self.num_steps,
-                release_memory=self._make_room,
+                release_memory=self._training.make_room,
             )
         self.sensors.record_faults(result.faults)
         return result
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Returns a context inside which the model computes in FP32, as its own code has it, for judging it."""
+        with self._training.suspended():
+            try:
+                yield
+            finally:
+                self.timer.interrupt()
+                if self.device.type == "cuda":  # a CPU would map the same pages anew in the next step
+                    self.memory.trim()  # else what evaluation leaves would stand beside the graphs
 
     def close(self) -> None:
         """Makes and records the decision that is due, and gives the model its own forward functions back.
@@ -372,37 +236,19 @@ class ControlLoop:
         All of it is tried, whatever becomes of the rest: after an error of the device, reading from it raises again.
         """
         with contextlib.ExitStack() as stack:
-            stack.callback(self._give_model_back)
+            stack.callback(self._training.remove)
             stack.callback(self._pending.record)
             with contextlib.suppress(NonFiniteGradientsError):
                 self._decide()
 
-    def _give_model_back(self) -> None:
-        """Gives the model its own forward functions back, and the graphs' memory to the device."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.sampler.close)
-            stack.callback(self._pool.release)
-            stack.callback(self._steps.step.precision.remove)
-            if self._steps.step.compilation is not None:
-                stack.callback(self._steps.step.compilation.remove)
-
     def state_dict(self) -> dict[str, Any]:
         """Returns everything a resumed run needs to equal an uninterrupted one."""
         return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.optimizer.state_dict(),
-            "sampler": self.sampler.state_dict(),
-            "schedule": self._schedule.state_dict(),
-            "loss_scale": self.loss_scale.state_dict(),
-            "sensors": self.sensors.state_dict(),
-            "curvature": self._curvature_rounds.state_dict(),
+            **{name: part.state_dict() for name, part in self._parts().items()},
+            **self._actuators.state_dict(),
+            **self._epoch.state_dict(),
             "control": encode(self.state),
-            "undecided": self._pending.state(),
-            "plan": encode(self.plan),
-            "micro_batches": [self._steps.step.num_micro_batches, self._steps.step.at_once],
-            "counters": [self.num_steps, self.num_ticks, self._epoch_steps, self._adapting_ms],
-            "epoch_loss": self._epoch_loss.clone(),
-            "epoch_seconds": self._clock.seconds(),
+            "counters": [self.num_steps, self.num_ticks, self._epoch.num_steps, self._actuators.adapting_ms],
             "memory_peaks": [self.memory.peak_bytes, self.memory.allocated_peak_bytes],
             "random": random_states(),
         }
@@ -413,51 +259,25 @@ class ControlLoop:
         Raises:
             ValueError, RuntimeError: the state belongs to another model or data set.
         """
-        self.sampler.load_state_dict(state["sampler"])  # first, because it refuses another data set
-        self.model.load_state_dict(state["model"])
-        self.optimizer.optimizer.load_state_dict(state["optimizer"])
-        self._schedule.load_state_dict(state["schedule"])
-        self.loss_scale.load_state_dict(state["loss_scale"])
-        self.sensors.load_state_dict(state["sensors"])
-        self._curvature_rounds.load_state_dict(state["curvature"])
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
         self.state = decode(ControlState, state["control"])
-        self._pending.restore(state["undecided"])
-        self._actuators = Actuators(decode(Plan, state["plan"]), self._steps, self._pool)
-        self._steps.step.set_num_micro_batches(*state["micro_batches"])
-        self.num_steps, self.num_ticks, self._epoch_steps, self._adapting_ms = state["counters"]
-        self._epoch_loss.copy_(state["epoch_loss"])
-        self._clock.restore(state["epoch_seconds"])
-        self.timer.interrupt()
+        self._actuators.load_state_dict(state)
+        self._epoch.load_state_dict(state)
+        self.num_steps, self.num_ticks, self._epoch.num_steps, self._actuators.adapting_ms = state["counters"]
         self.timer.restart()
         self.memory.raise_peaks(*state["memory_peaks"])
         set_random_states(state["random"])
 
-    def _require_finite(self, observation: Observation) -> None:
-        """Ends a training whose gradients are no longer finite. FP16 may overflow: it is left to the loss scale.
-
-        Raises:
-            NonFiniteGradientsError: `max_skipped_steps` steps in a row were skipped.
-        """
-        num_skipped, limit = observation.num_skipped_in_row, self.config.max_skipped_steps
-        if num_skipped >= limit and Precision.FP16 not in observation.plan.precision.values():
-            raise NonFiniteGradientsError(
-                f"the gradients of the last {num_skipped} steps were NaN or infinite, up to step {observation.step}: "
-                "none of these steps was made. Lower the learning rate, set clip_norm, or look for log(0) and 0/0 in "
-                f"model and loss; max_skipped_steps = {limit} says how many may follow one another"
-            )
-
-    def _make_room(self) -> None:
-        """Gives back what can be had again: captured steps, and what the allocator keeps."""
-        self._pool.release()
-        self.memory.release()
-
-    def _record_slower(self, phase: str, reason: str) -> None:
-        """Records that something runs beside the captured steps which could have been captured but for this reason."""
-        fault = Fault(kind=FaultKind.CAPTURE_FAILED, step=self.num_steps, phase=phase, detail=reason)
-        self.sensors.record_faults([fault])
-
-    def _record_optimizer_faults(self) -> None:
-        for detail in self.optimizer.survived:
-            fault = Fault.out_of_memory(detail, step=self.num_steps, phase="optimizer", batch_size=self.plan.batch_size)
-            self.sensors.record_faults([fault])
-        self.optimizer.survived.clear()
+    def _parts(self) -> dict[str, Any]:
+        """Returns what has a state of its own, by its name in checkpoints."""
+        return {
+            "sampler": self.sampler,  # first, because it refuses another data set
+            "model": self.model,
+            "optimizer": self.optimizer.optimizer,
+            "schedule": self._schedule,
+            "loss_scale": self.loss_scale,
+            "sensors": self.sensors,
+            "curvature": self._curvature,
+            "undecided": self._pending,
+        }

@@ -53,8 +53,8 @@ def test_a_plan_that_fails_leaves_the_one_before_and_comes_back_as_a_fault() -> 
 class Narrow(Step):
     """A step that can be prepared for two parts at most, as one that needs memory for each might."""
 
-    def set_num_micro_batches(self, num_micro_batches: int, at_once: int = 1) -> None:
-        super().set_num_micro_batches(num_micro_batches, at_once)
+    def set_num_micro_batches(self, num_micro_batches: int, min_micro_batch_size: int = 1) -> None:
+        super().set_num_micro_batches(num_micro_batches, min_micro_batch_size)
         if num_micro_batches > 2:
             raise RuntimeError("no memory for more parts")
 

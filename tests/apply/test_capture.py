@@ -32,20 +32,20 @@ def test_captured_steps_equal_eager_ones(level: Precision, make: Any) -> None:
     for loop in loops:
         loop.train_epoch()
     assert loops[0].sensors._faults == []
-    assert loops[0]._steps.num_captured == 1
-    assert loops[1]._steps.num_captured == 0
+    assert loops[0]._training.steps.num_captured == 1
+    assert loops[1]._training.steps.num_captured == 0
     # Both do the same arithmetic, but atomics in cuDNN's weight gradients may add in another order, and each of the ten
     # steps may then round anew: FP32 layers multiply in TF32, whose unit round-off is FP16's.
     unit_roundoff = {Precision.FP32: 2**-11, Precision.FP16: 2**-11, Precision.BF16: 2**-8}[level]
     assert distance(*models) < 10 * unit_roundoff
-    assert float(loops[0]._epoch_loss[0]) == pytest.approx(float(loops[1]._epoch_loss[0]), rel=1e-2)
+    assert float(loops[0].epoch_loss[0]) == pytest.approx(float(loops[1].epoch_loss[0]), rel=1e-2)
 
 
 def test_the_fused_model_trains_as_the_plain_one() -> None:
     models = network(), network()
     for model, fuse in zip(models, (True, False), strict=True):
         loop = loop_of(model, fixed(Precision.FP32, capture=True, fuse=fuse))
-        assert (loop._steps.step.fusion is not None) == fuse
+        assert (loop._training.steps.step.fusion is not None) == fuse
         loop.train_epoch()
     assert distance(*models) < 1e-3
 
@@ -83,7 +83,7 @@ def test_a_model_is_laid_out_in_channels_last_memory() -> None:
     for _ in range(2):
         loop.train_epoch()
     assert [fault for tick in ticks for fault in tick.observation.faults] == []
-    assert loop._steps.num_captured == 1
+    assert loop._training.steps.num_captured == 1
 
 
 def test_norms_that_meet_another_memory_format_are_told_of_once() -> None:
@@ -98,7 +98,7 @@ def test_norms_that_meet_another_memory_format_are_told_of_once() -> None:
     faults = [fault for tick in ticks for fault in tick.observation.faults]
     assert [(fault.kind, fault.phase, fault.step) for fault in faults] == [(FaultKind.FUSION_REFUSED, "fuse", 0)]
     assert "channels_last" in faults[0].detail
-    assert loop._steps.num_captured == 1
+    assert loop._training.steps.num_captured == 1
 
 
 def test_a_changed_learning_rate_changes_the_replayed_step() -> None:
@@ -107,7 +107,7 @@ def test_a_changed_learning_rate_changes_the_replayed_step() -> None:
     loop = loop_of(model, fixed(Precision.FP16, capture=True), schedule=lambda epoch: rate[0])
     for _ in range(3):
         loop.step()
-    assert loop._steps.num_captured == 1
+    assert loop._training.steps.num_captured == 1
     rate[0] = 0.0
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     loop.step()
@@ -117,7 +117,7 @@ def test_a_changed_learning_rate_changes_the_replayed_step() -> None:
     loop.step()
     moved = [float((p.detach() - before[name]).norm()) for name, p in model.named_parameters()]
     assert min(moved) > 0.0
-    assert loop._steps.num_captured == 1
+    assert loop._training.steps.num_captured == 1
 
 
 def test_the_loss_scale_moves_and_an_overflow_skips_a_replayed_step() -> None:
@@ -160,7 +160,7 @@ def test_dropout_draws_anew_at_every_replay() -> None:
     for _ in range(4):
         loop.step()
         seen.append(model[3].last == 0)
-    assert loop._steps.num_captured == 1
+    assert loop._training.steps.num_captured == 1
     assert not torch.equal(seen[2], seen[3])
 
 
@@ -174,7 +174,7 @@ def test_a_model_that_waits_for_the_device_runs_eagerly_and_says_so() -> None:
     model = nn.Sequential(network(), Waiting())
     loop = loop_of(model, fixed(Precision.FP16, capture=True), on_tick=ticks.append)
     loop.train_epoch()
-    assert loop._steps.num_captured == 0
+    assert loop._training.steps.num_captured == 0
     faults = [fault for tick in ticks for fault in tick.observation.faults]
     assert [fault.kind for fault in faults] == [FaultKind.CAPTURE_FAILED]
     assert "waits for the device" in faults[0].detail
@@ -190,7 +190,7 @@ def test_a_model_that_draws_on_the_host_runs_eagerly_and_says_so() -> None:
     model = nn.Sequential(network(), LayerDrop())
     loop = loop_of(model, fixed(Precision.FP16, capture=True), on_tick=ticks.append)
     loop.train_epoch()
-    assert loop._steps.num_captured == 0
+    assert loop._training.steps.num_captured == 0
     faults = [fault for tick in ticks for fault in tick.observation.faults]
     assert [fault.kind for fault in faults] == [FaultKind.CAPTURE_FAILED]
     assert "draws random numbers on the host" in faults[0].detail
@@ -228,7 +228,7 @@ def test_a_broken_capture_costs_neither_memory_nor_random_numbers() -> None:
         loop = loop_of(model, fixed(Precision.FP16, capture=True, batch=512), data=images(1024, size=64))
         for _ in range(2):
             loop.train_epoch()
-    assert not loop._steps.enabled
+    assert not loop._training.steps.enabled
     assert torch.rand(8, device="cuda").unique().numel() == 8
     assert torch.rand(8, device="cuda", generator=loop.sampler.generator).unique().numel() == 8
     loop.close()
@@ -239,7 +239,7 @@ def test_a_broken_capture_costs_neither_memory_nor_random_numbers() -> None:
     assert torch.cuda.memory_reserved() <= held + 160 * 2**20
     after = loop_of(network(dropout=0.5), fixed(Precision.FP16, capture=True))
     after.train_epoch()
-    assert after._steps.num_captured == 1
+    assert after._training.steps.num_captured == 1
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one() -> None:
@@ -282,7 +282,7 @@ def test_host_data_is_copied_into_the_captured_step() -> None:
     second = loop_of(models[1], fixed(Precision.FP32, capture=False), data=(inputs, targets))
     for loop in (first, second):
         loop.train_epoch()
-    assert first._steps.num_captured == 1
+    assert first._training.steps.num_captured == 1
     assert distance(*models) < 1e-3
 
 
@@ -315,7 +315,7 @@ def test_batches_that_change_their_shape_are_made_eagerly() -> None:
     faults = [fault for tick in ticks for fault in tick.observation.faults]
     assert [fault.kind for fault in faults] == [FaultKind.CAPTURE_FAILED]
     assert "differ in their shapes" in faults[0].detail
-    assert loop._steps.num_captured == 0
+    assert loop._training.steps.num_captured == 0
 
 
 def test_graphs_and_eager_steps_do_not_hold_memory_at_once() -> None:

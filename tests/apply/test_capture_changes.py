@@ -23,7 +23,7 @@ def test_a_moved_weight_is_noticed() -> None:
     loop = loop_of(model, fixed(Precision.FP16, capture=True))
     for _ in range(3):
         loop.step()
-    assert loop._steps.num_captured == 1
+    assert loop._training.steps.num_captured == 1
     weight = model[0].weight
     kept = weight.data
     weight.data = weight.data.clone(memory_format=torch.preserve_format)
@@ -46,7 +46,7 @@ def test_weights_loaded_from_elsewhere_reach_the_next_step() -> None:
         loops[1].step()
     model.load_state_dict(other.state_dict())
     loops[0].step()
-    copies = loops[0]._precision.copies
+    copies = loops[0]._training.precision.copies
     assert copies is not None
     for p in model.parameters():
         if id(p) in copies.in_force:
@@ -76,18 +76,18 @@ def test_a_hook_registered_after_capture_fires_and_no_graph_reads_the_copy_that_
         loop = loop_of(model, fixed(Precision.FP16, capture=capture))
         for _ in range(3):
             loop.step()
-        assert loop._steps.num_captured == int(capture)
+        assert loop._training.steps.num_captured == int(capture)
         weight = model[9].weight
         weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.dtype))
         loop.step()
         assert seen[-1] is torch.float32
-        copies = loop._precision.copies
+        copies = loop._training.precision.copies
         assert copies is not None
         assert id(weight) not in copies.in_force
         held = [torch.full((10, 64), torch.nan, dtype=torch.half, device="cuda") for _ in range(4096)]  # where it was
         for _ in range(4):
             loop.step()
-        assert loop._steps.num_captured == int(capture)
+        assert loop._training.steps.num_captured == int(capture)
         assert all(p.isfinite().all() for p in model.parameters())
         del held
     assert distance(*models) < 10 * 2**-11
@@ -108,7 +108,7 @@ def test_an_optimizer_that_is_hooked_or_changed_after_capture_steps_by_itself() 
             loop.step()
         assert len(fired) == 4
         assert not loop.optimizer.is_capturable
-        assert loop._steps.num_captured == int(capture)
+        assert loop._training.steps.num_captured == int(capture)
         loop.train_epoch()
         faults = [fault for tick in ticks for fault in tick.observation.faults]
         assert [(fault.kind, fault.phase, fault.step) for fault in faults] == [
@@ -125,10 +125,10 @@ def test_an_eager_step_has_the_memory_of_the_curvatures_graph_too() -> None:
     for _ in range(6):
         loop.step()
     assert loop.curvature.is_captured, loop.curvature.not_captured_because
-    loop._precision.set({"0": Precision.BF16})
+    loop._training.precision.set({"0": Precision.BF16})
     loop.step()  # the first of a kind
     assert not loop.curvature.is_captured
-    assert not loop._pool.holds_graphs
+    assert not loop._training.pool.holds_graphs
     for _ in range(3):
         loop.step()
     assert loop.curvature.is_captured, loop.curvature.not_captured_because
@@ -139,6 +139,6 @@ def test_with_capture_off_nothing_is_captured() -> None:
     ticks: list[Any] = []
     loop = loop_of(network(), config, on_tick=ticks.append)
     loop.train_epoch()
-    assert not loop._pool.holds_graphs
+    assert not loop._training.pool.holds_graphs
     assert loop.curvature.not_captured_because == "capture is off"
     assert not [fault for tick in ticks for fault in tick.observation.faults]

@@ -148,7 +148,7 @@ def test_a_compiled_step_is_captured_and_trains_as_the_plain_one(waits: bool) ->
     for how in ("auto", "off"):
         loop, ticks = tower_loop(how, waits=waits and how == "auto")
         losses.append([loop.train_epoch().loss for _ in range(3)])
-        assert loop._steps.num_captured == 1
+        assert loop._training.steps.num_captured == 1
         if how == "auto":
             expected = "compiled as a whole: between its blocks" if waits else "8 x Block compiled: its blocks repeat"
             assert any(expected in each for each in told(ticks)), told(ticks)

@@ -10,7 +10,7 @@ from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.config import LossScaleConfig
-from triaccel_ray.control.steps import TrainingUpdate
+from triaccel_ray.control.training import TrainingUpdate
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import find_layers

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.build import CPU, ConvNet, CountingSource, Limited, blobs, cross_entropy, images, mlp, nothing, same, values
-from triaccel_ray.apply.evaluate import Evaluation, evaluate, judged_at_once
+from triaccel_ray.apply.evaluate import Evaluation, evaluate, evaluation_batch_size
 from triaccel_ray.data.sources import DataSource
 from triaccel_ray.records.plan import FaultKind
 
@@ -30,7 +30,7 @@ def test_the_figures_do_not_depend_on_the_batch_size(batch_size: int) -> None:
     [(96, False, True, 96), (96, True, True, 24), (224, True, False, 28), (4, True, False, 1), (1, False, False, 1)],
 )
 def test_a_gpu_judges_parts_of_a_batch(batch_size: int, on_gpu: bool, beside_graphs: bool, at_once: int) -> None:
-    assert judged_at_once(batch_size, on_gpu=on_gpu, beside_graphs=beside_graphs) == at_once
+    assert evaluation_batch_size(batch_size, on_gpu=on_gpu, beside_graphs=beside_graphs) == at_once
 
 
 class Mirrored(CountingSource):

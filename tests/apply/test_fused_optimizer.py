@@ -14,6 +14,7 @@ from triaccel_ray.apply.fused_optimizer import FusedOptimizer, has_kernel, is_su
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import find_layers
+from triaccel_ray.records.plan import FaultKind
 
 ONE, FINE, OVERFLOW = torch.tensor(1.0), torch.tensor(0.0), torch.tensor(1.0)
 OPTIMIZERS: dict[str, Any] = {
@@ -230,9 +231,10 @@ def test_what_changes_later_is_left_to_the_optimizer_from_then_on(change: str) -
             make(pair.optimizer)
             make(pair.plain)
         pair.backward(seed)
-        obstacle = layerwise.set_rates(1.0, {}, {})
-        assert (obstacle is not None) == (seed == 2)
-        assert reason in (obstacle or reason)
+        layerwise.set_rates(1.0, {}, {})
+        found = layerwise.take_faults(step=seed, batch_size=8)
+        assert len(found) == (seed == 2)
+        assert all(fault.kind is FaultKind.CAPTURE_FAILED and reason in fault.detail for fault in found)
         assert layerwise.is_capturable == (seed < 2)
         pair.gradients.collect({})
         pair.gradients.publish()

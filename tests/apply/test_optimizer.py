@@ -12,6 +12,7 @@ from triaccel_ray.config import LossScaleConfig
 from triaccel_ray.kernels.step_end.reference import move_scale
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.model.layers import find_layers
+from triaccel_ray.records.plan import Fault
 
 FINE, OVERFLOW = torch.tensor(0.0), torch.tensor(1.0)
 SCALES = {"0": 0.5, "2": 0.25, "4": 1.0}
@@ -241,7 +242,9 @@ def test_a_step_without_memory_is_made_once_room_has_been_made() -> None:
         optimizer.step(1.0, {}, divisor=None, found_nonfinite=FINE)
         plain.step()
     assert same(values(model), values(reference))
-    assert optimizer.survived == ["no room for the step"]
+    (fault,) = optimizer.take_faults(step=2, batch_size=8)
+    assert fault == Fault.out_of_memory("no room for the step", step=2, phase="optimizer", batch_size=8)
+    assert optimizer.take_faults(step=3, batch_size=8) == []
     assert released == [1]
 
 
@@ -251,4 +254,4 @@ def test_a_step_that_failed_half_way_is_not_made_again() -> None:
     backward(model, 0)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         optimizer.step(1.0, {}, divisor=None, found_nonfinite=FINE)
-    assert optimizer.survived == []
+    assert optimizer.take_faults(step=1, batch_size=8) == []

@@ -177,7 +177,7 @@ def test_a_short_batch_that_does_not_fit_leaves_whole_ones_their_parts() -> None
     (fault,) = step.run(ALL[:4], ONE, step=0).faults
     assert (fault.batch_size, fault.micro_batch_size) == (4, 1)
     assert model[1].sizes == [4, 1, 1, 1, 1]
-    assert (step.num_micro_batches, step.at_once) == (4, 1)
+    assert (step.num_micro_batches, step.min_micro_batch_size) == (4, 1)
 
 
 @WHERE

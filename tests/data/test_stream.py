@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tests.build import plain
-from triaccel_ray.data.prefetch import CHUNK_SIZES, Chunks, Part, Passage, undisturbed_generators
+from triaccel_ray.cuda.random_states import preserved_random_states
+from triaccel_ray.data.prefetch import CHUNK_SIZES, ChunkSampler, EpochOrder, Part
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import DatasetSource
 
@@ -178,7 +179,7 @@ def draw_and_fail() -> None:
 
 def test_generators_come_back_after_an_error_too() -> None:
     state = torch.get_rng_state()
-    with pytest.raises(LookupError), undisturbed_generators():
+    with pytest.raises(LookupError), preserved_random_states(cuda=False):
         draw_and_fail()
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -321,8 +322,8 @@ def test_samples_of_different_shapes_make_no_batch(place: Place) -> None:
     [(1, 10_000, 512), (1, 1_000, 125), (1, 50, 32), (2**13, 10_000, 128), (2**18, 10_000, 32)],
 )
 def test_chunks_are_of_one_weight_and_not_too_few(num_floats: int, num_samples: int, size: int) -> None:
-    chunks = Chunks(num_workers=2)
-    chunks.passage = Passage(torch.arange(num_samples), seed=0)
+    chunks = ChunkSampler(num_workers=2)
+    chunks.order = EpochOrder(torch.arange(num_samples), seed=0)
     dealt = iter(chunks)
     read = next(dealt)
     assert len(read.indices) == CHUNK_SIZE

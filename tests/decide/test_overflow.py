@@ -95,7 +95,7 @@ def test_no_steps_or_no_fp16_is_no_overflow():
         states = {"conv": LayerState(by_variance=plan.precision["conv"], fp16_bar_ticks=2)}
         state = ControlState(layers=states, step=done)
         layers, reasons = bar_overflowing(START.precision, observation_of(plan, num_skipped=50), state, states)
-        assert (layers["conv"].fp16_bar_ticks, reasons) == (1, [])
+        assert (layers["conv"].fp16_bar_ticks, reasons) == (2, [])
 
 
 def test_a_plan_that_could_not_be_applied_is_asked_for_again_when_it_goes_on_overflowing():

@@ -31,12 +31,5 @@ def sensors_of() -> Sensors:
 
 
 def read(sensors: Sensors, tick: int = 4) -> Observation:
-    return sensors.read(
-        plan=PLAN,
-        step=100,
-        tick=tick,
-        epoch=1.5,
-        loss_scale=torch.tensor(1024.0),
-        num_skipped=torch.tensor(3.0, dtype=torch.float64),
-        num_skipped_in_row=torch.tensor(2.0, dtype=torch.float64),
-    ).observation()
+    scale = torch.tensor([1024.0, 3.0, 2.0], dtype=torch.float64)  # the scale, steps skipped, of these in a row
+    return sensors.read(PLAN, scale, step=100, tick=tick, epoch=1.5).observation()

@@ -31,7 +31,7 @@ def assert_fisher(model: nn.Module, inputs: Tensor, targets: Tensor, fallback: t
     estimate = top_eigenvalues(model, F.cross_entropy, inputs, targets, layers, method="fisher", top_k=3)
     for layer, found in zip(layers, estimate.eigenvalues, strict=True):
         assert_spectrum(found, dense.largest(dense.fisher_block(model, F.cross_entropy, inputs, targets, layer), 3))
-    assert estimate.fallback_layers == fallback
+    assert tuple(estimate.fallbacks) == fallback
 
 
 @pytest.mark.parametrize("name", ["convolutions", "attention", "tied_tokens"])
@@ -142,7 +142,7 @@ def test_the_order_of_channels_in_memory_does_not_matter(groups: int) -> None:
                 method=method,
                 top_k=3,
             )
-            assert estimate.fallback_layers == ()
+            assert tuple(estimate.fallbacks) == ()
             found.append(estimate.eigenvalues)
     torch.testing.assert_close(found[:2], found[2:])
     double, layers = model.double(), find_layers(model)

@@ -209,7 +209,7 @@ def test_an_eager_measurement_without_memory_leaves_nothing_behind() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         meter.measure(inputs, targets, draws())
     assert not isinstance(meter._method, GramMethod)
-    assert meter._method._slopes is None
+    assert meter._method._gradients is None
     del meter._method.advance
     assert meter.measure(inputs, targets, draws()).eigenvalues.isfinite().all()
 

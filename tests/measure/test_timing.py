@@ -22,7 +22,7 @@ def spend(seconds: float = 0.01) -> None:
 
 def test_it_counts_from_start_to_finish(clock: EpochClock) -> None:
     spend()
-    assert clock.seconds() == clock.glance() == 0.0
+    assert clock.seconds() == clock.elapsed() == 0.0
     outside = time.perf_counter()
     clock.start()
     inside = time.perf_counter()
@@ -42,9 +42,9 @@ def test_starting_twice_goes_on(clock: EpochClock) -> None:
 
 def test_a_glance_grows_while_it_runs(clock: EpochClock) -> None:
     clock.start()
-    first = clock.glance()
+    first = clock.elapsed()
     spend()
-    assert first + 0.01 <= clock.glance() <= clock.seconds()
+    assert first + 0.01 <= clock.elapsed() <= clock.seconds()
 
 
 def test_what_was_timed_before_a_checkpoint_is_carried_over(clock: EpochClock) -> None:
@@ -104,12 +104,12 @@ def test_work_beside_the_training_keeps_within_its_share_of_the_time(monkeypatch
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
     share = TimeShare(torch.device("cpu"), 0.25)
     assert share.allows
-    with share.spending(counts=False):
+    with share.timed(counts=False):
         now += 5.0  # another piece would take as long, hence 20 s from the start on
     assert (share.allows, share.seconds_to_wait) == (False, 15.0)
     now += 15.0
     assert share.allows
-    with share.spending():
+    with share.timed():
         now += 6.0
     assert share.seconds_to_wait == 4 * (6 + 6) - 26
     now += 22.0
@@ -118,6 +118,6 @@ def test_work_beside_the_training_keeps_within_its_share_of_the_time(monkeypatch
 
 def test_without_a_share_all_is_allowed() -> None:
     share = TimeShare(torch.device("cpu"), None)
-    with share.spending():
+    with share.timed():
         spend()
     assert share.allows

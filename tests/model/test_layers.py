@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.model.layers import find_layers, forward, lay_out
+from triaccel_ray.model.layers import find_layers, forward, to_channels_last
 
 
 class WithToken(nn.Module):
@@ -100,7 +100,7 @@ def test_convolutions_are_laid_out_in_channels_last_with_their_values() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 2))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     parameters = list(model.parameters())
-    lay_out(model)
+    to_channels_last(model)
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))  # an optimizer knows them
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

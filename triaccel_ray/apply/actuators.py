@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.cuda.graphs import GraphPool
+from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.plan import Applied, Fault, FaultKind, Plan
 
 
@@ -16,6 +19,8 @@ class Actuators:
         self._put(plan)
         self.plan = plan
         """The plan in force."""
+        self.adapting_ms = 0.0
+        """Milliseconds that new plans have taken since the run began."""
 
     def apply(self, plan: Plan, *, step: int) -> Applied:
         """Returns the plan in force afterwards, the fault if that is still the old one, and what plans have cost."""
@@ -37,7 +42,19 @@ class Actuators:
                 ),
             )
         cost = self._cache.take_cost()
+        self.adapting_ms += cost.milliseconds
         return Applied(plan=self.plan, faults=faults, evicted=tuple(cost.evicted), adapt_ms=cost.milliseconds)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the plan in force, and in how many parts steps pass: more, after one that did not fit."""
+        step = self._cache.step
+        return {"plan": encode(self.plan), "micro_batches": [step.num_micro_batches, step.min_micro_batch_size]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts into force what `state_dict` returned."""
+        self.plan = decode(Plan, state["plan"])
+        self._put(self.plan)
+        self._cache.step.set_num_micro_batches(*state["micro_batches"])
 
     def _put(self, plan: Plan) -> None:
         self._cache.step.precision.set(plan.precision)

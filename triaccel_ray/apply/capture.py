@@ -114,9 +114,9 @@ class StepCache:
         self._compiled: set[_Key] = set()
         self._warm: set[_Key] = set()
         self._too_large: set[_Key] = set()
-        self._ground: tuple[Any, ...] = ()
+        self._captured_dependencies: tuple[Any, ...] = ()
         self._cost = AdaptingCost()
-        self._has_told_of_norms = self._has_told_of_parts = False
+        self._reported: set[FaultKind] = set()
         pool.on_release(self._drop_all)
 
     @property
@@ -141,8 +141,11 @@ class StepCache:
             if not self.enabled or key in self._too_large:
                 return self._eager(indices, loss_scale, step).faults
             if in_parts_from_host:
-                return (*self._why_not_in_parts(key, step), *self._eager(indices, loss_scale, step).faults)
-            if self._entries and self._find_ground() != self._ground:
+                fault = _capture_fault(
+                    key, step, "batches that pass in parts are captured from tensors on the device alone"
+                )
+                return (*self._once(fault), *self._eager(indices, loss_scale, step).faults)
+            if self._entries and self._dependencies() != self._captured_dependencies:
                 self._pool.release()
                 self._warm.clear()
                 self._compiled.clear()
@@ -157,11 +160,11 @@ class StepCache:
             self._replay(key)
         return ()
 
-    def _why_not_in_parts(self, key: _Key, step: int) -> tuple[Fault, ...]:
-        if self._has_told_of_parts:
-            return ()
-        self._has_told_of_parts = True
-        return (_capture_fault(key, step, "batches that pass in parts are captured from tensors on the device alone"),)
+    def _once(self, fault: Fault) -> tuple[Fault, ...]:
+        """Returns the fault, unless one of its kind has been returned here before."""
+        is_new = fault.kind not in self._reported
+        self._reported.add(fault.kind)
+        return (fault,) if is_new else ()
 
     def _eager(self, indices: Tensor, loss_scale: Tensor, step: int, *, watch: bool = False) -> StepOutcome:
         if self._pool.holds_graphs:  # the curvature's count as well
@@ -172,14 +175,17 @@ class StepCache:
         gradients.publish()
         self._update.run(outcome.loss_sum, outcome.num_samples, gradients)
         gradients.drop()
-        return replace(outcome, faults=(*outcome.faults, *self._refused_norms(step)))
+        if self.step.fusion is not None and (reason := self.step.fusion.refused_because):
+            refusal = Fault(kind=FaultKind.FUSION_REFUSED, step=step, phase="fuse", detail=reason)
+            return replace(outcome, faults=(*outcome.faults, *self._once(refusal)))
+        return outcome
 
     def _first(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> tuple[Fault, ...]:
         """Makes the first step of a kind, eagerly, and watches for what a captured one could not do.
 
         Compiling waits for the device itself: a step that compiles is not watched, but the one after it.
         """
-        ground = self._find_ground()
+        before = self._dependencies()
         compiles = self.step.is_compiled and key not in self._compiled
         with self._timed():
             outcome = self._eager(indices, loss_scale, step, watch=not compiles)
@@ -191,7 +197,7 @@ class StepCache:
             return outcome.faults
         self._warm.add(key)
         obstacles = [*outcome.obstacles]
-        if self._find_ground() != ground:
+        if self._dependencies() != before:
             obstacles.append("the step puts other tensors in place of parameters or buffers, which a replay would not")
         if not obstacles:
             return outcome.faults
@@ -204,14 +210,6 @@ class StepCache:
         self.enabled = False
         return (*outcome.faults, _capture_fault(key, step, "; ".join(obstacles)))
 
-    def _refused_norms(self, step: int) -> tuple[Fault, ...]:
-        """Returns, once, that the kernel for norms could not be used on what the model gives it."""
-        reason = "" if self.step.fusion is None else self.step.fusion.refused_because
-        if not reason or self._has_told_of_norms:
-            return ()
-        self._has_told_of_norms = True
-        return (Fault(kind=FaultKind.FUSION_REFUSED, step=step, phase="fuse", detail=reason),)
-
     def _capture(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> Fault | None:
         """Captures the step on these samples without making it, and keeps it; returns what prevented that."""
         self.step.zero_grad()
@@ -223,7 +221,7 @@ class StepCache:
             fault = _capture_fault(key, step, first_line(error), kind)
         else:
             self.step.zero_grad()
-            self._ground = self._find_ground()
+            self._captured_dependencies = self._dependencies()
             self._entries[key] = captured
             if len(self._entries) > MAX_GRAPHS:
                 self._pool.synchronize()
@@ -239,7 +237,9 @@ class StepCache:
 
     def _record(self, key: _Key, indices: Tensor, loss_scale: Tensor) -> _Captured:
         gradients = self._gradients_of()
-        batch = None if self._source.is_resident else _clones(self._source.batch(indices, self.step.sampler.generator))
+        batch = None
+        if not self._source.is_resident:
+            batch = map_tensors(torch.clone, self._source.batch(indices, self.step.sampler.generator))
         static = indices.clone()
         loss_sums: list[Tensor] = []
 
@@ -288,7 +288,7 @@ class StepCache:
         if not self._update.is_capturable:
             self._update.run(entry.loss_sum, key.batch_size, entry.gradients)
 
-    def _find_ground(self) -> tuple[Any, ...]:
+    def _dependencies(self) -> tuple[Any, ...]:
         """Returns what graphs stand on and others may change.
 
         Parameters and buffers, their low-precision copies, modes, whether norms fuse and the update is part of a graph.
@@ -310,11 +310,9 @@ class StepCache:
         if self.step.precision.copies is not None:
             self.step.precision.copies.drop_unused()
 
-    @contextlib.contextmanager
-    def on_stream(self) -> Iterator[None]:
+    def on_stream(self) -> contextlib.AbstractContextManager[None]:
         """Has what is inside run on the stream that captures, between what is launched before it and after it."""
-        with contextlib.nullcontext() if self._stream is None else self._stream.current():
-            yield
+        return contextlib.nullcontext() if self._stream is None else self._stream.current()
 
     @contextlib.contextmanager
     def _autotuning(self) -> Iterator[None]:
@@ -351,8 +349,3 @@ def _capture_fault(key: _Key, step: int, detail: str, kind: FaultKind = FaultKin
 def _kind(batch: tuple[Any, Tensor]) -> Any:
     """Returns what all batches of a captured step have in common."""
     return map_tensors(lambda tensor: (tensor.shape, tensor.dtype), batch)
-
-
-def _clones(batch: tuple[Any, Tensor]) -> tuple[Any, Tensor]:
-    cloned: tuple[Any, Tensor] = map_tensors(torch.clone, batch)
-    return cloned

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -106,11 +106,10 @@ class Compilation:
         module: nn.Module = self._whole
         return module
 
-    @contextlib.contextmanager
-    def in_force(self) -> Iterator[None]:
+    def in_force(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context for training passes, in which a block may have many variants."""
-        with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
-            yield
+        patched: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT)
+        return patched
 
     def remove(self) -> None:
         """Gives the blocks their own calls back."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.data.sources import DataSource, IterableSource, as_source
 from triaccel_ray.model.dry_run import blaming, described, seen
-from triaccel_ray.model.layers import Loss, forward
+from triaccel_ray.model.layers import Loss, forward, preserved_modes
 from triaccel_ray.model.metrics import ACCURACY, Metric, Values, as_metrics, is_classification
 from triaccel_ray.model.pytree import tensors_in
 from triaccel_ray.records.plan import Fault
@@ -22,7 +22,7 @@ Metrics: TypeAlias = "Mapping[str, Metric | Values]"
 """Name -> metric, or function(outputs, targets) whose mean over the samples is the figure."""
 
 
-def judged_at_once(batch_size: int, *, on_gpu: bool, beside_graphs: bool) -> int:
+def evaluation_batch_size(batch_size: int, *, on_gpu: bool, beside_graphs: bool) -> int:
     """Returns how many samples to judge at once, where batches of `batch_size` are trained.
 
     On a CPU as many. On a GPU fewer, for judging there is eager, in FP32, and of several views of each sample: an
@@ -72,47 +72,45 @@ def evaluate(
         TypeError: a metric does not fit outputs and targets, or returned something else than it has to.
         UserCodeError: a metric raised.
     """
-    judge = _Judge(model, loss, None if metrics is None else as_metrics(metrics))
-    training = {module: module.training for module in model.modules()}
-    model.eval()
+    evaluator = _Evaluator(model, loss, None if metrics is None else as_metrics(metrics))
     totals = torch.zeros((), dtype=torch.float64, device=device)
     faults: list[Fault] = []
     cursor = 0
-    source = as_source(data).to(device)
-    if not isinstance(source, IterableSource):
-        source.announce(torch.arange(len(source)), seed=0, follows=False)
-    try:
-        while size := source.reach(cursor, batch_size):
-            at = device if source.is_resident else torch.device("cpu")
-            indices = torch.arange(cursor, cursor + size, device=at)
-            try:
-                totals = totals + judge(source, indices)
-                cursor += len(indices)
-                continue
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error) or len(indices) == 1:
-                    raise
-                detail = first_line(error)
-            batch_size = max(len(indices) // 2, 1)
-            release_memory()
-            faults.append(Fault.out_of_memory(detail, step=step, phase="evaluation", micro_batch_size=batch_size))
-    finally:
-        for module, mode in training.items():
-            module.training = mode
-        if source is not data:
-            source.close()  # ends the processes that have read ahead
+    with preserved_modes(model):
+        model.eval()
+        source = as_source(data).to(device)
+        if not isinstance(source, IterableSource):
+            source.announce(torch.arange(len(source)), seed=0, follows=False)
+        try:
+            while size := source.reach(cursor, batch_size):
+                at = device if source.is_resident else torch.device("cpu")
+                indices = torch.arange(cursor, cursor + size, device=at)
+                try:
+                    totals = totals + evaluator(source, indices)
+                    cursor += len(indices)
+                    continue
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error) or len(indices) == 1:
+                        raise
+                    detail = first_line(error)
+                batch_size = max(len(indices) // 2, 1)
+                release_memory()
+                faults.append(Fault.out_of_memory(detail, step=step, phase="evaluation", micro_batch_size=batch_size))
+        finally:
+            if source is not data:
+                source.close()  # ends the processes that have read ahead
     loss_sum, *sums = totals.tolist()
     half = len(sums) // 2
     return Evaluation(
         loss=loss_sum / cursor,
-        metrics=judge.figures(sums[:half]),
+        metrics=evaluator.figures(sums[:half]),
         num_samples=cursor,
-        one_view=judge.figures(sums[half:]) if judge.has_views else {},
+        one_view=evaluator.figures(sums[half:]) if evaluator.has_views else {},
         faults=tuple(faults),
     )
 
 
-class _Judge:
+class _Evaluator:
     """Judges batches."""
 
     def __init__(self, model: nn.Module, loss: Loss, metrics: dict[str, Metric] | None) -> None:
@@ -174,7 +172,7 @@ def _sum_and_weight(name: str, metric: Metric, outputs: Any, targets: Any) -> tu
 
 
 def _first(outputs: Any, targets: Any) -> Tensor:
-    """Returns a tensor [b, ...] that tells how many samples there are, and where."""
+    """Returns a tensor [b, ...] of the samples, on their device."""
     return tensors_in([targets, outputs])[0]
 
 

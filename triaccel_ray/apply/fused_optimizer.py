@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -172,33 +173,28 @@ class FusedOptimizer:
         return [state[p].get(name) if p in state else None for name in self._names for p in self._own]
 
     def _set_hyperparameters(self, lr_scale: Mapping[str, float]) -> None:
-        num_others = len(self._watched) - len(self._own)
-        of_each = [(p, group) for group in self._optimizer.param_groups for p in group["params"]]
+        groups = [group for group in self._optimizer.param_groups for _ in group["params"]]
+        others = len(self._watched) - len(self._own)
 
-        def values(name: str) -> list[float]:
-            return [*(float(group[name]) for _, group in of_each), *[0.0] * num_others]
+        def each(value: Callable[[dict[str, Any]], float]) -> list[float]:
+            return [*(float(value(group)) for group in groups), *[0.0] * others]
 
-        scales = [lr_scale.get(self._layer_of.get(id(p), ""), 1.0) for p, _ in of_each]
-        lr = [rate * scale for rate, scale in zip(values("lr"), [*scales, *[1.0] * num_others], strict=True)]
+        scales = [lr_scale.get(self._layer_of.get(id(p), ""), 1.0) for p in self._watched]
+        lr = [rate * scale for rate, scale in zip(each(itemgetter("lr")), scales, strict=True)]
+        weight_decay = each(itemgetter("weight_decay"))
         if isinstance(self._hyperparameters, SgdHyperparameters):
-            self._hyperparameters.set(
-                lr=lr,
-                weight_decay=values("weight_decay"),
-                momentum=values("momentum"),
-                nesterov=[bool(value) for value in values("nesterov")],
-            )
+            nesterov = [bool(value) for value in each(itemgetter("nesterov"))]
+            momentum = each(itemgetter("momentum"))
+            self._hyperparameters.set(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov)
             return
         is_adamw = type(self._optimizer) is torch.optim.AdamW
         self._hyperparameters.set(
             lr=lr,
-            weight_decay=values("weight_decay"),
-            beta1=[*(group["betas"][0] for _, group in of_each), *[0.0] * num_others],
-            beta2=[*(group["betas"][1] for _, group in of_each), *[0.0] * num_others],
-            eps=values("eps"),
-            decoupled=[
-                *(is_adamw or bool(group.get("decoupled_weight_decay")) for _, group in of_each),
-                *[False] * num_others,
-            ],
+            weight_decay=weight_decay,
+            beta1=each(lambda group: group["betas"][0]),
+            beta2=each(lambda group: group["betas"][1]),
+            eps=each(itemgetter("eps")),
+            decoupled=[bool(value) for value in each(lambda group: is_adamw or group.get("decoupled_weight_decay", 0))],
         )
 
 

@@ -10,6 +10,7 @@ from triaccel_ray.kernels.step_end import LossScaleState
 
 MAXIMUM = 2.0**24
 """Beyond this the scaled loss itself approaches the end of FP32's range in long sums."""
+_SAVED = ("scale", "num_finite", "num_skipped", "num_skipped_in_row")
 
 
 class LossScale:
@@ -36,27 +37,20 @@ class LossScale:
         """Steps skipped so far, fp64 scalar."""
         return self.state.num_skipped
 
-    @property
-    def num_skipped_in_row(self) -> Tensor:
-        """Steps skipped since the last one that was made, fp64 scalar."""
-        return self.state.num_skipped_in_row
-
     def factor(self, active: bool) -> Tensor:
         """Returns the factor on the loss: the scale while FP16 is in use, else 1; fp32 scalar."""
         return self.state.scale if active else self._one
 
+    def read(self, active: bool) -> Tensor:
+        """Returns the factor, the steps skipped so far, and those since the last one that was made: fp64 [3]."""
+        state = self.state
+        return torch.stack([self.factor(active).double(), state.num_skipped, state.num_skipped_in_row])
+
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the scale and its counters."""
-        return {
-            "scale": self.state.scale.clone(),
-            "num_finite": self.state.num_finite.clone(),
-            "num_skipped": self.state.num_skipped.clone(),
-            "num_skipped_in_row": self.state.num_skipped_in_row.clone(),
-        }
+        return {name: getattr(self.state, name).clone() for name in _SAVED}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restores what `state_dict` returned."""
-        self.state.scale.copy_(state["scale"])
-        self.state.num_finite.copy_(state["num_finite"])
-        self.state.num_skipped.copy_(state["num_skipped"])
-        self.state.num_skipped_in_row.copy_(state["num_skipped_in_row"])
+        for name in _SAVED:
+            getattr(self.state, name).copy_(state[name])

@@ -13,6 +13,7 @@ from triaccel_ray.apply.fused_optimizer import FusedOptimizer, is_supported
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import Layer
+from triaccel_ray.records.plan import Fault, FaultKind
 
 
 class LayerwiseOptimizer:
@@ -36,8 +37,8 @@ class LayerwiseOptimizer:
     ) -> None:
         """Remembers which parameter belongs to which layer, and allocates SGD's momentum ahead of the first step."""
         self.optimizer, self._release_memory = optimizer, release_memory
-        self.survived: list[str] = []
-        """Messages of out-of-memory errors after which a step was made all the same; to be taken by the owner."""
+        self._survived: list[str] = []
+        self._obstacle: str | None = None
         self._layer_of = {id(weight): layer.name for layer in layers for weight in layer.weights}
         self._skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._lr_factor = 1.0
@@ -65,16 +66,26 @@ class LayerwiseOptimizer:
         """Whether a step asks the host if gradients are finite: neither a kernel nor the optimizer skips by itself."""
         return self._fused is None and not self._skips_on_device
 
-    def set_rates(self, lr_factor: float, lr_scale: Mapping[str, float], copies: Mapping[int, Tensor]) -> str | None:
-        """Sets what `update` uses: lr = group lr x `lr_factor` x the layer's scale, and the copies it writes.
-
-        Returns why the optimizer steps by itself from now on, where a kernel did so far; None where nothing changes.
-        """
+    def set_rates(self, lr_factor: float, lr_scale: Mapping[str, float], copies: Mapping[int, Tensor]) -> None:
+        """Sets what `update` uses: lr = group lr x `lr_factor` x the layer's scale, and the copies it writes."""
         self._lr_factor, self._lr_scale = lr_factor, lr_scale
-        obstacle = None if self._fused is None else self._fused.prepare(lr_factor, lr_scale, copies)
-        if obstacle is not None:
+        if self._fused is None:
+            return
+        self._obstacle = self._fused.prepare(lr_factor, lr_scale, copies)
+        if self._obstacle is not None:
             self._fused = None  # the state is the optimizer's own already
-        return obstacle
+
+    def take_faults(self, *, step: int, batch_size: int) -> list[Fault]:
+        """Returns, once, why the optimizer steps without its kernel by now, and the lacks of memory it survived."""
+        faults = [
+            Fault.out_of_memory(detail, step=step, phase="optimizer", batch_size=batch_size)
+            for detail in self._survived
+        ]
+        if self._obstacle is not None:
+            obstacle = Fault(kind=FaultKind.CAPTURE_FAILED, step=step, phase="optimizer", detail=self._obstacle)
+            faults.insert(0, obstacle)
+        self._survived, self._obstacle = [], None
+        return faults
 
     def update(self, gradients: Gradients, *, divisor: Tensor | None, found_nonfinite: Tensor) -> None:
         """Updates the parameters, once, from `gradients` (of `watched`); otherwise as `step`."""
@@ -129,7 +140,7 @@ class LayerwiseOptimizer:
             )
             if not is_out_of_memory(error) or not is_untouched:
                 raise
-            self.survived.append(first_line(error))
+            self._survived.append(first_line(error))
         # Outside the handler: the traceback no longer holds the attempt's tensors.
         self._release_memory()
         self._step(found_nonfinite)

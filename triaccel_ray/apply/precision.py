@@ -16,11 +16,14 @@ from torch.overrides import TorchFunctionMode
 
 from triaccel_ray.apply.copies import ComputeCopies
 from triaccel_ray.apply.fused_norm import FusedNorm
-from triaccel_ray.model.dtypes import DTYPES
 from triaccel_ray.model.layers import Layer, uncompiled
 from triaccel_ray.model.pytree import cast_floating, tensors_in
 from triaccel_ray.records.plan import Precision
 
+DTYPES: Mapping[Precision, torch.dtype] = MappingProxyType(
+    {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
+)
+"""Precision -> the dtype that a layer computes in."""
 _NO_COPIES: Mapping[int, Tensor] = MappingProxyType({})
 _EMULATED_RATIO = 2.5
 """A precision that takes longer than FP32 by more than this is emulated."""
@@ -89,7 +92,7 @@ class _Region:
 
     def __init__(self) -> None:
         self.dtype: torch.dtype | None = None
-        """None: the layer computes as if nobody had touched it."""
+        """None: the layer computes by its own code."""
 
 
 class LayerPrecision:
@@ -112,7 +115,7 @@ class LayerPrecision:
     ) -> None:
         """Wraps the layers' forward functions; `remove` undoes it.
 
-        `norms` are told to write what the layers that read them compute in, so that no cast stands between.
+        `norms` write their outputs in the dtype of the layers that read them, so that no cast stands between.
 
         Raises:
             ValueError: the model, or the one that it is a copy of, is wrapped already.
@@ -122,7 +125,7 @@ class LayerPrecision:
         self.copies, self._norms = copies, norms
         self._name_of = {module: layer.name for layer in layers for module in layer.modules}
         self._device_type = next(model.parameters()).device.type
-        self._glue: torch.dtype | None = None
+        self._autocast_dtype: torch.dtype | None = None
         self._dtypes: dict[str, torch.dtype] = {}
         self._regions = {layer.name: _Region() for layer in layers}
         self._is_suspended = self.is_removed = False
@@ -153,7 +156,7 @@ class LayerPrecision:
             norm.output_dtype = read_in.pop() if len(read_in) == 1 and not norm.has_other_readers else None
         low = [dtype for dtype in self._dtypes.values() if dtype is not torch.float32]
         # BF16 wins a tie: it cannot overflow.
-        self._glue = max((torch.bfloat16, torch.float16), key=low.count) if low else None
+        self._autocast_dtype = max((torch.bfloat16, torch.float16), key=low.count) if low else None
 
     @property
     def copies_in_force(self) -> Mapping[int, Tensor]:
@@ -178,10 +181,10 @@ class LayerPrecision:
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Returns a context for the forward pass, inside which precisions apply between layers too."""
-        enabled = self._glue is not None and not self._is_suspended
+        enabled = self._autocast_dtype is not None and not self._is_suspended
         refuses = enabled and {torch.float16, torch.bfloat16} <= set(self._dtypes.values())
         with (
-            torch.autocast(self._device_type, dtype=self._glue or torch.bfloat16, enabled=enabled),
+            torch.autocast(self._device_type, dtype=self._autocast_dtype or torch.bfloat16, enabled=enabled),
             _Promotion() if refuses else contextlib.nullcontext(),
         ):
             yield

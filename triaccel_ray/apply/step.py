@@ -65,7 +65,10 @@ class Step:
         self._is_users_compiled = is_compiled(model) and compilation is None
         self._check_memory, self._release_memory = check_memory, release_memory
         self._is_exceeded_at_rest = is_exceeded_at_rest
-        self._num_micro_batches = self._at_once = 1
+        self.num_micro_batches = 1
+        """Parts in which batches pass now: the plan's, or more after one that did not fit."""
+        self.min_micro_batch_size = 1
+        """Samples below which no part of a short batch is divided further."""
         self._is_budget_waived = False
         self._parameters = tuple(model.parameters())
         self._with_buffers = tuple(module for module in model.modules() if module._buffers)
@@ -75,22 +78,12 @@ class Step:
         """Whether passes run code from `torch.compile`, ours or the user's."""
         return self.compilation is not None or self._is_users_compiled
 
-    @property
-    def num_micro_batches(self) -> int:
-        """Parts in which batches pass now: the plan's, or more after one that did not fit."""
-        return self._num_micro_batches
-
-    @property
-    def at_once(self) -> int:
-        """Samples below which no part of a short batch is divided further."""
-        return self._at_once
-
-    def set_num_micro_batches(self, num_micro_batches: int, at_once: int = 1) -> None:
+    def set_num_micro_batches(self, num_micro_batches: int, min_micro_batch_size: int = 1) -> None:
         """Passes batches through the model in this many parts from now on.
 
-        A short batch, at the end of an epoch, passes in fewer where these hold at most `at_once` samples.
+        A short batch, at the end of an epoch, passes in fewer where these hold at most `min_micro_batch_size` samples.
         """
-        self._num_micro_batches, self._at_once = num_micro_batches, at_once
+        self.num_micro_batches, self.min_micro_batch_size = num_micro_batches, min_micro_batch_size
         self._is_budget_waived = False
 
     def run(self, indices: Tensor, loss_scale: Tensor, *, step: int, watch: bool = False) -> StepOutcome:
@@ -102,8 +95,12 @@ class Step:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.
         """
         obstacles: list[str] = []
-        faults: list[Fault] = []
-        before, as_planned = _Snapshot(self._with_buffers, self.sampler), (self._num_micro_batches, self._at_once)
+        compiling: tuple[Fault, ...] = ()
+        retreat: tuple[Fault, ...] = ()  # the last attempt's alone
+        before, as_planned = (
+            _Snapshot(self._with_buffers, self.sampler),
+            (self.num_micro_batches, self.min_micro_batch_size),
+        )
         while True:
             num_parts = self._num_parts(len(indices))
             self.zero_grad()
@@ -112,7 +109,10 @@ class Step:
                     self.batches(indices), len(indices), loss_scale, obstacles if watch else None
                 )
                 return StepOutcome(
-                    loss_sum=loss_sum, num_samples=len(indices), faults=tuple(faults), obstacles=tuple(obstacles)
+                    loss_sum=loss_sum,
+                    num_samples=len(indices),
+                    faults=(*compiling, *retreat),
+                    obstacles=tuple(obstacles),
                 )
             except (RuntimeError, MemoryError) as error:
                 is_soft = isinstance(error, BudgetExceededError)
@@ -131,26 +131,21 @@ class Step:
                 self.compilation.remove()
                 self.compilation = None
                 text = f"torch.compile failed, the model runs as it is: {detail}"
-                faults.append(Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text))
+                compiling = (Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text),)
                 continue
             if is_soft and (is_smallest or self._is_exceeded_at_rest()):
-                (self._num_micro_batches, self._at_once), self._is_budget_waived = as_planned, True
+                (self.num_micro_batches, self.min_micro_batch_size), self._is_budget_waived = as_planned, True
                 exceeded = FaultKind.BUDGET_EXCEEDED
-                faults[:] = [
-                    *_compiled_in(faults),
-                    Fault(kind=exceeded, step=step, phase="forward_backward", detail=detail),
-                ]
+                retreat = (Fault(kind=exceeded, step=step, phase="forward_backward", detail=detail),)
                 continue
-            if num_parts >= min(self._num_micro_batches, len(indices)):
-                self._num_micro_batches = min(2 * num_parts, len(indices))
-            self._at_once = 1
-            at_once = -(-len(indices) // self._num_micro_batches)
-            faults[:] = [
-                *_compiled_in(faults),
-                Fault.out_of_memory(
-                    detail, step=step, phase="forward_backward", batch_size=len(indices), micro_batch_size=at_once
-                ),
-            ]
+            if num_parts >= min(self.num_micro_batches, len(indices)):
+                self.num_micro_batches = min(2 * num_parts, len(indices))
+            self.min_micro_batch_size = 1
+            passing = -(-len(indices) // self.num_micro_batches)
+            fault = Fault.out_of_memory(
+                detail, step=step, phase="forward_backward", batch_size=len(indices), micro_batch_size=passing
+            )
+            retreat = (fault,)
 
     def accumulate(
         self,
@@ -178,7 +173,7 @@ class Step:
                     loss = self._loss(outputs, targets)
                 self._require_memory()
                 (loss * (loss_scale * (count / num_samples))).backward()
-            if self._num_micro_batches > 1 and self.precision.copies is not None:
+            if self.num_micro_batches > 1 and self.precision.copies is not None:
                 self.precision.copies.gather_gradients()
             loss_sum += loss.detach().double() * count
             self._require_memory()
@@ -207,12 +202,7 @@ class Step:
             yield len(part), *self.sampler.source.batch(part, self.sampler.generator)
 
     def _num_parts(self, num_samples: int) -> int:
-        return min(self._num_micro_batches, -(-num_samples // self._at_once))
-
-
-def _compiled_in(faults: list[Fault]) -> list[Fault]:
-    """Returns the faults that a later attempt does not replace."""
-    return [fault for fault in faults if fault.kind is FaultKind.COMPILED]
+        return min(self.num_micro_batches, -(-num_samples // self.min_micro_batch_size))
 
 
 class _Snapshot:

@@ -15,23 +15,13 @@ import torch
 from torch import fx, nn
 
 from triaccel_ray.cuda.out_of_memory import first_line
+from triaccel_ray.model.layers import preserved_modes
 
 INPLACE_OPERATORS: frozenset[Callable[..., Any]] = frozenset(
-    getattr(operator, name)
-    for name in [
-        "iadd",
-        "isub",
-        "imul",
-        "imatmul",
-        "itruediv",
-        "ifloordiv",
-        "imod",
-        "ipow",
-        "iand",
-        "ior",
-        "ixor",
-        "ilshift",
-        "irshift",
+    [
+        *(operator.iadd, operator.isub, operator.imul, operator.imatmul, operator.itruediv, operator.ifloordiv),
+        *(operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor),
+        *(operator.ilshift, operator.irshift),
     ]
 )
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -67,7 +57,7 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def trace(model: nn.Module, leaves: Collection[nn.Module]) -> Trace | Refusal:
-    """Returns the calls that `model` makes in training mode, or why they cannot be told without running it.
+    """Returns the calls that `model` makes in training mode, or why they cannot be known without running it.
 
     Opened are plain containers that hold a `torch.nn.BatchNorm2d`, `torch.nn.Sequential` and `torch.nn.Identity`; every
     other module is one call. A model in evaluation mode is traced as if in training mode; parts kept in evaluation mode
@@ -75,22 +65,18 @@ def trace(model: nn.Module, leaves: Collection[nn.Module]) -> Trace | Refusal:
     """
     if reason := _refused_from_outside(model):
         return Refusal(reason=reason)
-    modes = {module: module.training for module in model.modules()}
     tracer = _Tracer(leaves)
     try:
-        if not model.training:
-            model.train()
-        with _unchanged(model):
-            graph = tracer.trace(model)
+        with preserved_modes(model):
+            if not model.training:
+                model.train()
+            with _unchanged(model):
+                graph = tracer.trace(model)
+            return Trace(graph=graph, opened=tuple((part, part.training) for part in (model, *tracer.opened)))
     except _UntraceableError as error:
         return Refusal(reason=str(error))
     except Exception as error:  # the model's own code runs on stand-ins for tensors: anything may come of it
         return Refusal(reason=f"its forward pass cannot be traced: {type(error).__name__}: {first_line(error)}")
-    finally:
-        opened = tuple((module, module.training) for module in (model, *tracer.opened))
-        for module, mode in modes.items():
-            module.training = mode
-    return Trace(graph=graph, opened=opened)
 
 
 def _refused_from_outside(model: nn.Module) -> str | None:

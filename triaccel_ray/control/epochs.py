@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from triaccel_ray.config import require_number
 from triaccel_ray.data.sampler import Sampler
+from triaccel_ray.measure.timing import EpochClock
 
 Schedule = Callable[[float], float] | LRScheduler
 """Maps epochs trained, fractional, to a factor on the optimizer's learning rates; or a scheduler of that optimizer."""
@@ -125,7 +128,67 @@ class EpochStats:
     """Wall-clock, the device synchronised at both ends."""
 
 
-def mean_loss(loss: Tensor) -> float:
-    """Returns sum over number, from the two on the device (fp64 [2]); NaN when every step of the epoch was skipped."""
-    loss_sum, num_samples = loss.tolist()
-    return float(loss_sum / num_samples) if num_samples else math.nan
+class EpochProgress:
+    """What the present epoch amounts to so far."""
+
+    def __init__(self, device: torch.device, loss: Tensor | None = None) -> None:
+        """Counts nothing yet; `loss` is the tensor that steps add to, where it is not this one's own."""
+        self.loss = torch.zeros(2, dtype=torch.float64, device=device) if loss is None else loss
+        """fp64 [2] on the device: sum over the samples, and their number."""
+        self.num_steps = 0
+        self.clock = EpochClock(device)
+
+    def begin(self) -> None:
+        """Forgets the epoch before, but for its seconds."""
+        self.loss.zero_()
+        self.num_steps = 0
+
+    def finish(self, sampler: Sampler) -> EpochStats:
+        """Returns what the epoch amounted to; waits for the device. The loss is NaN when every step was skipped."""
+        seconds = self.clock.finish()
+        loss_sum, num_samples = self.loss.tolist()
+        return EpochStats(
+            epoch=sampler.epoch,
+            loss=loss_sum / num_samples if num_samples else math.nan,
+            num_steps=self.num_steps,
+            num_samples=sampler.num_samples,
+            seconds=seconds,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns loss and seconds so far; who counts all steps saves those of the epoch, too."""
+        return {"epoch_loss": self.loss.clone(), "epoch_seconds": self.clock.seconds()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from where `state_dict` was taken."""
+        self.loss.copy_(state["epoch_loss"])
+        self.clock.restore(state["epoch_seconds"])
+
+
+class EpochLoop(ABC):
+    """What trains a model step by step, an epoch at a time."""
+
+    sampler: Sampler
+    _epoch: EpochProgress
+
+    @abstractmethod
+    def step(self) -> None:
+        """Makes one optimizer step."""
+
+    def train_epoch(self) -> EpochStats:
+        """Makes the steps that are left of the present epoch and returns what they amount to."""
+        epoch = self.sampler.epoch
+        self._epoch.clock.start()
+        while self.sampler.epoch == epoch:
+            self.step()
+        return self._epoch.finish(self.sampler)
+
+    @property
+    def epoch_seconds_so_far(self) -> float:
+        """Seconds that the present epoch has taken, without waiting for the device."""
+        return self._epoch.clock.elapsed()
+
+    @property
+    def epoch_loss(self) -> Tensor:
+        """The losses of the present epoch's samples so far, summed, and their number: fp64 [2] that steps write to."""
+        return self._epoch.loss

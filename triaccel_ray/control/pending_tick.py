@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from triaccel_ray.config import ControlConfig
 from triaccel_ray.records.codec import decode, encode
-from triaccel_ray.records.events import Tick
+from triaccel_ray.records.events import EventLog, Start, Tick
 from triaccel_ray.records.signals import Observation
 
 _DECIDE_AFTER = 3
@@ -66,7 +67,7 @@ class PendingTick:
         if tick is not None and self._on_tick is not None:
             self._on_tick(tick)
 
-    def state(self) -> Any:
+    def state_dict(self) -> Any:
         """Returns the observation that is not yet decided on, as plain values, or None; records what can be."""
         self.record()
         if self._observe is None:
@@ -75,9 +76,16 @@ class PendingTick:
         self._observe = lambda: observation  # the device need not be asked again
         return encode(observation)
 
-    def restore(self, state: Any) -> None:
-        """Goes to where `state` was taken."""
+    def load_state_dict(self, state: Any) -> None:
+        """Goes on from where `state_dict` was taken."""
         self._observe = None
         if state is not None:
             observation = decode(Observation, state)
             self.observing(lambda: observation, step=observation.step)
+
+
+def begin_log(on_tick: Callable[[Tick], None] | None, config: ControlConfig) -> None:
+    """Writes the start record of an empty log that takes the ticks by its `append`."""
+    log = getattr(on_tick, "__self__", None)
+    if isinstance(log, EventLog) and log.num_records == 0:
+        log.append(Start(control=config))

@@ -13,7 +13,7 @@ import torch
 DEFAULT_STACK_BYTES = 1024
 """CUDA's own limit on the stack of a thread, set aside for each that the device can run at once: 270,336 on an H200."""
 LEAN_STACK_BYTES = 256
-"""What is left to kernels of which the compiler cannot tell how deep they go: that recurse, or call by pointers."""
+"""Stack for kernels whose depth the compiler cannot know: those that recurse, or call by pointers."""
 _STACK_SIZE = 0
 """CU_LIMIT_STACK_SIZE of the driver's interface."""
 _VIRTUAL_MEMORY = 102

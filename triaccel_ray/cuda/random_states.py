@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 
-def random_states() -> dict[str, Any]:
+def random_states(*, cuda: bool = True) -> dict[str, Any]:
     """Returns the states of torch's, Python's and (when in use) NumPy's and CUDA's global generators."""
     version, internal, gauss = random.getstate()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": [version, list(internal), gauss],
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all() if cuda and torch.cuda.is_available() else [],
     }
     if "numpy" in sys.modules:
-        import numpy as np
-
-        name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-        states["numpy"] = [name, np.asarray(keys).tolist(), position, has_gauss, cached]
+        name, keys, *rest = sys.modules["numpy"].random.get_state(legacy=True)
+        states["numpy"] = [name, keys.tolist(), *rest]
     return states
-
-
-def host_random_state() -> tuple[Any, ...]:
-    """Returns what tells whether anybody has drawn from Python's, torch's or NumPy's generators on the host."""
-    arrays = sys.modules["numpy"].random.get_state(legacy=True) if "numpy" in sys.modules else ()
-    return (random.getstate(), torch.get_rng_state().numpy().tobytes(), *(str(part) for part in arrays))
 
 
 def set_random_states(states: dict[str, Any]) -> None:
@@ -41,5 +35,21 @@ def set_random_states(states: dict[str, Any]) -> None:
     if "numpy" in states:
         import numpy as np
 
-        name, keys, position, has_gauss, cached = states["numpy"]
-        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+        name, keys, *rest = states["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+
+
+@contextlib.contextmanager
+def preserved_random_states(*, cuda: bool = True) -> Iterator[None]:
+    """Puts the random states back after what is inside."""
+    states = random_states(cuda=cuda)
+    try:
+        yield
+    finally:
+        set_random_states(states)
+
+
+def host_random_state() -> tuple[Any, ...]:
+    """Returns what changes when somebody draws from Python's, torch's or NumPy's generators on the host."""
+    states = random_states(cuda=False)
+    return states["python"], states["torch"].tolist(), states.get("numpy")

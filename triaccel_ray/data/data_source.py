@@ -73,14 +73,14 @@ class DataSource(ABC):
         return False
 
     def announce(self, order: Tensor, *, seed: int, follows: bool) -> None:  # noqa: B027  # most read nothing ahead
-        """Hears which samples will be asked for next, in batches of any size: int64 [n], at most once each.
+        """Takes notice of the samples asked for next, in batches of any size: int64 [n], each at most once.
 
         `follows` says whether they come after those announced before, or in their place. `seed` fixes, together with
         a sample's index, what random transforms make of it.
         """
 
     def set_epoch(self, epoch: int) -> None:  # noqa: B027  # most prepare a sample alike in all of them
-        """Hears which pass over the samples, from 0, the batches asked for from now on belong to.
+        """Takes notice of the pass over the samples, from 0, to which batches asked for from now on belong.
 
         The next order is announced before. A resident source that prepares samples by it keeps it in one tensor on the
         device, for a captured step does not call `batch` again; a source around another passes the call on.

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import copy
-import sys
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
+from triaccel_ray.cuda.random_states import preserved_random_states
 from triaccel_ray.data.data_source import DataSource
 from triaccel_ray.data.prefetch import (
     Collate,
     inputs_and_targets,
+    item_loader,
+    iterate,
     require_pair,
     seed_generators,
-    undisturbed_generators,
 )
 from triaccel_ray.data.stream import moved
 
@@ -52,15 +52,16 @@ class IterableSource(DataSource):
             )
         if num_workers and not isinstance(dataset, IterableDataset):
             raise TypeError(f"num_workers = {num_workers} for {name}: must be 0; derive it from IterableDataset")
-        self._dataset, self._num_workers, self._collate, self._name = dataset, num_workers, collate_fn, name
-        self._tells_state = not num_workers and all(hasattr(dataset, f"{do}state_dict") for do in ("", "load_"))
-        self._begin_anew_on(torch.device("cpu"))
+        self._dataset: Any = dataset
+        self._num_workers, self._collate, self._name = num_workers, collate_fn, name
+        self._is_resumable = not num_workers and all(hasattr(dataset, f"{do}state_dict") for do in ("", "load_"))
+        self._reset_on(torch.device("cpu"))
 
-    def _begin_anew_on(self, device: torch.device) -> None:
+    def _reset_on(self, device: torch.device) -> None:
         self._device, self._seed = device, 0
         self._pass: tuple[int, int] | None = None
         self._iterator: Iterator[Any] = iter(())
-        self._is_over = True
+        self._is_exhausted = True
         self._kept: list[Any] = []
         self._held: deque[Any] = deque()
         self._start = 0
@@ -76,14 +77,14 @@ class IterableSource(DataSource):
         return len(self._dataset) if isinstance(self._dataset, Sized) else 0
 
     def __len__(self) -> int:
-        """Raises TypeError: only the end of a pass tells."""
+        """Raises TypeError: the length is known at the end of a pass."""
         raise TypeError(
             f"{self._name} is iterable, of no known length: must be a map-style data set here, with __len__ and "
             "__getitem__; a ControlLoop of your own trains on it, and evaluates on it"
         )
 
     def announce(self, order: Tensor, *, seed: int, follows: bool) -> None:
-        """Hears the next pass's `seed`; its order is the data set's own."""
+        """Takes notice of the next pass's `seed`; its order is the data set's own."""
         self._seed = seed
 
     def set_epoch(self, epoch: int) -> None:
@@ -102,14 +103,14 @@ class IterableSource(DataSource):
         assert self._pass is not None
         end = self._start + len(self._held)
         if end < cursor + wanted:
-            if self._tells_state and end > self._states[-1][0]:
-                self._states.append((end, copy.deepcopy(self._dataset.state_dict())))  # type: ignore[attr-defined]  # asked for
-            with undisturbed_generators():
+            if self._is_resumable and end > self._states[-1][0]:
+                self._states.append((end, copy.deepcopy(self._dataset.state_dict())))
+            with preserved_random_states(cuda=False):  # dropout draws from the same
                 for number in range(end, cursor + wanted):
                     seed_generators(self._pass[1], number)
                     sample = next(self._iterator, self)
                     if sample is self:
-                        self._is_over = True
+                        self._is_exhausted = True
                         break
                     self._held.append(sample)
         while self._held and self._start < cursor:
@@ -131,7 +132,7 @@ class IterableSource(DataSource):
         return -1 - torch.arange(min(num_samples, len(self._kept)))
 
     def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Any, Any]:
-        """Returns samples that `reach` or `probe` has told of, collated."""
+        """Returns samples that `reach` or `probe` has named, collated."""
         numbers = indices.tolist()
         samples = [self._kept[-1 - number] if number < 0 else self._held[number - self._start] for number in numbers]
         if self._collate is None:
@@ -145,11 +146,11 @@ class IterableSource(DataSource):
         """Returns what `resume` needs: a sample's number, and the data set's state there; None at the beginning.
 
         Raises:
-            ValueError: the data set does not tell its state.
+            ValueError: the data set has no state to save.
         """
         if cursor == 0:
             return None
-        if self._tells_state:
+        if self._is_resumable:
             return [*[state for state in self._states if state[0] <= cursor][-1]]
         reason = f"is read by {self._num_workers} processes" if self._num_workers else "has no state_dict"
         raise ValueError(
@@ -166,7 +167,7 @@ class IterableSource(DataSource):
         if state is None:
             self.close()
             return
-        if not self._tells_state:
+        if not self._is_resumable:
             raise ValueError(
                 f"{self._name} has no load_state_dict, or is read by processes of its own: cannot go on after {cursor} "
                 "samples of an epoch; give it one, and num_workers=0"
@@ -180,7 +181,7 @@ class IterableSource(DataSource):
     def to(self, device: torch.device) -> Self:
         """Returns the same data set, from its beginning, with batches delivered on `device`."""
         moved = copy.copy(self)
-        moved._begin_anew_on(device)
+        moved._reset_on(device)
         return moved
 
     def close(self) -> None:
@@ -191,39 +192,25 @@ class IterableSource(DataSource):
 
     def _begin(self, epoch: int, start: int, state: Any) -> None:
         """Begins a pass before its sample of the number `start`; the data set's state is None at its beginning."""
-        if self._tells_state:
-            self._first_state = self._first_state or [copy.deepcopy(self._dataset.state_dict())]  # type: ignore[attr-defined]  # asked for
-            if state is None and not self._is_over:
+        if self._is_resumable:
+            self._first_state = self._first_state or [copy.deepcopy(self._dataset.state_dict())]
+            if state is None and not self._is_exhausted:
                 state = self._first_state[0]  # else some would go on after the samples that they have given
         self.close()
-        self._is_over = False
+        self._is_exhausted = False
         self._pass, self._start = (epoch, self._seed), start
         self._states.append((start, state))
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
         if state is not None:
-            self._dataset.load_state_dict(state)  # type: ignore[attr-defined]  # `resume` has seen to it
-        self._iterator = self._read_by_workers() if self._num_workers else iter(self._dataset)
+            self._dataset.load_state_dict(state)
+        self._iterator = self._new_iterator()
         if not self._kept:
             self.reach(start, NUM_KEPT)
             self._kept = [*self._held]
 
-    def _read_by_workers(self) -> Iterator[Any]:
-        assert isinstance(self._dataset, IterableDataset)
-        with warnings.catch_warnings():
-            # Python warns of forking where threads run, as they do once CUDA is in use.
-            warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
-            return iter(
-                DataLoader(
-                    self._dataset,
-                    batch_size=None,
-                    collate_fn=_unchanged,
-                    num_workers=self._num_workers,
-                    generator=torch.Generator().manual_seed(self._seed),
-                    multiprocessing_context="fork" if sys.platform == "linux" else None,
-                )
-            )
-
-
-def _unchanged(sample: Any) -> Any:
-    return sample
+    def _new_iterator(self) -> Iterator[Any]:
+        if not self._num_workers:
+            return iter(self._dataset)
+        generator = torch.Generator().manual_seed(self._seed)
+        return iterate(item_loader(self._dataset, self._num_workers, generator=generator))

@@ -1,4 +1,4 @@
-"""Samples of a map-style data set, read in chunks by worker processes, the same whoever reads them and when."""
+"""Samples of a map-style data set, read in chunks by worker processes; transforms are seeded by sample."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,21 +97,6 @@ def next_batch_size(num_left: int, wanted: int) -> int:
     return num_left if num_left <= 3 else (num_left + 1) // 2
 
 
-@contextmanager
-def undisturbed_generators() -> Iterator[None]:
-    """Gives the global generators that `read` seeds their states back: dropout draws from the same."""
-    python, cpu = random.getstate(), torch.default_generator.get_state()
-    numpy = sys.modules.get("numpy")
-    state = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        torch.default_generator.set_state(cpu)
-        if numpy is not None and state is not None:
-            numpy.random.set_state(state)
-
-
 def seed_generators(seed: int, index: int) -> None:
     """Seeds the global generators of Python, PyTorch (CPU) and NumPy, by a pass's seed and a sample's index."""
     seed = _mix(seed, index)
@@ -130,10 +115,10 @@ def _mix(seed: int, index: int) -> int:
 
 
 @dataclass
-class Passage:
+class EpochOrder:
     """Samples that will be asked for one after the other."""
 
-    order: Tensor
+    indices: Tensor
     """int64 [n], on the CPU."""
     seed: int
     cursor: int = 0
@@ -142,11 +127,11 @@ class Passage:
     @property
     def num_left(self) -> int:
         """Samples that have not been handed over."""
-        return len(self.order) - self.cursor
+        return len(self.indices) - self.cursor
 
-    def goes_on_with(self, indices: Tensor) -> bool:
+    def continues_with(self, indices: Tensor) -> bool:
         """Returns whether these samples, at least one, are the next ones."""
-        return len(indices) > 0 and torch.equal(self.order[self.cursor : self.cursor + len(indices)], indices)
+        return len(indices) > 0 and torch.equal(self.indices[self.cursor : self.cursor + len(indices)], indices)
 
 
 @dataclass(frozen=True)
@@ -164,52 +149,45 @@ class Part:
 
 
 class Workers:
-    """Processes that read a passage in chunks, and the samples that came back and await their batch.
+    """Processes that read an order in chunks, and the samples that came back and await their batch.
 
     Chunks are cut and joined to batches of any size, unless they come from a `collate` of the user's, which may pad
     them, or mix their samples: then a chunk is a batch, and another size than the last begins anew at the cursor.
     """
 
     def __init__(self, dataset: Dataset[Any], num_workers: int, *, collate: Collate | None, pinned: bool) -> None:
-        self._chunks = Chunks(num_workers)
-        self._is_whole = collate is not None
-        self._options: dict[str, Any] = {
-            "dataset": ChunkReader(dataset, collate),
-            "sampler": self._chunks,
-            "batch_size": None,  # the chunk is the item
-            "collate_fn": _unchanged,
-            "num_workers": num_workers,
-            "prefetch_factor": _CHUNKS_AHEAD,
-            "persistent_workers": True,
-            "pin_memory": pinned,
-            "generator": torch.Generator(),  # else each pass would draw from the global one
-            # Any data set can be forked, local classes and lambdas too, and its memory is shared. A child of a
-            # process that uses CUDA must not: these read samples on the CPU and do nothing else.
-            "multiprocessing_context": "fork" if sys.platform == "linux" else None,
-        }
+        self._chunks = ChunkSampler(num_workers)
+        self._has_collate = collate is not None
+        self._new_loader = partial(
+            item_loader,
+            ChunkReader(dataset, collate),
+            num_workers,
+            sampler=self._chunks,
+            prefetch_factor=_CHUNKS_AHEAD,
+            persistent_workers=True,
+            pin_memory=pinned,
+            generator=torch.Generator(),  # else each pass would draw from the global one
+        )
         self._loader: DataLoader[Any] | None = None
         self._iterator: Iterator[tuple[int, Any]] | None = None
-        self._passage: Passage | None = None
+        self._order: EpochOrder | None = None
         self._parts: deque[Part] = deque()
         self._num_ready = 0
 
-    def start(self, passage: Passage | None) -> None:
-        """Begins to read at the passage's cursor; what was read for another is dropped."""
+    def start(self, order: EpochOrder | None) -> None:
+        """Begins to read at the order's cursor; what was read for another is dropped."""
         self._parts.clear()
         self._num_ready = 0
-        self._passage = self._chunks.passage = passage
-        with warnings.catch_warnings():
-            # Python warns of forking where threads run, as they do once CUDA is in use.
-            warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
-            if self._loader is None:
-                self._loader = DataLoader(**self._options)
-            self._iterator = iter(self._loader)
+        self._order = self._chunks.order = order
+        if self._loader is None:
+            self._loader = self._new_loader()
+        self._iterator = iterate(self._loader)
 
-    def peek(self, passage: Passage, num: int) -> list[Any]:
-        """Returns the passage's next `num` samples in one or more parts; they stay until they are dropped."""
-        if self._passage is not passage or (self._is_whole and self._next_whole() != num):
-            self._chunks.batch_size = num if self._is_whole else None
-            self.start(passage)
+    def peek(self, order: EpochOrder, num: int) -> list[Any]:
+        """Returns the order's next `num` samples in one or more parts; they stay until they are dropped."""
+        if self._order is not order or (self._has_collate and self._next_whole() != num):
+            self._chunks.batch_size = num if self._has_collate else None
+            self.start(order)
         while self._num_ready < num:
             self._pull()
         parts, missing = [], num
@@ -220,13 +198,13 @@ class Workers:
             missing -= part.size
         return parts
 
-    def likely_size(self, passage: Passage, last: int) -> int:
+    def expected_size(self, order: EpochOrder, last: int) -> int:
         """Returns how many samples the next batch may have, at least one, where the last had `last`."""
-        return self._next_whole() if self._is_whole else next_batch_size(passage.num_left, last)
+        return self._next_whole() if self._has_collate else next_batch_size(order.num_left, last)
 
     def _next_whole(self) -> int:
-        """Returns the size of the next chunk, 0 at the passage's end."""
-        if not self._parts and self._passage is not None and self._passage.num_left:
+        """Returns the size of the next chunk, 0 at the order's end."""
+        if not self._parts and self._order is not None and self._order.num_left:
             self._pull()
         return self._parts[0].size if self._parts else 0
 
@@ -241,7 +219,7 @@ class Workers:
 
     def close(self) -> None:
         """Ends the processes: DataLoader's iterator does so when the last reference to it is gone."""
-        self._loader = self._iterator = self._passage = self._chunks.passage = None
+        self._loader = self._iterator = self._order = self._chunks.order = None
         self._parts.clear()
         self._num_ready = 0
 
@@ -261,35 +239,35 @@ class Workers:
         raise failure
 
 
-class Chunks:
-    """Deals out a passage from its cursor on; the sampler of a `DataLoader`, which begins anew with each passage."""
+class ChunkSampler:
+    """Deals out an order from its cursor on; the sampler of a `DataLoader`, which begins anew with each order."""
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         self._size = CHUNK_SIZES.start
-        self.passage: Passage | None = None
+        self.order: EpochOrder | None = None
         self.batch_size: int | None = None
         """Samples of each chunk, where it is to be a batch as it is."""
 
     def __iter__(self) -> Iterator[Chunk]:
         """Returns the chunks that are left, each cut only when a worker can take it."""
-        if self.passage is None:
+        if self.order is None:
             return
-        passage, start = self.passage, self.passage.cursor
+        order, start = self.order, self.order.cursor
         if self.batch_size is not None:
             size = self.batch_size  # of the first; of the others what a feed leaves at the end of an epoch
-            while start < len(passage.order):
-                indices = passage.order[start : start + size]
+            while start < len(order.indices):
+                indices = order.indices[start : start + size]
                 start += len(indices)
-                size = next_batch_size(len(passage.order) - start, self.batch_size)
-                yield Chunk(indices.tolist(), passage.seed)
+                size = next_batch_size(len(order.indices) - start, self.batch_size)
+                yield Chunk(indices.tolist(), order.seed)
             return
-        # A passage in few chunks would leave processes idle at its end.
-        largest = max(len(passage.order) // (4 * self._num_workers), CHUNK_SIZES.start)
-        while start < len(passage.order):
-            indices = passage.order[start : start + min(self._size, largest)]
+        # An order in few chunks would leave processes idle at its end.
+        largest = max(len(order.indices) // (4 * self._num_workers), CHUNK_SIZES.start)
+        while start < len(order.indices):
+            indices = order.indices[start : start + min(self._size, largest)]
             start += len(indices)
-            yield Chunk(indices.tolist(), passage.seed)
+            yield Chunk(indices.tolist(), order.seed)
 
     def adapt(self, part: Part) -> None:
         """Chooses the size of the chunks to come by the weight of this one's samples."""
@@ -298,8 +276,30 @@ class Chunks:
         self._size = min(max(wanted, CHUNK_SIZES.start), CHUNK_SIZES.stop - 1)
 
 
-def _unchanged(chunk: Any) -> Any:
-    return chunk
+def item_loader(dataset: Dataset[Any], num_workers: int, **options: Any) -> DataLoader[Any]:
+    """Returns a loader whose worker processes hand over the data set's items as they are."""
+    # Any data set can be forked, local classes and lambdas too, and its memory is shared. A child of a process that
+    # uses CUDA must not: these read samples on the CPU and do nothing else.
+    context = "fork" if sys.platform == "linux" else None
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        collate_fn=_unchanged,
+        num_workers=num_workers,
+        multiprocessing_context=context,
+        **options,
+    )
+
+
+def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Returns the loader's items, from the first on, without Python's warning of forking where threads run."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+        return iter(loader)
+
+
+def _unchanged(item: Any) -> Any:
+    return item
 
 
 def map_tree(function: Callable[..., Any], *trees: Any) -> Any:

@@ -14,8 +14,8 @@ from triaccel_ray.data.sources import DataSource, IterableSource
 class Sampler:
     """Walks through a random permutation of the samples, a new one each epoch, in batches of any size.
 
-    The source is told each permutation as soon as it is known, so that it may read ahead. An `IterableSource` has an
-    order of its own, and an epoch ends with its samples.
+    Each permutation is announced to the source as soon as it is known, so that it may prefetch. An `IterableSource`
+    has an order of its own, and an epoch ends with its samples.
     """
 
     def __init__(self, source: DataSource, *, seed: int, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class Sampler:
         self.num_samples = source.expected_samples if isinstance(source, IterableSource) else len(source)
         """Of an epoch; of a stream the last one's, and 0 in the first where the data set does not say."""
         self._order = self._announced_order(follows=False)
-        self._told_epoch: int | None = None
+        self._source_epoch: int | None = None
         """The epoch that the source knows its batches to belong to."""
         # Augmentation draws where the data is; PyTorch's generators differ between devices, so do its crops.
         self.generator = torch.Generator(device=device).manual_seed(seed)
@@ -68,10 +68,10 @@ class Sampler:
         Where one sample would be left over, which batch normalisation could not take, the last two batches share their
         samples evenly; only of 3 samples taken by 2 all come at once. After the last sample the next epoch begins.
         """
-        if self._told_epoch != self.epoch:
+        if self._source_epoch != self.epoch:
             self.source.set_epoch(self.epoch)
-            self._told_epoch = self.epoch
-        num_left = self.source.reach(self._cursor, num_samples + 2)  # two more tell the last batches from the others
+            self._source_epoch = self.epoch
+        num_left = self.source.reach(self._cursor, num_samples + 2)  # two more show which batches are the last
         start, size = self._cursor, next_batch_size(num_left, num_samples)
         self._cursor += size
         self._num_taken += size
@@ -104,7 +104,7 @@ class Sampler:
         """Returns the position and the augmentation's random state.
 
         Raises:
-            ValueError: a stream that does not tell its state is within an epoch.
+            ValueError: a stream without a state to save is within an epoch.
         """
         return {
             "epoch": self.epoch,
@@ -129,7 +129,7 @@ class Sampler:
         self._seed, self.epoch, self._cursor = state["seed"], state["epoch"], state["cursor"]
         self.num_samples, self._num_taken = state["num_samples"], state["num_taken"]
         self._order = self._announced_order(follows=False)
-        self._told_epoch = None
+        self._source_epoch = None
         if isinstance(self.source, IterableSource):
             self.source.resume(self.epoch, self._cursor, state["stream"])
         self.generator.set_state(state["generator"])
@@ -139,9 +139,7 @@ class Sampler:
         seed = _seed_of(self._seed, self.epoch)
         order = epoch_order(0 if self._is_stream else self.num_samples, seed=self._seed, epoch=self.epoch)
         self.source.announce(order[self._cursor :], seed=seed, follows=follows)
-        if self.source.is_resident and self._device.type == "cuda":
-            return order.pin_memory().to(self._device, non_blocking=True)
-        return order
+        return self.placed(order)
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int) -> Tensor:

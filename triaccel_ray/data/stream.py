@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from triaccel_ray.data.prefetch import Collate, Passage, Workers, leaves_of, map_tree, read, undisturbed_generators
+from triaccel_ray.cuda.random_states import preserved_random_states
+from triaccel_ray.data.prefetch import Collate, EpochOrder, Workers, leaves_of, map_tree, read
 
 _BATCHES_IN_FLIGHT = 8
 """Batches the host may be ahead of the device: it stays busy, and the copies that await it stay few."""
@@ -40,35 +41,35 @@ class SampleStream:
         self._dataset, self._device, self._collate = dataset, device, collate
         pinned = device.type == "cuda"
         self._workers = Workers(dataset, num_workers, collate=collate, pinned=pinned) if num_workers else None
-        self._current: Passage | None = None
-        self._following: Passage | None = None
+        self._current: EpochOrder | None = None
+        self._following: EpochOrder | None = None
         self._seed: int | None = None
-        self._ahead: _Copied | None = None
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._prefetched: _Copied | None = None
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._in_flight: deque[torch.cuda.Event] = deque()
 
     def announce(self, order: Tensor, *, seed: int, follows: bool) -> None:
         """Makes known which samples will be asked for, int64 [n]: after those announced before, or in their place."""
-        passage = Passage(order.cpu(), seed)
+        announced = EpochOrder(order.cpu(), seed)
         if follows and self._current is not None:
-            self._following = passage
+            self._following = announced
         else:
-            self._begin(passage)
+            self._begin(announced)
             self._seed = seed
 
     def batch(self, indices: Tensor) -> Any:
         """Returns the collated samples at `indices`, int64 [b], on the device."""
         indices = indices.cpu()
-        passage = self._passage_with(indices)
-        if passage is None:
-            return self._read_here(indices)
-        self._seed = passage.seed
+        order = self._order_with(indices)
+        if order is None:
+            return self._read_in_process(indices)
+        self._seed = order.seed
         if self._workers is None:
-            batch = self._read_here(indices)
-            passage.cursor += len(indices)
+            batch = self._read_in_process(indices)
+            order.cursor += len(indices)
         else:
-            batch = self._hand_over(passage, len(indices), self._workers)
-        if passage.num_left == 0 and self._following is not None:
+            batch = self._next_batch(order, len(indices), self._workers)
+        if order.num_left == 0 and self._following is not None:
             self._begin(self._following)
             if self._workers is not None:  # the first chunks are read while this batch is computed with
                 self._workers.start(self._current)
@@ -76,30 +77,30 @@ class SampleStream:
 
     def close(self) -> None:
         """Ends the worker processes; another batch would start others."""
-        self._ahead = None
+        self._prefetched = None
         if self._workers is not None:
             self._workers.close()
 
-    def _begin(self, passage: Passage) -> None:
-        self._current, self._following, self._ahead = passage, None, None
+    def _begin(self, order: EpochOrder) -> None:
+        self._current, self._following, self._prefetched = order, None, None
 
-    def _passage_with(self, indices: Tensor) -> Passage | None:
-        """Returns the passage that goes on with these samples, after turning to the following one if that does."""
-        if self._current is not None and self._current.goes_on_with(indices):
+    def _order_with(self, indices: Tensor) -> EpochOrder | None:
+        """Returns the order that goes on with these samples, after turning to the following one if that does."""
+        if self._current is not None and self._current.continues_with(indices):
             return self._current
-        if self._following is not None and self._following.goes_on_with(indices):
+        if self._following is not None and self._following.continues_with(indices):
             self._begin(self._following)
             return self._current
         return None
 
-    def _hand_over(self, passage: Passage, size: int, workers: Workers) -> Any:
-        """Returns the passage's next samples and, on a GPU, sets out with the batch after them."""
-        copied = self._ahead
-        self._ahead = None
+    def _next_batch(self, order: EpochOrder, size: int, workers: Workers) -> Any:
+        """Returns the order's next samples and, on a GPU, sets out with the batch after them."""
+        copied = self._prefetched
+        self._prefetched = None
         if copied is None or copied.size != size:
-            copied = self._copy(passage, size, workers)
+            copied = self._copy(order, size, workers)
         workers.drop(size)
-        passage.cursor += size
+        order.cursor += size
         if copied.done is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied.done)
@@ -107,24 +108,24 @@ class SampleStream:
             for leaf in leaves_of(copied.batch):
                 if isinstance(leaf, Tensor):
                     leaf.record_stream(stream)
-            self._hold_back(stream)
-            if passage.num_left:
+            self._limit_in_flight(stream)
+            if order.num_left:
                 # What does not fit beside the present batch is copied when its turn comes.
                 with suppress(torch.OutOfMemoryError):
-                    self._ahead = self._copy(passage, workers.likely_size(passage, size), workers)
+                    self._prefetched = self._copy(order, workers.expected_size(order, size), workers)
         return copied.batch
 
-    def _copy(self, passage: Passage, size: int, workers: Workers) -> _Copied:
-        parts = workers.peek(passage, size)
-        if self._side is None:
+    def _copy(self, order: EpochOrder, size: int, workers: Workers) -> _Copied:
+        parts = workers.peek(order, size)
+        if self._copy_stream is None:
             return _Copied(_join(parts, self._device), size, done=None)
-        with torch.cuda.stream(self._side):
+        with torch.cuda.stream(self._copy_stream):
             batch = _join(parts, self._device)
             done = torch.cuda.Event()
-            done.record(self._side)
+            done.record(self._copy_stream)
         return _Copied(batch, size, done)
 
-    def _hold_back(self, stream: torch.cuda.Stream) -> None:
+    def _limit_in_flight(self, stream: torch.cuda.Stream) -> None:
         """Waits while the device has several batches before it; else their copies would fill its memory."""
         reached = torch.cuda.Event()
         reached.record(stream)
@@ -132,8 +133,10 @@ class SampleStream:
         if len(self._in_flight) > _BATCHES_IN_FLIGHT:
             self._in_flight.popleft().synchronize()
 
-    def _read_here(self, indices: Tensor) -> Any:
-        with undisturbed_generators() if self._seed is not None else nullcontext():
+    def _read_in_process(self, indices: Tensor) -> Any:
+        with (
+            nullcontext() if self._seed is None else preserved_random_states(cuda=False)
+        ):  # dropout draws from the same
             batch = read(self._dataset, indices.tolist(), self._seed, self._collate)
         return moved(batch, self._device)
 

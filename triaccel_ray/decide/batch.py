@@ -61,18 +61,11 @@ def retreat(config: BatchConfig, observation: Observation, state: BatchState) ->
         + f": {plan.batch_size} -> {size}"
         + (f" in {parts} parts" if parts > config.accumulate else "")
     )
-    reason = Reason(
-        code=ReasonCode(smallest.kind.value),
-        subject="batch",
-        text=text,
-        value=float(smallest.batch_size),
-        threshold=float(size),
-    )
     return BatchDecision(
         batch_size=size,
         num_micro_batches=parts,
         state=replace(state, ticks_since_change=0, cap=size, cap_ticks_left=config.cap_ticks),
-        reasons=(reason,),
+        reasons=(_reason(ReasonCode(smallest.kind.value), text, smallest.batch_size, size),),
     )
 
 
@@ -174,13 +167,8 @@ def _shrink(config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchS
         outcome = f": {plan.batch_size} -> {size}"
         cap = min(plan.batch_size - config.granularity, state.cap or config.maximum)
         state = replace(state, ticks_since_change=0, cap=cap, cap_ticks_left=config.cap_ticks)
-    reason = Reason(
-        code=ReasonCode.MEMORY_HIGH,
-        subject="batch",
-        text=f"memory {_share(memory)} > rho_high {config.rho_high:.3g}{outcome}",
-        value=memory.share,
-        threshold=config.rho_high,
-    )
+    text = f"memory {_share(memory)} > rho_high {config.rho_high:.3g}{outcome}"
+    reason = _reason(ReasonCode.MEMORY_HIGH, text, memory.share, config.rho_high)
     return BatchDecision(batch_size=size, num_micro_batches=plan.num_micro_batches, state=state, reasons=(reason,))
 
 
@@ -199,26 +187,25 @@ def _held(
 ) -> Reason | None:
     """Returns why the batch must not become `size` (or its parts larger) now, or None."""
     if is_unjudged:
-        text = "waits: the last change of plan is not judged yet"
-        return Reason(code=ReasonCode.HELD_UNJUDGED, subject="batch", text=text)
+        return _reason(ReasonCode.HELD_UNJUDGED, "waits: the last change of plan is not judged yet")
     if enlarged:
         text = "waits: at this tick a precision was raised or could not be, so the memory measured is stale"
-        return Reason(code=ReasonCode.HELD_ENLARGED, subject="batch", text=text)
+        return _reason(ReasonCode.HELD_ENLARGED, text)
     if state.cap is not None and plan.batch_size >= state.cap:
         text = f"capped at {state.cap} for {state.cap_ticks_left} more ticks after too large a batch"
-        return Reason(code=ReasonCode.HELD_CAPPED, subject="batch", text=text, threshold=float(state.cap))
+        return _reason(ReasonCode.HELD_CAPPED, text, threshold=state.cap)
     # What brings back the whole batch, or the start, takes the noise scale as it is.
     if not (config.bound_by_noise_scale and size > max(plan.batch_size, config.start)):
         return None
     if not _is_known(state.noise):
         text = f"no batch of {size} before the gradient noise scale is known"
-        return Reason(code=ReasonCode.HELD_NOISE_SCALE, subject="batch", text=text, value=float(size))
+        return _reason(ReasonCode.HELD_NOISE_SCALE, text, size)
     scale = noise_scale(state.noise)
     bound = config.noise_share * scale
     if size > bound:
         share = "" if config.noise_share == 1.0 else f" x {config.noise_share:.3g}"
         text = f"gradient noise scale {scale:.3g}{share}: a batch of {size} would average little more"
-        return Reason(code=ReasonCode.HELD_NOISE_SCALE, subject="batch", text=text, value=float(size), threshold=bound)
+        return _reason(ReasonCode.HELD_NOISE_SCALE, text, size, bound)
     return None
 
 
@@ -237,11 +224,18 @@ def _grow(
     text = f"memory {_share(memory)} < rho_low {config.rho_low:.3g}: {change}"
     if not config.enabled:
         text = f"the cap after an out-of-memory error is lifted: {change}"
-    reason = Reason(
-        code=ReasonCode.MEMORY_LOW, subject="batch", text=text, value=memory.share, threshold=config.rho_low
-    )
     return BatchDecision(
-        batch_size=size, num_micro_batches=parts, state=replace(state, ticks_since_change=0), reasons=(reason,)
+        batch_size=size,
+        num_micro_batches=parts,
+        state=replace(state, ticks_since_change=0),
+        reasons=(_reason(ReasonCode.MEMORY_LOW, text, memory.share, config.rho_low),),
+    )
+
+
+def _reason(code: ReasonCode, text: str, value: float | None = None, threshold: float | None = None) -> Reason:
+    found = None if value is None else float(value)
+    return Reason(
+        code=code, subject="batch", text=text, value=found, threshold=None if threshold is None else float(threshold)
     )
 
 

@@ -35,14 +35,10 @@ def remember_curvature(
         eigenvalues = smooth_eigenvalues(
             config.smoothing, state.eigenvalues, signal.eigenvalues, is_second=state.measured_once
         )
-        measured_once = state.eigenvalues is None
-        measured = replace(state, eigenvalues=eigenvalues, measured_once=measured_once)
+        measured = replace(state, eigenvalues=eigenvalues, measured_once=state.eigenvalues is None)
         largest = acting_eigenvalue(config, measured)
-        if largest is None:
-            updated[signal.name] = measured
-            continue
-        held = largest > config.tau_curv
-        if held != state.held:
+        held = state.held if largest is None else largest > config.tau_curv
+        if largest is not None and held != state.held:
             reasons.append(_hold_reason(signal, largest, config.tau_curv, held))
         updated[signal.name] = replace(measured, held=held)
     return updated, reasons

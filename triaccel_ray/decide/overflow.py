@@ -19,14 +19,14 @@ def bar_overflowing(
     While the loss scale can still fall it is given the time to. At its minimum an overflow comes from the forward pass
     itself: such steps are skipped for ever, and no scale helps. Which layer it was is not known, so all FP16 layers go.
     """
-    counted = {name: replace(layer, fp16_bar_ticks=max(layer.fp16_bar_ticks - 1, 0)) for name, layer in layers.items()}
     barred = [name for name, level in observation.plan.precision.items() if level is Precision.FP16]
     num_steps, num_skipped = observation.step - state.step, observation.num_skipped - state.num_skipped
     if not barred or observation.loss_scale > MINIMUM_LOSS_SCALE or not 2 * num_skipped > num_steps > 0:
-        return counted, []
+        return dict(layers), []
     ticks = config.overflow_bar_ticks
-    for name in barred:
-        counted[name] = replace(counted[name], by_variance=Precision.BF16, lower_votes=0, fp16_bar_ticks=ticks)
+    out = {
+        name: replace(layers[name], by_variance=Precision.BF16, lower_votes=0, fp16_bar_ticks=ticks) for name in barred
+    }
     text = (
         f"{num_skipped} of {num_steps} steps overflowed at loss scale {observation.loss_scale:.3g}: "
         f"{len(barred)} layers leave fp16 for {ticks} ticks"
@@ -35,4 +35,4 @@ def bar_overflowing(
     reason = Reason(
         code=ReasonCode.OVERFLOW, subject="precision", text=text, value=float(num_skipped), threshold=threshold
     )
-    return counted, [reason]
+    return {**layers, **out}, [reason]

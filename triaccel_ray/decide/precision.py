@@ -41,21 +41,16 @@ def decide_precision(
     """
     if not config.enabled:
         return _keep_but_leave_fp16(observation, layers)
-    before = {
-        signal.name: replace(layers[signal.name], ticks_since_change=layers[signal.name].ticks_since_change + 1)
-        for signal in observation.layers
-    }
-    settled = {
-        signal.name: _settle(config, signal, before[signal.name], may_lower=may_lower) for signal in observation.layers
-    }
     plan: dict[str, Precision] = {}
     updated: dict[str, LayerState] = {}
     reasons: list[Reason] = []
     for signal in observation.layers:
-        name, old, new = signal.name, before[signal.name], settled[signal.name]
+        name = signal.name
+        old = replace(layers[name], ticks_since_change=layers[name].ticks_since_change + 1)
+        new = _settle(config, signal, old, may_lower=may_lower)
         in_force, chosen = observation.plan.precision[name], _chosen(signal, new)
         if chosen is not in_force:
-            reasons.append(_reason(config, signal, (old, new), in_force, chosen))
+            reasons.append(_reason(config, signal, old, new, in_force, chosen))
             new = replace(new, ticks_since_change=0)
         plan[name], updated[name] = chosen, new
     return plan, updated, reasons
@@ -73,11 +68,7 @@ def keep_precision(
     updated: dict[str, LayerState] = {}
     for signal in observation.layers:
         in_force, state = plan[signal.name], layers[signal.name]
-        state = replace(
-            state,
-            ticks_since_change=state.ticks_since_change + 1,
-            fp16_bar_ticks=max(state.fp16_bar_ticks - 1, 0),
-        )
+        state = replace(state, ticks_since_change=state.ticks_since_change + 1)
         if _chosen(signal, state) is not in_force:
             bar = 0 if in_force is Precision.FP16 else state.fp16_bar_ticks
             state = LayerState(
@@ -131,12 +122,12 @@ def _settle(config: PrecisionConfig, signal: LayerSignal, state: LayerState, *, 
 def _reason(
     config: PrecisionConfig,
     signal: LayerSignal,
-    states: tuple[LayerState, LayerState],
+    before: LayerState,
+    after: LayerState,
     in_force: Precision,
     chosen: Precision,
 ) -> Reason:
-    """Returns why a layer that got what it wanted changed; `states` are those before and after it settled."""
-    before, after = states
+    """Returns why a layer that got what it wanted changed; `before` and `after` it settled."""
     change = f"{in_force.value} -> {chosen.value}"
     if in_force is Precision.FP16 and after.fp16_bar_ticks:
         return _overflow_reason(signal, in_force, chosen)

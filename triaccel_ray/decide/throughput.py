@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.records.plan import FaultKind, Plan, Precision, Reason, ReasonCode
+from triaccel_ray.records.plan import Plan, Precision, Reason, ReasonCode
 from triaccel_ray.records.signals import Observation
 from triaccel_ray.records.state import BatchState, Change, LayerState, ThroughputState
 
@@ -27,51 +27,46 @@ class Judgement:
     """What the rule says at a tick."""
 
     state: ThroughputState
-    layers: dict[str, LayerState]
-    batch: BatchState
     undo: Change | None = None
     """The change to be undone now."""
-    is_open: bool = False
-    """Whether a change still waits for its second interval: no other of its kind is made meanwhile."""
     reasons: tuple[Reason, ...] = ()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a change still waits for its second interval: no other of its kind is made meanwhile."""
+        return self.state.change is not None
 
-def judge(
-    config: ControlConfig,
-    observation: Observation,
-    state: ThroughputState,
-    layers: Mapping[str, LayerState],
-    batch: BatchState,
-) -> Judgement:
+
+def judge(config: ControlConfig, observation: Observation, state: ThroughputState) -> Judgement:
     """Returns whether the last change is kept, undone, or waits for another interval.
 
     Compared are medians of step times per sample: before, the median over the last intervals under the old plan;
-    after, the better of two intervals. An undone precision, or batch size, is barred for a number of ticks that doubles
-    each time. Promotions are made for accuracy and shrinking for memory: neither is judged.
+    after, the better of two intervals. Promotions are made for accuracy and shrinking for memory: neither is judged.
     """
-    counted = {
-        name: replace(layer, slow_bar_ticks=layer.slow_bar_ticks - 1) if layer.slow_bar_ticks else layer
-        for name, layer in layers.items()
-    }
     change = state.change
-    failed = any(fault.kind is FaultKind.APPLY_FAILED for fault in observation.faults)
+    failed = observation.apply_fault is not None
     if change is not None and not (failed or _is_in_force(change, observation.plan)):
         state, change = ThroughputState(), None  # the plan that held it could not be applied
     if not config.do_no_harm or failed or observation.step_ms is None:
         if change is not None and not failed:
             change = replace(change, num_waited=change.num_waited + 1)
             state = replace(state, change=change) if change.num_waited <= _PATIENCE_TICKS else ThroughputState()
-        return Judgement(state=state, layers=counted, batch=batch, is_open=state.change is not None)
+        return Judgement(state=state)
     now = observation.step_ms / observation.plan.batch_size
     if change is None:
-        intervals = (*state.intervals, now)[-_NUM_INTERVALS:]
-        return Judgement(state=replace(state, intervals=intervals), layers=counted, batch=batch)
+        return Judgement(state=replace(state, intervals=(*state.intervals, now)[-_NUM_INTERVALS:]))
     if now <= change.ms_per_sample * (1.0 + TOLERANCE):
-        return Judgement(state=ThroughputState(intervals=(now,)), layers=counted, batch=batch)
+        return Judgement(state=ThroughputState(intervals=(now,)))
     if change.num_slower + 1 < _JUDGING_TICKS:
-        waiting = replace(state, change=replace(change, num_slower=change.num_slower + 1))
-        return Judgement(state=waiting, layers=counted, batch=batch, is_open=True)
-    barred = dict(counted)
+        return Judgement(state=replace(state, change=replace(change, num_slower=change.num_slower + 1)))
+    return Judgement(state=ThroughputState(), undo=change, reasons=(_reason(observation.plan, change, now),))
+
+
+def bar_undone(
+    config: ControlConfig, change: Change, layers: Mapping[str, LayerState], batch: BatchState
+) -> tuple[dict[str, LayerState], BatchState]:
+    """Returns the states after a change has been undone: barred for a number of ticks that doubles each time."""
+    barred = dict(layers)
     for name, before in change.precision.items():
         layer = barred[name]
         barred[name] = replace(
@@ -83,13 +78,7 @@ def judge(
     if change.batch_size is not None:
         ticks = config.batch.cap_ticks * 2**batch.times_slow
         batch = replace(batch, cap=change.batch_size, cap_ticks_left=ticks, times_slow=batch.times_slow + 1)
-    return Judgement(
-        state=ThroughputState(),
-        layers=barred,
-        batch=batch,
-        undo=change,
-        reasons=(_reason(observation.plan, change, now),),
-    )
+    return barred, batch
 
 
 def watch(state: ThroughputState, old: Plan, new: Plan) -> ThroughputState:

@@ -9,8 +9,8 @@ from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batc
 from triaccel_ray.decide.curvature import lr_reasons, lr_scale, remember_curvature, smooth_noise
 from triaccel_ray.decide.overflow import bar_overflowing
 from triaccel_ray.decide.precision import decide_precision, keep_precision
-from triaccel_ray.decide.throughput import judge, watch
-from triaccel_ray.records.plan import FaultKind, Plan, Reason, ReasonCode
+from triaccel_ray.decide.throughput import bar_undone, judge, watch
+from triaccel_ray.records.plan import Plan, Reason, ReasonCode
 from triaccel_ray.records.signals import Observation
 from triaccel_ray.records.state import ControlState, Decision
 
@@ -24,34 +24,43 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     tick enlarges memory use (any number of layers promoted together, or the batch grown); retreats are not limited.
     After a plan that could not be applied, precision keeps what is in force and nothing is enlarged for one tick.
     """
-    layers, hold_reasons = remember_curvature(config.curvature, observation, state.layers)
-    judged = judge(config, observation, state.throughput, layers, state.batch)
-    layers = judged.layers
-    apply_failed = any(fault.kind is FaultKind.APPLY_FAILED for fault in observation.faults)
-    if apply_failed:
+    later = {name: layer.a_tick_later() for name, layer in state.layers.items()}
+    layers, reasons = remember_curvature(config.curvature, observation, later)
+    judged, batch_state = judge(config, observation, state.throughput), state.batch
+    reasons += judged.reasons
+    if judged.undo is not None:
+        layers, batch_state = bar_undone(config, judged.undo, layers, batch_state)
+
+    before, fault = observation.plan, observation.apply_fault
+    if fault is not None:
         precision, layers = keep_precision(observation, layers)
-        precision_reasons = [_apply_failed_reason(observation)]
+        text = f"the last plan failed to apply: {fault.detail}"
+        reasons.append(Reason(code=ReasonCode.APPLY_FAILED, subject="precision", text=text))
     else:
         layers, overflow_reasons = bar_overflowing(config.precision, observation, state, layers)
+        may_lower = not judged.is_open and _is_affordable(config, observation)
         precision, layers, precision_reasons = decide_precision(
-            config.precision, observation, layers, may_lower=not judged.is_open and _is_affordable(config, observation)
+            config.precision, observation, layers, may_lower=may_lower
         )
-        precision_reasons = [*overflow_reasons, *precision_reasons]
+        reasons += overflow_reasons + precision_reasons
     enlarged = any(
-        level.bytes_per_element > observation.plan.precision[name].bytes_per_element
-        for name, level in precision.items()
+        level.bytes_per_element > before.precision[name].bytes_per_element for name, level in precision.items()
     )
 
     scales = {name: lr_scale(config.curvature, layer) for name, layer in layers.items()}
-    scale_reasons = lr_reasons(observation.plan.lr_scale, scales, layers)
+    reasons += lr_reasons(before.lr_scale, scales, layers)
 
     noise = smooth_noise(config.batch.noise_smoothing, state.batch.noise, observation.noise)
-    batch_state = replace(judged.batch, noise=noise)
+    batch_state = replace(batch_state, noise=noise)
     batch: BatchDecision = (
         retreat(config.batch, observation, batch_state)
-        or undo_growth(observation.plan, judged.undo, batch_state)
+        or undo_growth(before, judged.undo, batch_state)
         or decide_batch(
-            config.batch, observation, batch_state, enlarged=enlarged or apply_failed, is_unjudged=judged.is_open
+            config.batch,
+            observation,
+            batch_state,
+            enlarged=enlarged or fault is not None,
+            is_unjudged=judged.is_open,
         )
     )
     plan = Plan(
@@ -61,35 +70,21 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
         lr_scale=scales,
         batch_lr_scale=batch_lr_scale(config.batch, batch.batch_size, noise),
     )
-    return Decision(
-        plan=plan,
-        state=ControlState(
-            layers=layers,
-            batch=batch.state,
-            throughput=watch(judged.state, observation.plan, plan),
-            step=observation.step,
-            num_skipped=observation.num_skipped,
-        ),
-        reasons=(
-            *hold_reasons,
-            *judged.reasons,
-            *precision_reasons,
-            *scale_reasons,
-            *batch.reasons,
-            *_batch_lr_reasons(config.batch, observation.plan, plan),
-        ),
+    reasons += [*batch.reasons, *_batch_lr_reasons(config.batch, before, plan)]
+    remembered = ControlState(
+        layers=layers,
+        batch=batch.state,
+        throughput=watch(judged.state, before, plan),
+        step=observation.step,
+        num_skipped=observation.num_skipped,
     )
+    return Decision(plan=plan, state=remembered, reasons=tuple(reasons))
 
 
 def _is_affordable(config: ControlConfig, observation: Observation) -> bool:
     """Returns whether what new plans have cost is within its share of the time that steps have taken."""
     training_ms = observation.step * (observation.step_ms or 0.0)
     return not config.do_no_harm or observation.adapting_ms <= config.control_share * training_ms
-
-
-def _apply_failed_reason(observation: Observation) -> Reason:
-    detail = next(fault.detail for fault in observation.faults if fault.kind is FaultKind.APPLY_FAILED)
-    return Reason(code=ReasonCode.APPLY_FAILED, subject="precision", text=f"the last plan failed to apply: {detail}")
 
 
 def _batch_lr_reasons(config: BatchConfig, old: Plan, new: Plan) -> list[Reason]:

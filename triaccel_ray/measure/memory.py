@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -24,13 +25,20 @@ LAZY_LOADING_BYTES = 96 * MIB
 class MemoryMeter(ABC):
     """Reads what the process holds on its device, remembers the peaks, and keeps it below `limit_bytes`."""
 
+    name: str
+    """The device, for messages."""
+    source: str
+    """Where `sample` has its figure from, for the record."""
+    allocated_peak_bytes = 0
+    """Largest the allocator has held since the run began; 0 where there is no such counter."""
+
     def __init__(self, budget_bytes: int | None, headroom_bytes: int | None = None) -> None:
         """Takes the budget, the whole device when None; `require_room` makes a budget of a headroom, within this one.
 
         Raises:
             ValueError: the budget is not positive, or larger than the device.
         """
-        total = self.total_bytes()
+        total = self._total_bytes()
         self._headroom_bytes = headroom_bytes
         if budget_bytes is not None and not 0 < budget_bytes <= total:
             raise ValueError(
@@ -43,32 +51,53 @@ class MemoryMeter(ABC):
         self.window_peak_bytes = self.peak_bytes = 0
         self.sample()
 
-    name: str
-    """The device, for messages."""
-    source: str
-    """Where `sample` has its figure from, for the record."""
-    allocated_peak_bytes = 0
-    """Largest the allocator has held since the run began; 0 where there is no such counter."""
-
-    @abstractmethod
-    def total_bytes(self) -> int:
-        """Returns the device's whole memory."""
-
-    @abstractmethod
     def sample(self) -> int:
         """Returns what the process holds now, and remembers it in the peaks."""
+        return self._remember(self._held_bytes())
 
-    @abstractmethod
     def refresh_peaks(self) -> int:
         """Returns what the process holds now; peaks between two samples, where the system keeps them, count too."""
+        used = self.sample()
+        self._remember(self._peak_bytes(used))
+        return used
 
-    @abstractmethod
     def read(self) -> MemorySignal:
-        """Returns the window's figures and begins a new window."""
+        """Returns the window's figures and begins a new window; to be called between steps."""
+        used = self.refresh_peaks()
+        self._reset_peak()
+        self._adjust(used)
+        signal = MemorySignal(
+            used_bytes=used,
+            window_peak_bytes=self.window_peak_bytes,
+            peak_bytes=self.peak_bytes,
+            limit_bytes=self.limit_bytes,
+            idle_bytes=self.idle_bytes,
+            allocated_bytes=self._allocated_bytes(),
+            allocated_peak_bytes=self.allocated_peak_bytes,
+            free_bytes=self._free_bytes(),
+        )
+        self.window_peak_bytes = used
+        return signal
+
+    def begin_window(self) -> None:
+        """Gives freed memory back and forgets the present window's peak: what follows needs less than what was."""
+        self.release()
+        self._reset_peak()
+        self.window_peak_bytes = 0
+        self.sample()
+
+    def release(self) -> None:
+        """Gives freed memory back to the device."""
+        gc.collect()
+        self.trim()
 
     @abstractmethod
+    def trim(self) -> None:
+        """Gives back what the allocator keeps and nothing uses, without looking for garbage first."""
+
     def check(self) -> None:
-        """Raises the device's out-of-memory error when the process is beyond its budget."""
+        """Raises BudgetExceededError beyond an explicit budget, where the device does not enforce that itself."""
+        return
 
     @property
     def is_exceeded_at_rest(self) -> bool:
@@ -77,18 +106,6 @@ class MemoryMeter(ABC):
         Never where the device itself enforces the limit.
         """
         return False
-
-    @abstractmethod
-    def release(self) -> None:
-        """Gives freed memory back to the device."""
-
-    @abstractmethod
-    def trim(self) -> None:
-        """Gives back what the allocator keeps and nothing uses, without looking for garbage first."""
-
-    @abstractmethod
-    def begin_window(self) -> None:
-        """Gives freed memory back and forgets the present window's peak: what follows needs less than what was."""
 
     def raise_peaks(self, peak_bytes: int, allocated_peak_bytes: int) -> None:
         """Takes over the peaks of the part of the run before a checkpoint."""
@@ -112,6 +129,30 @@ class MemoryMeter(ABC):
             )
         self._enforce(reserve_bytes=LAZY_LOADING_BYTES)
 
+    @abstractmethod
+    def _total_bytes(self) -> int: ...
+
+    @abstractmethod
+    def _free_bytes(self) -> int: ...
+
+    @abstractmethod
+    def _held_bytes(self) -> int: ...
+
+    @abstractmethod
+    def _peak_bytes(self, used: int) -> int:
+        """Returns the largest that the process has held since `_reset_peak`; it holds `used` bytes now."""
+
+    @abstractmethod
+    def _reset_peak(self) -> None:
+        """Has the system's own record of the peak begin anew."""
+
+    def _allocated_bytes(self) -> int:
+        return 0
+
+    @abstractmethod
+    def _adjust(self, used: int) -> None:
+        """Corrects what counts as idle, or what the device enforces, by what has been loaded since the last reading."""
+
     def _enforce(self, *, reserve_bytes: int = 0) -> None:
         """Makes the device itself refuse more than `limit_bytes`; a device that cannot is watched by `check`.
 
@@ -128,57 +169,19 @@ class MemoryMeter(ABC):
 class ResidentMemory(MemoryMeter):
     """On a CPU: the resident set, its peak from the kernel's high-water mark where that can be reset."""
 
-    name = "this machine"
-
-    source = "resident set"
+    name, source = "this machine", "resident set"
 
     def __init__(self, budget_bytes: int | None, headroom_bytes: int | None = None) -> None:
         """Starts a new high-water mark."""
         self._process = psutil.Process()
         self._idle_heap_bytes, self._first_idle_bytes = _heap_bytes(), 0
-        _reset_high_water()
+        self._reset_peak()
         super().__init__(budget_bytes, headroom_bytes)
-
-    def total_bytes(self) -> int:
-        """Returns the machine's physical memory."""
-        return int(psutil.virtual_memory().total)
-
-    def sample(self) -> int:
-        """Returns the resident set."""
-        return self._remember(int(self._process.memory_info().rss))
-
-    def refresh_peaks(self) -> int:
-        """Returns the resident set; the kernel's high-water mark goes into the peaks."""
-        used = self.sample()
-        self._remember(_high_water() or used)
-        return used
 
     def require_room(self) -> None:
         """Checks that the budget leaves anything to compute with, and notes what the heap holds before any batch."""
         super().require_room()
         self._idle_heap_bytes, self._first_idle_bytes = _heap_bytes(), self.idle_bytes
-
-    def read(self) -> MemorySignal:
-        """Returns the window's figures and begins a new window at the present resident set.
-
-        To be called between steps. What the heap then holds more than before the first batch is no batch's: code and
-        buffers that libraries keep for every shape that they have met. It counts as idle, and a headroom goes on top.
-        """
-        self.idle_bytes = self._first_idle_bytes + max(_heap_bytes() - self._idle_heap_bytes, 0)
-        if self._headroom_bytes is not None:
-            self.limit_bytes = min(self.idle_bytes + self._headroom_bytes, self._most_bytes)
-        used = self.refresh_peaks()
-        signal = MemorySignal(
-            used_bytes=used,
-            window_peak_bytes=self.window_peak_bytes,
-            peak_bytes=self.peak_bytes,
-            limit_bytes=self.limit_bytes,
-            idle_bytes=self.idle_bytes,
-            free_bytes=int(psutil.virtual_memory().available),
-        )
-        _reset_high_water()
-        self.window_peak_bytes = used
-        return signal
 
     def check(self) -> None:
         """Raises BudgetExceededError when the resident set is beyond an explicit budget."""
@@ -195,22 +198,42 @@ class ResidentMemory(MemoryMeter):
         """Whether the process is beyond its budget although no batch is in flight: a smaller one would not help."""
         return self.has_budget and self.sample() > self.limit_bytes
 
-    def begin_window(self) -> None:
-        """Gives freed memory back and forgets the peak, the kernel's included."""
-        self.release()
-        _reset_high_water()
-        self.window_peak_bytes = 0
-        self.sample()
-
-    def release(self) -> None:
-        """Returns the heap's free pages to the system, where the C library can."""
-        gc.collect()
-        self.trim()
-
     def trim(self) -> None:
         """Returns the heap's free pages to the system, where the C library can."""
         if _LIBC is not None:
             _LIBC.malloc_trim(0)
+
+    def _total_bytes(self) -> int:
+        return int(psutil.virtual_memory().total)
+
+    def _free_bytes(self) -> int:
+        return int(psutil.virtual_memory().available)
+
+    def _held_bytes(self) -> int:
+        return int(self._process.memory_info().rss)
+
+    def _peak_bytes(self, used: int) -> int:
+        """Returns the kernel's peak of the resident set; `used` where there is no such file."""
+        try:
+            status = Path("/proc/self/status").read_text()
+        except OSError:
+            return used
+        line = next((line for line in status.splitlines() if line.startswith("VmHWM:")), None)
+        return int(line.split()[1]) * 1024 if line else used
+
+    def _reset_peak(self) -> None:
+        """Lowers the kernel's peak to the present resident set; without the right to, the peak only ever grows."""
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def _adjust(self, used: int) -> None:
+        """Counts as idle what the heap holds more than before the first batch; a headroom goes on top.
+
+        It is no batch's: code and buffers that libraries keep for every shape that they have met.
+        """
+        self.idle_bytes = self._first_idle_bytes + max(_heap_bytes() - self._idle_heap_bytes, 0)
+        if self._headroom_bytes is not None:
+            self.limit_bytes = min(self.idle_bytes + self._headroom_bytes, self._most_bytes)
 
 
 class CudaMemory(MemoryMeter):
@@ -224,19 +247,28 @@ class CudaMemory(MemoryMeter):
         pynvml.nvmlInit()
         self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
         torch.zeros(1, device=device)  # creates the context, so that it counts from the first sample on
-        torch.cuda.reset_peak_memory_stats(device)
+        self._reset_peak()
         self.source = "nvml process" if self._own_bytes() is not None else "allocator pool, NVML hides processes"
         super().__init__(budget_bytes, headroom_bytes)
         self._enforce()
 
-    def total_bytes(self) -> int:
-        """Returns the device's memory."""
+    def trim(self) -> None:
+        """Gives the allocator's unused blocks back to the driver."""
+        torch.cuda.empty_cache()
+
+    def _total_bytes(self) -> int:
         return int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).total)
 
-    def sample(self) -> int:
+    def _free_bytes(self) -> int:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).free)
+
+    def _allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def _held_bytes(self) -> int:
         """Returns the driver's figure for this process; where it hides processes, the allocator's pool."""
         own = self._own_bytes()
-        return self._remember(torch.cuda.memory_reserved(self._device) if own is None else own)
+        return torch.cuda.memory_reserved(self._device) if own is None else own
 
     def _own_bytes(self) -> int | None:
         """Returns the driver's figure for this process; None in a container that numbers processes otherwise."""
@@ -244,62 +276,32 @@ class CudaMemory(MemoryMeter):
         own = [p.usedGpuMemory for p in processes if p.pid == os.getpid() and p.usedGpuMemory]
         return int(own[0]) if own else None
 
-    def refresh_peaks(self) -> int:
-        """Returns the driver's figure for this process.
+    def _outside_bytes(self, used: int) -> int:
+        """Returns what of `used` bytes lies outside the allocator's pool, the CUDA context above all."""
+        return max(used - torch.cuda.memory_reserved(self._device), 0)
 
-        The allocator's largest pool, plus what the process holds outside it, goes into the peaks: the pool is what the
-        driver sees, and it may have been given back between two samples.
+    def _peak_bytes(self, used: int) -> int:
+        """Returns the allocator's largest pool, plus what the process holds outside it.
+
+        The pool is what the driver sees, and it may have been given back between two samples.
         """
-        used = self.sample()
-        outside = max(used - torch.cuda.memory_reserved(self._device), 0)
-        self._remember(torch.cuda.max_memory_reserved(self._device) + outside)
         self.allocated_peak_bytes = max(self.allocated_peak_bytes, torch.cuda.max_memory_allocated(self._device))
-        return used
+        return torch.cuda.max_memory_reserved(self._device) + self._outside_bytes(used)
 
-    def read(self) -> MemorySignal:
-        """Returns the window's figures and begins a new window."""
-        used = self.refresh_peaks()
+    def _reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
-        if self.has_budget and used - torch.cuda.memory_reserved(self._device) < self.limit_bytes:
-            self._enforce()  # libraries and graphs loaded since take memory outside the allocator, of the same budget
-        signal = MemorySignal(
-            used_bytes=used,
-            window_peak_bytes=self.window_peak_bytes,
-            peak_bytes=self.peak_bytes,
-            limit_bytes=self.limit_bytes,
-            idle_bytes=self.idle_bytes,
-            allocated_bytes=torch.cuda.memory_allocated(self._device),
-            allocated_peak_bytes=self.allocated_peak_bytes,
-            free_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).free),
-        )
-        self.window_peak_bytes = used
-        return signal
 
-    def check(self) -> None:
-        """Does nothing: the allocator itself refuses to grow beyond the cap."""
-
-    def release(self) -> None:
-        """Gives the allocator's unused blocks back to the driver."""
-        gc.collect()
-        self.trim()
-
-    def trim(self) -> None:
-        """Gives the allocator's unused blocks back to the driver."""
-        torch.cuda.empty_cache()
-
-    def begin_window(self) -> None:
-        """Gives freed memory back and forgets the peak, the allocator's record of its own pool included."""
-        self.release()
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self.window_peak_bytes = 0
-        self.sample()
+    def _adjust(self, used: int) -> None:
+        """Corrects the cap for libraries and graphs loaded since, which take memory outside the allocator."""
+        if self.has_budget and self._outside_bytes(used) < self.limit_bytes:
+            self._enforce()
 
     def _enforce(self, *, reserve_bytes: int = 0) -> None:
-        """Limits the allocator to the budget less what the process holds outside it, the CUDA context above all."""
+        """Limits the allocator to the budget less what the process holds outside it."""
         if not self.has_budget:
             torch.cuda.set_per_process_memory_fraction(1.0, self._device)
             return
-        outside = max(self.sample() - torch.cuda.memory_reserved(self._device), 0)
+        outside = self._outside_bytes(self.sample())
         if self.limit_bytes <= outside:
             raise ValueError(
                 f"memory budget = {mib(self.limit_bytes)}: the CUDA context alone takes {mib(outside)} on {self.name}"
@@ -350,24 +352,6 @@ def _heap_bytes() -> int:
     _LIBC.mallinfo2.restype = _Mallinfo
     info = _LIBC.mallinfo2()
     return int(info.uordblks + info.hblkhd)
-
-
-def _high_water() -> int | None:
-    """Returns the kernel's peak of the resident set since the last reset, None where there is no such file."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return None
-    line = next((line for line in status.splitlines() if line.startswith("VmHWM:")), None)
-    return int(line.split()[1]) * 1024 if line else None
-
-
-def _reset_high_water() -> None:
-    """Lowers the kernel's peak to the present resident set; without the right to, the peak only ever grows."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
 
 
 def mib(num_bytes: int) -> str:

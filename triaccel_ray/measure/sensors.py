@@ -16,7 +16,7 @@ from triaccel_ray.measure.memory import MemoryMeter
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.measure.timing import StepTimer
 from triaccel_ray.records.codec import decode, encode
-from triaccel_ray.records.plan import Fault, Plan, Precision
+from triaccel_ray.records.plan import Applied, Fault, Plan, Precision
 from triaccel_ray.records.signals import LayerSignal, NoiseSignal, Observation
 
 
@@ -72,24 +72,26 @@ class Sensors:
         self._faults.clear()
         return faults
 
+    def begin_interval(self, before: Plan, applied: Applied) -> None:
+        """Begins to measure under a plan that has just been applied in place of `before`."""
+        if not applied.plan.steps_as(before):
+            self.timer.restart()
+        if applied.plan.needs_less_than(before):
+            # Else the allocator's pool would look as full as before, and the batch would shrink at every tick.
+            self.memory.begin_window()
+        self.timer.interrupt()
+        self.record_faults(applied.faults)
+
     def record_curvature(self, estimate: CurvatureEstimate) -> None:
         """Keeps a measurement, still on the device, for the next tick."""
         self._curvature = estimate
 
-    def read(
-        self,
-        *,
-        plan: Plan,
-        step: int,
-        tick: int,
-        epoch: float,
-        loss_scale: Tensor,
-        num_skipped: Tensor,
-        num_skipped_in_row: Tensor,
-    ) -> Reading:
-        """Begins to read what was seen since the last reading, and begins anew. One copy from the device."""
-        scalars = torch.stack([loss_scale.double(), num_skipped.double(), num_skipped_in_row.double()])
-        packed = [self.moments.read(), self.losses, scalars]
+    def read(self, plan: Plan, loss_scale: Tensor, *, step: int, tick: int, epoch: float) -> Reading:
+        """Begins to read what was seen since the last reading, and begins anew. One copy from the device.
+
+        `loss_scale` is the scale, the steps skipped so far, and those of them since the last one made: fp64 [3].
+        """
+        packed = [self.moments.read(), self.losses, loss_scale]
         if self._curvature is not None:
             packed.append(_pack_curvature(self._curvature))
         shape = None if self._curvature is None else self._curvature.shape

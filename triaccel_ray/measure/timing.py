@@ -15,6 +15,11 @@ _MIN_STEPS = 4
 """Of fewer steps a median is one of chance."""
 
 
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class EpochClock:
     """Times one epoch, the device synchronised at both ends; what was timed before a checkpoint is carried over."""
 
@@ -27,18 +32,18 @@ class EpochClock:
     def start(self) -> None:
         """Starts or goes on; does nothing while running."""
         if self._started is None:
-            self._synchronize()
+            _synchronize(self._device)
             self._started = time.perf_counter()
 
-    def glance(self) -> float:
+    def elapsed(self) -> float:
         """Returns the seconds so far as the host sees them."""
         return self._carried + (0.0 if self._started is None else time.perf_counter() - self._started)
 
     def seconds(self) -> float:
         """Returns the seconds so far, synchronising the device."""
         if self._started is not None:
-            self._synchronize()
-        return self.glance()
+            _synchronize(self._device)
+        return self.elapsed()
 
     def finish(self) -> float:
         """Returns the epoch's seconds and goes back to zero, stopped."""
@@ -49,10 +54,6 @@ class EpochClock:
     def restore(self, seconds: float) -> None:
         """Goes to `seconds`, stopped."""
         self._carried, self._started = seconds, None
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 class StepTimer:
@@ -89,13 +90,13 @@ class StepTimer:
         self._last = None
 
     def restart(self) -> None:
-        """Forgets the steps so far: those that follow are of another kind."""
-        self._spans, self._num_to_skip = [], _NUM_FIRST_STEPS
+        """Forgets the steps so far: those that follow are of another kind, after other work."""
+        self._last, self._spans, self._num_to_skip = None, [], _NUM_FIRST_STEPS
 
     def read(self) -> Callable[[], float | None]:
         """Returns what gives the median step in milliseconds once the steps are done, and begins anew.
 
-        Of too few steps to tell it gives None, and they count towards the next reading.
+        With too few steps it gives None, and they count towards the next reading.
         """
         if len(self._spans) < _MIN_STEPS:
             return lambda: None
@@ -144,20 +145,16 @@ class TimeShare:
         return max(due - (time.perf_counter() - self._began), 0.0)
 
     @contextlib.contextmanager
-    def spending(self, *, counts: bool = True) -> Iterator[None]:
+    def timed(self, *, counts: bool = True) -> Iterator[None]:
         """Times the piece of work inside, and waits for the device to do so; one that does not count is a sample."""
         if self._share is None:
             yield
             return
-        self._synchronize()
+        _synchronize(self._device)
         began = time.perf_counter()
         try:
             yield
-            self._synchronize()
+            _synchronize(self._device)
         finally:
             self._last_seconds = time.perf_counter() - began
             self._spent_seconds += self._last_seconds if counts else 0.0
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.cuda.out_of_memory import is_out_of_memory
-from triaccel_ray.cuda.random_states import random_states, set_random_states
+from triaccel_ray.cuda.random_states import preserved_random_states
 from triaccel_ray.data.sources import DataSource, TensorSource
-from triaccel_ray.model.layers import Loss, forward, uncompiled
+from triaccel_ray.model.layers import Loss, forward, preserved_modes, uncompiled
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 
 OWN_PACKAGE = "triaccel_ray"
@@ -87,32 +87,34 @@ def require_working(
         UserCodeError: a function of the user's raised.
         TypeError, ValueError: one of them returned something else than it has to.
     """
-    before = random_states()
-    buffers = [(module, *named, named[1].clone()) for module in model.modules() for named in _buffers_of(module)]
-    modes = {module: module.training for module in model.modules()}
+    with preserved_random_states(), preserved_modes(model), _preserved_buffers(model):
+        try:
+            with uncompiled():  # compiling for two samples would take longer than the check
+                _pass(model, loss, source, judge)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+
+
+@contextlib.contextmanager
+def _preserved_buffers(model: nn.Module) -> Iterator[None]:
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     try:
-        with uncompiled():  # compiling for two samples would take longer than the check
-            _pass(model, loss, source, judge)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
+        yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
         with torch.no_grad():
             for module, name, buffer, saved in buffers:
                 setattr(module, name, buffer.copy_(saved))
-        set_random_states(before)
-
-
-def _buffers_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return module.named_buffers(recurse=False)
 
 
 def _pass(model: nn.Module, loss: Loss, source: DataSource, judge: Callable[[Any, Any], Any] | None) -> None:
     device = next(model.parameters()).device
     with blaming("the training data"):
-        indices = _two(source).to(device if source.is_resident else "cpu")
+        indices = _two_samples(source).to(device if source.is_resident else "cpu")
         inputs, targets = source.batch(indices, torch.Generator(device).manual_seed(0))
 
     def shapes() -> str:
@@ -167,7 +169,7 @@ def _require_loss(value: Any) -> None:
         )
 
 
-def _two(source: DataSource) -> Tensor:
+def _two_samples(source: DataSource) -> Tensor:
     """Returns the indices of two samples, of different targets where that costs nothing."""
     targets = source.targets if isinstance(source, TensorSource) else None
     if targets is not None and targets.dim() == 1 and not targets.is_floating_point() and len(targets) > 1:

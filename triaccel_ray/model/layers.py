@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,7 +148,7 @@ def _require_single_process(model: nn.Module) -> None:
         )
 
 
-def lay_out(model: nn.Module) -> None:
+def to_channels_last(model: nn.Module) -> None:
     """Lays the weights of a model with 2-d convolutions out in channels_last memory, in place; values stay.
 
     Convolutions and the norms and pools between them are faster so, on a GPU in FP16 and BF16 and on a CPU; the fused
@@ -164,6 +164,17 @@ def lay_out(model: nn.Module) -> None:
 Loss = Callable[[Any, Any], Tensor]
 """Maps a model's outputs and the targets to the mean loss over the samples, a scalar. In training, outputs arrive with
 their floating-point tensors in FP32."""
+
+
+@contextlib.contextmanager
+def preserved_modes(model: nn.Module) -> Iterator[None]:
+    """Puts the training mode of every module back after what is inside: `eval()` and `train()` some models override."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def uncompiled() -> contextlib.AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin
 T = TypeVar("T")
 
 _PLAIN = frozenset([type(None), bool, int, str])
-_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_NON_FINITE = ("nan", "inf", "-inf")
 
 
 def encode(value: Any) -> Any:
@@ -36,9 +36,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [encode(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return next(
-            text for text, number in _NON_FINITE.items() if number == value or (text == "nan" and value != value)
-        )
+        return str(value)
     if isinstance(value, int | float | str):
         return value
     raise TypeError(f"{kind.__name__} has no JSON form: {value!r}")
@@ -66,21 +64,23 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         return _decode_union(arguments, data, where)
     if origin is typing.Literal:
-        return _expect(data in arguments, data, data, where, f"one of {', '.join(map(str, arguments))}")
+        _require(data in arguments, data, where, f"one of {', '.join(map(str, arguments))}")
+        return data
     if origin is tuple:
-        _expect(isinstance(data, list), data, data, where, "a list")
+        _require(isinstance(data, list), data, where, "a list")
         kinds = (arguments[0],) * len(data) if arguments[-1] is Ellipsis else arguments
-        _expect(len(kinds) == len(data), data, data, where, f"a list of {len(kinds)}")
+        _require(len(kinds) == len(data), data, where, f"a list of {len(kinds)}")
         return tuple(
             _decode(each, item, f"{where}[{i}]") for i, (each, item) in enumerate(zip(kinds, data, strict=True))
         )
     if origin in (Mapping, dict):
-        _expect(isinstance(data, dict), data, data, where, "an object")
+        _require(isinstance(data, dict), data, where, "an object")
         return {_decode(arguments[0], k, where): _decode(arguments[1], v, f"{where}.{k}") for k, v in data.items()}
     if dataclasses.is_dataclass(kind):
         return _decode_dataclass(kind, data, where)
     if isinstance(kind, type) and issubclass(kind, Enum):
-        _expect(data in [member.value for member in kind], data, data, where, f"one of {[m.value for m in kind]}")
+        values = [member.value for member in kind]
+        _require(data in values, data, where, f"one of {values}")
         return kind(data)
     return _decode_scalar(kind, data, where)
 
@@ -90,50 +90,47 @@ def _decode_union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
         return None
     if type(data) in (int, bool) and type(data) in kinds:
         return data  # not as the float that it could be read as too
-    remaining = [kind for kind in kinds if kind is not type(None)]
-    for kind in remaining[:-1]:
+    *others, last = (kind for kind in kinds if kind is not type(None))
+    for kind in others:
         try:
             return _decode(kind, data, where)
         except ValueError:
             continue
-    return _decode(remaining[-1], data, where)
+    return _decode(last, data, where)
 
 
 def _decode_dataclass(cls: Any, data: Any, where: str) -> Any:
-    _expect(isinstance(data, dict), data, data, where, "an object")
-    hints = _hints(cls)
-    unknown = sorted(set(data) - set(hints))
-    _expect(not unknown, None, unknown, where, f"only the fields {', '.join(hints)}")
-    required = {
-        f.name
-        for f in dataclasses.fields(cls)
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    }
-    missing = sorted(required - set(data))
-    _expect(not missing, None, f"no {', '.join(missing)}", where, "all required fields")
+    _require(isinstance(data, dict), data, where, "an object")
+    hints, required = _fields(cls)
+    unknown, missing = sorted(set(data) - set(hints)), sorted(required - set(data))
+    _require(not unknown, unknown, where, f"only the fields {', '.join(hints)}")
+    _require(not missing, f"no {', '.join(missing)}", where, "all required fields")
     return cls(**{name: _decode(hints[name], item, f"{where}.{name}") for name, item in data.items()})
 
 
 @cache
-def _hints(cls: Any) -> dict[str, Any]:
-    names = {field.name for field in dataclasses.fields(cls)}
-    return {name: kind for name, kind in typing.get_type_hints(cls).items() if name in names}
+def _fields(cls: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """Returns the types of a dataclass's fields by name, and the names of those without a default."""
+    fields, hints = dataclasses.fields(cls), typing.get_type_hints(cls)
+    required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+    return {field.name: hints[field.name] for field in fields}, frozenset(required)
 
 
 def _decode_scalar(kind: Any, data: Any, where: str) -> Any:
+    is_integer = isinstance(data, int) and not isinstance(data, bool)
     if kind is float:
-        if isinstance(data, str) and data in _NON_FINITE:
-            return _NON_FINITE[data]
-        is_number = isinstance(data, int | float) and not isinstance(data, bool)
-        return _expect(is_number, float(data) if is_number else None, data, where, "a number")
+        is_number = is_integer or isinstance(data, float) or (isinstance(data, str) and data in _NON_FINITE)
+        _require(is_number, data, where, "a number")
+        return float(data)
     if kind is int:
-        return _expect(isinstance(data, int) and not isinstance(data, bool), data, data, where, "an integer")
+        _require(is_integer, data, where, "an integer")
+        return data
     if kind in (str, bool):
-        return _expect(isinstance(data, kind), data, data, where, f"a {kind.__name__}")
+        _require(isinstance(data, kind), data, where, f"a {kind.__name__}")
+        return data
     raise TypeError(f"{where}: {kind!r} cannot be read from JSON")
 
 
-def _expect(condition: bool, result: Any, found: Any, where: str, rule: str) -> Any:
+def _require(condition: bool, found: Any, where: str, rule: str) -> None:
     if not condition:
         raise ValueError(f"{where} = {found!r}: must be {rule}")
-    return result

@@ -18,7 +18,7 @@ class Precision(StrEnum):
     @property
     def rank(self) -> int:
         """Position from lowest (0) to highest (2); a *promotion* raises it."""
-        return _RANK[self]
+        return _RANKS[self]
 
     @property
     def bytes_per_element(self) -> int:
@@ -26,7 +26,7 @@ class Precision(StrEnum):
         return 4 if self is Precision.FP32 else 2
 
 
-_RANK = MappingProxyType({Precision.FP16: 0, Precision.BF16: 1, Precision.FP32: 2})
+_RANKS = MappingProxyType({level: rank for rank, level in enumerate(Precision)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,41 +104,36 @@ class Reason:
 
 
 class FaultKind(StrEnum):
-    """What went wrong on the device; faults are data that reach the policy at the next tick."""
+    """What went wrong on the device, as data that reach the policy at the next tick.
+
+    Rules act on the three that name memory or a plan that failed; the others are recorded for the user.
+    """
 
     OUT_OF_MEMORY = "out_of_memory"
     APPLY_FAILED = "apply_failed"
-    DATA_STREAMED = "data_streamed"
-    """Samples given as tensors did not fit on the device: they are read from the host. Recorded for the user; no rule
-    acts."""
-    FUSION_REFUSED = "fusion_refused"
-    """Batch normalisation runs apart from what follows it, slower. Recorded for the user; no rule acts."""
-    CAPTURE_FAILED = "capture_failed"
-    """A step, its optimizer's part or a measurement could not be captured as a CUDA graph: that runs eagerly, slower.
-    Recorded for the user; no rule acts."""
-    BUDGET_EXCEEDED = "budget_exceeded"
-    """On a CPU: the process holds more than its budget, and no smaller batch would change that. Recorded for the user;
-    no rule acts."""
-    PRECISION_REFUSED = "precision_refused"
-    """A precision is not offered: the device has no instructions for it, or it gains nothing. Recorded for the user;
-    no rule acts."""
-    NOT_A_LAYER = "not_a_layer"
-    """Weights that belong to no layer keep the precision and the learning rate that they have. Recorded for the user;
-    no rule acts."""
-    COMPILED = "compiled"
-    """What `torch.compile` makes of the model, or why nothing. Recorded for the user; no rule acts."""
-    CURVATURE_OFF = "curvature_off"
-    """Curvature cannot be measured: it is off from here on, and what was measured before stays in force. Recorded for
-    the user; no rule acts."""
-    CURVATURE_FALLBACK = "curvature_fallback"
-    """Layers whose curvature takes one pass of the whole model per sample, slower. Recorded for the user; no rule
-    acts."""
-    CURVATURE_WAITS = "curvature_waits"
-    """Measurements of curvature wait until their time is within `control_share`. Recorded for the user; no rule
-    acts."""
     CAPTURE_OUT_OF_MEMORY = "capture_out_of_memory"
     """A step found no memory as a CUDA graph, or for its batch beside one: it runs eagerly, slower. A batch
     retreats by a rung where it is elastic, and is made in halves where not."""
+    DATA_STREAMED = "data_streamed"
+    """Samples given as tensors did not fit on the device: they are read from the host."""
+    FUSION_REFUSED = "fusion_refused"
+    """Batch normalisation runs apart from what follows it, slower."""
+    CAPTURE_FAILED = "capture_failed"
+    """A step, its optimizer's part or a measurement could not be captured as a CUDA graph: it runs eagerly, slower."""
+    BUDGET_EXCEEDED = "budget_exceeded"
+    """On a CPU: the process holds more than its budget, and no smaller batch would change that."""
+    PRECISION_REFUSED = "precision_refused"
+    """A precision is not offered: the device has no instructions for it, or it gains nothing."""
+    NOT_A_LAYER = "not_a_layer"
+    """Weights that belong to no layer keep the precision and the learning rate that they have."""
+    COMPILED = "compiled"
+    """What `torch.compile` makes of the model, or why nothing."""
+    CURVATURE_OFF = "curvature_off"
+    """Curvature cannot be measured: it is off from here on, and what was measured before stays in force."""
+    CURVATURE_FALLBACK = "curvature_fallback"
+    """Layers whose curvature takes one pass of the whole model per sample, slower."""
+    CURVATURE_WAITS = "curvature_waits"
+    """Measurements of curvature wait until their time is within `control_share`."""
 
 
 @dataclass(frozen=True, kw_only=True)

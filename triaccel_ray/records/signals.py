@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from triaccel_ray.records.plan import Fault, Plan, Precision
+from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +88,8 @@ class Observation:
     loss: float | None = None
     """Mean training loss since the last tick; None when no step was made."""
     step_ms: float | None = None
-    """Median milliseconds of a step of a whole batch under the plan in force, since it was last told; None where too
-    few were timed. Ticks, measurements, evaluations and a plan's first steps do not count."""
+    """Median milliseconds of a step of a whole batch under the plan in force, since the last reading; None where
+    too few were timed. Ticks, measurements, evaluations and a plan's first steps do not count."""
     loss_scale: float = 1.0
     num_skipped: int = 0
     """Optimizer steps skipped for a non-finite gradient since the run began."""
@@ -101,3 +101,8 @@ class Observation:
     """None when not measured since the last tick."""
     faults: tuple[Fault, ...] = ()
     """What was survived since the last decision, oldest first; some of it after the rest was measured."""
+
+    @property
+    def apply_fault(self) -> Fault | None:
+        """Why a plan could not be applied since the last decision, if so."""
+        return next((fault for fault in self.faults if fault.kind is FaultKind.APPLY_FAILED), None)

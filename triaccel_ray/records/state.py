@@ -35,6 +35,11 @@ class LayerState:
     times_slow: int = 0
     """How often a lower precision of the layer was undone for its time."""
 
+    def a_tick_later(self) -> LayerState:
+        """Returns the same with bars that end one tick sooner."""
+        fp16, slow = max(self.fp16_bar_ticks - 1, 0), max(self.slow_bar_ticks - 1, 0)
+        return replace(self, fp16_bar_ticks=fp16, slow_bar_ticks=slow)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchState:
@@ -65,7 +70,7 @@ class Change:
     num_slower: int = 0
     """Intervals since that were slower."""
     num_waited: int = 0
-    """Ticks since that had no time to tell."""
+    """Ticks since without a step time."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,15 +9,12 @@ import torch
 from torch import nn
 
 from triaccel_ray.config import CurvatureMethod, require, require_number
-from triaccel_ray.measure.curvature.hessian import BlockPower, PowerIteration
 from triaccel_ray.measure.curvature.meter import CurvatureMeter, method_of
 from triaccel_ray.measure.curvature.objective import Limits, Objective, measuring
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, SpectrumShape
 from triaccel_ray.model.layers import Layer, Loss
 
-__all__ = ["CurvatureEstimate", "CurvatureMeter", "PowerIteration", "SpectrumShape", "top_eigenvalues"]
-
-_DEFAULT_POWER = PowerIteration()
+__all__ = ["CurvatureEstimate", "CurvatureMeter", "SpectrumShape", "top_eigenvalues"]
 
 
 def top_eigenvalues(
@@ -30,7 +27,7 @@ def top_eigenvalues(
     method: CurvatureMethod,
     top_k: int,
     generator: torch.Generator | None = None,
-    power: PowerIteration = _DEFAULT_POWER,
+    num_iterations: int | None = None,
     chunk_samples: int | None = None,
 ) -> CurvatureEstimate:
     """Returns the largest eigenvalues of each layer's diagonal curvature block (Tri-Accel, section 3.2).
@@ -45,7 +42,7 @@ def top_eigenvalues(
     have it, by default with TF32 convolutions on a GPU), and left as it was found: training flags, gradients,
     buffers and the global random state included, whether it succeeds or raises. Gradients are taken with
     `torch.autograd.grad`; hooks that others have put on parameter tensors may see them pass. No method waits for the
-    device, unless `power` has a tolerance. For repeated measurements see `CurvatureMeter`.
+    device. For repeated measurements see `CurvatureMeter`.
 
     Args:
         model: called with `inputs`, by name or position if they are a mapping, tuple or list.
@@ -56,7 +53,7 @@ def top_eigenvalues(
         method: one of `fisher`, `ggn`, `hessian`.
         top_k: eigenvalues per layer, k >= 1.
         generator: draws the starting vectors of `hessian`; None draws from a fresh one with seed 0.
-        power: iterations of `hessian`.
+        num_iterations: Hessian-vector products per vector of `hessian`, >= 1; None: 20.
         chunk_samples: samples that pass through the model at once, >= 1: fewer take less memory and more time for the
             same results up to rounding; None: all.
 
@@ -67,6 +64,7 @@ def top_eigenvalues(
     require(method in ("fisher", "ggn", "hessian"), "curvature method", method, "must be one of fisher, ggn, hessian")
     require_number("top_k", top_k, "must be >= 1", low=1)
     require_number("chunk_samples", 1 if chunk_samples is None else chunk_samples, "must be >= 1 or None", low=1)
+    require_number("num_iterations", 1 if num_iterations is None else num_iterations, "must be >= 1 or None", low=1)
     require(bool(layers), "layers", list(layers), "must name at least one layer; find_layers(model) returns all")
     objective = Objective(
         model=model, loss=loss, inputs=inputs, targets=targets, limits=Limits(chunk_samples=chunk_samples)
@@ -74,9 +72,9 @@ def top_eigenvalues(
     objective.require_samples(method)
     measured = method_of(layers, method, top_k)
     with measuring(model, strict_fp32=method != "hessian"):
-        measured.begin(torch.Generator().manual_seed(0) if generator is None else generator)
+        planned = measured.begin(torch.Generator().manual_seed(0) if generator is None else generator)
         measured.prepare_anew(objective)
-        if isinstance(measured, BlockPower):
-            measured.iterate(power)
+        for _ in range(planned if num_iterations is None else num_iterations):
+            measured.advance()
         results, shape = measured.finish()
     return CurvatureEstimate.of(results, shape, measured.fallbacks)

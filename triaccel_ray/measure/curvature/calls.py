@@ -1,4 +1,4 @@
-"""What a forward pass computed: calls, where samples lie in them, who used which weights; each layer's way."""
+"""What a forward pass computed: calls, where samples lie in them, who used which weights; each layer's strategy."""
 
 from __future__ import annotations
 
@@ -172,9 +172,9 @@ def _call(module: nn.Module, arguments: dict[int | str, Any], output: Any) -> Ca
     )
 
 
-def _sample_dim(shape: torch.Size | None, single: torch.Size | None, num_samples: int) -> int | None:
+def _sample_dim(shape: torch.Size, single: torch.Size, num_samples: int) -> int | None:
     """Returns the one dimension that is `num_samples` in `shape` and 1 in `single`; None if there is no such one."""
-    if shape is None or single is None or len(shape) != len(single):
+    if len(shape) != len(single):
         return None
     differing = [dim for dim, (many, one) in enumerate(zip(shape, single, strict=True)) if many != one]
     if len(differing) != 1 or shape[differing[0]] != num_samples or single[differing[0]] != 1:
@@ -186,8 +186,8 @@ def _without(shape: torch.Size, dim: int | None) -> tuple[int, ...]:
     return tuple(size for index, size in enumerate(shape) if index != dim)
 
 
-class Way(Enum):
-    """How a layer's Gram matrix is had, from the cheapest way to the one that is always right."""
+class Strategy(Enum):
+    """How a layer's Gram matrix is computed, from the cheapest way to the one that is always right."""
 
     NONE = "zero: the layer has no part in what is differentiated"
     FACTORS = "from the inputs and output gradients of its calls: `nn.Linear`, `nn.Conv2d`, `nn.Embedding`"
@@ -258,12 +258,12 @@ class Structure:
     calls: tuple[KnownCall, ...]
     """In the order in which they were made."""
     own: Mapping[Layer, tuple[int, ...]]
-    """Which of the calls are a layer's own, for the layers whose own calls tell everything."""
+    """Which of the calls are a layer's own, for layers whose weights are used in these alone."""
     of_model: tuple[int, ...]
     """Which of the calls are the whole model's."""
     complete_in_model: frozenset[Layer]
-    """The layers for which differentiating the whole model's calls tells everything."""
-    ways: Mapping[Layer, Way]
+    """The layers whose weights are used in the whole model's calls alone."""
+    strategies: Mapping[Layer, Strategy]
     """How each layer is measured."""
     reasons: Mapping[Layer, str]
     """Why a layer is not measured from its own calls, where it is not."""
@@ -276,12 +276,15 @@ class Structure:
     @property
     def fallbacks(self) -> dict[str, str]:
         """Names of the layers that take one pass of the whole model per sample, and why."""
-        return {layer.name: self.reasons[layer] for layer, way in self.ways.items() if way is Way.SAMPLES}
+        slow = [layer for layer, strategy in self.strategies.items() if strategy is Strategy.SAMPLES]
+        return {layer.name: self.reasons[layer] for layer in slow}
 
     def calls_of(self, layer: Layer) -> tuple[int, ...]:
-        """Returns the calls whose output gradients the layer's way asks for."""
-        way = self.ways[layer]
-        return self.own[layer] if way in (Way.FACTORS, Way.MODULE) else self.of_model if way is Way.MODEL else ()
+        """Returns the calls whose output gradients the layer's strategy asks for."""
+        strategy = self.strategies[layer]
+        if strategy in (Strategy.FACTORS, Strategy.MODULE):
+            return self.own[layer]
+        return self.of_model if strategy is Strategy.MODEL else ()
 
     def place_samples(self, calls: Sequence[Call], num_samples: int) -> None:
         """Writes into `calls` what is known of them.
@@ -294,27 +297,29 @@ class Structure:
         for call, known in zip(calls, self.calls, strict=True):
             known.place_samples(call, num_samples)
 
-    def without(self, closed: Mapping[Layer, str]) -> Structure:
-        """Returns the structure in which these layers are measured in the next way, for these reasons."""
-        ways = {
-            layer: (Way.MODEL if way is Way.MODULE and layer in self.complete_in_model else Way.SAMPLES)
-            if layer in closed
-            else way
-            for layer, way in self.ways.items()
-        }
-        return replace(self, ways=ways, reasons={**self.reasons, **closed})
+    def without(self, failed: Mapping[Layer, str]) -> Structure:
+        """Returns the structure in which these layers are measured by the next strategy, for these reasons."""
+        strategies = dict(self.strategies)
+        for layer in failed:
+            is_next = strategies[layer] is Strategy.MODULE and layer in self.complete_in_model
+            strategies[layer] = Strategy.MODEL if is_next else Strategy.SAMPLES
+        return replace(self, strategies=strategies, reasons={**self.reasons, **failed})
 
     def by_samples(self, reason: str) -> Structure:
         """Returns the structure that relies on nothing: every layer from one pass of the model per sample."""
-        return replace(self, ways=dict.fromkeys(self.ways, Way.SAMPLES), reasons=dict.fromkeys(self.ways, reason))
+        return replace(
+            self,
+            strategies=dict.fromkeys(self.strategies, Strategy.SAMPLES),
+            reasons=dict.fromkeys(self.strategies, reason),
+        )
 
 
 def find_structure(
     root: Tensor, calls: Sequence[Call], layers: Sequence[Layer], model: nn.Module, num_columns: int
 ) -> Structure:
-    """Returns the structure of the pass that made `calls`, each layer with the cheapest way that may be open to it.
+    """Returns the structure of the pass that made `calls`, each layer with the cheapest strategy that may work.
 
-    Whether `MODULE` and `MODEL` are open turns out when they are tried.
+    Whether `MODULE` and `MODEL` work turns out when they are tried.
 
     Raises:
         ValueError: a part of the graph is hidden in a reentrant checkpoint.
@@ -328,25 +333,26 @@ def find_structure(
     whole = [call for call in calls if call.module is model and call.understood]
     in_model = find_weight_uses(root, whole)
     complete = frozenset(layer for layer in layers if whole and in_model.are_calls_complete(layer, whole))
-    ways: dict[Layer, Way] = {}
+    strategies: dict[Layer, Strategy] = {}
     reasons: dict[Layer, str] = {}
     for layer, mine in own_calls.items():
-        ways[layer] = Way.MODEL if layer in complete else Way.SAMPLES
+        strategies[layer] = Strategy.MODEL if layer in complete else Strategy.SAMPLES
         if not uses.is_used(layer):
-            ways[layer] = Way.NONE
+            strategies[layer] = Strategy.NONE
         elif not all(call.understood for call in mine):
             reasons[layer] = "its inputs nest, or no one dimension of them or its outputs is the samples"
         elif not uses.are_calls_complete(layer, mine):
             reasons[layer] = "its weights are used outside its own calls"
         else:
-            ways[layer] = Way.FACTORS if all(is_factorizable(layer, call) for call in mine) else Way.MODULE
+            is_closed_form = all(is_factorizable(layer, call) for call in mine)
+            strategies[layer] = Strategy.FACTORS if is_closed_form else Strategy.MODULE
     index_of = {call: index for index, call in enumerate(calls)}
     return Structure(
         calls=tuple(KnownCall.of(call) for call in calls),
         own={layer: tuple(index_of[call] for call in mine) for layer, mine in own_calls.items()},
         of_model=tuple(index_of[call] for call in whole),
         complete_in_model=complete,
-        ways=ways,
+        strategies=strategies,
         reasons=reasons,
         num_columns=num_columns,
     )

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.measure.curvature.calls import (
     Call,
+    Strategy,
     Structure,
     StructureChangedError,
-    Way,
     find_structure,
     locate_samples,
     record_calls,
@@ -55,6 +55,11 @@ _TOGETHER = 512
 class GramMethod:
     """Forward and backward passes of the chunks of samples, and the Gram matrices that they allow."""
 
+    vectors: list[Tensor] | None = None
+    """It goes on from none."""
+    kept_bytes: int | None = None
+    """Whatever the limits say."""
+
     def __init__(self, layers: Sequence[Layer], method: Literal["fisher", "ggn"], top_k: int) -> None:
         self._layers, self._top_k = tuple(layers), top_k
         self._head: Head = fisher_head if method == "fisher" else ggn_head
@@ -74,7 +79,7 @@ class GramMethod:
 
     def prepare_anew(self, objective: Objective) -> None:
         """Finds out how each layer can be measured, and measures."""
-        self.structure = find_ways(objective, self._layers, self._head)
+        self.structure = explore_structure(objective, self._layers, self._head)
         try:
             self.prepare(objective)
         except StructureChangedError as error:
@@ -115,7 +120,7 @@ class GramMethod:
         """Does nothing: there is no iteration."""
 
     def abandon(self) -> None:
-        """Lets go of results that nobody will ask for."""
+        """Drops results that are not needed."""
         self._results = ()
 
     def finish(self) -> tuple[tuple[Tensor, ...], SpectrumShape]:
@@ -125,16 +130,16 @@ class GramMethod:
         return results, self._shape
 
 
-class _ClosedError(Exception):
-    """Ways that turned out not to be open: of some layers, or for all columns side by side."""
+class _UnsupportedError(Exception):
+    """Strategies that turned out not to work: of some layers, or all columns side by side."""
 
     def __init__(self, layers: Mapping[Layer, str], *, columns: bool = False) -> None:
         super().__init__()
         self.layers, self.columns = dict(layers), columns
 
 
-def find_ways(objective: Objective, layers: Sequence[Layer], head: Head) -> Structure:
-    """Returns the structure of the model's course, found with two samples and one, and the ways that work with two.
+def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head) -> Structure:
+    """Returns the structure of the model's course, found with two samples and one, and strategies that work with two.
 
     Raises:
         ValueError: a part of the graph is hidden in a reentrant checkpoint.
@@ -152,9 +157,9 @@ def find_ways(objective: Objective, layers: Sequence[Layer], head: Head) -> Stru
         try:
             for _ in layer_grams(two, layers, head, structure, is_trial=True):
                 pass
-        except _ClosedError as closed:
-            structure = structure.without(closed.layers)
-            structure = replace(structure, batched_columns=structure.batched_columns and not closed.columns)
+        except _UnsupportedError as failed:
+            structure = structure.without(failed.layers)
+            structure = replace(structure, batched_columns=structure.batched_columns and not failed.columns)
         else:
             return structure
 
@@ -178,7 +183,7 @@ def layer_grams(
     groups = list(_groups(objective, structure, is_whole=len(parts) == 1))
     left = [unit.layer for group in groups for unit in group]
     for layer in layers:
-        if structure.ways[layer] is Way.NONE:
+        if structure.strategies[layer] is Strategy.NONE:
             yield layer, layer.weights[0].new_zeros(b * q, b * q, dtype=compute_dtype(layer))
     one: _Pass | None = None
     for index, group in enumerate(groups):
@@ -191,7 +196,7 @@ def layer_grams(
             one = one if again else None  # before the next pass begins
         for unit in group:
             with _fast(objective):
-                gram = _gram(unit, kept.pop(0), (b, q), objective.limits.block_bytes)
+                gram = _gram(unit.layer, kept.pop(0), b, q, objective.limits.block_bytes)
             grams[unit.layer] = gram if unit.layer not in grams else grams[unit.layer] + gram
             left.remove(unit.layer)
             if unit.layer not in left:
@@ -208,28 +213,18 @@ class _Unit:
     factors."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Factored:
-    """What a chunk's columns are made of."""
-
-    calls: tuple[tuple[nn.Module, Tensor, Tensor], ...]
-    """For each call that was reached: its module, input [s, ...] and output gradient [s, q, ...]."""
-
-
-_Kept = Tensor | _Factored
-"""Of one chunk: columns [s q, elements], or factors."""
+_Kept = Tensor | tuple[tuple[nn.Module, Tensor, Tensor], ...]
+"""Of one chunk: columns [s q, elements], or what they are made of: for each call that was reached its module, input
+[s, ...] and output gradient [s, q, ...]."""
 
 
 def _groups(objective: Objective, structure: Structure, *, is_whole: bool) -> Iterator[list[_Unit]]:
     """Yields what is collected in the same passes: no more than `kept_bytes` of all samples, or a single unit."""
-    columns, limit = objective.num_samples * structure.num_columns, objective.limits.kept_bytes
     group: list[_Unit] = []
     held_bytes = 0
-    for layer, way in structure.ways.items():
-        for unit, num_bytes in _units(
-            layer, way, structure, (objective.num_samples, columns), limit, is_whole=is_whole
-        ):
-            if group and held_bytes + num_bytes > limit:
+    for layer in structure.strategies:
+        for unit, num_bytes in _units(layer, objective, structure, is_whole=is_whole):
+            if group and held_bytes + num_bytes > objective.limits.kept_bytes:
                 yield group
                 group, held_bytes = [], 0
             group.append(unit)
@@ -238,24 +233,24 @@ def _groups(objective: Objective, structure: Structure, *, is_whole: bool) -> It
         yield group
 
 
-def _units(
-    layer: Layer, way: Way, structure: Structure, count: tuple[int, int], limit: int, *, is_whole: bool
-) -> Iterator[tuple[_Unit, int]]:
-    """Yields a layer's units with the bytes that are kept of them; `count` is (b, b q)."""
-    if way is Way.NONE:
+def _units(layer: Layer, objective: Objective, structure: Structure, *, is_whole: bool) -> Iterator[tuple[_Unit, int]]:
+    """Yields a layer's units with the bytes that are kept of them."""
+    strategy = structure.strategies[layer]
+    if strategy is Strategy.NONE:
         return
-    (b, columns), itemsize = count, compute_dtype(layer).itemsize
+    b, q, limit = objective.num_samples, structure.num_columns, objective.limits.kept_bytes
+    columns, itemsize = b * q, compute_dtype(layer).itemsize
     num_slices, slice_bytes = layer.num_elements, columns * itemsize
-    if way is Way.FACTORS:
+    if strategy is Strategy.FACTORS:
         calls = [structure.calls[index] for index in structure.own[layer]]
         inputs = 0 if is_whole else sum(math.prod(call.arguments[0]) for call in calls)  # which the graph holds then
         outputs = sum(math.prod(call.outputs[0]) for call in calls)
         factor_bytes = itemsize * (b * inputs + columns * outputs)
         if is_whole or factor_bytes <= min(limit, slice_bytes * layer.num_elements):
             # One cotangent asks for no more than training does.
-            yield _Unit(layer), 0 if is_whole and structure.num_columns == 1 else factor_bytes
+            yield _Unit(layer), 0 if is_whole and q == 1 else factor_bytes
             return
-        num_slices = _shape(layer, count).o
+        num_slices = _shape(layer, b, q).o
         slice_bytes *= layer.num_elements // num_slices
     step = max(1, limit // slice_bytes)
     for start in range(0, num_slices, step):
@@ -269,16 +264,16 @@ class _Pass:
     def __init__(
         self, objective: Objective, head: Head, structure: Structure, group: Sequence[_Unit] | None, *, is_trial: bool
     ) -> None:
-        """Runs the model; keeps the calls that `group` asks for, of which None is everything."""
+        """Runs the model; keeps the calls that `group` asks for, all calls when None."""
         self._objective, self._head, self._structure, self._is_trial = objective, head, structure, is_trial
         self._is_chunk = group is not None
-        wanted = structure.ways if group is None else {unit.layer for unit in group}
+        wanted = structure.strategies if group is None else {unit.layer for unit in group}
         needed = {index for layer in wanted for index in structure.calls_of(layer)}
         self._calls: dict[int, Call] = {}
         if not needed:
             return
         with FoldedNorms():
-            outputs, calls = record_calls(objective.outputs, _watched(objective.model, structure.ways))
+            outputs, calls = record_calls(objective.outputs, _watched(objective.model, structure.strategies))
         structure.place_samples(calls, objective.num_samples)
         self._calls = {index: call for index, call in enumerate(calls) if index in needed}
         self._root, self._cotangents = head(outputs, objective)
@@ -287,25 +282,25 @@ class _Pass:
         """Returns what is kept of each unit; without `retain_graph` for the last time.
 
         Raises:
-            Exception: whatever a foreign module raises; in a trial, a `_ClosedError` that says what does not work.
+            Exception: whatever a foreign module raises; in a trial, a `_UnsupportedError` that says what does not work.
         """
         calls = {index: self._calls[index] for unit in group for index in self._structure.calls_of(unit.layer)}
         arrived: dict[int, list[Tensor | None]] = {}
-        closed: dict[Layer, str] = {}
+        failed: dict[Layer, str] = {}
         found: dict[_Unit, _Kept] = {}
         with _fast(self._objective):
             if calls:
                 arrived = self._pull_back(calls, retain_graph=retain_graph)
             for unit in group:
                 try:
-                    if self._structure.ways[unit.layer] is not Way.SAMPLES:
+                    if self._structure.strategies[unit.layer] is not Strategy.SAMPLES:
                         found[unit] = self._kept(unit, arrived)
                 except Exception as error:  # foreign code under a transformation that it need not support
                     if is_out_of_memory(error) or not self._is_trial:
                         raise
-                    closed[unit.layer] = f"torch.func cannot run its module or the model: {first_line(error)}"
-        if closed:
-            raise _ClosedError(closed)
+                    failed[unit.layer] = f"torch.func cannot run its module or the model: {first_line(error)}"
+        if failed:
+            raise _UnsupportedError(failed)
         left = list(dict.fromkeys(unit.layer for unit in group if unit not in found))
         columns = dict(zip(left, self._by_samples(left), strict=True)) if left else {}
         return [found[unit] if unit in found else columns[unit.layer][:, unit.elements] for unit in group]
@@ -314,21 +309,21 @@ class _Pass:
         layer, limits = unit.layer, self._objective.limits
         s, q = self._objective.num_samples, self._structure.num_columns
         gradients = {index: arrived[index] for index in self._structure.calls_of(layer)}
-        if self._structure.ways[layer] is Way.FACTORS:
+        if self._structure.strategies[layer] is Strategy.FACTORS:
             calls = tuple(
                 (self._calls[index].module, self._input(index), gradient)
                 for index, (gradient,) in gradients.items()
                 if gradient is not None
             )
             if unit.elements is None or not calls:
-                return _Factored(calls)
+                return calls
             factors = [factorize(module, x, dy, compute_dtype(layer)) for module, x, dy in calls]
-            return factor_columns(factors, slice(0, s), unit.elements, _shape(layer, (s, s * q)))
+            return factor_columns(factors, slice(0, s), unit.elements, _shape(layer, s, q))
         reached = {
             self._calls[index]: tensors for index, tensors in gradients.items() if any(t is not None for t in tensors)
         }
         if not reached:
-            return _Factored(())
+            return ()
         if self._is_trial:
             for call in reached:
                 require_replaceable(layer, call)
@@ -358,7 +353,7 @@ class _Pass:
         except Exception as error:  # an operation may have no batching rule, and raise whatever it likes
             if is_out_of_memory(error) or not (self._is_trial and step > 1 and len(self._cotangents) > 1):
                 raise
-            raise _ClosedError({}, columns=True) from error
+            raise _UnsupportedError({}, columns=True) from error
         remaining = iter(stacks)
         return {
             index: [
@@ -369,23 +364,21 @@ class _Pass:
         }
 
 
-def _gram(unit: _Unit, kept: list[_Kept], count: tuple[int, int], block_bytes: int) -> Tensor:
-    """Returns the Gram matrix [b q, b q] of what was kept of all chunks, in their order; `count` is (b, q)."""
-    layer, (b, q) = unit.layer, count
+def _gram(layer: Layer, kept: list[_Kept], b: int, q: int, block_bytes: int) -> Tensor:
+    """Returns the Gram matrix [b q, b q] of what was kept of all chunks, in their order."""
     dtype = compute_dtype(layer)
-    factored = [part for part in kept if isinstance(part, _Factored)]
-    if not factored:
+    chunks = [part for part in kept if isinstance(part, tuple)]
+    if not chunks:
         columns = torch.cat([part for part in kept if isinstance(part, Tensor)])
         kept.clear()
         return columns @ columns.T
-    chunks = [part.calls for part in factored]
     if not chunks[0]:
         return layer.weights[0].new_zeros(b * q, b * q, dtype=dtype)
     factors = []
     for call in zip(*chunks, strict=True):
         modules, inputs, gradients = zip(*call, strict=True)
         factors.append(factorize(modules[0], _joined(inputs), _joined(gradients), dtype))
-    return factor_gram(factors, _shape(layer, (b, b * q)), block_bytes)
+    return factor_gram(factors, _shape(layer, b, q), block_bytes)
 
 
 def _joined(chunks: Sequence[Tensor]) -> Tensor:
@@ -396,11 +389,10 @@ def _samples_first(stack: Tensor | None, dim: int | None) -> Tensor | None:
     return None if stack is None or dim is None else stack.movedim(dim + 1, 0)
 
 
-def _shape(layer: Layer, count: tuple[int, int]) -> Shape:
-    """Returns the sizes of a factored layer's columns; `count` is (b, b q)."""
-    (b, columns), weight = count, layer.weights[0]
-    groups = getattr(layer.modules[0], "groups", 1)
-    return Shape(b=b, q=columns // b, g=groups, o=weight.shape[0] // groups, k=weight.numel() // weight.shape[0])
+def _shape(layer: Layer, b: int, q: int) -> Shape:
+    """Returns the sizes of a factored layer's columns."""
+    weight, groups = layer.weights[0], getattr(layer.modules[0], "groups", 1)
+    return Shape(b=b, q=q, g=groups, o=weight.shape[0] // groups, k=weight.numel() // weight.shape[0])
 
 
 def _watched(model: nn.Module, layers: Iterable[Layer]) -> list[nn.Module]:

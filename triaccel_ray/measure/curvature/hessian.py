@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from triaccel_ray.config import require_number
-from triaccel_ray.measure.curvature.calls import find_weight_uses
+from triaccel_ray.measure.curvature.calls import Structure, find_weight_uses
 from triaccel_ray.measure.curvature.objective import FoldedNorms, Objective
 from triaccel_ray.measure.curvature.spectrum import (
     SpectrumShape,
-    largest_eigenvalues,
     orthonormalizing,
     pseudo_random,
     solver_dtype,
@@ -37,22 +35,6 @@ _BLOCK_ELEMENTS = 2**20
 """Of a vector that are in FP64 at once."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PowerIteration:
-    """How long to iterate."""
-
-    num_iterations: int = 20
-    """Hessian-vector products per eigenvalue, at most; >= 1."""
-    tolerance: float | None = None
-    """Relative change of the eigenvalue below which to stop, > 0. Each iteration then waits for the device; None
-    always makes `num_iterations`."""
-
-    def __post_init__(self) -> None:
-        require_number("num_iterations", self.num_iterations, "must be >= 1", low=1)
-        if self.tolerance is not None:
-            require_number("tolerance", self.tolerance, "must be > 0 or None", low=math.nextafter(0.0, 1.0))
-
-
 class BlockPower:
     """Subspace iteration with the Hessian blocks of all layers.
 
@@ -67,12 +49,14 @@ class BlockPower:
     """
 
     fallbacks: Mapping[str, str] = MappingProxyType({})
+    structure: Structure | None = None
+    """It needs none."""
 
     def __init__(self, layers: Sequence[Layer], top_k: int) -> None:
         self._layers, self._top_k = tuple(layers), top_k
         self._counts = tuple(min(top_k + OVERSAMPLING, layer.num_elements) for layer in layers)
         self._parts: list[Objective] = []
-        self._slopes: Slopes | None = None
+        self._gradients: LossGradient | None = None
         self._matrices: Tensor | None = None
         self.vectors: list[Tensor] | None = None
         """For each layer its vectors [min(k + 2, n), n], in its weights' dtype; written in place from then on."""
@@ -110,7 +94,7 @@ class BlockPower:
         """
         assert self.vectors is not None
         self._parts = objective.parts()
-        self._slopes = slope_graph(objective, self._layers) if len(self._parts) == 1 else None
+        self._gradients = LossGradient(objective, self._layers) if len(self._parts) == 1 else None
         for vectors in self.vectors:
             is_sound = (torch.linalg.vector_norm(vectors, dim=1) - 1.0).abs() < 0.05  # False for NaN
             for block in vectors.split(_BLOCK_ELEMENTS, dim=1):
@@ -128,75 +112,67 @@ class BlockPower:
             _orthonormalize(images, vectors)
         self._matrices = torch.stack([matrix.to(matrices[0].device) for matrix in matrices])
 
-    def iterate(self, power: PowerIteration) -> None:
-        """Advances until no eigenvalue of any layer changes by more than the tolerance, or as often as it may."""
-        before = torch.zeros(())
-        for _ in range(power.num_iterations):
-            self.advance()
-            if power.tolerance is None or self._matrices is None:
-                continue
-            found = largest_eigenvalues(self._matrices.cpu(), self.shape).nan_to_num()
-            if bool(((found - before).abs() <= power.tolerance * found.abs()).all()):
-                break
-            before = found
-
     def abandon(self) -> None:
         """Lets go of the graph of the gradient, and of the activations that it holds."""
-        self._slopes = self._matrices = None
+        self._gradients = self._matrices = None
         self._parts = []
 
     def finish(self) -> tuple[tuple[Tensor, ...], SpectrumShape]:
         """Returns T of the last iteration and its shape; lets go of everything else but the samples of chunks."""
         assert self._matrices is not None
-        result, self._slopes, self._matrices = self._matrices, None, None
+        result, self._gradients, self._matrices = self._matrices, None, None
         return (result,), self.shape
 
     def _images(self, all_vectors: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yields H U for each layer, [k + 2, n]."""
-        if self._slopes is not None:
-            yield from (_block_images(*each, self._slopes) for each in zip(self._layers, all_vectors, strict=True))
+        if self._gradients is not None:
+            yield from map(self._gradients.products, self._layers, all_vectors)
             return
         sums = [torch.zeros_like(vectors) for vectors in all_vectors]
         num_samples = sum(part.num_samples for part in self._parts)
         for part in self._parts:
-            slopes = slope_graph(part, self._layers)
+            gradients = LossGradient(part, self._layers)
             for layer, vectors, total in zip(self._layers, all_vectors, sums, strict=True):
-                total.add_(_block_images(layer, vectors, slopes), alpha=part.num_samples / num_samples)
-            del slopes  # before the next chunk's graph is made
+                total.add_(gradients.products(layer, vectors), alpha=part.num_samples / num_samples)
+            del gradients  # before the next chunk's graph is made
         yield from sums
 
 
-@dataclass(frozen=True, eq=False)
-class Slopes:
-    """The gradient of the mean loss, differentiable."""
+class LossGradient:
+    """The gradient of the mean loss with the graph that made it, to be differentiated once more."""
 
-    of: Mapping[nn.Parameter, Tensor | None]
-    """With respect to each weight; None where the weight has no part."""
-    wanted: Wanted
-    """To say before differentiating with respect to which weights."""
+    def __init__(self, objective: Objective, layers: Sequence[Layer]) -> None:
+        """Makes a forward and a backward pass.
 
+        Raises:
+            ValueError: a part of the graph is hidden in a reentrant checkpoint.
+        """
+        weights = [weight for layer in layers for weight in layer.weights if weight.requires_grad]
+        self._operations = TwiceDifferentiable()
+        # The fused attention kernels have no second derivative.
+        with sdpa_kernel(SDPBackend.MATH), self._operations:
+            value = objective.value(objective.outputs())
+            find_weight_uses(value, [])  # for its refusal of graphs that hide weights
+            gradients: Sequence[Tensor | None] = [None] * len(weights)
+            if value.requires_grad:
+                gradients = torch.autograd.grad(value, weights, create_graph=True, allow_unused=True)
+        self._of = dict(zip(weights, gradients, strict=True))
 
-def slope_graph(objective: Objective, layers: Sequence[Layer]) -> Slopes:
-    """Returns the gradient of the mean loss with the graph that made it, to be differentiated once more.
+    def products(self, layer: Layer, vectors: Tensor) -> Tensor:
+        """Returns H_l u for each of the vectors u [p, n]; zero in the places of weights that the loss is linear in."""
+        return torch.stack([self._product(layer, vector) for vector in vectors])
 
-    Raises:
-        ValueError: a part of the graph is hidden in a reentrant checkpoint.
-    """
-    weights = [weight for layer in layers for weight in layer.weights if weight.requires_grad]
-    # The fused attention kernels have no second derivative.
-    wanted = Wanted()
-    with sdpa_kernel(SDPBackend.MATH), twice_differentiable(objective.model, wanted):
-        value = objective.value(objective.outputs())
-        find_weight_uses(value, [])  # for its refusal of graphs that hide weights
-        slopes: Sequence[Tensor | None] = [None] * len(weights)
-        if value.requires_grad:
-            slopes = torch.autograd.grad(value, weights, create_graph=True, allow_unused=True)
-    return Slopes(of=dict(zip(weights, slopes, strict=True)), wanted=wanted)
-
-
-def _block_images(layer: Layer, vectors: Tensor, slopes: Slopes) -> Tensor:
-    product = block_product(layer, slopes)
-    return torch.stack([product(vector) for vector in vectors])
+    def _product(self, layer: Layer, u: Tensor) -> Tensor:
+        parts = zip(layer.weights, torch.split(u, [weight.numel() for weight in layer.weights]), strict=True)
+        curved = [(gradient, _laid_out(part, w)) for w, part in parts if (gradient := self._of.get(w)) is not None]
+        curved = [(gradient, part) for gradient, part in curved if gradient.requires_grad]
+        if not curved:
+            return torch.zeros_like(u)
+        roots, directions = zip(*curved, strict=True)
+        with self._operations.only(layer.weights):
+            images = torch.autograd.grad(roots, layer.weights, directions, retain_graph=True, allow_unused=True)
+        flat = [torch.zeros_like(w) if image is None else image for w, image in zip(layer.weights, images, strict=True)]
+        return torch.cat([part.flatten() for part in flat])
 
 
 def _products(some: Tensor, others: Tensor) -> Tensor:
@@ -218,25 +194,6 @@ def _orthonormalize(vectors: Tensor, out: Tensor) -> None:
         into.copy_(combine @ one.to(combine.dtype))
 
 
-def block_product(layer: Layer, slopes: Slopes) -> Callable[[Tensor], Tensor]:
-    """Returns u -> H_l u on flat vectors [n]; zero in the places of weights that the loss is at most linear in."""
-    sizes = [weight.numel() for weight in layer.weights]
-
-    def product(u: Tensor) -> Tensor:
-        parts = zip(layer.weights, torch.split(u, sizes), strict=True)
-        curved = [(slope, _laid_out(part, w)) for w, part in parts if (slope := slopes.of.get(w)) is not None]
-        curved = [(slope, part) for slope, part in curved if slope.requires_grad]
-        if not curved:
-            return torch.zeros_like(u)
-        roots, directions = zip(*curved, strict=True)
-        with slopes.wanted.only(layer.weights):
-            images = torch.autograd.grad(roots, layer.weights, directions, retain_graph=True, allow_unused=True)
-        flat = [torch.zeros_like(w) if image is None else image for w, image in zip(layer.weights, images, strict=True)]
-        return torch.cat([part.flatten() for part in flat])
-
-    return product
-
-
 def _laid_out(flat: Tensor, weight: Tensor) -> Tensor:
     """Returns the vector in the weight's shape and memory format: a convolution meeting two formats converts one."""
     return torch.empty_like(weight, requires_grad=False).copy_(flat.view_as(weight))
@@ -249,11 +206,18 @@ def start_vectors(layer: Layer, count: int, generator: torch.Generator) -> Tenso
     return drawn.to(weight.device)
 
 
-class Wanted:
-    """Which weights the derivative being taken is with respect to."""
+class TwiceDifferentiable(FoldedNorms):
+    """Replaces, for a model in eval mode, operations whose second derivative in PyTorch does what nobody asked for.
+
+    - PyTorch's second derivative of a convolution computes its weight's part whether asked for or not, as a
+      convolution with a kernel as large as the image: 40% of the time of a Hessian-vector product of ResNet-18.
+    - That of batch normalisation is written for training mode, as dozens of operations on whole activations, where
+      eval mode is an affine map (`FoldedNorms`).
+    """
 
     def __init__(self) -> None:
-        """Starts with all."""
+        """Begins with derivatives with respect to all weights."""
+        super().__init__()
         self._ids: set[int] | None = None
 
     @contextlib.contextmanager
@@ -265,128 +229,81 @@ class Wanted:
         finally:
             self._ids = None
 
-    def includes(self, weight: Tensor) -> bool:
+    def needs(self, weight: Tensor) -> bool:
         """Whether the derivative with respect to `weight` may be needed: always, if it was computed from others."""
         return self._ids is None or not weight.is_leaf or id(weight) in self._ids
 
-
-@contextlib.contextmanager
-def twice_differentiable(model: nn.Module, wanted: Wanted) -> Iterator[None]:
-    """Replaces, in a model in eval mode, operations whose second derivative in PyTorch does what nobody asked for.
-
-    - PyTorch's second derivative of a convolution computes its weight's part whether asked for or not, as a
-      convolution with a kernel as large as the image: 40% of the time of a Hessian-vector product of ResNet-18.
-    - That of batch normalisation is written for training mode, as dozens of operations on whole activations, where
-      eval mode is an affine map (`FoldedNorms`).
-    """
-    replaced: list[nn.Module] = []
-    try:
-        for module in model.modules():
-            if _is_stock_convolution(module):
-                replaced.append(module)
-                module.__dict__["_conv_forward"] = _convolution(module, wanted)
-        with FoldedNorms():
-            yield
-    finally:
-        for module in replaced:
-            del module.__dict__["_conv_forward"]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Returns what `func` does."""
+        if func is F.conv2d:
+            return _conv2d(self, *args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
-def _is_stock_convolution(module: nn.Module) -> bool:
-    if not isinstance(module, nn.Conv2d):
-        return False
-    kind: Any = type(module)
-    # Replaced below `forward`, which others may have wrapped.
-    is_stock = kind.forward is nn.Conv2d.forward and kind._conv_forward is nn.Conv2d._conv_forward
-    is_plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
-    return is_stock and is_plain and "_conv_forward" not in module.__dict__
+def _conv2d(
+    operations: TwiceDifferentiable,
+    input: Tensor,  # noqa: A002  # as PyTorch has it
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    if isinstance(padding, str) or input.dim() != 4 or not weight.is_floating_point():
+        return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    stride, padding, dilation = ([n] * 2 if isinstance(n, int) else [*n] for n in (stride, padding, dilation))
+    convolution = _Convolution(stride, padding, dilation, groups, operations)
+    outputs: Tensor = _Derivative.apply(convolution, _OUTPUT, input.detach(), input, weight)
+    return outputs if bias is None else outputs + bias.view(1, -1, 1, 1)
+
+
+_OUTPUT, _INPUT, _WEIGHT = range(3)
 
 
 @dataclass(frozen=True, eq=False)
-class _Geometry:
-    """The options of a convolution, and its three products: each is bilinear, and the derivative of the others."""
+class _Convolution:
+    """T(g, x, w) = <conv(x, w), g>: linear in each, so that its derivative by one is a function of the two others."""
 
-    stride: Any
-    padding: Any
-    dilation: Any
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
     groups: int
-    wanted: Wanted
+    operations: TwiceDifferentiable
 
-    def outputs(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Returns the convolution itself."""
-        return torch.conv2d(x, weight, None, self.stride, self.padding, self.dilation, self.groups)
+    def derivative(self, place: int, like: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        """Returns dT by g: conv(x, w), by x or by w, from the other two in this order.
 
-    def input_gradient(self, gradient: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-        """Returns the derivative with respect to the inputs, of which only the shape matters."""
-        return self._backward(gradient, gradient.new_empty(1).expand(shape), weight, 0)
-
-    def weight_gradient(self, gradient: Tensor, x: Tensor, like: Tensor) -> Tensor:
-        """Returns the derivative with respect to the weight, laid out as `like`."""
-        return self._backward(gradient, x, like, 1)
-
-    def _backward(self, gradient: Tensor, x: Tensor, weight: Tensor, index: int) -> Tensor:
-        mask = [index == 0, index == 1, False]
-        found: Tensor = torch.ops.aten.convolution_backward(
-            gradient, x, weight, None, self.stride, self.padding, self.dilation, False, [0, 0], self.groups, mask
-        )[index]
-        return found
+        Of `like`, a tensor in that place, only the shape and the memory format matter.
+        """
+        options = (None, self.stride, self.padding, self.dilation, False, [0, 0], self.groups)
+        if place == _OUTPUT:  # not by `conv2d`, which `TwiceDifferentiable` would replace once more
+            outputs: Tensor = torch.ops.aten.convolution(first, second, *options)
+            return outputs
+        x, weight = (first.new_empty(1).expand(like.shape), second) if place == _INPUT else (second, like)
+        mask = [place == _INPUT, place == _WEIGHT, False]
+        gradients: list[Tensor] = torch.ops.aten.convolution_backward(first, x, weight, *options, mask)
+        return gradients[place - _INPUT]
 
 
-class _Outputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, geometry: _Geometry) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.geometry, ctx.wants_weight = geometry, lambda: geometry.wanted.includes(weight)
-        return geometry.outputs(x, weight)
+class _Derivative(torch.autograd.Function):
+    """`_Convolution.derivative`, differentiable as often as one likes: the derivative by another place is one more."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        for_x = _InputGradient.apply(gradient, weight, x.shape, ctx.geometry) if ctx.needs_input_grad[0] else None
-        needs_weight = ctx.needs_input_grad[1] and ctx.wants_weight()
-        return for_x, _WeightGradient.apply(gradient, x, weight.detach(), ctx.geometry) if needs_weight else None, None
-
-
-class _InputGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry) -> Tensor:
-        ctx.save_for_backward(gradient, weight)
-        ctx.geometry, ctx.wants_weight = geometry, lambda: geometry.wanted.includes(weight)
-        return geometry.input_gradient(gradient, weight, shape)
+    def forward(ctx: Any, convolution: _Convolution, place: int, like: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        ctx.save_for_backward(first, second)
+        ctx.convolution, ctx.place = convolution, place
+        return convolution.derivative(place, like, first, second)
 
     @staticmethod
     def backward(ctx: Any, direction: Tensor) -> Any:
-        gradient, weight = ctx.saved_tensors
-        for_gradient = _Outputs.apply(direction, weight, ctx.geometry) if ctx.needs_input_grad[0] else None
-        needs_weight = ctx.needs_input_grad[1] and ctx.wants_weight()
-        for_weight = None
-        if needs_weight:
-            for_weight = _WeightGradient.apply(gradient, direction, weight.detach(), ctx.geometry)
-        return for_gradient, for_weight, None, None
-
-
-class _WeightGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, x: Tensor, like: Tensor, geometry: _Geometry) -> Tensor:
-        ctx.save_for_backward(gradient, x)
-        ctx.geometry = geometry
-        return geometry.weight_gradient(gradient, x, like)
-
-    @staticmethod
-    def backward(ctx: Any, direction: Tensor) -> Any:
-        gradient, x = ctx.saved_tensors
-        for_gradient = _Outputs.apply(x, direction, ctx.geometry) if ctx.needs_input_grad[0] else None
-        for_x = _InputGradient.apply(gradient, direction, x.shape, ctx.geometry) if ctx.needs_input_grad[1] else None
-        return for_gradient, for_x, None, None
-
-
-def _convolution(module: Any, wanted: Wanted) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    geometry = _Geometry(module.stride, module.padding, module.dilation, module.groups, wanted)
-
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.dim() == 3:
-            return forward(x.unsqueeze(0), weight, bias).squeeze(0)
-        outputs: Tensor = _Outputs.apply(x, weight, geometry)
-        return outputs if bias is None else outputs + bias.view(1, -1, 1, 1)
-
-    return forward
+        given = dict(zip((p for p in range(3) if p != ctx.place), ctx.saved_tensors, strict=True))
+        found: list[Tensor | None] = []
+        for (place, tensor), needed in zip(given.items(), ctx.needs_input_grad[3:], strict=True):
+            if needed and (place != _WEIGHT or ctx.convolution.operations.needs(tensor)):
+                others = {**given, ctx.place: direction}
+                first, second = (others[p] for p in range(3) if p != place)
+                found.append(_Derivative.apply(ctx.convolution, place, tensor.detach(), first, second))
+            else:
+                found.append(None)
+        return None, None, None, *found

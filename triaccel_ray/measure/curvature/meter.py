@@ -14,7 +14,7 @@ from triaccel_ray.config import CurvatureConfig, CurvatureMethod
 from triaccel_ray.cuda.capture_checks import watched
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
-from triaccel_ray.cuda.random_states import random_states, set_random_states
+from triaccel_ray.cuda.random_states import preserved_random_states
 from triaccel_ray.measure.curvature.gram import GramMethod
 from triaccel_ray.measure.curvature.hessian import BlockPower
 from triaccel_ray.measure.curvature.objective import Limits, Objective, measuring
@@ -99,7 +99,7 @@ class CurvatureMeter:
         self._name = config.method
         self._method = method_of(layers, config.method, config.top_k)
         self.off_because = ""
-        """Why curvature is not measured; empty while it is. `try_out` and `switch_off` set it."""
+        """Why curvature is not measured; empty while it is. `dry_run` and `switch_off` set it."""
         self._num_samples = config.num_samples
         self._largest_chunk: int | None = None
         self._limits: Limits | None = None
@@ -129,22 +129,19 @@ class CurvatureMeter:
         """Names of the layers that take one pass of the whole model per sample, and why; known after the first."""
         return self._method.fallbacks
 
-    def try_out(self, inputs: Any, targets: Any) -> None:
+    def dry_run(self, inputs: Any, targets: Any) -> None:
         """Measures these few samples for its errors alone, and switches curvature off where there is one.
 
         What was known before is forgotten, and random states are put back. A lack of memory is left to `measure`.
         """
-        states = random_states()
         try:
             objective = self._objective(inputs, targets)
             objective.require_samples(self._name)
-            with measuring(self._model, strict_fp32=self._name != "hessian"):
+            with preserved_random_states(), measuring(self._model, strict_fp32=self._name != "hessian"):
                 self._measure_apart(objective)
         except Exception as error:  # of the model's code or the loss's, run as training never runs it
             if not is_out_of_memory(error):
                 self.switch_off(error)
-        finally:
-            set_random_states(states)
 
     def switch_off(self, error: Exception) -> None:
         """Gives up measuring for this reason, and what was kept for it."""
@@ -179,7 +176,8 @@ class CurvatureMeter:
             self._limits = self._limits_within(budget_bytes, self._objective(inputs, targets))
         num_iterations = self._method.begin(generator)
         if self._recording is not None:
-            return self._estimate(self._recording.replay(inputs, targets, num_iterations), self._recording.shape)
+            results, shape = self._recording.replay(inputs, targets, num_iterations), self._recording.shape
+            return CurvatureEstimate.of(results, shape, self._method.fallbacks)
         objective = self._objective(inputs, targets)
         objective.require_samples(self._name)
         with measuring(self._model, strict_fp32=self._name != "hessian"):
@@ -188,7 +186,7 @@ class CurvatureMeter:
                 results, shape = recording.replay(inputs, targets, num_iterations), recording.shape
             else:
                 results, shape = self._measure_eagerly(objective, num_iterations)
-        return self._estimate(results, shape)
+        return CurvatureEstimate.of(results, shape, self._method.fallbacks)
 
     def release(self) -> None:
         """Drops the graphs, so that their memory can be given back; the next measurement captures anew."""
@@ -197,7 +195,7 @@ class CurvatureMeter:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns why curvature is off, and the vectors from which `hessian` goes on, k n elements a layer."""
-        vectors = self._method.vectors if isinstance(self._method, BlockPower) else None
+        vectors = self._method.vectors
         copies = None if vectors is None else [vector.clone() for vector in vectors]
         return {"vectors": copies, "off_because": self.off_because}
 
@@ -286,7 +284,7 @@ class CurvatureMeter:
 
     def _prepare_as_before(self, objective: Objective) -> bool:
         """Prepares by what is known of the model's structure; returns False, knowing nothing, if that fails."""
-        if not isinstance(self._method, GramMethod) or self._method.structure is None:
+        if self._method.structure is None:
             return False
         try:
             self._method.prepare(objective)
@@ -302,7 +300,7 @@ class CurvatureMeter:
         return False
 
     def _limits_within(self, budget_bytes: int | None, objective: Objective) -> Limits:
-        """Returns how many samples may pass at once: the peaks of two and of four tell that of any number."""
+        """Returns how many samples may pass at once, by extrapolation from the peaks of two and of four."""
         b = objective.num_samples
         if budget_bytes is None or b <= 4:
             size = self._largest_chunk
@@ -316,7 +314,7 @@ class CurvatureMeter:
         if fixed + b * per_sample <= budget_bytes and most == b:
             return Limits(block_bytes=block)
         # A third for what is kept from chunk to chunk; `hessian` can do with no less than its products.
-        kept = self._method.kept_bytes if isinstance(self._method, BlockPower) else budget_bytes // 3
+        kept = self._method.kept_bytes or budget_bytes // 3
         fitting = max(1, min(most, int((budget_bytes - kept - fixed) / per_sample)))
         num_chunks = -(-b // fitting)
         return Limits(chunk_samples=-(-b // num_chunks), kept_bytes=max(kept, block), block_bytes=block)
@@ -346,16 +344,13 @@ class CurvatureMeter:
 
     def _measure_apart(self, objective: Objective) -> None:
         """Makes a measurement with one iteration at most, of which nothing is kept but the model's structure."""
-        vectors = self._method.vectors if isinstance(self._method, BlockPower) else None
-        if isinstance(self._method, BlockPower):
-            self._method.vectors = None
+        vectors, self._method.vectors = self._method.vectors, None
         try:
             num_iterations = self._method.begin(torch.Generator().manual_seed(0))
             self._run(objective, min(num_iterations, 1))
         finally:
             self._method.abandon()
-            if isinstance(self._method, BlockPower):
-                self._method.vectors = vectors
+            self._method.vectors = vectors
 
     def _objective(self, inputs: Any, targets: Any) -> Objective:
         return Objective(
@@ -367,9 +362,6 @@ class CurvatureMeter:
             limits=self._limits or Limits(),
             allow_tf32=self._device.type == "cuda",
         )
-
-    def _estimate(self, results: tuple[Tensor, ...], shape: SpectrumShape) -> CurvatureEstimate:
-        return CurvatureEstimate.of(results, shape, self._method.fallbacks)
 
     def _signature_of(self, inputs: Any, targets: Any) -> Any:
         """Returns what a structure and a recording depend on: shapes, other inputs, and where the weights are."""

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from triaccel_ray.config import CurvatureMethod, require
 from triaccel_ray.measure.curvature.spectrum import positive_roots
-from triaccel_ray.model.layers import Loss, forward, uncompiled
+from triaccel_ray.model.layers import Loss, forward, preserved_modes, uncompiled
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 
 Head = Callable[[Any, "Objective"], tuple[Tensor, Sequence[Tensor | None]]]
@@ -227,13 +227,11 @@ def measuring(model: nn.Module, *, strict_fp32: bool = False) -> Iterator[None]:
     Backward passes run in the calling thread: one of PyTorch's own would have workspaces of its own (see `LentStream`).
     With `strict_fp32`, FP32 on a GPU is TF32 only where `tensor_cores` says so; without, where PyTorch's flags do.
 
-    The flag `training` is written module by module rather than through `eval()`, which some models override to act.
     cuDNN's recurrent kernels refuse a backward pass in eval mode, and any second one, so that they are off while a
     recurrent model is measured. Compiled modules run as they are written: hooks and a second derivative need that.
     """
-    was_training = [(module, module.training) for module in model.modules()]
     device_types = {p.device.type for p in model.parameters()}
-    is_recurrent = any(isinstance(module, nn.RNNBase) for module, _ in was_training)
+    is_recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     with contextlib.ExitStack() as stack:
         stack.enter_context(uncompiled())
         # Whether or not inference mode is on: autograd may be excluded otherwise, too, inside a custom operator, say.
@@ -246,13 +244,10 @@ def measuring(model: nn.Module, *, strict_fp32: bool = False) -> Iterator[None]:
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         if strict_fp32 and "cuda" in device_types:
             stack.enter_context(_fp32_as("ieee"))
-        try:
-            for module, _ in was_training:
-                module.training = False
-            yield
-        finally:
-            for module, flag in was_training:
-                module.training = flag
+        stack.enter_context(preserved_modes(model))
+        for module in model.modules():
+            module.training = False  # rather than through `eval()`, which some models override to act
+        yield
 
 
 def tensor_cores() -> contextlib.AbstractContextManager[None]:

@@ -2,86 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.cuda.graphs import GraphPool
+from triaccel_ray.control.training import Training
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
-from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.measure.curvature import CurvatureMeter
-from triaccel_ray.measure.memory import MemoryMeter
 from triaccel_ray.measure.sensors import Sensors
 from triaccel_ray.measure.timing import TimeShare
 from triaccel_ray.records.plan import Fault, FaultKind
 
 
-class CurvatureRounds:
+class ScheduledCurvature:
     """Measures curvature between steps, on plain training samples, for the next tick to read.
 
     Curvature only steers: where it cannot be measured, training goes on without it and a fault says why.
     """
 
-    def __init__(
-        self,
-        meter: CurvatureMeter,
-        sensors: Sensors,
-        sampler: Sampler,
-        steps: StepCache,
-        memory: MemoryMeter,
-        pool: GraphPool,
-        *,
-        config: ControlConfig,
-        device: torch.device,
-        make_room: Callable[[], None],
-        seed: int,
-    ) -> None:
-        """Measures nothing yet; `make_room` gives back all memory that can be had again."""
-        self._meter, self._sensors, self._sampler, self._steps = meter, sensors, sampler, steps
-        self._memory, self._pool, self._make_room = memory, pool, make_room
-        self._config, self._device = config.curvature, device
+    def __init__(self, training: Training, sensors: Sensors, config: ControlConfig, *, seed: int) -> None:
+        """Measures nothing yet; `seed` is that of the samples."""
+        self._training, self._sensors, self._config = training, sensors, config.curvature
+        self._sampler, self._device = training.sampler, training.device
+        self.meter = CurvatureMeter(
+            training.model,
+            training.loss,
+            training.layers,
+            config.curvature,
+            device=training.device,
+            pool=training.pool,
+            capture=training.steps.enabled,
+        )
         self._samples = torch.Generator().manual_seed(seed)
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         # The noise scale is what the batch may wait for; on a CPU equal runs are to do equal work.
         needs_noise = config.batch.bound_by_noise_scale or config.batch.lr_rule == "adascale"
-        is_shared = config.do_no_harm and not needs_noise and device.type == "cuda"
-        self._share = TimeShare(device, config.control_share if is_shared else None)
+        is_shared = config.do_no_harm and not needs_noise and self._device.type == "cuda"
+        self._share = TimeShare(self._device, config.control_share if is_shared else None)
 
     def is_due(self, step: int) -> bool:
         """Whether a measurement follows the step."""
         return self._config.enabled and step % self._config.every_steps == 0
 
-    def try_out(self) -> None:
+    def dry_run(self) -> None:
         """Measures curvature on two samples, so that what cannot be measured is off from the first step on."""
         if not self._config.enabled:
             return
         indices = self._sampler.source.probe(2)
-        with self._share.spending(counts=False), self._steps.on_stream(), self._steps.step.precision.suspended():
-            self._meter.try_out(*self._samples_at(indices))
-        self._memory.trim()
+        with self._share.timed(counts=False), self._training.suspended():
+            self.meter.dry_run(*self._samples_at(indices))
+        self._training.memory.trim()
         self._report(0)
 
     def measure(self, step: int) -> None:
         """Measures every layer's largest eigenvalues, or records why not."""
-        if self._meter.off_because:
+        self._sensors.timer.interrupt()
+        if self.meter.off_because:
             return
         if not self._share.allows:
             text = f"measuring has taken its share of the time for another {self._share.seconds_to_wait:.3g} s"
             self._record(FaultKind.CURVATURE_WAITS, text, step, once=FaultKind.CURVATURE_WAITS)
             return
         indices = self._sampler.source.probe(self._config.num_samples, self._samples)
-        if self._pool.holds_graphs and self._meter.needs_room:
-            self._pool.release()  # or the process would hold memory for a step and a measurement at once
+        if self._training.pool.holds_graphs and self.meter.needs_room:
+            self._training.pool.release()  # or the process would hold memory for a step and a measurement at once
         batch = None
         try:
-            # On the stream of the steps, because only graphs of one stream share memory.
-            with self._share.spending(), self._steps.on_stream(), self._steps.step.precision.suspended():
+            with self._share.timed(), self._training.suspended():
                 batch = self._samples_at(indices)
                 generator, budget = self._device_generator(), self._step_bytes()
-                self._sensors.record_curvature(self._meter.measure(*batch, generator, budget_bytes=budget))
+                self._sensors.record_curvature(self.meter.measure(*batch, generator, budget_bytes=budget))
         except Exception as error:
             if is_out_of_memory(error):
                 fault = Fault.out_of_memory(
@@ -91,22 +82,22 @@ class CurvatureRounds:
             elif batch is None:
                 raise  # the data set's own
             else:
-                self._meter.switch_off(error)
+                self.meter.switch_off(error)
                 self._report(step)
         else:
             self._report(step)
             return
         # Outside the handler: the traceback no longer holds the attempt's tensors.
         del batch
-        self._make_room()
+        self._training.make_room()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to measure the same."""
-        return {"meter": self._meter.state_dict(), "samples": self._samples.get_state()}
+        return {"meter": self.meter.state_dict(), "samples": self._samples.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned."""
-        self._meter.load_state_dict(state["meter"])
+        self.meter.load_state_dict(state["meter"])
         self._samples.set_state(state["samples"])
 
     def _samples_at(self, indices: torch.Tensor) -> tuple[Any, Any]:
@@ -114,28 +105,28 @@ class CurvatureRounds:
 
     def _report(self, step: int) -> None:
         """Records, each once and with its reason, that curvature is off or slower than it might be."""
-        if self._meter.off_because:
-            self._record(FaultKind.CURVATURE_OFF, self._meter.off_because, step)
+        if self.meter.off_because:
+            self._record(FaultKind.CURVATURE_OFF, self.meter.off_because, step)
             return
         layers_by_reason: dict[str, list[str]] = {}
-        for layer, reason in self._meter.fallbacks.items():
+        for layer, reason in self.meter.fallbacks.items():
             layers_by_reason.setdefault(reason, []).append(layer)
         for reason, layers in layers_by_reason.items():
             self._record(FaultKind.CURVATURE_FALLBACK, f"layers {', '.join(layers)}: {reason}", step)
-        if self._meter.stays_eager:
-            self._record(FaultKind.CAPTURE_FAILED, self._meter.not_captured_because, step)
+        if self.meter.stays_eager:
+            self._record(FaultKind.CAPTURE_FAILED, self.meter.not_captured_because, step)
 
     def _record(self, kind: FaultKind, detail: str, step: int, *, once: str = "") -> None:
-        if (once or detail) not in self._told:
-            self._told.add(once or detail)
+        if (once or detail) not in self._reported:
+            self._reported.add(once or detail)
             self._sensors.record_faults([Fault(kind=kind, step=step, phase="curvature", detail=detail)])
 
     def _step_bytes(self) -> int | None:
         """Returns the bytes that tensors took at their peak so far, beside those that stay; None on a CPU."""
         if self._device.type != "cuda":
             return None
-        self._memory.refresh_peaks()
-        return self._memory.allocated_peak_bytes - torch.cuda.memory_allocated(self._device)
+        self._training.memory.refresh_peaks()
+        return self._training.memory.allocated_peak_bytes - torch.cuda.memory_allocated(self._device)
 
     def _device_generator(self) -> torch.Generator:
         """Returns a generator on the device, seeded from the saved one so that a resumed run draws the same."""

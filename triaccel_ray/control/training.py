@@ -1,0 +1,222 @@
+"""What makes a run's training steps, put together from the user's model, optimizer, loss and data."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from triaccel_ray.apply.capture import StepCache
+from triaccel_ray.apply.compile import Compilation, is_compiled, repeated_blocks
+from triaccel_ray.apply.copies import ComputeCopies
+from triaccel_ray.apply.fuse import Fusion, fuse
+from triaccel_ray.apply.loss_scale import LossScale
+from triaccel_ray.apply.optimizer import LayerwiseOptimizer
+from triaccel_ray.apply.precision import LayerPrecision, supported_precisions, useless_precisions
+from triaccel_ray.apply.step import Step
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.cuda.capture_checks import watching_forward
+from triaccel_ray.cuda.graphs import GraphPool
+from triaccel_ray.cuda.stream_pool import LentStream
+from triaccel_ray.data.sampler import Sampler
+from triaccel_ray.data.sources import as_source, delivered
+from triaccel_ray.kernels.step_end import end_step
+from triaccel_ray.measure.memory import memory_meter
+from triaccel_ray.measure.moments import GradientMoments
+from triaccel_ray.model.dry_run import require_working
+from triaccel_ray.model.gradients import Gradients
+from triaccel_ray.model.layers import Loss, find_layers, require_trainable, to_channels_last, unwatched_weights
+from triaccel_ray.records.plan import Fault, FaultKind, Precision
+
+
+class TrainingUpdate:
+    """Takes in gradients: watches their variance, steps the optimizer, moves the loss scale, adds up the loss."""
+
+    def __init__(
+        self,
+        precision: LayerPrecision,
+        moments: GradientMoments,
+        optimizer: LayerwiseOptimizer,
+        loss_scale: LossScale,
+        loss_sums: Tensor,
+        clip_norm: float | None = None,
+    ) -> None:
+        """Adds each step's loss to every row of `loss_sums`: fp64 [rows, 2], sum over the samples and their number.
+
+        With `clip_norm` gradients whose global norm is larger are scaled down to it.
+        """
+        self._precision, self._moments, self._optimizer, self._loss_scale = precision, moments, optimizer, loss_scale
+        self._loss_sums, self._clip_norm = loss_sums, clip_norm
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether `run` is device work alone."""
+        return self._optimizer.is_capturable
+
+    def run(self, loss_sum: Tensor, num_samples: int, gradients: Gradients) -> None:
+        """Takes in one step: its loss summed over the samples (fp64 scalar), and its gradients.
+
+        A step with a gradient that is not finite is not made, in whatever precision.
+        """
+        active = self._precision.needs_loss_scale
+        scale = self._loss_scale.factor(active)
+        found = self._moments.update(gradients, scale)
+        divisor = scale if active else None
+        if self._clip_norm is not None:
+            norm = self._moments.norm(scale)  # of unscaled gradients; clipping is a larger divisor
+            divisor = scale * (norm / self._clip_norm).clamp(min=1.0).float()
+        self._optimizer.update(gradients, divisor=divisor, found_nonfinite=found)
+        if not self._optimizer.is_capturable and self._precision.copies is not None:
+            # PyTorch's fused optimizers write parameters without telling, which `refresh` would rely on.
+            self._precision.copies.write(self._optimizer.parameters)
+        end_step(loss_sum, num_samples, self._loss_sums, found, self._loss_scale.state, moves_scale=active)
+
+
+class Training:
+    """What makes the steps of a run, put together from the user's model, optimizer, loss and data."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        data: Any,
+        config: ControlConfig,
+        *,
+        memory: tuple[int | None, int | None],
+        seed: int,
+    ) -> None:
+        """Takes the arguments of `ControlLoop`; `memory` are the budget and the headroom in bytes.
+
+        The model's forward functions are wrapped from here on, until `remove`.
+        """
+        self.model, self.loss, self._config = model, loss, config
+        self.layers = find_layers(model)
+        require_trainable(model, optimizer, self.layers)
+        self.device = next(model.parameters()).device
+        to_channels_last(model)
+        self.memory, self.pool = memory_meter(self.device, *memory), GraphPool(self.device)
+        self.optimizer = LayerwiseOptimizer(optimizer, self.layers, release_memory=self.make_room)
+        source = delivered(as_source(data), self.device, config.execution.data_on)
+        # On a stream that the steps use again: another one would keep workspaces of its own.
+        stream = LentStream(self.device).current() if self.device.type == "cuda" else contextlib.nullcontext()
+        with stream, watching_forward(model) as waits:
+            require_working(model, loss, source)
+        self.sampler = Sampler(source, seed=seed, device=self.device)
+        self.loss_scale = LossScale(config.loss_scale, self.device)
+        self.memory.require_room()
+        self.loss_sums = torch.zeros(2, 2, dtype=torch.float64, device=self.device)
+        """Sum over the samples, and their number: of the present epoch, and since the last tick."""
+        self.moments = GradientMoments(self.layers, self.optimizer.watched, beta=config.precision.beta)
+        self.faults: list[Fault] = []
+        """What steps are made of, what makes them slower than asked for, and what the loop leaves as it is."""
+        self.steps = self._build_steps(waits)
+        useless = useless_precisions(self.device.type, is_compiled=self.steps.step.is_compiled)
+        withheld = {} if config.precision.offer_useless else useless
+        self.supported = [(layer.name, supported_precisions(layer, without=withheld)) for layer in self.layers]
+        """Each layer's name, and what it may compute in."""
+        self._note_limitations(withheld)
+
+    @property
+    def precision(self) -> LayerPrecision:
+        """What computes each layer in its precision."""
+        return self.steps.step.precision
+
+    def make_room(self) -> None:
+        """Gives back all memory that can be had again: captured steps, and what the allocator keeps."""
+        self.pool.release()
+        self.memory.release()
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Returns a context in which the model computes in FP32, as its own code has it.
+
+        On the stream of the steps, whose memory is then used again, and which alone shares memory between its graphs.
+        """
+        with self.steps.on_stream(), self.precision.suspended():
+            yield
+
+    def remove(self) -> None:
+        """Gives the model its own forward functions back, and the graphs' memory to the device; all of it is tried."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.sampler.close)
+            stack.callback(self.pool.release)
+            stack.callback(self.precision.remove)
+            if self.steps.step.compilation is not None:
+                stack.callback(self.steps.step.compilation.remove)
+
+    def _build_steps(self, waits: Sequence[str]) -> StepCache:
+        """Returns what makes the steps; `waits` says why the host waits for the device in the model's forward pass.
+
+        On a GPU the norms of a BatchNorm network are fused; a model without, or that cannot be traced, is compiled.
+        """
+        execution, on_gpu = self._config.execution, self.device.type == "cuda"
+        fusion = self._fuse() if on_gpu and execution.compile != "on" and execution.fuse else None
+        compiles = execution.compile == "on" or (execution.compile == "auto" and on_gpu and fusion is None)
+        copies = ComputeCopies(self.layers, self.optimizer.parameters) if on_gpu and not compiles else None
+        norms = () if fusion is None else fusion.norms
+        precision = LayerPrecision(self.model, self.layers, copies=copies, norms=norms)
+        step = Step(
+            self.model,
+            self.loss,
+            self.sampler,
+            precision,
+            check_memory=self.memory.check,
+            release_memory=self.make_room,
+            is_exceeded_at_rest=lambda: self.memory.is_exceeded_at_rest,
+            fusion=fusion,
+            compilation=self._compile(waits) if compiles else None,
+        )
+        update = TrainingUpdate(
+            precision, self.moments, self.optimizer, self.loss_scale, self.loss_sums, self._config.clip_norm
+        )
+        return StepCache(step, update, lambda: Gradients(self.optimizer.watched), self.pool, execution)
+
+    def _compile(self, waits: Sequence[str]) -> Compilation | None:
+        """Returns the model compiled, unless the user has done so, and notes how and why."""
+        if is_compiled(self.model):
+            self._note(FaultKind.COMPILED, "compile", "the model is compiled already: it stays as it is")
+            return None
+        whole = self._config.execution.compile == "on"
+        blocks = () if whole else repeated_blocks(self.model)
+        why = "its blocks repeat" if blocks else "as asked" if whole else "no block of it repeats"
+        if blocks and waits:
+            blocks, why = (), f"between its blocks {waits[0]}"
+        compilation = Compilation(self.model, blocks, batch_varies=self._config.batch.enabled)
+        self._note(FaultKind.COMPILED, "compile", f"{compilation}: {why}")
+        return compilation
+
+    def _fuse(self) -> Fusion | None:
+        """Returns the model with its norms fused; None where there is none, or, with a note, where that is refused."""
+        if not any(isinstance(module, nn.BatchNorm2d) for module in self.model.modules()):
+            return None
+        if not self.model.training:
+            self.model.train()
+        modules = [module for layer in self.layers for module in layer.modules]
+        fused = fuse(self.model, modules, recompute=self._config.execution.recompute)
+        if isinstance(fused, Fusion):
+            return fused
+        self._note(FaultKind.FUSION_REFUSED, "fuse", fused.reason)
+        return None
+
+    def _note_limitations(self, withheld: Mapping[Precision, str]) -> None:
+        """Notes what the loop leaves as it is, or cannot do as asked for."""
+        if reason := self.sampler.source.streamed_because:
+            self._note(FaultKind.DATA_STREAMED, "data", reason)
+        precision = self._config.precision
+        wanted = {*(Precision if precision.enabled else [precision.initial]), *precision.initial_layers.values()}
+        for level, reason in withheld.items():
+            if level in wanted:
+                self._note(FaultKind.PRECISION_REFUSED, "precision", f"{reason}: it is not offered")
+        if names := unwatched_weights(self.model, self.layers):
+            text = f"weights beside child layers are no layers, and not adapted: {', '.join(names)}"
+            self._note(FaultKind.NOT_A_LAYER, "layers", text[:500])
+        if self.device.type == "cuda" and self.optimizer.waits_for_host:
+            text = "the host waits at each step for whether gradients are finite: give the optimizer fused=True"
+            self._note(FaultKind.CAPTURE_FAILED, "optimizer", text)
+
+    def _note(self, kind: FaultKind, phase: str, detail: str) -> None:
+        self.faults.append(Fault(kind=kind, step=0, phase=phase, detail=detail))
