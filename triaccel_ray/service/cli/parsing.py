@@ -16,7 +16,8 @@ import tyro
 
 from triaccel_ray.config import require
 from triaccel_ray.service.cli.keywords import keywords, merged
-from triaccel_ray.service.cli.options import CHOICES, given
+from triaccel_ray.service.cli.options import CHOICES
+from triaccel_ray.service.cli.settings import given
 from triaccel_ray.service.cli.specs import Command, Compare, Replay, Run, Search
 from triaccel_ray.service.tracking.tracking import without_credentials
 from triaccel_ray.trainables.registry import require_name

@@ -5,15 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import MISSING
 
-from triaccel_ray.service.cli.options import (
-    CompareOptions,
-    RunOptions,
-    SearchOptions,
-    Setting,
-    Thresholds,
-    Training,
-    worded,
-)
+from triaccel_ray.service.cli.options import CompareOptions, RunOptions, SearchOptions, Thresholds, Training
+from triaccel_ray.service.cli.settings import Setting, worded
 
 HEAD = """# Options
 

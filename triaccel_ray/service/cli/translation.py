@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from triaccel_ray.config import ControlConfig, require
-from triaccel_ray.service.cli.options import RUN_SETTINGS, changed, given
+from triaccel_ray.service.cli.options import RUN_SETTINGS
+from triaccel_ray.service.cli.settings import changed, given
 from triaccel_ray.service.cli.specs import Compare, Replay, Run, Search
 from triaccel_ray.service.comparisons.comparison import read_comparison
 from triaccel_ray.service.comparisons.spec import ComparisonSpec

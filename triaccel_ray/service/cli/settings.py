@@ -1,0 +1,176 @@
+"""Fields of the specs and configurations as options: what is typed, and the values that it stands for."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass, replace
+from enum import Enum
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+
+from triaccel_ray.config import check_field
+from triaccel_ray.records.codec import decode
+from triaccel_ray.service.units import format_exactly, parse_bytes
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A field of a spec, or of a configuration in it, as an option."""
+
+    name: str
+    """Of the option, with underscores."""
+    path: tuple[str, ...]
+    """Names of the fields that lead to it."""
+    kind: Any
+    """Type of the field, None left out."""
+    default: Any
+    """Of the field; a task has its own recipe and control."""
+    doc: str
+    bounds: str = ""
+    unit: str = ""
+
+    @property
+    def option(self) -> str:
+        """The name as it is typed, without the dashes before it."""
+        return self.name.replace("_", "-")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What it may be, if that is one or several of a few words."""
+        if self.kind is bool:
+            return "on", "off"
+        if isinstance(self.kind, type) and issubclass(self.kind, Enum):
+            return tuple(member.value for member in self.kind)
+        literal = next((kind for kind in (self.kind, *get_args(self.kind)) if get_origin(kind) is Literal), None)
+        return get_args(literal)
+
+    @property
+    def metavar(self) -> str | None:
+        """What stands for its value in the help; None: the name of its type."""
+        if get_origin(self.kind) is Mapping:
+            return "LAYER=PRECISION"
+        if self.kind == tuple[str, ...]:
+            return f"{self.name[:-1].upper()},..."
+        return {"bytes": "SIZE", "folder": "FOLDER"}.get(self.unit)
+
+    @property
+    def typed(self) -> Any:
+        """Type of the option, which is None where it is not given."""
+        kind = {"bytes": str, "folder": Path}.get(self.unit, self.kind)
+        if get_origin(kind) is Mapping:
+            kind = tuple[str, ...]
+        elif kind == tuple[str, ...]:
+            kind = str
+        elif self.words and get_origin(kind) is not tuple:
+            kind = Literal[self.words]
+        is_the_tasks = self.path[0] in ("recipe", "control") or self.default in (None, ())
+        text = self.doc if is_the_tasks else f"{self.doc} Default: {worded(self.default)}."
+        return Annotated[kind | None, tyro.conf.arg(help=text, help_behavior_hint="", metavar=self.metavar)]
+
+    def read(self, value: Any) -> Any:
+        """Returns the field's value for the option's.
+
+        Raises:
+            ValueError: it breaks the field's rule.
+        """
+        if self.kind is bool:
+            value = value == "on"
+        elif self.unit == "bytes":
+            value = parse_bytes(value)
+        elif self.unit == "folder":
+            value = str(Path(value).expanduser().absolute())
+        elif self.kind == tuple[str, ...]:
+            value = tuple(word.strip() for word in value.split(",") if word.strip())
+        elif get_origin(self.kind) is Mapping:
+            words = dict(word.rpartition("=")[::2] for word in value)
+            value = decode(self.kind, words, self.name)
+        elif isinstance(self.kind, type) and issubclass(self.kind, Enum):
+            value = self.kind(value)
+        field = self.path[-1]
+        check_field(f"{field} ({self.name})" if field != self.name else field, value, self.kind, self.bounds)
+        return value
+
+    def shown(self, value: Any) -> Any:
+        """Returns what a file of settings holds for the field's value, `read` the other way."""
+        if self.unit == "bytes":
+            return format_exactly(value)
+        if isinstance(value, Mapping):
+            return [f"{name}={member.value}" for name, member in value.items()]
+        return value.value if isinstance(value, Enum) else value
+
+
+def settings_of(kind: type, path: tuple[str, ...] = ()) -> Iterator[Setting]:
+    """Yields the fields of a dataclass and of those in it, with their docstrings."""
+    kinds, docs = get_type_hints(kind), _docstrings(kind)
+    for each in fields(kind):
+        inner, here = kinds[each.name], (*path, each.name)
+        if is_dataclass(inner):
+            yield from settings_of(inner, here)  # type: ignore[arg-type]  # a class, not an instance
+            continue
+        alternatives = [alternative for alternative in get_args(inner) if alternative is not NoneType]
+        yield Setting(
+            name=each.metadata.get("option") or each.name,
+            path=here,
+            kind=alternatives[0] if NoneType in get_args(inner) else inner,
+            default=each.default,
+            doc=docs.get(each.name, ""),
+            bounds=each.metadata.get("bounds", ""),
+            unit=each.metadata.get("unit", ""),
+        )
+
+
+def worded(value: Any) -> str:
+    """Returns a default as it would be typed."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _docstrings(kind: type) -> dict[str, str]:
+    """Returns the texts below the fields of a class, each in one line."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]  # a class
+    texts = {}
+    for field, text in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            texts[field.target.id] = " ".join(str(text.value.value).split())  # type: ignore[union-attr]  # a name
+    return texts
+
+
+def options(settings: Iterable[Setting]) -> Callable[[type[T]], type[T]]:
+    """Gives a class one field for each of the settings, None where the option is not given."""
+    known = tuple(settings)
+
+    def make(group: type[T]) -> type[T]:
+        namespace = {"__doc__": group.__doc__, "__module__": group.__module__, "settings": known}
+        own = [(each.name, each.typed, None) for each in known]
+        return make_dataclass(group.__name__, own, frozen=True, kw_only=True, namespace=namespace)
+
+    return make
+
+
+def given(group: Any) -> dict[tuple[str, ...], Any]:
+    """Returns the fields that were given among the options of a group, by their paths.
+
+    Raises:
+        ValueError: a value breaks its field's rule.
+    """
+    values = ((each, getattr(group, each.name)) for each in group.settings)
+    return {each.path: each.read(value) for each, value in values if value is not None}
+
+
+def changed(value: T, changes: Mapping[tuple[str, ...], Any]) -> T:
+    """Returns the dataclass with other values at these paths."""
+    own = {path[0]: new for path, new in changes.items() if len(path) == 1}
+    for name in {path[0] for path in changes if len(path) > 1}:
+        inner = {path[1:]: new for path, new in changes.items() if path[0] == name}
+        own[name] = changed(getattr(value, name), inner)
+    return replace(value, **own)  # type: ignore[type-var]  # a dataclass
