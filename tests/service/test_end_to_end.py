@@ -24,7 +24,7 @@ from triaccel_ray.records.events import End, Start, Tick, read_events
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.search_spaces.found import Found
 from triaccel_ray.service.cli.main import main
-from triaccel_ray.service.cli.parsing import complete, parse
+from triaccel_ray.service.cli.parsing import parse
 from triaccel_ray.service.cli.translation import run_of
 from triaccel_ray.service.comparisons.comparison import read_comparison
 from triaccel_ray.service.reports.recommendation import recommendation
@@ -151,7 +151,7 @@ def test_a_search_end_to_end(
     assert best is not None
     (pasted,) = [line for line in said.splitlines() if line.startswith("triaccel run")]
     assert pasted == recommendation(record).command
-    again = run_of(complete(parse(shlex.split(pasted)[1:])))
+    again = run_of(parse(shlex.split(pasted)[1:]))
     assert again == replace(best.spec, keep="last")
     kept = decode(Found, json.loads((desk.storage / "hunt" / FOUND).read_text()))
     precision = replace(best.spec.control.precision, initial_layers={})  # acts until the first tick alone

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.records.plan import Precision
+from triaccel_ray.service.cli.keywords import command_of
 from triaccel_ray.service.cli.options import RUN_SETTINGS, settings_of_run, settings_text, to_repeat
-from triaccel_ray.service.cli.parsing import complete, parse
+from triaccel_ray.service.cli.parsing import check, parse
+from triaccel_ray.service.cli.specs import Run, Search
 from triaccel_ray.service.cli.translation import comparison_of, replayed_control, run_of, search_of, with_options
 from triaccel_ray.service.comparisons.comparison import COMPARISON
 from triaccel_ray.service.comparisons.spec import ComparisonSpec
@@ -50,7 +52,8 @@ UNUSUAL = replace(
 
 def typed(*words: str) -> Any:
     """The spec that a command line means."""
-    command: Any = complete(parse(words))
+    command: Any = parse(words)
+    check(command)
     return {"run": run_of, "search": search_of, "compare": comparison_of}[words[0]](command)
 
 
@@ -189,7 +192,21 @@ def test_a_file_may_hold_what_belongs_to_a_search() -> None:
     Path("hunt.toml").write_text("task = 'digits'\ntrials = 3\nalso = ['alpha']\nnoise-bound = true\nname = 'hunt'")
     spec = typed("search", "--config", "hunt.toml")
     assert (spec.num_trials, spec.optional, spec.base.control.batch.bound_by_noise_scale) == (3, ("alpha",), True)
-    assert complete(parse(["search", "--config", "hunt.toml", "--name", "other"])).name == "other"
+    command = parse(["search", "--config", "hunt.toml", "--name", "other", "--also", "t_ctrl", "--trials", "16"])
+    assert isinstance(command, Search)
+    assert (command.name, search_of(command).num_trials) == ("other", 16)
+    assert search_of(command).optional == ("t_ctrl",)
+    by_name = command_of(Search, None, {"config": "hunt.toml", "name": "other", "trials": 16, "also": ["t_ctrl"]})
+    assert by_name == command
+
+
+def test_what_is_typed_acts_though_it_is_the_default() -> None:
+    Path("mine.toml").write_text("task = 'digits'\nexperiment = 'other'\nfinal = true")
+    words = ["run", "--config", "mine.toml", "--experiment", "triaccel-runs"]
+    command = parse(words)
+    assert isinstance(command, Run)
+    assert (command.experiment, command.final, command.task) == ("triaccel-runs", True, "digits")
+    assert command_of(Run, None, {"config": "mine.toml", "experiment": "triaccel-runs"}) == command
 
 
 def test_a_bound_by_the_noise_scale_is_switched_both_ways() -> None:

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from triaccel_ray.service.cli.keywords import command_of, with_options_of
-from triaccel_ray.service.cli.parsing import complete
+from triaccel_ray.service.cli.parsing import check
 from triaccel_ray.service.cli.specs import Compare, Run, Search
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def compare(task: str | type[Task] | None = None, **options: Any) -> Report:
 
 
 def _carried_out(command: Run | Search | Compare) -> Report:
-    command = complete(command)
+    check(command)
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Tune's own tables, even when told to be silent
     from triaccel_ray.service.experiments import carry_out
     from triaccel_ray.service.failures import RunsFailedError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Final, Literal, TypeVar, get_type_hints
 
 import tyro
 
+from triaccel_ray.config import require
 from triaccel_ray.records.codec import decode
 from triaccel_ray.service.storage.place import Place
 from triaccel_ray.trainables.registry import name_of
@@ -91,23 +93,34 @@ def command_of(command: type[C], task: Any, options: Mapping[str, Any]) -> C:
             f"{function}() got an unexpected keyword argument {name!r}{meant} help({function}) lists all options"
         )
     values = {name: known[name].read(given) for name, given in options.items()}
-    return _filled(command, {**values, "task": None if task is None else name_of(task)})
+    if task is not None:
+        values["task"] = name_of(task)
+    if (path := values.get("config")) is not None:
+        own = file_options(command, path)
+        if "from_" in values:
+            own.pop("task", None)
+        values = {**own, **values}
+    return _filled(command, values)
 
 
-def merged(command: C, values: Mapping[str, Any]) -> C:
-    """Returns the command with these values where its own are the defaults."""
-    own = {
-        each.name: value for each in keywords(type(command)) if (value := _value(command, each.name)) != each.default
-    }
-    return _filled(type(command), {**values, **own})
+def file_options(command: type, path: Path) -> dict[str, Any]:
+    """Returns the options that a TOML file holds, the task as well, as the command has them.
 
-
-def _value(command: Any, name: str) -> Any:
-    """Returns the option's value, wherever its group is."""
-    if hasattr(command, name):
-        return getattr(command, name)
-    groups = (getattr(command, each.name) for each in fields(command))
-    return next(getattr(group, name) for group in groups if hasattr(group, name))
+    Raises:
+        ValueError: the file cannot be read, or holds what is no option of the command.
+    """
+    try:
+        values = {name.replace("-", "_"): value for name, value in tomllib.loads(path.read_text()).items()}
+    except OSError as error:
+        raise ValueError(f"config = {str(path)!r}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"config = {str(path)!r}: is no TOML file: {error}") from error
+    known = {each.name: each for each in keywords(command) if each.name not in ("config", "from_")}
+    known["task"] = Keyword(name="task", kind=str, default=None, is_size=False)
+    rule = f"no such option of this command in {path}; `triaccel {command.__name__.lower()} --help-all` lists all"
+    for name in values:
+        require(name in known, "option", name, rule)
+    return {name: known[name].read(value) for name, value in values.items()}
 
 
 def _filled(kind: type[C], values: Mapping[str, Any]) -> C:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from triaccel_ray.service.cli.credentials import hide_credentials
-from triaccel_ray.service.cli.parsing import complete, parse
+from triaccel_ray.service.cli.parsing import check, parse
 from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search, Ui
 from triaccel_ray.service.endings import nothing_begun
 from triaccel_ray.service.tracking.tracking import without_passwords
@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Tune's own tables, even when told to be silent
     try:
         with nothing_begun():
-            command = complete(parse(arguments))
+            command = parse(arguments)
+            check(command)
             sys.stderr.write(LOADING.get(type(command), ""))
             sys.stderr.flush()
             from triaccel_ray.service.cli.execute import execute

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -15,10 +14,11 @@ from typing import Annotated, Any, Union, get_args, get_type_hints
 import tyro
 
 from triaccel_ray.config import require
-from triaccel_ray.service.cli.keywords import keywords, merged
+from triaccel_ray.service.cli.keywords import file_options
 from triaccel_ray.service.cli.options import CHOICES
 from triaccel_ray.service.cli.settings import given
 from triaccel_ray.service.cli.specs import Command, Compare, Replay, Run, Search
+from triaccel_ray.service.storage.place import Place
 from triaccel_ray.service.tracking.tracking import without_credentials
 from triaccel_ray.trainables.registry import require_name
 
@@ -36,6 +36,7 @@ def parse(arguments: Sequence[str] | None) -> Command:
 
     Raises:
         SystemExit: they mean none, or ask for help; what there is to say has been printed, without passwords.
+        ValueError: their file of options breaks a rule.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     own = words[: words.index("--")] if "--" in words else words  # what follows is another command's
@@ -54,7 +55,11 @@ def parse(arguments: Sequence[str] | None) -> Command:
         shown = [without_credentials(word) for word in words]
         if shown != words:
             _parse(Command, shown)  # what is wrong with the words is said here, of words that hold no password
-        return _parse(Command, words)
+        parsed = _parse(Command, words)
+        if isinstance(parsed, Run | Search | Compare) and (path := parsed.source.config) is not None:
+            # Of an option given twice the last one acts; --config ends one of several words before a typed TASK.
+            parsed = _parse(Command, [words[0], *_file_words(parsed, path), "--config", str(path), *words[1:]])
+        return parsed
     except BrokenPipeError:  # `triaccel search --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush fails, too
         sys.exit(1)
@@ -101,16 +106,10 @@ def _only(kind: Any, names: Sequence[str]) -> Any:
     return dataclass(frozen=True, kw_only=True)(type(kind.__name__, (kind,), {**members, "__annotations__": hints}))
 
 
-def complete(command: Any) -> Any:
-    """Returns the command with the options of its file, if all that can be seen without PyTorch is right with them.
-
-    Raises:
-        ValueError: an option breaks its rule, or there is not one thing to begin with; the message names it.
-    """
+def check(command: Any) -> None:
+    """Raises ValueError, which names the option, for all that can be seen to be wrong without PyTorch."""
     if not isinstance(command, Run | Search | Compare):
-        return command
-    if command.source.config is not None:
-        command = _with_file(command, command.source.config)
+        return
     named = [name for name in (command.task, command.source.from_) if name is not None]
     word = type(command).__name__.lower()
     rule = f"give either: `triaccel {word} TASK`, or `triaccel {word} --from NAME` to repeat what has this name"
@@ -119,21 +118,19 @@ def complete(command: Any) -> Any:
         require_name(command.task)
     for group in (command.main, command.training, command.thresholds):
         given(group)
-    return command
 
 
-def _with_file(command: Any, path: Path) -> Any:
-    """Returns the command with the options of a TOML file where it has none of its own."""
-    try:
-        values = {name.replace("-", "_"): value for name, value in tomllib.loads(path.read_text()).items()}
-    except OSError as error:
-        raise ValueError(f"config = {str(path)!r}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"config = {str(path)!r}: is no TOML file: {error}") from error
-    task, known = values.pop("task", None), {each.name: each for each in keywords(type(command))}
-    rule = f"no such option of this command in {path}; `triaccel {type(command).__name__.lower()} --help-all` lists all"
-    for name in values:
-        require(name in known and name not in ("config", "from_"), "option", name, rule)
-    read = {name: known[name].read(value) for name, value in values.items()}
-    task = task if command.source.from_ is None and command.task is None else command.task
-    return merged(command, {**read, "task": task})
+def _file_words(command: Run | Search | Compare, path: Path) -> list[str]:
+    """Returns the options of a file as they would be typed; the task only where there is nothing else to begin with."""
+    words = []
+    for name, value in file_options(type(command), path).items():
+        option = f"--{name.replace('_', '-')}"
+        if name == "task":
+            words += [value] if command.task is None and command.source.from_ is None else []
+        elif isinstance(value, bool):
+            words += [option] if value else []
+        elif isinstance(value, tuple):
+            words += [option, *value]
+        else:
+            words += [option, value.storage if isinstance(value, Place) else str(value)]
+    return words

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from triaccel_ray.config import require
 from triaccel_ray.service.cli.options import Where
-from triaccel_ray.service.cli.parsing import complete, parse
+from triaccel_ray.service.cli.parsing import check, parse
 from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search
 from triaccel_ray.service.cli.translation import comparison_of, run_of, search_of
 from triaccel_ray.service.reports.tables import Grid
@@ -76,7 +76,8 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
     """
     rule = f"after -- comes one of {', '.join(COMMANDS)}, as in `triaccel submit -- search digits --trials 8`"
     require(bool(words) and words[0] in COMMANDS, "command", " ".join(words[:1]), rule)
-    command = complete(parse(words))
+    command = parse(words)
+    check(command)
     assert isinstance(command, Run | Search | Compare | Resume)
     rule = "a job works on the cluster that runs it; name the cluster before the --"
     require(command.where.address in (None, "auto"), "address", command.where.address, rule)
