@@ -115,17 +115,6 @@ def _number_rule(kind: type, bounds: str) -> str:
     return f"must be {noun} {'>' if bounds[0] == '(' else '>='} {low}"
 
 
-def require_number(name: str, value: float, rule: str, *, low: float = -math.inf, high: float = math.inf) -> None:
-    """Raises ValueError unless `low <= value <= high`; NaN never passes, infinity only where a bound is infinite."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    require(is_number and low <= value <= high, name, value, rule)
-
-
-def require_integer(name: str, value: int, *, low: int) -> None:
-    """Raises ValueError unless `value` is an integer of at least `low`."""
-    check_field(name, value, int, f"[{low}, inf)")
-
-
 def require_instance(name: str, value: T, kind: type[T]) -> T:
     """Returns `value` if it is a `kind`.
 
@@ -145,9 +134,9 @@ class PrecisionConfig:
     enabled: bool = knob(True, option="adapt_precision")
     """Whether precision adapts. If not, every layer stays at the first, except when FP16 overflows for good."""
     initial: Precision = knob(Precision.BF16, option="precision")
-    """Precision before any statistic exists, and of every layer when not enabled."""
+    """Precision before any statistic exists, and of every layer where precision does not adapt."""
     initial_layers: Mapping[str, Precision] = field(default_factory=dict)
-    """Layer name -> its own precision before any statistic, in place of that of all."""
+    """Precision of single layers before any statistic, in place of that of all."""
     tau_low: float = knob(1e-7, "[0, inf)")
     """Gradient variance below which a layer computes in FP16."""
     tau_high: float = knob(math.inf, "[0, inf]")
@@ -164,8 +153,7 @@ class PrecisionConfig:
     patience_ticks: int = knob(2, "[1, inf)")
     """Consecutive ticks that must ask for a lower precision before a layer is demoted. Promotion needs one."""
     overflow_bar_ticks: int = knob(20, "[1, inf)")
-    """Ticks during which a layer stays out of FP16 after most steps of an interval overflowed in it although the loss
-    scale stood at its minimum."""
+    """Ticks for which a layer stays out of FP16 after most steps of an interval overflowed at the least loss scale."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -214,16 +202,16 @@ class BatchConfig:
     enabled: bool = knob(True, option="adapt_batch")
     """Whether the batch size adapts. If not, it stays at the first, except while it does not fit."""
     start: int = knob(96, "[1, inf)", option="batch_size")
-    """Batch size of the first step, and the reference of the lr rule."""
+    """Batch size of the first step; the learning rate is meant for it."""
     minimum: int = knob(32, "[1, inf)", option="batch_min")
-    """Smallest rung of the ladder."""
+    """Smallest batch size."""
     maximum: int = knob(512, "[1, inf)", option="batch_max")
-    """Largest rung of the ladder."""
+    """Largest batch size."""
     accumulate: int = knob(1, "[1, inf)")
     """Parts in which each batch passes through the model, their gradients added up. A batch that does not fit
     passes in more."""
     granularity: int = knob(32, "[1, inf)")
-    """Distance between rungs; the ladder is finite so that captured steps and autotuned kernels are."""
+    """Step between batch sizes. Few sizes mean few captured graphs and tuned kernels."""
     step_up: int = knob(32, "[1, inf)")
     """Samples added when memory use is below rho_low; a multiple of `granularity`."""
     step_down: int = knob(64, "[1, inf)")
@@ -235,9 +223,9 @@ class BatchConfig:
     dwell_ticks: int = knob(1, "[0, inf)", option="batch_dwell_ticks")
     """Ticks a batch size is kept before it grows again. Shrinking never waits."""
     cap_ticks: int = knob(20, "[1, inf)")
-    """Ticks during which the ladder stays capped below a size that ran out of memory."""
+    """Ticks for which a size that ran out of memory stays excluded."""
     lr_rule: LrRule = "sqrt"
-    """How the lr follows the batch size B from B_0 = `start`: not at all, sqrt(B/B_0), B/B_0, or AdaScale's gain."""
+    """How the lr follows the batch size B from B_0, the first: not at all, sqrt(B/B_0), B/B_0, or AdaScale's gain."""
     bound_by_noise_scale: bool = knob(False, option="noise_bound")
     """Whether the batch also stops growing at `noise_share` of the gradient noise scale tr(Cov)/|g|^2 (McCandlish et
     al. 2018), which rises as training goes on. The batch does not grow before measurements have half of the moving
@@ -257,7 +245,7 @@ class BatchConfig:
         Raises:
             ValueError: `size` is no whole number of at least 1, or smaller than `accumulate`.
         """
-        require_integer("batch start", size, low=1)
+        check_field("batch start", size, int, "[1, inf)")
         half = -(-size // 2)
         minimum = size % half or half
         return replace(

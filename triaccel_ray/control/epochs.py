@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from triaccel_ray.config import require_number
+from triaccel_ray.config import check_field
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.measure.timing import EpochClock
 
@@ -62,8 +62,7 @@ class SampleSchedule:
         if self._function is None:
             return 1.0
         factor = float(self._function(epoch))
-        rule = f"must be a finite number >= 0, here after {epoch:.4g} epochs"
-        require_number("schedule", factor, rule, low=0.0, high=1e300)
+        check_field(f"schedule({epoch:.4g})", factor, float, "[0, inf)")
         return factor
 
     def advance(self, sampler: Sampler) -> None:

@@ -1,4 +1,4 @@
-"""Training, searching and comparing, as the command line and Python ask for it: one path from options to a view."""
+"""Runs a training, search or comparison for the command line and Python."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from triaccel_ray.service.runs.record import RunRecord, has_begun, read_if_begun
 from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.searches.finding import found_in, write_found
+from triaccel_ray.service.searches.finding import FOUND, found_in
 from triaccel_ray.service.searches.search import (
     SEARCH,
     TRIALS,
@@ -60,7 +60,7 @@ from triaccel_ray.service.searches.search import (
 )
 from triaccel_ray.service.searches.spec import SearchSpec
 from triaccel_ray.service.session import new_name, open_tracker, recording, require_experiment
-from triaccel_ray.service.storage.layout import BASELINES, ERROR, EVENTS, SETTINGS, write_atomically
+from triaccel_ray.service.storage.layout import BASELINES, ERROR, EVENTS, SETTINGS, write_atomically, write_value
 from triaccel_ray.service.storage.mirror import push_commands, require_unused
 from triaccel_ray.service.storage.mirroring import mirrored
 from triaccel_ray.service.storage.place import Place
@@ -99,9 +99,9 @@ class Outcome:
     is_complete: bool = True
     """Whether all was done that was asked for; of a search also, whether a trial is worth training with."""
     failures: Sequence[str] = ()
-    """How runs of a search or comparison failed that another try may mend; all of it has been said."""
+    """Messages of the failed runs of a search or comparison, already printed."""
     num_finished: int = 1
-    """Runs that ended otherwise."""
+    """Runs that are not in `failures`."""
 
 
 @singledispatch
@@ -183,7 +183,7 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
         say_how_it_ended(before)
         if before.status != "failed (out_of_memory)":
             with mirrored(place, has_own_log=False), recording(tracker, folder, words, experiment=experiment):
-                out.print(f"{folder.name} is {before.status}; what was not yet recorded is being recorded")
+                out.print(f"{folder.name} is {before.status}; recording in MLflow what is missing")
             is_handed_over = hand_over(before, place, tracker, words)
             is_complete = before.status == "finished" and is_handed_over
             return Outcome(context=context, view=None, is_complete=is_complete)
@@ -229,7 +229,7 @@ def _search(spec: SearchSpec, context: Context) -> Outcome:
                 )
         record = read_search(folder)
         if (found := found_in(record)) is not None:
-            write_found(found, folder)
+            write_value(folder / FOUND, found)
         view = view_search(record)
         context.show(view)
         mistakes = [run for run in record.trials if run.end is not None and run.end.cause in MISTAKES]
@@ -308,7 +308,7 @@ def _ray(where: Where, words: str) -> AbstractContextManager[None]:
 
 
 def _choose(spec: ComparisonSpec, place: Place, num_gpus: float) -> None:
-    """Has the trials on validation samples run; the object store has these samples meanwhile, and no longer."""
+    """Runs the trials that choose settings; their samples leave the object store afterwards."""
     shared = _shared(trial_of(spec.base))
     trials = place.folder / comparison.TRIALS
     with RunProgress(f"{spec.base.task}: trials on validation samples", trials, goal=spec.base.goal):
@@ -337,7 +337,7 @@ def _num_gpus(spec: RunSpec, address: str | None) -> float:
                 text = "the cluster has no GPU now: everything trains on CPUs; with --device cuda it waits for a GPU"
                 err.print(text, style="yellow", markup=False, soft_wrap=True)
             return 0.0
-        text = "the cluster has no GPU yet: what is to be trained waits for a machine with one to join"
+        text = "the cluster has no GPU yet: runs wait until a machine with one joins"
         err.print(text, style="yellow", markup=False, soft_wrap=True)
     return gpu_fraction(spec.trials_per_gpu)
 

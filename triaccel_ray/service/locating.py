@@ -37,11 +37,9 @@ def _reached(place: Place, *, writable: bool) -> Place:
 
 
 def find(name: str, where: Where, *, writable: bool = False) -> Place:
-    """Returns the place that `name` means: a path, also of the log itself, else one in the storage folder.
+    """Returns the storage path of `name`: a path, also of an event log, or a name in the storage folder.
 
-    No link leads out of that one.
-
-    What a store has of it, checkpoints and models apart, has been taken.
+    From a remote store it first copies all but checkpoints and models. No link leads out of the storage folder.
 
     Raises:
         ValueError: there is none, the name is none, or a link leads out of it.

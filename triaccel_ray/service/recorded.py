@@ -1,4 +1,4 @@
-"""Where something is recorded already: what goes on goes on there, for MLflow shows no tree across experiments."""
+"""Finds the tracking store and experiment that a resumed run is recorded in: MLflow shows no tree across two."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from triaccel_ray.config import ControlConfig, require_integer
+from triaccel_ray.config import ControlConfig, check_field
 from triaccel_ray.decide import replay
 from triaccel_ray.records.events import LogError
 from triaccel_ray.records.plan import Plan
@@ -20,7 +20,7 @@ def reasons_grid(run: RunRecord, *, most: int) -> Grid:
     Raises:
         ValueError: `most` is negative.
     """
-    require_integer("reasons", most, low=0)
+    check_field("reasons", most, int, "[0, inf)")
     rows = [
         [str(tick.observation.step), reason.subject, reason.code.value, reason.text]
         for tick in run.ticks

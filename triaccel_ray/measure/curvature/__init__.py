@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from triaccel_ray.config import CurvatureMethod, require, require_number
+from triaccel_ray.config import CurvatureMethod, check_field, require
 from triaccel_ray.measure.curvature.meter import CurvatureMeter, method_of
 from triaccel_ray.measure.curvature.objective import Limits, Objective, measuring
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, SpectrumShape
@@ -62,9 +62,8 @@ def top_eigenvalues(
             that ggn refuses (`ggn_head`), or inputs and targets that disagree about the number of samples.
     """
     require(method in ("fisher", "ggn", "hessian"), "curvature method", method, "must be one of fisher, ggn, hessian")
-    require_number("top_k", top_k, "must be >= 1", low=1)
-    require_number("chunk_samples", 1 if chunk_samples is None else chunk_samples, "must be >= 1 or None", low=1)
-    require_number("num_iterations", 1 if num_iterations is None else num_iterations, "must be >= 1 or None", low=1)
+    for name, value in (("top_k", top_k), ("chunk_samples", chunk_samples), ("num_iterations", num_iterations)):
+        check_field(name, 1 if value is None else value, int, "[1, inf)")
     require(bool(layers), "layers", list(layers), "must name at least one layer; find_layers(model) returns all")
     objective = Objective(
         model=model, loss=loss, inputs=inputs, targets=targets, limits=Limits(chunk_samples=chunk_samples)

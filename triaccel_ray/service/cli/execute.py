@@ -1,4 +1,4 @@
-"""What each command does, in the order in which a person would tell it."""
+"""What each command does."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from triaccel_ray.service.cli.settings import options, settings_of
 from triaccel_ray.service.comparisons.spec import ComparisonSpec
 from triaccel_ray.service.runs.methods import METHODS, PROBE
 from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.searches.dimensions import dimensions
 from triaccel_ray.service.searches.spec import SearchSpec
 from triaccel_ray.service.storage.place import Place
 
@@ -43,7 +44,7 @@ CHOICES = ConstructorRegistry()
 
 @CHOICES.primitive_rule
 def _choice(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[str | None] | None:
-    """Reads an option that is one of several words where it is given; None, which is not typed, is no choice."""
+    """Returns how to read one of several words; tyro's own rule would offer None among them."""
     literals = [kind for kind in get_args(info.type) if get_origin(kind) is Literal]
     if len(literals) != 1 or set(get_args(info.type)) != {*literals, NoneType}:
         return None
@@ -88,7 +89,7 @@ _TRAINING = [
 ]
 _TRAINING.sort(key=lambda each: each.path[0] != "recipe")
 _THRESHOLDS = [each for each in RUN_SETTINGS.values() if each.path[0] == "control" and each not in _TRAINING]
-SEARCHED = ("tau_low", "tau_high", "rho_low", "rho_high")
+SEARCHED = {each.name for each in dimensions()}
 """What every search looks for."""
 _IN_THE_LOG = ("t_ctrl", "t_curv", "b_curv", "curvature")
 """When a run ticked and how it measured curvature: no decision depends on it otherwise."""
@@ -145,8 +146,8 @@ TRACKING_HELP = (
     "MLFLOW_TRACKING_PASSWORD, which `ps` does not show."
 )
 CONFIG_HELP = (
-    "TOML file of options, such as epochs = 5, and of the task, as config.toml in a run's folder. Options given beside "
-    "it go first."
+    "TOML file of options, such as epochs = 5, and of the task, as config.toml in a run's folder. Options on the "
+    "command line override it."
 )
 
 
@@ -169,7 +170,7 @@ class Source:
         tyro.conf.arg(
             name="from",
             metavar="NAME",
-            help="Repeat what has this name in the storage folder, with the options given beside it.",
+            help="Repeat the run, search or comparison of this name; other options change its settings.",
             help_behavior_hint="",
         ),
     ] = None

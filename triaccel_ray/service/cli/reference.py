@@ -12,12 +12,12 @@ HEAD = """# Options
 
 `python -m triaccel_ray.service.cli.reference` makes this page from the fields of the configurations. A task may have
 other defaults. `--config FILE.toml` reads the same names, with `-` or `_`; there `on` and `off` may be `true` and
-`false`. A run leaves such a file, `config.toml`. `triaccel COMMAND --help-all` shows the rest: names, places, clusters.
+`false`. A finished `triaccel run` leaves such a file, `config.toml`. `triaccel COMMAND --help-all` shows the rest.
 """
 TITLES = {
-    RunOptions: "Of `triaccel run`",
-    SearchOptions: "Of `triaccel search`",
-    CompareOptions: "Of `triaccel compare`",
+    RunOptions: "`triaccel run`",
+    SearchOptions: "`triaccel search`",
+    CompareOptions: "`triaccel compare`",
     Training: "How to train: `run`, `search`, `compare`",
     Thresholds: "The control loop: `run`, `search`, `compare`, `replay`",
 }
@@ -40,7 +40,7 @@ def _row(*cells: str) -> str:
 
 def _values(setting: Setting) -> str:
     if setting.unit == "bytes":
-        return "amount, as 2GiB"
+        return "size, such as 2GiB"
     if setting.bounds:
         return f"{'integer' if setting.kind is int else 'number'} in {setting.bounds}"
     return ", ".join(f"`{word}`" for word in setting.words) or setting.metavar or "text"

@@ -24,7 +24,6 @@ from triaccel_ray.trainables.task import Purpose
 Given = Mapping[tuple[str, ...], Any]
 """Path of a field -> its value (`options.given`)."""
 _CONTROL = "control"
-_BATCH = (_CONTROL, "batch")
 _HEADROOM, _BUDGET = ("memory_headroom_bytes",), ("memory_budget_bytes",)
 
 
@@ -55,8 +54,7 @@ def search_of(command: Search) -> SearchSpec:
     for dimension in dimensions(spec.optional):
         setting = RUN_SETTINGS[dimension.name]
         rule = "a search finds this one itself; leave it out, or train with it by `triaccel run`"
-        option = f"--{setting.name.replace('_', '-')}"
-        require(setting.path not in common, option, common.get(setting.path), rule)
+        require(setting.path not in common, f"--{setting.option}", common.get(setting.path), rule)
     return replace(spec, base=with_options(replace(spec.base, seed=spec.seed), {**common, **own[1]}))
 
 

@@ -85,7 +85,7 @@ def best_setting(settings: Sequence[FixedSetting], runs: Mapping[str, RunRecord]
     require(
         amp.status == "finished", "trial", amp.name, f"{amp.status}: the fixed settings cannot be judged without it"
     )
-    objective = judge(amp)
+    objective = Objective.against(amp.epochs, amp.start.goal)
     values = {
         setting: objective.value(run.epochs[-1].epoch, run.figures)
         for setting in settings
@@ -96,11 +96,6 @@ def best_setting(settings: Sequence[FixedSetting], runs: Mapping[str, RunRecord]
         len(values) > 0, "fixed settings", tried, "none could be trained to its end; try more, or allow more memory"
     )
     return max(values, key=lambda setting: values[setting])
-
-
-def judge(amp: RunRecord) -> Objective:
-    """Returns what fixed settings are chosen by: the score, within one point of the AMP trial's validation metric."""
-    return Objective.against(amp.epochs, amp.start.goal)
 
 
 def best_sample(spec: ComparisonSpec, method: str, fixed: FixedSetting | None, runs: Mapping[str, RunRecord]) -> Tuned:

@@ -9,7 +9,6 @@ from decimal import Decimal
 
 from triaccel_ray.measure.score import quality_text
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.comparisons.choosing import judge
 from triaccel_ray.service.comparisons.comparison import (
     FIGURES,
     REFERENCE,
@@ -29,6 +28,7 @@ from triaccel_ray.service.comparisons.spec import ABLATION
 from triaccel_ray.service.reports.notes import sharing_note
 from triaccel_ray.service.reports.tables import FIGURE_COLUMNS, VIEWS_NOTE, Grid, figure_cells, metric_headings
 from triaccel_ray.service.runs.methods import FIXED
+from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import ONE_VIEW
 from triaccel_ray.service.runs.spec import RunSpec
 
@@ -143,7 +143,8 @@ def _choice_notes(record: Comparison) -> Iterator[str]:
     if note := sharing_note(spec.base):
         yield note
     if spec.num_fixed and "amp-recipe" in trials and trials["amp-recipe"].epochs:
-        objective = judge(trials["amp-recipe"])
+        amp = trials["amp-recipe"]
+        objective = Objective.against(amp.epochs, amp.start.goal)
         margin = f"margin {objective.margin_text}"
         yield f"fixed setting: {spec.num_fixed} asked for, best score of {objective.limit_text} (AMP, {margin})"
         fixed = record.choices.fixed if record.choices else None

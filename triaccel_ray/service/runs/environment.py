@@ -29,7 +29,7 @@ def require_budget(spec: RunSpec) -> None:
     On a CPU this process, with PyTorch and Ray loaded, holds less than a worker will. A CUDA context is not made here.
 
     Raises:
-        ValueError: the budget is smaller, or larger than the machine's memory.
+        ValueError: the budget is smaller; on a CPU also if it is larger than the machine's memory.
     """
     budget = spec.memory_budget_bytes
     if budget is None:

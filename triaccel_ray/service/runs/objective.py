@@ -1,12 +1,12 @@
-"""What a search goes by: one of the figures, among configurations that learn as well as the AMP baseline."""
+"""The objective of a search: one figure, maximized among configurations within a margin of AMP's metric."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, Self, get_args
+from typing import Final, Literal, Self
 
-from triaccel_ray.config import require, require_number
+from triaccel_ray.config import check_fields, knob, require
 from triaccel_ray.measure.score import quality
 from triaccel_ray.records.events import Epoch
 from triaccel_ray.records.goal import Goal
@@ -37,7 +37,6 @@ _CHANCE: Final = 1.0
 """Points by which the metric on a few hundred samples differs from epoch to epoch."""
 
 ObjectiveName = Literal["score", "metric", "accuracy", "time", "memory", "pareto"]
-OBJECTIVES: Final = get_args(ObjectiveName)
 
 
 def grace_epochs(num_epochs: int) -> int:
@@ -56,23 +55,22 @@ class Objective:
     for metrics in percent, and one percent of AMP's figure for any other.
     """
 
-    name: str = "score"
-    """One of OBJECTIVES; with `pareto` trials are drawn for metric, time and memory at once, whatever the margin, and
+    name: ObjectiveName = "score"
+    """With `pareto` trials are drawn for metric, time and memory at once, whatever the margin, and
     ranked by the score under it."""
-    margin: float = 1.0
-    """Points of the metric that may be given up; >= 0."""
+    margin: float = knob(1.0, "[0, 100]")
+    """Points of the metric that may be given up."""
     reference: tuple[float, ...] = ()
     """The AMP baseline's metric on the validation samples after each epoch; empty: no condition."""
     goal: Goal = field(default_factory=Goal)
 
     def __post_init__(self) -> None:
-        require(self.name in OBJECTIVES, "objective", self.name, f"must be one of {', '.join(OBJECTIVES)}")
+        check_fields(self)
         rule = f"the task is judged by {self.goal.words}; write metric"
         require(self.name != "accuracy" or self.goal.name == "accuracy", "objective", self.name, rule)
-        require_number("margin", self.margin, "must lie in [0, 100] points", low=0.0, high=100.0)
 
     @classmethod
-    def against(cls, amp: Sequence[Epoch], goal: Goal, *, name: str = "score", margin: float = 1.0) -> Self:
+    def against(cls, amp: Sequence[Epoch], goal: Goal, *, name: ObjectiveName = "score", margin: float = 1.0) -> Self:
         """Returns the objective whose condition are the epochs of the AMP baseline.
 
         Raises:

@@ -32,7 +32,7 @@ class RunSpec:
     purpose: Purpose = Purpose.SEARCH
     """Which data exists for this run."""
     seed: int = knob(0, "[0, 2147483647]")
-    """Of initialization, sample order and augmentation. The validation split does not depend on it."""
+    """Seed of initialization, sample order and augmentation. The validation split does not depend on it."""
     recipe: Recipe = field(default_factory=Recipe)
     control: ControlConfig = field(default_factory=ControlConfig)
     memory_budget_bytes: int | None = knob(None, "[1, inf)", option="memory_budget", unit="bytes")
@@ -51,8 +51,8 @@ class RunSpec:
     goal: Goal = field(default_factory=Goal)
     """What the task is judged by."""
     keep: Literal["last", "best"] | None = None
-    """Weights that model.pt in the run's folder holds: of the last epoch, or of the one that was best on the validation
-    samples. Trials and runs that are compared leave none."""
+    """Weights to keep in model.pt: of the last epoch, or of the one that was best on the validation samples. Trials and
+    comparisons keep none."""
     register: str | None = None
     """Register the trained model in MLflow under this name. `mlflow.pytorch.load_model("models:/NAME/1")` loads it, and
     imports the module of the task for that."""

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from pathlib import Path
 
 from triaccel_ray.records.events import read_events
 from triaccel_ray.search_spaces.found import Found, Result
 from triaccel_ray.service.cli.options import to_repeat
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.searches.search import SearchRecord, best_trial
-from triaccel_ray.service.storage.layout import EVENTS, write_value
+from triaccel_ray.service.storage.layout import EVENTS
 
 FOUND = "found.json"
-
-
-def write_found(found: Found, folder: Path) -> Path:
-    """Writes `found.json` into the search's folder and returns its path."""
-    path = folder / FOUND
-    write_value(path, found)
-    return path
 
 
 def found_in(record: SearchRecord) -> Found | None:

@@ -29,7 +29,7 @@ class SearchSpec:
     """What a trial may lose against AMP on validation samples: percentage points of accuracy, percent of other metrics.
     """
     seed: int = knob(0, "[0, 2147483647]")
-    """Of the sampler and of every run."""
+    """Seed of the sampler and of every run."""
 
     def __post_init__(self) -> None:
         check_fields(self)
