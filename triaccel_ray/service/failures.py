@@ -7,7 +7,7 @@
 | `preempted` | the process or its node was lost | tried again from the checkpoint, MAX_LOSSES times |
 | `disk_full` | a checkpoint or the log could not be written | everything stops, with a message |
 | `taken_over` | another process goes on with the run, whose one writer it is | nothing is written; the process ends |
-| `store` | the store of a storage URI was out of reach where a run begins or ends | trials: tried again, likewise |
+| `store` | the store of a storage URI was out of reach where a run begins or ends | tried again, likewise |
 | `bug` | anything else | shown to the user, never tried again by itself |
 | `runs` | of a search or comparison: some of its runs failed | `resume` tries those again that another try may mend |
 

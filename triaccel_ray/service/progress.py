@@ -120,21 +120,28 @@ class _Known:
     """The last records of one run."""
 
     start: Start | None = None
-    tick: Tick | None = None
     epoch: Epoch | None = None
     end: End | None = None
+    tick_line: bytes = b""
+    """Read once it is shown: there are many, and each names every layer."""
 
     def take(self, record: Record) -> None:
         """Takes in a record; whatever follows an end means that the run goes on."""
         self.end = None
         if isinstance(record, Start):
             self.start = record
-        elif isinstance(record, Tick):
-            self.tick = record
         elif isinstance(record, Epoch):
             self.epoch = record
         elif isinstance(record, End):
             self.end = record
+
+    @property
+    def tick(self) -> Tick | None:
+        """The last one; None before there is one."""
+        with contextlib.suppress(LogError):  # likewise none where it is damaged, of which the report tells
+            record = parse_event(self.tick_line, "the last tick").record
+            return record if isinstance(record, Tick) else None
+        return None
 
     def setting(self, name: str) -> int:
         """Returns one of the numbers that the run was begun with; 0 where it is not known."""
@@ -155,7 +162,8 @@ class _Known:
     @property
     def precisions(self) -> str:
         """How many layers compute in which precision, as far as ticks have told."""
-        levels = Counter(self.tick.decision.plan.precision.values()) if self.tick is not None else {}
+        tick = self.tick
+        levels = Counter(tick.decision.plan.precision.values()) if tick is not None else {}
         return " ".join(f"{levels[level]} {level.value}" for level in Precision if level in levels)
 
 
@@ -178,7 +186,7 @@ class RunProgress(LogProgress):
         super().__init__(title, folder, names)
         self._runs = {name: _Known() for name in self._names}
         self._goal, self._each_epoch = goal, each_epoch
-        self._said: set[bytes] = set()
+        self._said: set[int] = set()
         self._is_new = False
         self._last_reason = ""
 
@@ -189,12 +197,14 @@ class RunProgress(LogProgress):
         return super().__enter__()
 
     def _take(self, name: str, line: bytes) -> None:
-        known, record = self._runs.setdefault(name, _Known()), parse_event(line, name).record
-        known.take(record)
-        if isinstance(record, Start | Tick) or line in self._said:  # a log that was cut back is read once more
+        known = self._runs.setdefault(name, _Known())
+        if b'"kind":"tick"' in line:
+            known.tick_line = line
             return
-        self._said.add(line)
-        if not self._is_new:
+        record, is_known = parse_event(line, name).record, hash(line) in self._said
+        known.take(record)
+        self._said.add(hash(line))
+        if is_known or not self._is_new:  # a log that was cut back is read once more
             return
         if isinstance(record, Interruption):
             self.say(f"{name}: {record.message}")

@@ -81,6 +81,8 @@ def _connect(address: str | None, num_cpus: int | None) -> None:
     environment = {
         "PYTHONPATH": os.pathsep.join(paths),
         "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0",
+        "PL_DISABLE_FORK": "1",  # this and the next as Tune's trials have them, so that they get a worker that is there
+        "RAY_CHDIR_TO_TRIAL_DIR": "0",
         COMMIT_VARIABLE: commit_of(Path.cwd()),
     }
     try:

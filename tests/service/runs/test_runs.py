@@ -1,0 +1,82 @@
+"""What becomes of runs, on a real Ray: those that finish, fail, are refused or are cut off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+from ray.exceptions import RayTaskError
+from torch import nn
+
+from tests.build import blobs, mlp
+from tests.service.build import SimulatedRun
+from tests.service.own_task import own_spec
+from triaccel_ray.data.sources import TensorSource
+from triaccel_ray.records.events import End, read_events
+from triaccel_ray.service.failures import RunFailedError, StoreError
+from triaccel_ray.service.runs.record import read_run
+from triaccel_ray.service.runs.runs import _end_if_cut_off, _reason, run_all
+from triaccel_ray.service.storage.layout import SPEC, write_value
+from triaccel_ray.service.storage.place import Place
+from triaccel_ray.trainables.task import Purpose, Splits, Task
+
+
+class Good(Task):
+    name = "good"
+
+    def model(self) -> nn.Module:
+        return mlp()
+
+    def data(self, purpose: Purpose) -> Splits:
+        return Splits(train=TensorSource(*blobs(160)), held_out=TensorSource(*blobs(50, seed=1)))
+
+
+class Mistaken(Good):
+    name = "mistaken"
+
+    def loss(self, outputs: object, targets: object, recipe: object) -> object:  # type: ignore[override]
+        if len(targets) > 2:  # type: ignore[arg-type]  # not when two samples are tried beforehand
+            raise KeyError("a mistake in the loss")
+        return super().loss(outputs, targets, recipe)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("own_ray")
+def test_each_run_ends_its_own_way(tmp_path: Path) -> None:
+    assert run_all({}, Place(str(tmp_path)), num_gpus=0) == {}
+    specs = {
+        "good": own_spec(f"{__name__}:Good", purpose=Purpose.FINAL),
+        "mistaken": own_spec(f"{__name__}:Mistaken"),
+        "refused": own_spec(f"{__name__}:Good", memory_budget_bytes=2**20),
+    }
+    failures = run_all(specs, Place(str(tmp_path)), num_gpus=0)
+    assert list(failures) == ["mistaken", "refused"]
+    assert isinstance(failures["mistaken"], RunFailedError)
+    assert "mistaken failed (bug): KeyError: 'a mistake in the loss'" in str(failures["mistaken"])
+    assert type(failures["refused"]) is ValueError
+    assert "memory budget = 1 MiB" in str(failures["refused"])
+    assert failures["refused"].__notes__[-1] == "raised by the run refused"
+    good, mistaken = (read_run(tmp_path / name) for name in ("good", "mistaken"))
+    assert (good.status, [epoch.epoch for epoch in good.epochs]) == ("finished", [1, 2, 3])
+    assert (mistaken.status, mistaken.interruptions) == ("failed (bug)", ())
+    assert not (tmp_path / "refused").exists()
+    assert ray.is_initialized()
+
+
+def test_a_run_whose_process_had_no_time_to_end_its_log_was_stopped(tmp_path: Path) -> None:
+    run = SimulatedRun(tmp_path / "run")
+    run.start()
+    run.train(1)
+    write_value(run.folder / SPEC, own_spec("digits"))
+    for _ in range(2):
+        _end_if_cut_off(Place.of(run.folder))
+        records = [event.record for event in read_events(run.path)]
+        assert [record for record in records if isinstance(record, End)] == [End(status="stopped")]
+    _end_if_cut_off(Place.of(tmp_path / "nothing"))
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_why_tune_gave_a_trial_up_is_told_without_rays_wrapping() -> None:
+    raised = RayTaskError("train", "the traceback", StoreError("out of reach"))
+    assert str(_reason(raised.as_instanceof_cause())) == "out of reach"
+    assert str(_reason("a text")) == "a text"
