@@ -16,7 +16,6 @@ from triaccel_ray.service.storage.store import Store
 from triaccel_ray.service.tracking.model_registry import register
 from triaccel_ray.service.tracking.shipped import read_shipped
 from triaccel_ray.service.tracking.tracking import Tracker
-from triaccel_ray.trainables.registry import load_task
 
 
 def hand_over(run: RunRecord, place: Place, tracker: Tracker, words: str) -> bool:
@@ -54,7 +53,7 @@ def trained_model(run: RunRecord, place: Place) -> nn.Module:
         Exception: whatever the task's own code raises.
     """
     spec = run.spec
-    model = load_task(spec.task, None if spec.data_dir is None else Path(spec.data_dir)).model()
+    model = spec.load_task().model()
     with tempfile.TemporaryDirectory() as scratch:
         path = run.folder / MODEL
         if place.uri is not None:  # trained elsewhere, perhaps

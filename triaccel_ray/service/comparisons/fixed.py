@@ -6,7 +6,6 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,7 +16,6 @@ from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.runs.methods import FIXED
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.trainables.registry import load_task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +68,7 @@ def precisions_where_it_runs(spec: RunSpec, *, num_gpus: float) -> tuple[Precisi
 
 
 def _precisions(spec: RunSpec) -> list[str]:
-    model = load_task(spec.task, None if spec.data_dir is None else Path(spec.data_dir)).model()
+    model = spec.load_task().model()
     useless = useless_precisions(spec.torch_device.type, is_compiled=False)
     offered = [supported_precisions(layer, without=useless) for layer in find_layers(model)]
     return [level.value for level in Precision if any(level in each for each in offered)]

@@ -55,14 +55,14 @@ class RunRecord:
     @property
     def figures(self) -> Figures | None:
         """The figures of the whole run, with the metric that it ended with; None before it was first judged."""
-        return _figures(self.epochs, self.start.goal, self.end.results if self.end else {})
+        return figures_of(self.epochs, self.start.goal, self.end.results if self.end else {})
 
     def figures_after(self, epoch: int) -> Figures | None:
         """Returns the figures as they were after `epoch` epochs; None where the run was not judged then."""
-        return _figures([each for each in self.epochs if each.epoch <= epoch], self.start.goal)
+        return figures_of([each for each in self.epochs if each.epoch <= epoch], self.start.goal)
 
 
-def _figures(
+def figures_of(
     epochs: Sequence[Epoch], goal: Goal, results: Mapping[str, float] = MappingProxyType({})
 ) -> Figures | None:
     """Returns the figures after these epochs; metric and seconds as the run's results have them, where there are."""

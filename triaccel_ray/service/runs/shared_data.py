@@ -6,7 +6,6 @@ import io
 import pickle
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +19,6 @@ from triaccel_ray.config import require
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.service.runs.building import splits_of
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.trainables.registry import load_task
 from triaccel_ray.trainables.task import Purpose, Splits
 
 _PAGE_BYTES = 4096
@@ -64,7 +62,7 @@ def share_splits(spec: RunSpec) -> SharedSplits:
         UserCodeError, TypeError: there is a mistake in the task's own code.
     """
     require(spec.purpose is Purpose.SEARCH, "purpose", spec.purpose.value, "only a search's samples are shared")
-    task = load_task(spec.task, None if spec.data_dir is None else Path(spec.data_dir))
+    task = spec.load_task()
     try:
         splits = splits_of(task, spec.purpose)
     except FileNotFoundError as error:

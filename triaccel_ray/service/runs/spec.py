@@ -12,7 +12,7 @@ from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.trainables.registry import load_task
-from triaccel_ray.trainables.task import Purpose, Recipe
+from triaccel_ray.trainables.task import Purpose, Recipe, Task
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +69,10 @@ class RunSpec:
         rule = "give a budget or a headroom, not both"
         both = self.memory_budget_bytes is not None and self.memory_headroom_bytes is not None
         require(not both, "memory headroom", self.memory_headroom_bytes, rule)
+
+    def load_task(self) -> Task:
+        """Returns the task; raises as `registry.load_task`."""
+        return load_task(self.task, None if self.data_dir is None else Path(self.data_dir))
 
     @property
     def torch_device(self) -> torch.device:

@@ -37,11 +37,10 @@ from triaccel_ray.service.runs.beginning import start_record
 from triaccel_ray.service.runs.building import build_loop, fitted_control, is_finite, seed_everything, splits_of
 from triaccel_ray.service.runs.gpu_share import hold_to_part
 from triaccel_ray.service.runs.objective import Figures
-from triaccel_ray.service.runs.record import ONE_VIEW
+from triaccel_ray.service.runs.record import ONE_VIEW, figures_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trained_model import TrainedModel
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, REPLACED, SPEC, write_value
-from triaccel_ray.trainables.registry import load_task
 from triaccel_ray.trainables.task import Purpose, Splits
 
 
@@ -70,7 +69,7 @@ class Worker:
         if self.device.type == "cpu":
             torch.set_num_threads(1)  # a thread that waits for one beside a busy neighbour loses more than it gains
         seed_everything(spec.seed)
-        self._task = load_task(spec.task, None if spec.data_dir is None else Path(spec.data_dir))
+        self._task = spec.load_task()
         rule = f"the run is judged by {spec.goal.name}: begin a new one"
         require(self._task.goal == spec.goal, "objective of the task", self._task.objective, rule)
         self._splits = splits_of(self._task, spec.purpose) if splits is None else splits
@@ -89,22 +88,9 @@ class Worker:
         """Whether the log takes no more records: it has its last one, or another process has taken the run over."""
 
     @property
-    def figures(self) -> Figures:
-        """The figures after the last epoch, on the validation samples.
-
-        Raises:
-            ValueError: no epoch has been judged.
-        """
-        last = self.last
-        metric = None if last is None else last.held_out(self.spec.goal)
-        if last is None or metric is None or last.score is None:
-            raise ValueError("figures: no epoch of this run has been judged on validation samples")
-        return Figures(
-            metric=metric,
-            seconds=last.typical_seconds or last.seconds,
-            peak_gb=last.peak_bytes / BYTES_PER_GB,
-            score=last.score,
-        )
+    def figures(self) -> Figures | None:
+        """The figures after the last epoch, on the validation samples; None where no epoch has been judged on them."""
+        return None if self.last is None else figures_of([self.last], self.spec.goal)
 
     @property
     def begun(self) -> bool:
