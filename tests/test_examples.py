@@ -39,7 +39,7 @@ def test_a_model_of_hugging_face(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_a_search_from_python(tmp_path: Path) -> None:
     text = printed("search_from_python.py", tmp_path)
-    assert "triaccel run digits --epochs 3" in text
+    assert "triaccel run --from digits-thresholds-" in text
     assert re.search(
         r"^best: \d+\.\d % in \d+\.\d\d s an epoch\ntau \S+ to \S+\nrho \S+ to \S+\n$", text, flags=re.MULTILINE
     )

@@ -232,7 +232,7 @@ def test_a_command_trains_keeps_the_best_and_registers_it(
     best = f"epoch {run.end.kept_epoch}, the best of 4: accuracy {max(figures):.2f} %"
     assert f"model:    {folder / MODEL} ({best})\n" in said
     assert f"models:/of-blobs/1 in {desk.tracker.uri}\n" in said
-    assert "--keep best" in (folder / "report.html").read_text()
+    assert "keep = &quot;best&quot;" in (folder / "report.html").read_text()
     recorded = only_run_called(desk.tracker, "kept")
     assert versions(desk.tracker, "of-blobs") == [(1, recorded)]
     assert same(dict(load(desk.tracker, "of-blobs").state_dict()), dict(torch.load(folder / MODEL)))

@@ -20,5 +20,5 @@ def test_a_factor_that_no_rate_can_have_is_refused(factor: float) -> None:
 
 
 def test_amp_is_fp16_or_bf16() -> None:
-    with pytest.raises(ValueError, match="must be fp16 or bf16"):
+    with pytest.raises(ValueError, match="must be one of fp16, bf16"):
         Recipe(amp="fp32")  # type: ignore[arg-type]  # as a file may have it
