@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -116,6 +117,9 @@ def fit(
             outcomes[name] = error = _reason(result.error)
             with edited(context.place / name):
                 end_run((context.place / name).folder, context.spec_of(config_of), failed(error))
+    # Tune's cycles hold handles of Ray's: freed by another thread while Ray shuts down, they would end the process.
+    del tuner, results
+    gc.collect()
     return outcomes
 
 
