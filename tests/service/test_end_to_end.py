@@ -32,7 +32,7 @@ from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.searches.finding import FOUND
 from triaccel_ray.service.searches.search import best_trial, read_search
-from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, MODEL, SPEC
+from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, MODEL, SPEC, claimed
 from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.trainables.task import Purpose
 
@@ -344,3 +344,15 @@ def test_a_comparison_of_which_no_run_can_begin_is_bad_input(
     assert "Table 1" not in said.out
     recorded = {run.name: run for run in runs(desk.tracker, "triaccel-comparisons")}
     assert recorded["groundless"].status == "FAILED"
+
+
+def test_of_two_commands_with_one_name_the_second_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    with claimed(folder):
+        with pytest.raises(ValueError, match="name = 'one': .* exists already"), claimed(folder):
+            pass
+        assert folder.is_dir()
+    assert not folder.exists()  # nothing was begun
+    with claimed(folder):
+        (folder / EVENTS).touch()
+    assert folder.is_dir()

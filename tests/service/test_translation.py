@@ -177,7 +177,13 @@ def test_a_file_of_settings_is_the_run_again() -> None:
         ("epochs = ", "config = 'bad.toml': is no TOML file"),
         ("task = 'digit'", "task = 'digit': no such task, did you mean digits"),
         ("fuse = 'maybe'", "fuse = 'maybe': must be one of on, off"),
-        ("initial-layers = ['conv1']", "initial_layers"),
+        ("initial-layers = ['conv1']", r"initial_layers = \('conv1',\): must be LAYER=PRECISION, each layer once"),
+        ("initial-layers = ['=fp32']", "initial_layers"),
+        ("initial-layers = ['conv1=fp32', 'conv1=bf16']", "initial_layers"),
+        ("task = 5", "task = 5: must be a str"),
+        ("data-dir = '~nobody at all/x'", "names a user whom this machine does not know"),
+        (f"lr = 1{400 * '0'}", "lr"),
+        (100_000 * "[", "config = 'bad.toml': is no TOML file"),
     ],
 )
 def test_a_file_that_breaks_a_rule_is_refused(text: str, message: str) -> None:
@@ -207,6 +213,26 @@ def test_what_is_typed_acts_though_it_is_the_default() -> None:
     assert isinstance(command, Run)
     assert (command.experiment, command.final, command.task) == ("triaccel-runs", True, "digits")
     assert command_of(Run, None, {"config": "mine.toml", "experiment": "triaccel-runs"}) == command
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        ("--batch-size 256", 256),
+        ("--batch-size 100", 100),
+    ],
+)
+def test_an_option_takes_what_belongs_to_it_from_the_file(words: str, size: int) -> None:
+    Path("mine.toml").write_text(settings_text(replace(BASE, memory_headroom_bytes=2**26)))
+    spec = typed("run", "--config", "mine.toml", *words.split(), "--memory-budget", "2GiB", "--curvature", "hessian")
+    assert spec.control.batch.start == size
+    assert (spec.memory_budget_bytes, spec.memory_headroom_bytes) == (2**31, None)
+
+
+def test_a_final_run_is_one_again() -> None:
+    final = replace(UNUSUAL, purpose=Purpose.FINAL, data_dir="/data \N{PILE OF POO} \x7f")
+    Path("mine.toml").write_text(settings_text(final))
+    assert typed("run", "--config", "mine.toml") == final
 
 
 def test_a_bound_by_the_noise_scale_is_switched_both_ways() -> None:

@@ -17,7 +17,7 @@ from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.apply.precision import LayerPrecision, supported_precisions, useless_precisions
 from triaccel_ray.apply.step import Step
-from triaccel_ray.config import ControlConfig
+from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.cuda.capture_checks import watching_forward
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.cuda.stream_pool import LentStream
@@ -95,6 +95,11 @@ class Training:
         """
         self.model, self.loss, self._config = model, loss, config
         self.layers = find_layers(model)
+        names = [layer.name for layer in self.layers]
+        unknown = sorted(config.precision.initial_layers.keys() - set(names))
+        require(
+            not unknown, "initial_layers", ", ".join(unknown), f"the model has no such layer, but {', '.join(names)}"
+        )
         require_trainable(model, optimizer, self.layers)
         self.device = next(model.parameters()).device
         to_channels_last(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import types
@@ -121,7 +122,9 @@ def _decode_scalar(kind: Any, data: Any, where: str) -> Any:
     if kind is float:
         is_number = is_integer or isinstance(data, float) or (isinstance(data, str) and data in _NON_FINITE)
         _require(is_number, data, where, "a number")
-        return float(data)
+        with contextlib.suppress(OverflowError):
+            return float(data)
+        _require(False, data, where, "a number that a float can hold")
     if kind is int:
         _require(is_integer, data, where, "an integer")
         return data

@@ -60,7 +60,15 @@ from triaccel_ray.service.searches.search import (
 )
 from triaccel_ray.service.searches.spec import SearchSpec
 from triaccel_ray.service.session import new_name, open_tracker, recording, require_experiment
-from triaccel_ray.service.storage.layout import BASELINES, ERROR, EVENTS, SETTINGS, write_atomically, write_value
+from triaccel_ray.service.storage.layout import (
+    BASELINES,
+    ERROR,
+    EVENTS,
+    SETTINGS,
+    claimed,
+    write_atomically,
+    write_value,
+)
 from triaccel_ray.service.storage.mirror import push_commands, require_unused
 from triaccel_ray.service.storage.mirroring import mirrored
 from triaccel_ray.service.storage.place import Place
@@ -181,6 +189,7 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
     before = read_if_begun(folder) if context.resume else None
     if before is not None and before.has_outcome:
         say_how_it_ended(before)
+        _write_settings(spec, folder)
         if before.status != "failed (out_of_memory)":
             with mirrored(place, has_own_log=False), recording(tracker, folder, words, experiment=experiment):
                 out.print(f"{folder.name} is {before.status}; recording in MLflow what is missing")
@@ -188,6 +197,7 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
             is_complete = before.status == "finished" and is_handed_over
             return Outcome(context=context, view=None, is_complete=is_complete)
     with (
+        contextlib.nullcontext() if context.resume else claimed(folder),
         resumable(words, place),
         mirrored(place, has_own_log=False),
         _ray(where, words),
@@ -200,13 +210,17 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
     if failures:  # or input that only the run's own process could judge
         raise failures[folder.name]
     run = read_run(folder)
-    with needing_room(folder):
-        write_atomically(folder / SETTINGS, settings_text(spec))
+    _write_settings(spec, folder)
     view = view_run(run)
     context.show(view)
     push_commands(place)
     is_handed_over = hand_over(run, place, tracker, words)
     return Outcome(context=context, view=view, is_complete=is_handed_over)
+
+
+def _write_settings(spec: RunSpec, folder: Path) -> None:
+    with needing_room(folder):
+        write_atomically(folder / SETTINGS, settings_text(spec))
 
 
 def _search(spec: SearchSpec, context: Context) -> Outcome:

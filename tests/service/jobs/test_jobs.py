@@ -13,6 +13,7 @@ import pytest
 
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.parsing import parse
+from triaccel_ray.service.cli.specs import Search
 from triaccel_ray.service.jobs.jobs import LARGEST_FILE_BYTES, Job, Submission, jobs_grid, submission
 
 SECRETS = {
@@ -109,7 +110,6 @@ def test_no_secret_of_the_environment_travels(tmp_path: Path, monkeypatch: pytes
         ("compare digits --methods typo", ("method = 'typo': must be one of",)),
         ("compare digits --experiment ''", ("experiment = ''", "must name an MLflow experiment")),
         ("search digit", ("did you mean digits",)),
-        ("run digits --config /dev/null", ("config = '/dev/null'", "outside of the working directory")),
         ("run digits --tracking-uri ftp://host", ("tracking uri = 'ftp://host'", "must begin with one of sqlite:///")),
         (
             "run digits --tracking-uri https://me:s3cret@host",
@@ -213,3 +213,12 @@ def test_a_server_that_is_no_cluster_or_keeps_us_out(
     assert status == 2
     assert f"address = '{address}': {needle}" in said
     assert ("set RAY_AUTH_MODE=token" in said) == (answer[0] == 401)
+
+
+def test_options_of_a_file_and_a_folder_to_repeat_travel_with_the_job(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("task = 'digits'\nepochs = 3\nalso = ['alpha']")
+    job = submitted(tmp_path, f"search --config {tmp_path}/mine.toml --trials 2")
+    command = parse(shlex.split(job.entrypoint)[3:])
+    assert isinstance(command, Search)
+    assert (command.task, vars(command.training)["epochs"], command.source.config) == ("digits", 3, None)
+    assert vars(command.main)["also"] == ("alpha",)

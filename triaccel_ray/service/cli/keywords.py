@@ -6,7 +6,7 @@ import difflib
 import inspect
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_type_hints
@@ -96,15 +96,25 @@ def command_of(command: type[C], task: Any, options: Mapping[str, Any]) -> C:
     if task is not None:
         values["task"] = name_of(task)
     if (path := values.get("config")) is not None:
-        own = file_options(command, path)
-        if "from_" in values:
-            own.pop("task", None)
-        values = {**own, **values}
+        values = {**file_options(command, path, values.keys()), **values}
     return _filled(command, values)
 
 
-def file_options(command: type, path: Path) -> dict[str, Any]:
+REPLACED_BY: Final[Mapping[str, Collection[str]]] = {
+    "batch_size": ("batch_min", "batch_max"),
+    "curvature": ("noise_bound",),
+    "from_": ("task",),
+    "memory_budget": ("memory_headroom",),
+    "memory_headroom": ("memory_budget",),
+    "task": ("task",),
+}
+"""Option given beside a file -> those of the file that do not act then."""
+
+
+def file_options(command: type, path: Path, beside: Collection[str]) -> dict[str, Any]:
     """Returns the options that a TOML file holds, the task as well, as the command has them.
+
+    Those of the names `beside` are given by other means.
 
     Raises:
         ValueError: the file cannot be read, or holds what is no option of the command.
@@ -113,14 +123,16 @@ def file_options(command: type, path: Path) -> dict[str, Any]:
         values = {name.replace("-", "_"): value for name, value in tomllib.loads(path.read_text()).items()}
     except OSError as error:
         raise ValueError(f"config = {str(path)!r}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"config = {str(path)!r}: is no TOML file: {error}") from error
     known = {each.name: each for each in keywords(command) if each.name not in ("config", "from_")}
     known["task"] = Keyword(name="task", kind=str, default=None, is_size=False)
     rule = f"no such option of this command in {path}; `triaccel {command.__name__.lower()} --help-all` lists all"
     for name in values:
         require(name in known, "option", name, rule)
-    return {name: known[name].read(value) for name, value in values.items()}
+    read = {name: known[name].read(value) for name, value in values.items()}
+    replaced = {*beside, *(other for name in beside for other in REPLACED_BY.get(name, ()))}
+    return {name: value for name, value in read.items() if name not in replaced}
 
 
 def _filled(kind: type[C], values: Mapping[str, Any]) -> C:

@@ -19,6 +19,7 @@ from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.searches.dimensions import dimensions
 from triaccel_ray.service.searches.spec import SearchSpec
 from triaccel_ray.service.storage.place import Place
+from triaccel_ray.trainables.task import Purpose
 
 T = TypeVar("T")
 DEFAULT_STORAGE = Place("triaccel-runs")
@@ -91,8 +92,11 @@ _TRAINING.sort(key=lambda each: each.path[0] != "recipe")
 _THRESHOLDS = [each for each in RUN_SETTINGS.values() if each.path[0] == "control" and each not in _TRAINING]
 SEARCHED = {each.name for each in dimensions()}
 """What every search looks for."""
-_IN_THE_LOG = ("t_ctrl", "t_curv", "b_curv", "curvature")
-"""When a run ticked and how it measured curvature: no decision depends on it otherwise."""
+_IN_THE_LOG = (
+    *("t_ctrl", "t_curv", "b_curv", "curvature", "top_k", "beta"),
+    *("clip_norm", "max_skipped_steps", "loss_scale", "loss_scale_growth_interval"),
+)
+"""What decides through what was measured alone, which is in the log: a replay does not read it."""
 
 
 @options([_METHOD, RUN_SETTINGS["seed"], _KEEP, RUN_SETTINGS["register"]])
@@ -186,14 +190,19 @@ def settings_of_run(spec: RunSpec) -> dict[str, Any]:
             value = getattr(value, name)
         if value not in (None, {}):
             values[each.name] = each.shown(value)
-    return values
+    return values | ({"final": True} if spec.purpose is Purpose.FINAL else {})
 
 
 def settings_text(spec: RunSpec) -> str:
     """Returns `settings_of_run` as TOML, which --config reads."""
     values = settings_of_run(spec)
-    texts = {name: str(value) if isinstance(value, float) else json.dumps(value) for name, value in values.items()}
+    texts = {name: str(value) if isinstance(value, float) else _toml(value) for name, value in values.items()}
     return "".join(f"{name} = {text}\n" for name, text in texts.items())
+
+
+def _toml(value: Any) -> str:
+    """Returns the value as JSON that TOML reads alike: no surrogate pairs, and no bare DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def to_repeat(command: str, folder: Path) -> str:

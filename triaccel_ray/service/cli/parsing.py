@@ -14,7 +14,7 @@ from typing import Annotated, Any, Union, get_args, get_type_hints
 import tyro
 
 from triaccel_ray.config import require
-from triaccel_ray.service.cli.keywords import file_options
+from triaccel_ray.service.cli.keywords import REPLACED_BY, file_options
 from triaccel_ray.service.cli.options import CHOICES
 from triaccel_ray.service.cli.settings import given
 from triaccel_ray.service.cli.specs import Command, Compare, Replay, Run, Search
@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str] | None) -> Command:
         parsed = _parse(Command, words)
         if isinstance(parsed, Run | Search | Compare) and (path := parsed.source.config) is not None:
             # Of an option given twice the last one acts; --config ends one of several words before a typed TASK.
-            parsed = _parse(Command, [words[0], *_file_words(parsed, path), "--config", str(path), *words[1:]])
+            parsed = _parse(Command, [words[0], *file_words(parsed, path), "--config", str(path), *words[1:]])
         return parsed
     except BrokenPipeError:  # `triaccel search --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush fails, too
@@ -120,13 +120,15 @@ def check(command: Any) -> None:
         given(group)
 
 
-def _file_words(command: Run | Search | Compare, path: Path) -> list[str]:
-    """Returns the options of a file as they would be typed; the task only where there is nothing else to begin with."""
+def file_words(command: Run | Search | Compare, path: Path) -> list[str]:
+    """Returns the options of a file as they would be typed before those of the command."""
+    groups = (command, command.source, command.training, command.thresholds)
+    typed = {name for name in REPLACED_BY if any(getattr(group, name, None) is not None for group in groups)}
     words = []
-    for name, value in file_options(type(command), path).items():
+    for name, value in file_options(type(command), path, typed).items():
         option = f"--{name.replace('_', '-')}"
         if name == "task":
-            words += [value] if command.task is None and command.source.from_ is None else []
+            words.append(value)
         elif isinstance(value, bool):
             words += [option] if value else []
         elif isinstance(value, tuple):

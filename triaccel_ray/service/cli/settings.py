@@ -15,8 +15,9 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import tyro
 
-from triaccel_ray.config import check_field
+from triaccel_ray.config import check_field, require
 from triaccel_ray.records.codec import decode
+from triaccel_ray.service.storage.place import expanded
 from triaccel_ray.service.units import format_exactly, parse_bytes
 
 T = TypeVar("T")
@@ -87,12 +88,19 @@ class Setting:
         elif self.unit == "bytes":
             value = parse_bytes(value)
         elif self.unit == "folder":
-            value = str(Path(value).expanduser().absolute())
+            value = str(expanded(value).absolute())
         elif self.kind == tuple[str, ...]:
             value = tuple(word.strip() for word in value.split(",") if word.strip())
         elif get_origin(self.kind) is Mapping:
-            words = dict(word.rpartition("=")[::2] for word in value)
-            value = decode(self.kind, words, self.name)
+            pairs = [word.rpartition("=") for word in value]
+            rule = f"must be {self.metavar}, each layer once"
+            require(
+                all(name for name, *_ in pairs) and len({name for name, *_ in pairs}) == len(pairs),
+                self.name,
+                value,
+                rule,
+            )
+            value = decode(self.kind, {name: level for name, _, level in pairs}, self.name)
         elif isinstance(self.kind, type) and issubclass(self.kind, Enum):
             value = self.kind(value)
         field = self.path[-1]

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from triaccel_ray.config import require
 from triaccel_ray.service.cli.options import Where
-from triaccel_ray.service.cli.parsing import check, parse
+from triaccel_ray.service.cli.parsing import check, file_words, parse
 from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search
 from triaccel_ray.service.cli.translation import comparison_of, run_of, search_of
 from triaccel_ray.service.reports.tables import Grid
@@ -95,17 +95,18 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
         subject, data_dir = Path(command.name).name, None
         job = checked_name(name) if name is not None else new_name(None, "resume", subject)
     else:
-        config = command.source.config
-        rule = "lies outside of the working directory, which alone travels with the job"
-        require(
-            config is None or (folder / config).resolve().is_relative_to(folder.resolve()), "config", str(config), rule
-        )
         _require_sound(command)
         subject = command.task or Path(command.source.from_ or "").name
         job = new_name(name or command.name, words[0], subject)
         target = job if command.name is None else checked_name(command.name)
         data_dir = vars(command.training)["data_dir"]
-        kept = [*_without(kept, "name", "data-dir"), "--name", target]
+        kept = _without(kept, "name", "data-dir", "config", "from")
+        if command.source.from_ is not None:
+            kept += ["--from", _absolute_name(command.source.from_, folder)]
+        if command.source.config is not None:  # it need not travel, its options do
+            task = [command.task] if command.task is not None and command.task not in kept else []
+            kept[1:1] = [*file_words(command, command.source.config), "--experiment", command.experiment, *task]
+        kept += ["--name", target]
         if data_dir is not None:
             data_dir = folder / data_dir.expanduser()
             kept += ["--data-dir", str(data_dir)]

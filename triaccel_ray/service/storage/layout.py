@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +43,24 @@ def require_new(folder: Path) -> None:
     """
     if folder.exists():
         raise name_in_use(folder.name, str(folder))
+
+
+@contextlib.contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Makes `folder`, for nobody else to begin something of its name, and removes it where nothing was put into it.
+
+    Raises:
+        ValueError: something is there, or another process was first.
+    """
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise name_in_use(folder.name, str(folder)) from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # not empty
+            folder.rmdir()
 
 
 def name_in_use(name: str, where: str) -> ValueError:

@@ -29,7 +29,9 @@ class Place:
     def __post_init__(self) -> None:
         rule = "must name a folder or the URI of a store; leave it out for the folder triaccel-runs"
         require(self.storage.strip() != "", "storage path", self.storage, rule)
-        if self.uri is not None:
+        if self.uri is None:
+            expanded(self.storage)
+        else:
             _require_no_secret(self.uri)
 
     @classmethod
@@ -45,7 +47,7 @@ class Place:
     @property
     def folder(self) -> Path:
         """The absolute path on this machine: of the folder, or of its working copy."""
-        root = Path(self.storage).expanduser().absolute() if self.uri is None else working_copy(self.uri)
+        root = expanded(self.storage).absolute() if self.uri is None else working_copy(self.uri)
         return root / self.name
 
     @property
@@ -65,6 +67,18 @@ class Place:
         if self.uri is None:
             return str(self.folder)
         return f"{self.uri.partition('?')[0].rstrip('/')}/{self.name}".rstrip("/")
+
+
+def expanded(path: str | Path) -> Path:
+    """Returns the path with the home directory that its ~ stands for.
+
+    Raises:
+        ValueError: there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(f"path = {str(path)!r}: names a user whom this machine does not know") from None
 
 
 def is_plain_name(name: str) -> bool:
