@@ -33,14 +33,14 @@ from ray.tune.search.optuna import OptunaSearch
 from benchmarks.trivial import Trivial
 from triaccel_ray.records.events import read_events
 from triaccel_ray.search_spaces.thresholds import search_space
-from triaccel_ray.service.clusters.cluster import cluster
+from triaccel_ray.service.cluster.cluster import cluster
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import runs_below
 from triaccel_ray.service.runs.spec import run_spec
-from triaccel_ray.service.searches.search import TRIALS, Prepared, begin_search, tune_trials
-from triaccel_ray.service.searches.spec import SearchSpec
+from triaccel_ray.service.search.search import TRIALS, Prepared, begin_search, tune_trials
+from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.storage.layout import EVENTS
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose
 
 TASK = "benchmarks.trivial:Trivial"
@@ -112,7 +112,7 @@ def ours(folder: Path, num_trials: int) -> list[tuple[float, float]]:
     spec = SearchSpec(base=base, space="thresholds-absolute", num_trials=num_trials, objective="accuracy")
     begin_search(spec, folder)
     prepared = Prepared(objective=Objective(name="accuracy"), calibration=None, headroom_bytes=HEADROOM_BYTES)
-    tune_trials(spec, prepared, Place.of(folder), num_gpus=0)
+    tune_trials(spec, prepared, StoragePath.of(folder), num_gpus=0)
     logs = [[event.time_ms / 1e3 for event in read_events(run / EVENTS)] for run in runs_below(folder / TRIALS)]
     return [(times[0], times[-1]) for times in logs]
 

@@ -340,3 +340,9 @@ def test_a_model_has_one_loop_at_a_time() -> None:
             loop_of(other, blobs(64))
     loop.close()
     loop_of(model, blobs(64))
+
+
+def test_a_precision_for_a_layer_that_is_not_there_is_refused() -> None:
+    config = replace(QUIET, precision=replace(QUIET.precision, initial_layers={"nobody": BF16}))
+    with pytest.raises(ValueError, match="initial_layers = 'nobody': the model has no such layer, but "):
+        loop_of(mlp(), blobs(24), config)

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from torch import Tensor, nn
 
 from triaccel_ray.config import BatchConfig, ControlConfig, ExecutionConfig
-from triaccel_ray.search_spaces.found import found
+from triaccel_ray.search_spaces.tuned import tuned_thresholds
 from triaccel_ray.trainables.cifar_download import obtain
 from triaccel_ray.trainables.cifar_files import cifar_set
 from triaccel_ray.trainables.images import ImageSource, Preparation
@@ -80,7 +80,7 @@ class Cifar10ResNet18(CifarTask):
     # Found: BF16 in every layer. The noise scale, which that search did not know yet, has the batch grow once a step
     # can use it, in one move, for each size costs a capture, to the one of five sizes that took an H200 the least time;
     # docs/results.md has what that was worth. `linear` keeps the path per sample.
-    control: ClassVar[ControlConfig] = found("cifar10-resnet18").onto(
+    control: ClassVar[ControlConfig] = tuned_thresholds("cifar10-resnet18").onto(
         ControlConfig(
             batch=BatchConfig(maximum=224, step_up=128, lr_rule="linear", bound_by_noise_scale=True),
             execution=_EXECUTION,
@@ -136,7 +136,7 @@ class Cifar10EfficientNetB0(CifarTask):
         epochs=30, lr=0.1, nesterov=True, weight_decay=5e-4, label_smoothing=0.1, amp="bf16"
     )
     # Found: FP16 in every layer and a batch that stays. Growing it cost 31 to 65 s of adapting in five epochs of 7 s.
-    control: ClassVar[ControlConfig] = found("cifar10-efficientnet-b0").onto(
+    control: ClassVar[ControlConfig] = tuned_thresholds("cifar10-efficientnet-b0").onto(
         ControlConfig(batch=BatchConfig(maximum=96), execution=_EXECUTION)
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig
 from triaccel_ray.data.sources import TensorSource
-from triaccel_ray.search_spaces.found import found
+from triaccel_ray.search_spaces.tuned import tuned_thresholds
 from triaccel_ray.trainables.split import stratified_split
 from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
 
@@ -32,7 +32,7 @@ class Digits(Task):
     recipe: ClassVar[Recipe] = Recipe(epochs=12, lr=0.1, warmup_epochs=2.0, nesterov=True)
     # Found on a CPU, where a step in FP16 takes ten times as long as one in FP32: BF16 in every layer. A layer's
     # smoothed variance falls from 3e-3..3e-4 at the first step to 3e-7..4e-9 at the last, below tau_low in the end.
-    control: ClassVar[ControlConfig] = found("digits").onto(
+    control: ClassVar[ControlConfig] = tuned_thresholds("digits").onto(
         ControlConfig(
             every_steps=6,  # an epoch has 12 steps, 6 of the largest batch
             curvature=CurvatureConfig(every_steps=40),

@@ -4,7 +4,6 @@ import os
 
 from tests.service.conftest import (
     cluster_address,
-    crew,
     experiment,
     module,
     own_ray,
@@ -12,11 +11,11 @@ from tests.service.conftest import (
     server,
     sqlite_tracker,
     starting_server,
+    worker_factory,
 )
 
 __all__ = [
     "cluster_address",
-    "crew",
     "experiment",
     "module",
     "own_ray",
@@ -24,6 +23,7 @@ __all__ = [
     "server",
     "sqlite_tracker",
     "starting_server",
+    "worker_factory",
 ]
 
 # Runs are compared number by number, and sums differ in their last bits. In BF16 one bit more rounds otherwise: without

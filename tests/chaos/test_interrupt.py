@@ -24,7 +24,7 @@ import pytest
 from tests.service.own_task import MODULE
 from tests.service.stores import free_port, runs
 from tests.service.waiting import DEADLINE_S, end, wait_until
-from triaccel_ray.service.searches.search import read_search
+from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.tracking.tracking import Tracker
 

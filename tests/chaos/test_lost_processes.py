@@ -21,7 +21,7 @@ from triaccel_ray.service.failures import MAX_LOSSES, RunFailedError
 from triaccel_ray.service.runs.record import RunRecord, read_run
 from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
 
 pytestmark = pytest.mark.usefixtures("own_ray")
@@ -82,7 +82,7 @@ def test_a_run_whose_process_is_killed_goes_on_from_its_checkpoint(tmp_path: Pat
 
     killing = threading.Thread(target=kill_in_the_second_epoch)
     killing.start()
-    assert run_all(specs, Place(str(tmp_path)), num_gpus=0) == {}
+    assert run_all(specs, StoragePath(str(tmp_path)), num_gpus=0) == {}
     killing.join()
     killed, whole = (read_run(tmp_path / name) for name in specs)
     assert killed.status == whole.status == "finished"
@@ -98,7 +98,7 @@ def test_a_run_that_is_lost_too_often_has_failed(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / DOOMED).touch()
     specs = {"lost": own_spec(f"{__name__}:Mortal", control=FIXED, data_dir=str(folder))}
-    error = run_all(specs, Place(str(tmp_path)), num_gpus=0)["lost"]
+    error = run_all(specs, StoragePath(str(tmp_path)), num_gpus=0)["lost"]
     assert isinstance(error, RunFailedError)
     assert error.cause == "preempted"
     assert f"lost failed (preempted): its process was lost {MAX_LOSSES + 1} times, the last time so: " in str(error)
@@ -107,7 +107,7 @@ def test_a_run_that_is_lost_too_often_has_failed(tmp_path: Path) -> None:
     assert [(each.cause, each.epoch) for each in run.interruptions] == [("preempted", 1)] * MAX_LOSSES
     assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("failed (preempted)", [1])
     (folder / DOOMED).unlink()
-    assert run_all(specs, Place(str(tmp_path)), num_gpus=0) == {}
+    assert run_all(specs, StoragePath(str(tmp_path)), num_gpus=0) == {}
     again = read_run(folder)
     assert again.status == "finished"
     assert len(again.interruptions) == MAX_LOSSES + 1

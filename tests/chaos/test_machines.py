@@ -20,12 +20,12 @@ from tests.service.own_task import own_spec
 from tests.service.ray_head import ray_node
 from tests.service.waiting import DEADLINE_S, end, wait_until
 from triaccel_ray.records.events import Epoch, Event, read_events
-from triaccel_ray.service.clusters.cluster import cluster, gpu_fraction, require_gpu_to_share
+from triaccel_ray.service.cluster.cluster import cluster, gpu_fraction, require_gpu_to_share
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.shared_data import share_splits
-from triaccel_ray.service.searches.search import Prepared, begin_search, read_search, tune_trials
-from triaccel_ray.service.searches.spec import SearchSpec
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.search.search import Prepared, begin_search, read_search, tune_trials
+from triaccel_ray.service.search.spec import SearchSpec
+from triaccel_ray.service.storage.storage_path import StoragePath
 
 MODULE = """
 from dataclasses import replace
@@ -145,7 +145,7 @@ def test_machines_that_join_take_trials_and_those_that_leave_lose_none(tmp_path:
     with cluster(machines.address):
         shared = share_splits(spec.base)
         thread.start()
-        tune_trials(spec, prepared, Place.of(project.search), num_gpus=gpu_fraction(2), shared=shared)
+        tune_trials(spec, prepared, StoragePath.of(project.search), num_gpus=gpu_fraction(2), shared=shared)
         thread.join()
     assert not failures
     trials = read_search(project.search).trials

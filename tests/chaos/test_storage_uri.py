@@ -26,11 +26,11 @@ from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.jobs.jobs import submission
 from triaccel_ray.service.runs.record import read_run
-from triaccel_ray.service.searches.search import read_search
+from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, MODEL, SPEC
 from triaccel_ray.service.storage.mirror import pull_all
 from triaccel_ray.service.storage.mirroring import RunCopy
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Store
 from triaccel_ray.service.tracking.tracking import Tracker
 
@@ -235,7 +235,7 @@ def test_a_run_goes_on_from_a_bucket(
 ) -> None:
     (tmp_path / "own_task_in_a_bucket.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    place = Place(bucket, "one")
+    place = StoragePath(bucket, "one")
 
     Store(bucket).check(writable=True)
     spec = own_spec("own_task_in_a_bucket:Blobs")
@@ -269,6 +269,6 @@ def test_an_s3_server_that_nobody_has_started(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(StoreError, match="NETWORK_CONNECTION") as refusal:
             Store(uri).check(writable=True)
         with pytest.raises(StoreError, match="NETWORK_CONNECTION"):
-            RunCopy(Place(uri, "run"), patience_s=0.0).open()
+            RunCopy(StoragePath(uri, "run"), patience_s=0.0).open()
     assert "\n" not in str(refusal.value)
     assert "s3cr3t" not in str(refusal.value)

@@ -23,7 +23,7 @@ from tests.service.own_task import MODULE
 from tests.service.ray_head import free_ports, ray_node
 from tests.service.stores import Server, assert_equals_log, runs
 from tests.service.waiting import COMMAND_S, end
-from triaccel_ray.service.searches.search import read_search
+from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.tracking.tracking import Tracker
 
 SECRETS = {

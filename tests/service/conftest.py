@@ -8,9 +8,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.service.crew import Crew
 from tests.service.own_task import write_module
 from tests.service.stores import Server
+from tests.service.worker_factory import WorkerFactory
 from triaccel_ray.service.tracking.tracking import Tracker
 
 
@@ -74,7 +74,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def crew() -> Iterator[Crew]:
-    made = Crew()
+def worker_factory() -> Iterator[WorkerFactory]:
+    made = WorkerFactory()
     yield made
     made.close()

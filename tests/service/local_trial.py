@@ -7,7 +7,7 @@ from typing import Any
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trial import NAME, RunContext, RunTrial
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 
 
 class LocalTrial(RunTrial):
@@ -23,7 +23,7 @@ def local_trial(context: RunContext, config: dict[str, Any]) -> RunTrial:
     return type("Trial", (LocalTrial,), {"context": context})(config)
 
 
-def local_run(spec: RunSpec, place: Place, shared: SharedSplits | None = None) -> RunTrial:
+def local_run(spec: RunSpec, place: StoragePath, shared: SharedSplits | None = None) -> RunTrial:
     """A run of its own at `place`, which no search judges."""
     context = RunContext(place=place.parent, spec_of=lambda config: spec, shared=shared)
     return local_trial(context, {NAME: place.base_name})

@@ -11,8 +11,8 @@ from triaccel_ray.records.events import End, Start
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.searches.search import Prepared, SearchRecord
-from triaccel_ray.service.searches.spec import SearchSpec
+from triaccel_ray.service.search.search import Prepared, SearchRecord
+from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.trainables.task import Purpose
 
 RUN_SPEC = RunSpec(task="cifar10-resnet18", control=CONTROL)

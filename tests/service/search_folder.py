@@ -13,8 +13,8 @@ from triaccel_ray.config import ControlConfig
 from triaccel_ray.records.codec import encode
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.searches.search import BASELINES, PREPARED, SEARCH, TRIALS, Prepared
-from triaccel_ray.service.searches.spec import SearchSpec
+from triaccel_ray.service.search.search import BASELINES, PREPARED, SEARCH, TRIALS, Prepared
+from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.storage.layout import SPEC
 
 

@@ -28,9 +28,9 @@ from triaccel_ray.service.cli.keywords import command_of
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.parsing import parse
 from triaccel_ray.service.cli.specs import Compare, Run, Search, Ui
-from triaccel_ray.service.experiments import carry_out
+from triaccel_ray.service.launch import carry_out
 from triaccel_ray.service.runs.record import read_run
-from triaccel_ray.service.searches.search import read_search
+from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.trainables.digits import Digits

@@ -17,7 +17,7 @@ from triaccel_ray.records.goal import Goal
 from triaccel_ray.service import console
 from triaccel_ray.service.console import rich_table
 from triaccel_ray.service.progress import RunProgress, TrialProgress
-from triaccel_ray.service.reports.tables import Grid
+from triaccel_ray.service.report.tables import Grid
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.storage.layout import EVENTS
 

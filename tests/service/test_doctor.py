@@ -12,7 +12,7 @@ import pytest
 from tests.service.stores import free_port
 from triaccel_ray.service import doctor
 from triaccel_ray.service.doctor import Finding, Verdict, _no_nvml, examine
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Findi
 
     monkeypatch.setattr(doctor, "_triton", broken)
     port = free_port()
-    found = examine(Place(str(tmp_path)), f"http://127.0.0.1:{port}", f"127.0.0.1:{port}")
+    found = examine(StoragePath(str(tmp_path)), f"http://127.0.0.1:{port}", f"127.0.0.1:{port}")
     return {finding.subject: finding for finding in found}
 
 

@@ -22,16 +22,16 @@ from tests.service.stores import Recorded, runs
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.events import End, Start, Tick, read_events
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.search_spaces.found import Found
+from triaccel_ray.search_spaces.tuned import TunedThresholds
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.parsing import parse
 from triaccel_ray.service.cli.translation import run_of
-from triaccel_ray.service.comparisons.comparison import read_comparison
-from triaccel_ray.service.reports.recommendation import recommendation
+from triaccel_ray.service.compare.comparison import read_comparison
+from triaccel_ray.service.report.recommendation import recommendation
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.worker import Worker
-from triaccel_ray.service.searches.finding import FOUND
-from triaccel_ray.service.searches.search import best_trial, read_search
+from triaccel_ray.service.search.finding import FOUND
+from triaccel_ray.service.search.search import best_trial, read_search
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, MODEL, SPEC, claimed
 from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.trainables.task import Purpose
@@ -154,7 +154,7 @@ def test_a_search_end_to_end(
     advice = recommendation(record)
     recommended = record.baselines[advice.beaten_by.lower()] if advice.beaten_by else best
     assert run_of(parse(shlex.split(pasted)[1:])) == replace(recommended.spec, keep="last")
-    kept = decode(Found, json.loads((desk.storage / "hunt" / FOUND).read_text()))
+    kept = decode(TunedThresholds, json.loads((desk.storage / "hunt" / FOUND).read_text()))
     precision = replace(best.spec.control.precision, initial_layers={})  # acts until the first tick alone
     assert kept.onto(record.spec.base.control) == replace(best.spec.control, precision=precision)
     assert best.figures is not None
@@ -349,7 +349,7 @@ def test_a_comparison_of_which_no_run_can_begin_is_bad_input(
 def test_of_two_commands_with_one_name_the_second_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     with claimed(folder):
-        with pytest.raises(ValueError, match="name = 'one': .* exists already"), claimed(folder):
+        with pytest.raises(ValueError, match=r"name = 'one': .* exists already"), claimed(folder):
             pass
         assert folder.is_dir()
     assert not folder.exists()  # nothing was begun

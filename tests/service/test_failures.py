@@ -7,8 +7,8 @@ import pytest
 from triaccel_ray.records.events import End
 from triaccel_ray.service.cli import execute as commands
 from triaccel_ray.service.cli.main import main
-from triaccel_ray.service.experiments import _ending
 from triaccel_ray.service.failures import DiskFullError, NonFiniteLossError, PreemptedError, RunFailedError, cause_of
+from triaccel_ray.service.launch import _ending
 from triaccel_ray.service.storage.layout import ERROR
 
 

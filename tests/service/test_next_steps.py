@@ -10,18 +10,18 @@ from tests.service.build import SimulatedRun
 from tests.service.stores import free_port
 from triaccel_ray.service import session
 from triaccel_ray.service.cli.options import Where
-from triaccel_ray.service.clusters.head_watch import HeadLostError
+from triaccel_ray.service.cluster.head_watch import HeadLostError
 from triaccel_ray.service.next_steps import point_to, resumable, resume_words
 from triaccel_ray.service.session import recording
 from triaccel_ray.service.storage.layout import SPEC
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.tracking import Tracker
 
 
 def test_a_run_of_a_comparison_is_named_in_its_storage_folder(tmp_path: Path) -> None:
-    place, where = Place(str(tmp_path), "versus") / "amp-seed0", Where(storage_path=Place(str(tmp_path)))
+    place, where = StoragePath(str(tmp_path), "versus") / "amp-seed0", Where(storage_path=StoragePath(str(tmp_path)))
     assert resume_words(place, where, "x", "x") == f"triaccel resume versus/amp-seed0 --storage-path {tmp_path}"
-    elsewhere = Place.of(tmp_path / "other" / "versus")
+    elsewhere = StoragePath.of(tmp_path / "other" / "versus")
     path = tmp_path / "other" / "versus"
     assert resume_words(elsewhere, where, "x", "x") == f"triaccel resume {path} --storage-path {tmp_path}"
 
@@ -30,7 +30,7 @@ def test_a_run_of_a_comparison_is_named_in_its_storage_folder(tmp_path: Path) ->
 def test_ctrl_c_says_what_there_is_to_go_on_with(tmp_path: Path, begun: bool) -> None:
     if begun:
         (tmp_path / SPEC).write_text("{}")
-    with pytest.raises(KeyboardInterrupt) as ended, resumable("triaccel resume hunt", Place.of(tmp_path)):
+    with pytest.raises(KeyboardInterrupt) as ended, resumable("triaccel resume hunt", StoragePath.of(tmp_path)):
         raise KeyboardInterrupt
     said = str(ended.value)
     assert said.startswith("stopped; ")
@@ -38,7 +38,7 @@ def test_ctrl_c_says_what_there_is_to_go_on_with(tmp_path: Path, begun: bool) ->
 
 
 def test_a_lost_head_says_it_too(tmp_path: Path) -> None:
-    with pytest.raises(HeadLostError) as ended, resumable("triaccel resume hunt", Place.of(tmp_path)):
+    with pytest.raises(HeadLostError) as ended, resumable("triaccel resume hunt", StoragePath.of(tmp_path)):
         raise HeadLostError("the head is lost")
     assert str(ended.value) == "the head is lost; once it is there again:\ntriaccel resume hunt"
 
@@ -56,7 +56,7 @@ def test_what_could_not_be_recorded_comes_with_the_whole_command_that_records_it
 
 
 def test_what_to_type_next_names_the_result_and_its_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    storage = Place(str(tmp_path))
+    storage = StoragePath(str(tmp_path))
     point_to(storage / "hunt", Where(storage_path=storage))
     said = capsys.readouterr().out
     for command in ("report hunt", "ui"):

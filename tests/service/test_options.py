@@ -6,10 +6,10 @@ import pytest
 
 from triaccel_ray.service.cli.parsing import parse
 from triaccel_ray.service.cli.specs import Run
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 
 
-def stored_at(text: str) -> Place:
+def stored_at(text: str) -> StoragePath:
     command = parse(["run", "digits", "--storage-path", text])
     assert isinstance(command, Run)
     return command.where.storage_path

@@ -13,8 +13,8 @@ from tests.service.stores import free_port, runs, ship
 from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.recorded import experiment_of, in_its_store
-from triaccel_ray.service.searches.search import SEARCH, read_search
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.search.search import SEARCH, read_search
+from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.shipment import SHIPPED
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
 
@@ -29,7 +29,7 @@ def run(sqlite_tracker: Tracker, tmp_path: Path, experiment: str) -> Path:
 
 @pytest.fixture
 def where(tmp_path: Path) -> Where:
-    return Where(storage_path=Place(str(tmp_path / "storage")))
+    return Where(storage_path=StoragePath(str(tmp_path / "storage")))
 
 
 def note(run: Path, **changes: str | None) -> None:
@@ -93,7 +93,7 @@ def test_a_store_whose_password_is_not_kept_has_to_be_named(run: Path, where: Wh
 
 
 def test_a_storage_uri_needs_no_second_naming_of_the_store(run: Path) -> None:
-    where = Where(storage_path=Place("s3://bucket/runs"))
+    where = Where(storage_path=StoragePath("s3://bucket/runs"))
     note(run, store="http://127.0.0.1:5000")
     assert in_its_store(run, where).tracking_uri == "http://127.0.0.1:5000"
     (run / SHIPPED).unlink()

@@ -27,13 +27,13 @@ from triaccel_ray.records.codec import encode
 from triaccel_ray.service.cli.credentials import hide_credentials
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.options import Where, to_repeat
-from triaccel_ray.service.clusters.cluster import display_address, is_loopback
+from triaccel_ray.service.cluster.cluster import display_address, is_loopback
 from triaccel_ray.service.console import SafeConsole
 from triaccel_ray.service.next_steps import resume_words
-from triaccel_ray.service.reports.report import REPORT
-from triaccel_ray.service.searches.search import SEARCH
+from triaccel_ray.service.report.report import REPORT
+from triaccel_ray.service.search.search import SEARCH
 from triaccel_ray.service.storage.layout import SPEC
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.tracking import Tracker
 
 SECRETS = {
@@ -214,7 +214,7 @@ def test_no_password_of_the_command_line_is_repeated(
 
 def test_no_password_of_an_address_stands_in_what_is_to_be_typed(tmp_path: Path) -> None:
     for address in ("http://me:s3cr3t@host:8265", "me:s3cr3t@host:6379"):
-        words = resume_words(Place(str(tmp_path), "hunt"), Where(address=address), "x", "x")
+        words = resume_words(StoragePath(str(tmp_path), "hunt"), Where(address=address), "x", "x")
         assert "s3cr3t" not in words
         assert display_address(address) in words
     assert display_address("host:6379") == "host:6379"

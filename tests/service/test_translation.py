@@ -18,11 +18,11 @@ from triaccel_ray.service.cli.options import RUN_SETTINGS, settings_of_run, sett
 from triaccel_ray.service.cli.parsing import check, parse
 from triaccel_ray.service.cli.specs import Run, Search
 from triaccel_ray.service.cli.translation import comparison_of, replayed_control, run_of, search_of, with_options
-from triaccel_ray.service.comparisons.comparison import COMPARISON
-from triaccel_ray.service.comparisons.spec import ComparisonSpec
+from triaccel_ray.service.compare.comparison import COMPARISON
+from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.searches.search import SEARCH
-from triaccel_ray.service.searches.spec import SearchSpec
+from triaccel_ray.service.search.search import SEARCH
+from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.storage.layout import SPEC, write_value
 from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.task import Purpose

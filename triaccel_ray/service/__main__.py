@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from triaccel_ray.service.endings import nothing_begun
+from triaccel_ray.service.signals import nothing_begun
 
 with nothing_begun():  # before anything that takes long to import
     from triaccel_ray.service.cli.main import main

@@ -63,8 +63,8 @@ def compare(task: str | type[Task] | None = None, **options: Any) -> Report:
 def _carried_out(command: Run | Search | Compare) -> Report:
     check(command)
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Tune's own tables, even when told to be silent
-    from triaccel_ray.service.experiments import carry_out
     from triaccel_ray.service.failures import RunsFailedError
+    from triaccel_ray.service.launch import carry_out
     from triaccel_ray.service.result import Report
 
     outcome = carry_out(command)

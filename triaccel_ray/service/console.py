@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from triaccel_ray.service.reports.tables import Grid
+    from triaccel_ray.service.report.tables import Grid
 
 _COMMANDS = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
 """What a terminal takes for orders rather than text, colours left out."""

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.service.console import out
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 
 PACKAGES = ("torch", "torchvision", "triton", "ray", "mlflow", "optuna", "nvidia-ml-py", "scikit-learn", "rich")
 
@@ -45,7 +45,7 @@ class Finding:
     text: str
 
 
-def show_findings(storage: Place, tracking_uri: str | None, address: str | None) -> int:
+def show_findings(storage: StoragePath, tracking_uri: str | None, address: str | None) -> int:
     """Shows the findings as they come, and returns the exit status: 1 where one is a problem."""
     status = 0
     for finding in examine(storage, tracking_uri, address):
@@ -55,7 +55,7 @@ def show_findings(storage: Place, tracking_uri: str | None, address: str | None)
     return status
 
 
-def examine(storage: Place, tracking_uri: str | None, address: str | None) -> Iterator[Finding]:
+def examine(storage: StoragePath, tracking_uri: str | None, address: str | None) -> Iterator[Finding]:
     """Yields one finding a check; none of them raises."""
     checks: list[tuple[str, Callable[[], Finding]]] = [
         ("python", _python),
@@ -139,7 +139,7 @@ def _triton() -> Finding:
 
 
 def _ray(address: str | None) -> Finding:
-    from triaccel_ray.service.clusters.cluster import ClusterUnavailableError, cluster, describe
+    from triaccel_ray.service.cluster.cluster import ClusterUnavailableError, cluster, describe
 
     try:
         with _leaving_nothing() if address is None else contextlib.nullcontext(), cluster(address):
@@ -163,7 +163,7 @@ def _leaving_nothing() -> Iterator[None]:
                 os.environ |= {} if value is None else {name: value}
 
 
-def _tracking(storage: Place, tracking_uri: str | None) -> Finding:
+def _tracking(storage: StoragePath, tracking_uri: str | None) -> Finding:
     from triaccel_ray.service.session import tracker_of
     from triaccel_ray.service.tracking.tracking import TrackingUnavailableError
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import psutil
 
-from triaccel_ray.service.clusters.cluster import is_loopback
+from triaccel_ray.service.cluster.cluster import is_loopback
 from triaccel_ray.service.console import err, out
-from triaccel_ray.service.endings import as_interrupt
+from triaccel_ray.service.signals import as_interrupt
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
 
 _SQLITE = "sqlite:///"

@@ -7,23 +7,23 @@ import shlex
 from collections.abc import Iterator
 
 from triaccel_ray.service.cli.options import Where
-from triaccel_ray.service.clusters.cluster import display_address
-from triaccel_ray.service.clusters.head_watch import HeadLostError
-from triaccel_ray.service.comparisons.comparison import COMPARISON
+from triaccel_ray.service.cluster.cluster import display_address
+from triaccel_ray.service.cluster.head_watch import HeadLostError
+from triaccel_ray.service.compare.comparison import COMPARISON
 from triaccel_ray.service.console import err, out
 from triaccel_ray.service.runs.record import RunRecord
-from triaccel_ray.service.searches.search import SEARCH
+from triaccel_ray.service.search.search import SEARCH
 from triaccel_ray.service.session import tracking_uri_of
 from triaccel_ray.service.storage.layout import SPEC
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.tracking import Tracker, without_credentials
 
 ONCE_IT_IS_BACK = "; once it is there again:"
 
 
-def resume_words(place: Place, where: Where, experiment: str, usual: str) -> str:
+def resume_words(place: StoragePath, where: Where, experiment: str, usual: str) -> str:
     """Returns the command that goes on; `usual` is the experiment that need not be named."""
-    is_named = place.uri is not None or Place(place.storage).folder == where.storage_path.folder
+    is_named = place.uri is not None or StoragePath(place.storage).folder == where.storage_path.folder
     name = place.name if is_named else str(place.folder)
     address = () if where.address is None else ("--address", display_address(where.address))
     own = () if experiment == usual else ("--experiment", experiment)
@@ -31,7 +31,7 @@ def resume_words(place: Place, where: Where, experiment: str, usual: str) -> str
 
 
 @contextlib.contextmanager
-def resumable(words: str, place: Place) -> Iterator[None]:
+def resumable(words: str, place: StoragePath) -> Iterator[None]:
     """Has Ctrl-C and a lost head say which command, `words`, goes on with what is at `place`.
 
     A run that has not written its settings there has nothing to go on with.
@@ -65,7 +65,7 @@ def say_how_it_ended(run: RunRecord) -> None:
     err.print(follows, soft_wrap=True)
 
 
-def point_to(place: Place, where: Where) -> None:
+def point_to(place: StoragePath, where: Where) -> None:
     """Says where everything is and what to type next."""
     shown = without_credentials(tracking_uri_of(where.storage_path, where.tracking_uri))
     storage = _storage_words(where)

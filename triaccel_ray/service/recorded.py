@@ -8,9 +8,9 @@ from pathlib import Path
 from triaccel_ray.config import require
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.console import err
-from triaccel_ray.service.searches.search import JOURNAL, best_trial, read_search
-from triaccel_ray.service.searches.spec import SearchSpec
-from triaccel_ray.service.searches.suggestions import ended_trials
+from triaccel_ray.service.search.search import JOURNAL, best_trial, read_search
+from triaccel_ray.service.search.spec import SearchSpec
+from triaccel_ray.service.search.suggestions import ended_trials
 from triaccel_ray.service.session import tracking_uri_of
 from triaccel_ray.service.tracking.shipped import Shipped, read_shipped
 from triaccel_ray.service.tracking.shipper import Parent

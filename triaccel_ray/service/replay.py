@@ -8,7 +8,7 @@ from triaccel_ray.config import ControlConfig, check_field
 from triaccel_ray.decide import replay
 from triaccel_ray.records.events import LogError
 from triaccel_ray.records.plan import Plan
-from triaccel_ray.service.reports.tables import Grid
+from triaccel_ray.service.report.tables import Grid
 from triaccel_ray.service.runs.record import RunRecord
 
 _OTHER_VERSION = "under its own configuration that means the log was written by another version, or was changed"

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.service.cli.options import DEFAULT_STORAGE, Where
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 
 if TYPE_CHECKING:
-    from triaccel_ray.search_spaces.found import Found
-    from triaccel_ray.service.reports.view import View
+    from triaccel_ray.search_spaces.tuned import TunedThresholds
+    from triaccel_ray.service.report.view import View
 
 WIDTH: Final = 200
 """Columns of printed tables: none of theirs is left out then."""
@@ -35,11 +35,11 @@ class Report:
             LogError: there is none, or it is damaged.
             ValueError: it is no name, or the storage path cannot be used.
         """
-        from triaccel_ray.service.locating import find
-        from triaccel_ray.service.reports.views import view_at
+        from triaccel_ray.service.lookup import find
+        from triaccel_ray.service.report.views import view_at
 
         text = str(name.absolute()) if isinstance(name, Path) else name
-        self._view = view_at(find(text, Where(storage_path=Place(str(storage_path)))))
+        self._view = view_at(find(text, Where(storage_path=StoragePath(str(storage_path)))))
 
     @classmethod
     def of(cls, view: View) -> Report:
@@ -73,7 +73,7 @@ class Report:
         return [dict(row) for row in self._view.rows]
 
     @property
-    def best(self) -> Found | None:
+    def best(self) -> TunedThresholds | None:
         """Of a search: the best thresholds, and what it takes to find them again; None where none was found."""
         return self._view.best
 
@@ -90,7 +90,7 @@ class Report:
     def __str__(self) -> str:
         """Returns what `triaccel report` prints."""
         from triaccel_ray.service.console import SafeConsole
-        from triaccel_ray.service.reports.view import show
+        from triaccel_ray.service.report.view import show
 
         text = StringIO()
         as_text: dict[str, Any] = {"color_system": None, "force_terminal": False, "force_jupyter": False}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from triaccel_ray.config import require
 from triaccel_ray.service.console import err
-from triaccel_ray.service.storage.place import Place, is_plain_name
+from triaccel_ray.service.storage.storage_path import StoragePath, is_plain_name
 from triaccel_ray.service.tracking.shipper import Parent, Shipper
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
 
@@ -20,7 +20,7 @@ FLUSH_TIMEOUT_S = 15.0
 """How long the end of a command waits for a store that does not answer."""
 
 
-def tracking_uri_of(storage: Place, given: str | None) -> str:
+def tracking_uri_of(storage: StoragePath, given: str | None) -> str:
     """Returns the tracking store's URI: the one given, else a SQLite file in the storage folder.
 
     Raises:
@@ -38,7 +38,7 @@ def tracking_uri_of(storage: Place, given: str | None) -> str:
     return given or f"sqlite:///{storage.folder / 'mlflow.db'}"
 
 
-def open_tracker(storage: Place, tracking_uri: str | None) -> Tracker:
+def open_tracker(storage: StoragePath, tracking_uri: str | None) -> Tracker:
     """Returns the tracker, its store reachable and in existence.
 
     Raises:
@@ -59,7 +59,7 @@ def open_tracker(storage: Place, tracking_uri: str | None) -> Tracker:
     return tracker
 
 
-def tracker_of(storage: Place, tracking_uri: str | None) -> Tracker:
+def tracker_of(storage: StoragePath, tracking_uri: str | None) -> Tracker:
     """Returns the tracker of the store given, else of the SQLite file in the storage folder; opens nothing.
 
     Raises:

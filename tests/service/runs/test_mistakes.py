@@ -18,7 +18,7 @@ from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.shared_data import share_splits
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.layout import EVENTS
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.registry import load_task
 
 NAME = "mistaken_tasks"
@@ -277,7 +277,7 @@ def test_a_task_may_be_given_by_tensors_and_judged_its_own_way(
     mistakes: str, tmp_path: Path, task: str, objective: str, most: float
 ) -> None:
     name = f"{mistakes}:{task}"
-    trained(local_run(own_spec(name, goal=load_task(name, None).goal), Place.of(tmp_path / "run")))
+    trained(local_run(own_spec(name, goal=load_task(name, None).goal), StoragePath.of(tmp_path / "run")))
     end = read_run(tmp_path / "run").end
     assert end is not None
     results = end.results
@@ -320,7 +320,7 @@ def test_a_run_is_not_resumed_under_another_objective(mistakes: str, tmp_path: P
 def test_what_fails_later_shows_the_users_lines_across_processes(
     mistakes: str, tmp_path: Path, task: str, message: str
 ) -> None:
-    result = trained(local_run(own_spec(f"{mistakes}:{task}"), Place.of(tmp_path / "run")))
+    result = trained(local_run(own_spec(f"{mistakes}:{task}"), StoragePath.of(tmp_path / "run")))
     travelled = pickle.loads(pickle.dumps(result["error"]))
     assert isinstance(travelled, UserCodeError | IndexError)
     told = RunFailedError(tmp_path / "run", travelled)

@@ -18,7 +18,7 @@ from triaccel_ray.service.failures import RunFailedError, StoreError
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.runs import _end_if_cut_off, _reason, run_all
 from triaccel_ray.service.storage.layout import SPEC, write_value
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose, Splits, Task
 
 
@@ -43,13 +43,13 @@ class Mistaken(Good):
 
 @pytest.mark.usefixtures("own_ray")
 def test_each_run_ends_its_own_way(tmp_path: Path) -> None:
-    assert run_all({}, Place(str(tmp_path)), num_gpus=0) == {}
+    assert run_all({}, StoragePath(str(tmp_path)), num_gpus=0) == {}
     specs = {
         "good": own_spec(f"{__name__}:Good", purpose=Purpose.FINAL),
         "mistaken": own_spec(f"{__name__}:Mistaken"),
         "refused": own_spec(f"{__name__}:Good", memory_budget_bytes=2**20),
     }
-    failures = run_all(specs, Place(str(tmp_path)), num_gpus=0)
+    failures = run_all(specs, StoragePath(str(tmp_path)), num_gpus=0)
     assert list(failures) == ["mistaken", "refused"]
     assert isinstance(failures["mistaken"], RunFailedError)
     assert "mistaken failed (bug): KeyError: 'a mistake in the loss'" in str(failures["mistaken"])
@@ -69,10 +69,10 @@ def test_a_run_whose_process_had_no_time_to_end_its_log_was_stopped(tmp_path: Pa
     run.train(1)
     write_value(run.folder / SPEC, own_spec("digits"))
     for _ in range(2):
-        _end_if_cut_off(Place.of(run.folder))
+        _end_if_cut_off(StoragePath.of(run.folder))
         records = [event.record for event in read_events(run.path)]
         assert [record for record in records if isinstance(record, End)] == [End(status="stopped")]
-    _end_if_cut_off(Place.of(tmp_path / "nothing"))
+    _end_if_cut_off(StoragePath.of(tmp_path / "nothing"))
     assert not (tmp_path / "nothing").exists()
 
 

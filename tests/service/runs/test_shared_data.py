@@ -20,7 +20,7 @@ from triaccel_ray.data.sources import DatasetSource, TensorSource
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
 from triaccel_ray.service.runs.worker import Worker
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.images import ImageSource, Preparation
 from triaccel_ray.trainables.task import Purpose, Splits
@@ -141,8 +141,8 @@ def test_files_that_are_not_here_and_test_samples_are_not_shared(tmp_path: Path)
 
 def test_a_run_is_the_same_whether_it_reads_its_samples_or_shares_them(module: str, tmp_path: Path) -> None:
     spec = own_spec(f"{module}:Blobs", seed=3)
-    trained(local_run(spec, Place.of(tmp_path / "read")))
-    trained(local_run(spec, Place.of(tmp_path / "shared"), share_splits(spec)))
+    trained(local_run(spec, StoragePath.of(tmp_path / "read")))
+    trained(local_run(spec, StoragePath.of(tmp_path / "shared"), share_splits(spec)))
     read, shared = (read_run(tmp_path / name) for name in ("read", "shared"))
     assert [epoch.train_loss for epoch in read.epochs] == [epoch.train_loss for epoch in shared.epochs]
 

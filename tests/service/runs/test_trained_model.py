@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.service.crew import Crew, last_of, records, train
 from tests.service.own_task import own_spec
 from tests.service.records import run_of
+from tests.service.worker_factory import WorkerFactory, last_of, records, train
 from triaccel_ray.records.events import End, TakenOverError
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.runs.spec import RunSpec
@@ -108,9 +108,11 @@ def weight(folder: Path) -> float:
 
 @pytest.mark.parametrize("method", ["triaccel", "amp"])
 @pytest.mark.parametrize("task", ["Blobs", "Pictures", "OfAllKinds"])
-def test_the_weights_are_the_models_own(crew: Crew, tasks: str, tmp_path: Path, task: str, method: str) -> None:
+def test_the_weights_are_the_models_own(
+    worker_factory: WorkerFactory, tasks: str, tmp_path: Path, task: str, method: str
+) -> None:
     spec = own_spec(f"{tasks}:{task}", method=method, keep="last")
-    worker = train(crew.start(spec, tmp_path / "run"))
+    worker = train(worker_factory.start(spec, tmp_path / "run"))
     assert not (tmp_path / "run" / MODEL).exists()
     worker.finish()
     assert last_of(tmp_path / "run").kept_epoch == 3
@@ -123,8 +125,10 @@ def test_the_weights_are_the_models_own(crew: Crew, tasks: str, tmp_path: Path, 
         assert torch.equal(model.state_dict()[name], value) if isinstance(value, torch.Tensor) else value == found[name]
 
 
-def test_a_run_that_cannot_leave_its_weights_has_not_finished(crew: Crew, module: str, tmp_path: Path) -> None:
-    worker = train(crew.start(own_spec(f"{module}:Blobs", keep="last"), tmp_path))
+def test_a_run_that_cannot_leave_its_weights_has_not_finished(
+    worker_factory: WorkerFactory, module: str, tmp_path: Path
+) -> None:
+    worker = train(worker_factory.start(own_spec(f"{module}:Blobs", keep="last"), tmp_path))
     (tmp_path / MODEL).mkdir()
     with pytest.raises(IsADirectoryError):
         worker.finish()
@@ -132,14 +136,14 @@ def test_a_run_that_cannot_leave_its_weights_has_not_finished(crew: Crew, module
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_a_trial_leaves_none(crew: Crew, module: str, tmp_path: Path) -> None:
-    train(crew.start(own_spec(f"{module}:Blobs"), tmp_path)).finish()
+def test_a_trial_leaves_none(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
+    train(worker_factory.start(own_spec(f"{module}:Blobs"), tmp_path)).finish()
     assert not (tmp_path / MODEL).exists()
     assert last_of(tmp_path).kept_epoch is None
 
 
-def test_a_final_run_leaves_its_last_weights(crew: Crew, module: str, tmp_path: Path) -> None:
-    train(crew.start(own_spec(f"{module}:Blobs", purpose=Purpose.FINAL, keep="last"), tmp_path)).finish()
+def test_a_final_run_leaves_its_last_weights(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
+    train(worker_factory.start(own_spec(f"{module}:Blobs", purpose=Purpose.FINAL, keep="last"), tmp_path)).finish()
     assert (last_of(tmp_path).kept_epoch, (tmp_path / MODEL).exists()) == (3, True)
 
 
@@ -165,9 +169,9 @@ def test_the_earlier_of_equals_is_the_better(maximize: bool, earlier: float, lat
 
 @pytest.mark.parametrize("method", ["triaccel", "fp32"])
 def test_the_best_epochs_weights_are_there_at_once_and_stay(
-    crew: Crew, tasks: str, tmp_path: Path, method: str
+    worker_factory: WorkerFactory, tasks: str, tmp_path: Path, method: str
 ) -> None:
-    worker, kept, reached = crew.start(passing(tasks, method=method), tmp_path), [], []
+    worker, kept, reached = worker_factory.start(passing(tasks, method=method), tmp_path), [], []
     while not worker.finished:
         worker.train_epoch()
         reached.append(worker.loop.model.weight.item())
@@ -192,11 +196,11 @@ def test_the_best_epochs_weights_are_there_at_once_and_stay(
     ],
 )
 def test_a_run_that_goes_on_leaves_what_it_would_have_left(
-    crew: Crew, tasks: str, tmp_path: Path, saved: int, lost: int, left: str
+    worker_factory: WorkerFactory, tasks: str, tmp_path: Path, saved: int, lost: int, left: str
 ) -> None:
     spec, folder = passing(tasks), tmp_path / "run"
-    train(crew.start(spec, tmp_path / "whole")).finish()
-    first = crew.start(spec, folder)
+    train(worker_factory.start(spec, tmp_path / "whole")).finish()
+    first = worker_factory.start(spec, folder)
     for _ in range(saved):
         first.train_epoch()
     at_checkpoint = weight(folder)
@@ -209,7 +213,7 @@ def test_a_run_that_goes_on_leaves_what_it_would_have_left(
     elif left == "gone":
         (folder / MODEL).unlink()
     (folder / f".{MODEL}.123.partial").write_bytes(b"half a model")
-    second = crew.build(spec, folder)
+    second = worker_factory.build(spec, folder)
     assert second.resume() == saved
     assert weight(folder) == at_checkpoint
     train(second).finish()
@@ -218,48 +222,52 @@ def test_a_run_that_goes_on_leaves_what_it_would_have_left(
     assert not list(folder.glob("*.partial"))
 
 
-def test_the_checkpoint_before_has_its_own_best(crew: Crew, tasks: str, tmp_path: Path) -> None:
+def test_the_checkpoint_before_has_its_own_best(worker_factory: WorkerFactory, tasks: str, tmp_path: Path) -> None:
     spec = passing(tasks)
-    first, kept = crew.start(spec, tmp_path), []
+    first, kept = worker_factory.start(spec, tmp_path), []
     for _ in range(3):
         first.train_epoch()
         first.checkpoint()
         kept.append(weight(tmp_path))
     first.close()
     (tmp_path / CHECKPOINT).write_bytes(b"torn")
-    second = crew.build(spec, tmp_path)
+    second = worker_factory.build(spec, tmp_path)
     assert second.resume() == 2
     assert weight(tmp_path) == kept[1]
     second.train_epoch()
     assert weight(tmp_path) == kept[2]
 
 
-def test_a_run_that_begins_again_forgets_what_was_best(crew: Crew, tasks: str, tmp_path: Path) -> None:
+def test_a_run_that_begins_again_forgets_what_was_best(
+    worker_factory: WorkerFactory, tasks: str, tmp_path: Path
+) -> None:
     spec = passing(tasks)
-    first = crew.start(spec, tmp_path)
+    first = worker_factory.start(spec, tmp_path)
     first.train_epoch()
     expected = weight(tmp_path)
     first.train_epoch()
     first.checkpoint()
     first.close()
     (tmp_path / CHECKPOINT).write_bytes(b"torn")
-    second = crew.build(spec, tmp_path)
+    second = worker_factory.build(spec, tmp_path)
     assert second.resume() == 0
     second.train_epoch()
     assert weight(tmp_path) == expected
 
 
 @pytest.mark.parametrize("keep", ["last", "best"])
-def test_a_finished_checkpoint_is_enough_for_the_weights(crew: Crew, tasks: str, tmp_path: Path, keep: str) -> None:
+def test_a_finished_checkpoint_is_enough_for_the_weights(
+    worker_factory: WorkerFactory, tasks: str, tmp_path: Path, keep: str
+) -> None:
     spec = replace(passing(tasks), keep=keep)
-    first = train(crew.start(spec, tmp_path / "run"))
+    first = train(worker_factory.start(spec, tmp_path / "run"))
     first.checkpoint()
     reached = first.loop.model.weight.item()
     first.close()
     (tmp_path / "elsewhere").mkdir()
     for name in (CHECKPOINT, "events.jsonl"):
         shutil.copy(tmp_path / "run" / name, tmp_path / "elsewhere")
-    second = crew.build(spec, tmp_path / "elsewhere")
+    second = worker_factory.build(spec, tmp_path / "elsewhere")
     assert second.resume() == 7
     second.finish()
     assert last_of(tmp_path / "elsewhere").kept_epoch == (7 if keep == "last" else BEST)
@@ -267,14 +275,16 @@ def test_a_finished_checkpoint_is_enough_for_the_weights(crew: Crew, tasks: str,
 
 
 @pytest.mark.parametrize("keep", ["last", "best"])
-def test_a_process_that_outlives_its_run_writes_no_weights(crew: Crew, tasks: str, tmp_path: Path, keep: str) -> None:
+def test_a_process_that_outlives_its_run_writes_no_weights(
+    worker_factory: WorkerFactory, tasks: str, tmp_path: Path, keep: str
+) -> None:
     spec = replace(passing(tasks), keep=keep)
-    outliving = crew.start(spec, tmp_path)
+    outliving = worker_factory.start(spec, tmp_path)
     outliving.train_epoch()
     outliving.checkpoint()
     for _ in range(6 if keep == "last" else 0):
         outliving.train_epoch()
-    crew.build(spec, tmp_path).resume()
+    worker_factory.build(spec, tmp_path).resume()
     (tmp_path / MODEL).write_bytes(b"of the process that goes on")
     with pytest.raises(TakenOverError):
         outliving.finish() if keep == "last" else outliving.train_epoch()
@@ -282,8 +292,8 @@ def test_a_process_that_outlives_its_run_writes_no_weights(crew: Crew, tasks: st
     assert not list(tmp_path.glob(".*.partial"))
 
 
-def test_a_checkpoint_holds_the_best_weights_once(crew: Crew, tasks: str, tmp_path: Path) -> None:
-    worker = crew.start(passing(tasks), tmp_path)
+def test_a_checkpoint_holds_the_best_weights_once(worker_factory: WorkerFactory, tasks: str, tmp_path: Path) -> None:
+    worker = worker_factory.start(passing(tasks), tmp_path)
     for _ in range(BEST):
         worker.train_epoch()
     worker.checkpoint()

@@ -28,7 +28,7 @@ from triaccel_ray.records.events import End
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.search_spaces.thresholds import calibration, thresholds
-from triaccel_ray.service.runs.ending import end_run
+from triaccel_ray.service.runs.end_record import end_run
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.pace import Pace
 from triaccel_ray.service.runs.record import read_run, runs_below
@@ -36,7 +36,7 @@ from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trial import FAILED_OBJECTIVE, NAME, RunContext, RunTrial, _portable, reopen
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.layout import DAMAGED, ERROR, EVENTS, SPEC
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose, Splits, Task
 
 LARGE_BYTES = 100 * 2**20
@@ -49,7 +49,7 @@ def context_of(task: str, folder: Path, **settings: Any) -> RunContext:
     def spec_of(config: Mapping[str, Any]) -> RunSpec:
         return replace(base, control=thresholds(config, base.control, measured))
 
-    return RunContext(place=Place(str(folder)), spec_of=spec_of, objective=Objective(name="accuracy"))
+    return RunContext(place=StoragePath(str(folder)), spec_of=spec_of, objective=Objective(name="accuracy"))
 
 
 class Importable(Task):
@@ -314,7 +314,7 @@ def test_a_trial_without_its_context_is_refused() -> None:
 
 
 def test_a_run_of_its_own_goes_on_from_its_checkpoint_and_is_not_trained_twice(module: str, tmp_path: Path) -> None:
-    spec, place = own_spec(f"{module}:Blobs", purpose=Purpose.FINAL), Place.of(tmp_path / "run")
+    spec, place = own_spec(f"{module}:Blobs", purpose=Purpose.FINAL), StoragePath.of(tmp_path / "run")
     first = local_run(spec, place)
     assert first.step()["epoch"] == 1
     second = local_run(spec, place)
@@ -333,7 +333,7 @@ def test_a_run_of_its_own_goes_on_from_its_checkpoint_and_is_not_trained_twice(m
 
 
 def test_a_run_of_its_own_that_failed_is_tried_again(module: str, tmp_path: Path) -> None:
-    spec, place = own_spec(f"{module}:Broken"), Place.of(tmp_path / "run")
+    spec, place = own_spec(f"{module}:Broken"), StoragePath.of(tmp_path / "run")
     for _ in range(2):
         result = trained(local_run(spec, place))
         assert (type(result["error"]), result["is_refused"]) == (KeyError, False)
@@ -352,7 +352,7 @@ def test_a_run_of_its_own_that_failed_is_tried_again(module: str, tmp_path: Path
 def test_bad_input_leaves_nothing_behind(
     module: str, tmp_path: Path, task: str, settings: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
-    result = trained(local_run(own_spec(f"{module}:{task}", **settings), Place.of(tmp_path / "run")))
+    result = trained(local_run(own_spec(f"{module}:{task}", **settings), StoragePath.of(tmp_path / "run")))
     assert (type(result["error"]), result["is_refused"], result["unfinished"]) == (kind, True, "bug")
     assert message in str(result["error"])
     assert not (tmp_path / "run").exists()
@@ -374,7 +374,7 @@ def test_an_error_that_cannot_travel_is_told_by_one_that_can() -> None:
 def test_checkpoints_that_take_long_wait_but_for_the_last(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trial, now, saved = local_run(own_spec(f"{module}:Blobs"), Place.of(tmp_path / "run")), [0.0], []
+    trial, now, saved = local_run(own_spec(f"{module}:Blobs"), StoragePath.of(tmp_path / "run")), [0.0], []
     trial._saving = Pace(lambda: now[0])
     save = Worker.checkpoint
 

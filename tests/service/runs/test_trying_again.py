@@ -11,14 +11,14 @@ import pytest
 from tests.service.build import SimulatedRun
 from tests.service.own_task import write_module
 from tests.service.records import FINAL_SPEC
-from tests.service.reports.test_tables import run_of
+from tests.service.report.test_tables import run_of
 from tests.service.stores import runs
 from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.events import End
 from triaccel_ray.service.cli.main import main
-from triaccel_ray.service.comparisons.comparison import Comparison
-from triaccel_ray.service.comparisons.spec import ComparisonSpec
+from triaccel_ray.service.compare.comparison import Comparison
+from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import EVENTS, SPEC
 from triaccel_ray.service.tracking.tracking import Tracker

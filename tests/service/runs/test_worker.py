@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.build import same, values
-from tests.service.crew import Crew, last_of, records, train
 from tests.service.own_task import own_spec
+from tests.service.worker_factory import WorkerFactory, last_of, records, train
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.measure.memory import MIB
 from triaccel_ray.records.checkpoint import OtherFormatError
@@ -26,10 +26,10 @@ from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, SPEC, write_a
 from triaccel_ray.trainables.task import Purpose, Recipe
 
 
-def test_the_seed_decides(crew: Crew, module: str, tmp_path: Path) -> None:
+def test_the_seed_decides(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
     weights = []
     for number, seed in enumerate((0, 0, 1)):
-        worker = train(crew.start(own_spec(f"{module}:Blobs", seed=seed), tmp_path / str(number)))
+        worker = train(worker_factory.start(own_spec(f"{module}:Blobs", seed=seed), tmp_path / str(number)))
         weights.append(values(worker.loop.model))
     assert same(weights[0], weights[1])
     assert not same(weights[0], weights[2])
@@ -37,9 +37,9 @@ def test_the_seed_decides(crew: Crew, module: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["triaccel", "fp32"])
 def test_a_final_run_reads_the_held_out_samples_once_at_its_end(
-    crew: Crew, module: str, tmp_path: Path, method: str
+    worker_factory: WorkerFactory, module: str, tmp_path: Path, method: str
 ) -> None:
-    worker = crew.start(own_spec(f"{module}:Blobs", method=method, purpose=Purpose.FINAL), tmp_path / "run")
+    worker = worker_factory.start(own_spec(f"{module}:Blobs", method=method, purpose=Purpose.FINAL), tmp_path / "run")
     reads = sys.modules[module].READS
     for _ in range(3):
         record = worker.train_epoch()
@@ -55,9 +55,9 @@ def test_a_final_run_reads_the_held_out_samples_once_at_its_end(
 
 @pytest.mark.parametrize("method", ["triaccel", "fp32"])
 def test_a_final_run_judged_by_several_views_also_tells_what_one_yields(
-    crew: Crew, module: str, tmp_path: Path, method: str
+    worker_factory: WorkerFactory, module: str, tmp_path: Path, method: str
 ) -> None:
-    worker = train(crew.start(own_spec(f"{module}:TwoViews", method=method, purpose=Purpose.FINAL), tmp_path))
+    worker = train(worker_factory.start(own_spec(f"{module}:TwoViews", method=method, purpose=Purpose.FINAL), tmp_path))
     results = worker.finish()
     # outputs for x and -x together say little of x
     assert 0.0 <= results["accuracy"] < results["one_view_accuracy"] <= 100.0
@@ -68,9 +68,9 @@ def test_a_final_run_judged_by_several_views_also_tells_what_one_yields(
 
 @pytest.mark.parametrize("purpose", Purpose)
 def test_a_run_whose_model_holds_what_is_no_number_has_diverged(
-    crew: Crew, module: str, tmp_path: Path, purpose: Purpose
+    worker_factory: WorkerFactory, module: str, tmp_path: Path, purpose: Purpose
 ) -> None:
-    worker = crew.start(own_spec(f"{module}:Poisoned", purpose=purpose), tmp_path)
+    worker = worker_factory.start(own_spec(f"{module}:Poisoned", purpose=purpose), tmp_path)
     with pytest.raises(NonFiniteLossError, match="the loss on held-out samples is nan"):
         train(worker).finish()
     end = last_of(tmp_path)
@@ -78,15 +78,19 @@ def test_a_run_whose_model_holds_what_is_no_number_has_diverged(
     assert (end.status, end.cause) == ("failed", "non_finite")
 
 
-def test_a_tasks_own_loss_may_be_no_number_on_held_out_samples(crew: Crew, module: str, tmp_path: Path) -> None:
-    results = train(crew.start(own_spec(f"{module}:Unjudged"), tmp_path)).finish()
+def test_a_tasks_own_loss_may_be_no_number_on_held_out_samples(
+    worker_factory: WorkerFactory, module: str, tmp_path: Path
+) -> None:
+    results = train(worker_factory.start(own_spec(f"{module}:Unjudged"), tmp_path)).finish()
     assert math.isnan(results["loss"])
     assert results["accuracy"] > 50.0
 
 
-def test_a_checkpoint_of_another_version_leaves_the_run_as_it_is(crew: Crew, module: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_version_leaves_the_run_as_it_is(
+    worker_factory: WorkerFactory, module: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    worker = crew.start(own_spec(f"{module}:Blobs"), folder)
+    worker = worker_factory.start(own_spec(f"{module}:Blobs"), folder)
     worker.train_epoch()
     worker.checkpoint()
     worker.close()
@@ -95,12 +99,12 @@ def test_a_checkpoint_of_another_version_leaves_the_run_as_it_is(crew: Crew, mod
     (folder / ERROR).write_text("of the failure that is to be resumed from")
     before = {each.name: each.read_bytes() for each in folder.iterdir()}
     with pytest.raises(OtherFormatError, match="go on with the version that began the run"):
-        crew.build(own_spec(f"{module}:Blobs"), folder).resume()
+        worker_factory.build(own_spec(f"{module}:Blobs"), folder).resume()
     assert {each.name: each.read_bytes() for each in folder.iterdir()} == before
 
 
-def test_a_search_run_is_judged_after_every_epoch(crew: Crew, module: str, tmp_path: Path) -> None:
-    worker = crew.start(own_spec(f"{module}:Blobs"), tmp_path / "run")
+def test_a_search_run_is_judged_after_every_epoch(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
+    worker = worker_factory.start(own_spec(f"{module}:Blobs"), tmp_path / "run")
     sys.modules[module].READS.clear()  # of the two samples that are tried beforehand
     for epoch in range(1, 4):
         record = worker.train_epoch()
@@ -114,9 +118,9 @@ def test_a_search_run_is_judged_after_every_epoch(crew: Crew, module: str, tmp_p
     assert (results["accuracy"], results["score"]) == pytest.approx((figures.metric, figures.score))
 
 
-def test_the_log_tells_the_whole_run(crew: Crew, module: str, tmp_path: Path) -> None:
+def test_the_log_tells_the_whole_run(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
     spec = own_spec(f"{module}:Blobs", method="dynamic-batch")
-    worker = train(crew.start(spec, tmp_path))
+    worker = train(worker_factory.start(spec, tmp_path))
     assert not worker.ended
     worker.finish()
     assert worker.ended
@@ -134,8 +138,10 @@ def test_the_log_tells_the_whole_run(crew: Crew, module: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("method", ["triaccel", "amp"])
-def test_a_loss_that_is_no_number_ends_the_run(crew: Crew, module: str, tmp_path: Path, method: str) -> None:
-    worker = crew.start(own_spec(f"{module}:Diverging", method=method), tmp_path)
+def test_a_loss_that_is_no_number_ends_the_run(
+    worker_factory: WorkerFactory, module: str, tmp_path: Path, method: str
+) -> None:
+    worker = worker_factory.start(own_spec(f"{module}:Diverging", method=method), tmp_path)
     with pytest.raises(NonFiniteLossError, match="the training loss of epoch 1 is nan"):
         worker.train_epoch()
     end = last_of(tmp_path)
@@ -148,60 +154,62 @@ def test_a_loss_that_is_no_number_ends_the_run(crew: Crew, module: str, tmp_path
     ("task", "error", "cause"), [("TooLarge", MemoryError, "out_of_memory"), ("Broken", KeyError, "bug")]
 )
 def test_a_failure_is_in_the_log_with_its_cause(
-    crew: Crew, module: str, tmp_path: Path, task: str, error: type[Exception], cause: str
+    worker_factory: WorkerFactory, module: str, tmp_path: Path, task: str, error: type[Exception], cause: str
 ) -> None:
-    worker = crew.start(own_spec(f"{module}:{task}", method="fp32"), tmp_path)
+    worker = worker_factory.start(own_spec(f"{module}:{task}", method="fp32"), tmp_path)
     with pytest.raises((error, RuntimeError)) as caught:
         worker.train_epoch()
     assert cause_of(caught.value) == last_of(tmp_path).cause == cause
     trace = (tmp_path / ERROR).read_text()
     assert "Traceback" in trace
     assert "in forward" in trace
-    crew.build(worker.spec, tmp_path).resume()
+    worker_factory.build(worker.spec, tmp_path).resume()
     assert not (tmp_path / ERROR).exists()
 
 
-def test_a_run_that_is_cut_short_says_so(crew: Crew, module: str, tmp_path: Path) -> None:
-    worker = crew.start(own_spec(f"{module}:Blobs"), tmp_path)
+def test_a_run_that_is_cut_short_says_so(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
+    worker = worker_factory.start(own_spec(f"{module}:Blobs"), tmp_path)
     worker.train_epoch()
     worker.stop()
     assert last_of(tmp_path) == End(status="stopped")
 
 
-def test_a_folder_with_a_run_is_left_as_it_is(crew: Crew, module: str, tmp_path: Path) -> None:
+def test_a_folder_with_a_run_is_left_as_it_is(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
     spec = own_spec(f"{module}:Blobs")
-    crew.start(spec, tmp_path).train_epoch()
+    worker_factory.start(spec, tmp_path).train_epoch()
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     with pytest.raises(ValueError, match=r"folder .* holds a run already: resume it, or choose another name"):
-        crew.start(replace(spec, seed=1), tmp_path)
+        worker_factory.start(replace(spec, seed=1), tmp_path)
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
-def test_a_run_that_died_before_its_first_checkpoint_begins_again(crew: Crew, module: str, tmp_path: Path) -> None:
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(
+    worker_factory: WorkerFactory, module: str, tmp_path: Path
+) -> None:
     spec = own_spec(f"{module}:Blobs")
-    crew.start(spec, tmp_path).train_epoch()
-    worker = crew.build(spec, tmp_path)
+    worker_factory.start(spec, tmp_path).train_epoch()
+    worker = worker_factory.build(spec, tmp_path)
     worker.start(replace_existing=True)
     (record,) = records(tmp_path)
     assert isinstance(record, Start)
 
 
-def test_a_run_without_an_epoch_cannot_be_finished(crew: Crew, module: str, tmp_path: Path) -> None:
+def test_a_run_without_an_epoch_cannot_be_finished(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="epochs = 0: a run is finished after at least one epoch"):
-        crew.start(own_spec(f"{module}:Blobs"), tmp_path).finish()
+        worker_factory.start(own_spec(f"{module}:Blobs"), tmp_path).finish()
 
 
-def test_the_budget_or_headroom_is_the_limit(crew: Crew, module: str, tmp_path: Path) -> None:
+def test_the_budget_or_headroom_is_the_limit(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
     spec = own_spec(f"{module}:Blobs")
-    budget = crew.build(replace(spec, memory_budget_bytes=2**33), tmp_path).loop.memory
+    budget = worker_factory.build(replace(spec, memory_budget_bytes=2**33), tmp_path).loop.memory
     assert budget.limit_bytes == 2**33
-    headroom = crew.build(replace(spec, memory_headroom_bytes=2**26), tmp_path).loop.memory
+    headroom = worker_factory.build(replace(spec, memory_headroom_bytes=2**26), tmp_path).loop.memory
     assert headroom.limit_bytes == pytest.approx(headroom.idle_bytes + 2**26, abs=2**25)
 
 
-def test_a_budget_below_the_idle_process_is_refused(crew: Crew, module: str, tmp_path: Path) -> None:
+def test_a_budget_below_the_idle_process_is_refused(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="memory budget = 1 MiB: the process already holds"):
-        crew.build(own_spec(f"{module}:Blobs", memory_budget_bytes=2**20), tmp_path)
+        worker_factory.build(own_spec(f"{module}:Blobs", memory_budget_bytes=2**20), tmp_path)
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:

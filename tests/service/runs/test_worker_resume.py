@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.build import same, values
-from tests.service.crew import Crew, decided, last_of, records, train
 from tests.service.own_task import own_spec
+from tests.service.worker_factory import WorkerFactory, decided, last_of, records, train
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.records.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from triaccel_ray.records.codec import encode
@@ -33,17 +33,19 @@ PICTURES = ControlConfig(
 
 
 @pytest.mark.parametrize("method", ["triaccel", "amp"])
-def test_a_restored_run_equals_an_uninterrupted_one(crew: Crew, module: str, tmp_path: Path, method: str) -> None:
+def test_a_restored_run_equals_an_uninterrupted_one(
+    worker_factory: WorkerFactory, module: str, tmp_path: Path, method: str
+) -> None:
     spec = own_spec(f"{module}:Pictures", method=method, control=PICTURES, seed=3)
-    whole = train(crew.start(spec, tmp_path / "whole"))
+    whole = train(worker_factory.start(spec, tmp_path / "whole"))
     expected, weights = whole.finish(), values(whole.loop.model)
 
-    first = crew.start(spec, tmp_path / "parts")
+    first = worker_factory.start(spec, tmp_path / "parts")
     first.train_epoch()
     first.save(tmp_path / "parts" / CHECKPOINT)
     first.train_epoch()  # lost: written after the checkpoint
     first.close()
-    second = crew.build(spec, tmp_path / "parts")
+    second = worker_factory.build(spec, tmp_path / "parts")
     second.restore(tmp_path / "parts" / CHECKPOINT)
     results = train(second).finish()
 
@@ -60,46 +62,48 @@ def test_a_restored_run_equals_an_uninterrupted_one(crew: Crew, module: str, tmp
     )
 
 
-def saved(crew: Crew, spec: RunSpec, folder: Path) -> Path:
-    worker = crew.start(spec, folder)
+def saved(worker_factory: WorkerFactory, spec: RunSpec, folder: Path) -> Path:
+    worker = worker_factory.start(spec, folder)
     worker.train_epoch()
     worker.save(folder / CHECKPOINT)
     worker.close()
     return folder / CHECKPOINT
 
 
-def test_a_checkpoint_of_other_settings_is_refused(crew: Crew, module: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_settings_is_refused(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
     spec = own_spec(f"{module}:Blobs")
-    path = saved(crew, spec, tmp_path)
+    path = saved(worker_factory, spec, tmp_path)
     before = (tmp_path / EVENTS).read_bytes()
     with pytest.raises(CheckpointError, match="belongs to a run with other settings"):
-        crew.build(replace(spec, seed=1), tmp_path).restore(path)
+        worker_factory.build(replace(spec, seed=1), tmp_path).restore(path)
     assert (tmp_path / EVENTS).read_bytes() == before
 
 
-def test_a_log_shorter_than_the_checkpoint_is_refused(crew: Crew, module: str, tmp_path: Path) -> None:
+def test_a_log_shorter_than_the_checkpoint_is_refused(
+    worker_factory: WorkerFactory, module: str, tmp_path: Path
+) -> None:
     spec = own_spec(f"{module}:Blobs")
-    path = saved(crew, spec, tmp_path)
+    path = saved(worker_factory, spec, tmp_path)
     lines = (tmp_path / EVENTS).read_bytes().splitlines(keepends=True)
     (tmp_path / EVENTS).write_bytes(b"".join(lines[:-1]))
     with pytest.raises(CheckpointError, match=r"does not fit its run: event log .* it was cut") as caught:
-        crew.build(spec, tmp_path).restore(path)
+        worker_factory.build(spec, tmp_path).restore(path)
     assert isinstance(caught.value.__cause__, LogError)
 
 
-def test_a_missing_or_damaged_checkpoint_is_refused(crew: Crew, module: str, tmp_path: Path) -> None:
+def test_a_missing_or_damaged_checkpoint_is_refused(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
     spec = own_spec(f"{module}:Blobs")
-    path = saved(crew, spec, tmp_path)
+    path = saved(worker_factory, spec, tmp_path)
     with pytest.raises(CheckpointError, match="does not exist"):
-        crew.build(spec, tmp_path).restore(tmp_path / "elsewhere.pt")
+        worker_factory.build(spec, tmp_path).restore(tmp_path / "elsewhere.pt")
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="is damaged"):
-        crew.build(spec, tmp_path).restore(path)
+        worker_factory.build(spec, tmp_path).restore(path)
 
 
-def lost(crew: Crew, spec: RunSpec, folder: Path, *, epochs: int) -> None:
+def lost(worker_factory: WorkerFactory, spec: RunSpec, folder: Path, *, epochs: int) -> None:
     """Trains that many epochs, a checkpoint after each, and no end."""
-    worker = crew.start(spec, folder)
+    worker = worker_factory.start(spec, folder)
     for _ in range(epochs):
         worker.train_epoch()
         worker.checkpoint()
@@ -116,17 +120,17 @@ def cut(path: Path) -> None:
     ids=["whole", "newest torn", "both torn"],
 )
 def test_a_torn_checkpoint_is_never_loaded(
-    crew: Crew, module: str, tmp_path: Path, torn: tuple[str, ...], epoch: int
+    worker_factory: WorkerFactory, module: str, tmp_path: Path, torn: tuple[str, ...], epoch: int
 ) -> None:
     spec = own_spec(f"{module}:Blobs")
-    train(crew.start(spec, tmp_path / "whole"))
+    train(worker_factory.start(spec, tmp_path / "whole"))
     folder = tmp_path / "torn"
-    lost(crew, spec, folder, epochs=2)
+    lost(worker_factory, spec, folder, epochs=2)
     for name in torn:
         cut(folder / name)
     (folder / f".{CHECKPOINT}.123.partial").write_bytes(b"half a checkpoint")
     before = (folder / EVENTS).read_bytes()
-    worker = crew.build(spec, folder)
+    worker = worker_factory.build(spec, folder)
     assert worker.resume() == epoch
     (told,) = (record for record in records(folder) if isinstance(record, Interruption))
     assert (told.cause, told.epoch) == ("preempted", epoch)
@@ -139,22 +143,22 @@ def test_a_torn_checkpoint_is_never_loaded(
     assert not list(folder.glob("*.partial"))
 
 
-def test_a_missing_checkpoint_falls_back_too(crew: Crew, module: str, tmp_path: Path) -> None:
+def test_a_missing_checkpoint_falls_back_too(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
     spec = own_spec(f"{module}:Blobs")
-    lost(crew, spec, tmp_path, epochs=2)
+    lost(worker_factory, spec, tmp_path, epochs=2)
     (tmp_path / CHECKPOINT).unlink()
-    assert crew.build(spec, tmp_path).resume() == 1
+    assert worker_factory.build(spec, tmp_path).resume() == 1
 
 
-def test_every_interruption_stays_on_record(crew: Crew, module: str, tmp_path: Path) -> None:
+def test_every_interruption_stays_on_record(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
     spec = own_spec(f"{module}:Blobs")
-    lost(crew, spec, tmp_path, epochs=1)
+    lost(worker_factory, spec, tmp_path, epochs=1)
     for _ in range(2):  # lost again before the next checkpoint
-        worker = crew.build(spec, tmp_path)
+        worker = worker_factory.build(spec, tmp_path)
         worker.resume()
         worker.train_epoch()
         worker.close()
-    worker = crew.build(spec, tmp_path)
+    worker = worker_factory.build(spec, tmp_path)
     worker.resume()
     assert sum(isinstance(record, Interruption) for record in records(tmp_path)) == 3
     train(worker)
@@ -188,42 +192,48 @@ worker.close()
 """
 
 
-def test_settings_that_were_changed_are_refused_when_resumed(crew: Crew, module: str, tmp_path: Path) -> None:
+def test_settings_that_were_changed_are_refused_when_resumed(
+    worker_factory: WorkerFactory, module: str, tmp_path: Path
+) -> None:
     spec = own_spec(f"{module}:Blobs")
-    lost(crew, spec, tmp_path, epochs=1)
+    lost(worker_factory, spec, tmp_path, epochs=1)
     with pytest.raises(CheckpointError, match="belongs to a run with other settings"):
-        crew.build(replace(spec, seed=1), tmp_path).resume()
+        worker_factory.build(replace(spec, seed=1), tmp_path).resume()
 
 
-def test_a_run_that_begins_again_does_not_hold_two_models(crew: Crew, module: str, tmp_path: Path) -> None:
+def test_a_run_that_begins_again_does_not_hold_two_models(
+    worker_factory: WorkerFactory, module: str, tmp_path: Path
+) -> None:
     spec = own_spec(f"{module}:Counted")
-    lost(crew, spec, tmp_path, epochs=1)
+    lost(worker_factory, spec, tmp_path, epochs=1)
     cut(tmp_path / CHECKPOINT)
-    assert crew.build(spec, tmp_path).resume() == 0
+    assert worker_factory.build(spec, tmp_path).resume() == 0
     assert set(sys.modules[module].AT_ONCE) == {1}
 
 
-def test_a_checkpoint_from_before_a_setting_was_added_is_this_runs(crew: Crew, module: str, tmp_path: Path) -> None:
+def test_a_checkpoint_from_before_a_setting_was_added_is_this_runs(
+    worker_factory: WorkerFactory, module: str, tmp_path: Path
+) -> None:
     spec = own_spec(f"{module}:Blobs")
-    lost(crew, spec, tmp_path, epochs=1)
+    lost(worker_factory, spec, tmp_path, epochs=1)
     state = load_checkpoint(tmp_path / CHECKPOINT)
     fields = json.loads(state["spec"])
     assert fields.pop("trials_per_gpu") == 1
     save_checkpoint(tmp_path / CHECKPOINT, {**state, "spec": json.dumps(fields)})
-    worker = crew.build(spec, tmp_path)
+    worker = worker_factory.build(spec, tmp_path)
     assert worker.resume() == 1
     worker.close()
     save_checkpoint(tmp_path / CHECKPOINT, {**state, "spec": json.dumps({**fields, "of_a_later_version": 1})})
     with pytest.raises(CheckpointError, match="belongs to a run with other settings"):
-        crew.build(spec, tmp_path).resume()
+        worker_factory.build(spec, tmp_path).resume()
 
 
 @pytest.mark.parametrize("step", ["train_epoch", "checkpoint", "stop"])
 def test_a_process_that_outlives_its_run_writes_nothing_more(
-    crew: Crew, module: str, tmp_path: Path, step: str
+    worker_factory: WorkerFactory, module: str, tmp_path: Path, step: str
 ) -> None:
     spec, folder = own_spec(f"{module}:Blobs"), tmp_path / "run"
-    train(crew.start(spec, tmp_path / "whole"))
+    train(worker_factory.start(spec, tmp_path / "whole"))
     outliving = subprocess.Popen(
         [sys.executable, "-c", OUTLIVING, json.dumps(encode(spec)), str(folder)],
         stdin=subprocess.PIPE,
@@ -233,7 +243,7 @@ def test_a_process_that_outlives_its_run_writes_nothing_more(
     )
     assert outliving.stdout is not None
     assert outliving.stdout.readline() == "trained\n"
-    worker = crew.build(spec, folder)
+    worker = worker_factory.build(spec, folder)
     assert worker.resume() == 1
     worker.train_epoch()
     worker.checkpoint()
@@ -247,28 +257,28 @@ def test_a_process_that_outlives_its_run_writes_nothing_more(
 
 
 def test_a_checkpoint_that_a_run_did_not_write_in_its_log_is_not_loaded(
-    crew: Crew, module: str, tmp_path: Path
+    worker_factory: WorkerFactory, module: str, tmp_path: Path
 ) -> None:
     spec = own_spec(f"{module}:Blobs")
-    lost(crew, spec, tmp_path / "run", epochs=1)
-    lost(crew, spec, tmp_path / "other", epochs=2)  # as one that is put in place while the run is taken over
+    lost(worker_factory, spec, tmp_path / "run", epochs=1)
+    lost(worker_factory, spec, tmp_path / "other", epochs=2)  # as one that is put in place while the run is taken over
     (tmp_path / "run" / CHECKPOINT).rename(tmp_path / "run" / PREVIOUS)
     shutil.copy(tmp_path / "other" / CHECKPOINT, tmp_path / "run")
     lines = (tmp_path / "other" / EVENTS).read_bytes().splitlines(keepends=True)
     with (tmp_path / "run" / EVENTS).open("ab") as file:
         file.writelines(lines)
-    assert crew.build(spec, tmp_path / "run").resume() == 1
+    assert worker_factory.build(spec, tmp_path / "run").resume() == 1
     (told,) = (record for record in records(tmp_path / "run") if isinstance(record, Interruption))
     assert "are not those that the checkpoint follows" in told.message
 
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_checkpoint_never_counts_the_end_of_a_run_that_is_cut_short(
-    crew: Crew, module: str, tmp_path: Path, recorded: bool
+    worker_factory: WorkerFactory, module: str, tmp_path: Path, recorded: bool
 ) -> None:
     spec = own_spec(f"{module}:Blobs")
-    lost(crew, spec, tmp_path, epochs=1)
-    worker = crew.build(spec, tmp_path)
+    lost(worker_factory, spec, tmp_path, epochs=1)
+    worker = worker_factory.build(spec, tmp_path)
     worker.resume()
     if recorded:
         worker.train_epoch()
@@ -278,9 +288,9 @@ def test_a_checkpoint_never_counts_the_end_of_a_run_that_is_cut_short(
     worker.checkpoint()
     worker.close()
     assert last_of(tmp_path) == End(status="stopped")
-    again = crew.build(spec, tmp_path)
+    again = worker_factory.build(spec, tmp_path)
     assert again.resume() == 1
     train(again)
     assert not any(isinstance(record, End) for record in records(tmp_path))
-    train(crew.start(spec, tmp_path / "whole"))
+    train(worker_factory.start(spec, tmp_path / "whole"))
     assert decided(tmp_path) == decided(tmp_path / "whole")

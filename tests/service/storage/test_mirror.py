@@ -20,12 +20,12 @@ from tests.service.local_trial import local_run, trained
 from tests.service.own_task import own_spec
 from tests.service.waiting import DEADLINE_S, wait_until
 from triaccel_ray.records.events import EventLog, TakenOverError, read_events
-from triaccel_ray.service.comparisons import comparison
+from triaccel_ray.service.compare import comparison
 from triaccel_ray.service.failures import StoreError
-from triaccel_ray.service.reports.report import REPORT
+from triaccel_ray.service.report.report import REPORT
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.worker import Worker
-from triaccel_ray.service.searches import finding, search
+from triaccel_ray.service.search import finding, search
 from triaccel_ray.service.storage import mirroring
 from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, MODEL, PREVIOUS, SPEC
 from triaccel_ray.service.storage.mirror import (
@@ -40,7 +40,7 @@ from triaccel_ray.service.storage.mirror import (
     sync_runs,
 )
 from triaccel_ray.service.storage.mirroring import Background, RunCopy, bring_notes, catch_up, edited, insist, mirrored
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Store
 from triaccel_ray.service.tracking import shipment
 
@@ -57,8 +57,8 @@ class Machines:
         return self.root / "store"
 
     @property
-    def place(self) -> Place:
-        return Place(self.store.as_uri(), "run")
+    def place(self) -> StoragePath:
+        return StoragePath(self.store.as_uri(), "run")
 
     def move_to(self, name: str) -> Path:
         """Makes this process one of the machine `name`; returns its copy of the run."""
@@ -151,7 +151,7 @@ def test_who_only_looks_takes_logs_and_drops_a_checkpoint_that_no_longer_fits(ma
     write(there, log="1 anew\n")
     mirror.push()
     machines.move_to("a")
-    pull_logs(Place(machines.place.storage))
+    pull_logs(StoragePath(machines.place.storage))
     assert (here / EVENTS).read_text() == "1 anew\n"
     assert not (here / CHECKPOINT).exists()
     assert not (here / MODEL).exists()
@@ -386,7 +386,7 @@ def losses(log: Path) -> list[float]:
 
 def test_a_run_goes_on_on_another_machine_and_equals_an_undisturbed_one(machines: Machines, task: str) -> None:
     spec = own_spec(task, keep="best")
-    trained(local_run(spec, Place.of(machines.root / "whole")))
+    trained(local_run(spec, StoragePath.of(machines.root / "whole")))
     expected = losses(machines.root / "whole" / EVENTS)
 
     machines.move_to("a")
@@ -521,7 +521,7 @@ def test_a_run_that_is_stopped_is_brought_to_the_store(machines: Machines, task:
 
 
 def test_a_command_and_its_store_hold_the_same(machines: Machines) -> None:
-    place = Place(machines.place.storage, "search")
+    place = StoragePath(machines.place.storage, "search")
     trial = place / "trials" / "t0"
     machines.move_to("b")
     with mirrored(place, has_own_log=True):

@@ -10,15 +10,15 @@ from triaccel_ray.service.cli import specs
 from triaccel_ray.service.cli.translation import replayed_control
 from triaccel_ray.service.console import out, rich_table
 from triaccel_ray.service.doctor import show_findings
-from triaccel_ray.service.experiments import carry_out
 from triaccel_ray.service.jobs import job_commands
-from triaccel_ray.service.locating import find, find_run
+from triaccel_ray.service.launch import carry_out
+from triaccel_ray.service.lookup import find, find_run
 from triaccel_ray.service.mlflow_ui import require_store
 from triaccel_ray.service.mlflow_ui import show as show_ui
 from triaccel_ray.service.next_steps import point_to
 from triaccel_ray.service.replay import reasons_grid, verdict
-from triaccel_ray.service.reports.view import show
-from triaccel_ray.service.reports.views import view_at
+from triaccel_ray.service.report.view import show
+from triaccel_ray.service.report.views import view_at
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.session import open_tracker, tracking_uri_of
 from triaccel_ray.service.tracking.tracking import Tracker

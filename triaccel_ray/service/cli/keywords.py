@@ -15,12 +15,12 @@ import tyro
 
 from triaccel_ray.config import require
 from triaccel_ray.records.codec import decode
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.registry import name_of
 
 C = TypeVar("C")
 F = TypeVar("F", bound=Callable[..., Any])
-_PATHS: Final[Mapping[Any, Callable[[str], Any]]] = {Place: Place, Path | None: Path}
+_PATHS: Final[Mapping[Any, Callable[[str], Any]]] = {StoragePath: StoragePath, Path | None: Path}
 """Type of an option that is a path -> what makes it of a text."""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from triaccel_ray.service.cli.credentials import hide_credentials
 from triaccel_ray.service.cli.parsing import check, parse
 from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search, Ui
-from triaccel_ray.service.endings import nothing_begun
+from triaccel_ray.service.signals import nothing_begun
 from triaccel_ray.service.tracking.tracking import without_passwords
 
 USER_ERRORS = (

@@ -13,21 +13,21 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from triaccel_ray.service.cli.settings import options, settings_of
-from triaccel_ray.service.comparisons.spec import ComparisonSpec
+from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.runs.methods import METHODS, PROBE
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.searches.dimensions import dimensions
-from triaccel_ray.service.searches.spec import SearchSpec
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.search.dimensions import dimensions
+from triaccel_ray.service.search.spec import SearchSpec
+from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose
 
 T = TypeVar("T")
-DEFAULT_STORAGE = Place("triaccel-runs")
-_PLACE: PrimitiveConstructorSpec[Place] = PrimitiveConstructorSpec(
+DEFAULT_STORAGE = StoragePath("triaccel-runs")
+_PLACE: PrimitiveConstructorSpec[StoragePath] = PrimitiveConstructorSpec(
     nargs=1,
     metavar="FOLDER|URI",
-    instance_from_str=lambda words: Place(words[0]),
-    is_instance=lambda value: isinstance(value, Place),
+    instance_from_str=lambda words: StoragePath(words[0]),
+    is_instance=lambda value: isinstance(value, StoragePath),
     str_from_instance=lambda place: [place.storage],
 )
 Flat = Annotated[T, tyro.conf.OmitArgPrefixes]
@@ -159,7 +159,7 @@ CONFIG_HELP = (
 class Where:
     """Where results are kept, and where work is done."""
 
-    storage_path: Annotated[Place, _PLACE, tyro.conf.arg(help=STORAGE_HELP)] = DEFAULT_STORAGE
+    storage_path: Annotated[StoragePath, _PLACE, tyro.conf.arg(help=STORAGE_HELP)] = DEFAULT_STORAGE
     tracking_uri: Annotated[str | None, tyro.conf.arg(metavar="URI", help=TRACKING_HELP, help_behavior_hint="")] = None
     address: Annotated[str | None, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="")] = None
     """Ray cluster to join: HOST:PORT or auto. Default: starts Ray on this machine."""

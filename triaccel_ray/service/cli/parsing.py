@@ -18,7 +18,7 @@ from triaccel_ray.service.cli.keywords import REPLACED_BY, file_options
 from triaccel_ray.service.cli.options import CHOICES
 from triaccel_ray.service.cli.settings import given
 from triaccel_ray.service.cli.specs import Command, Compare, Replay, Run, Search
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.tracking import without_credentials
 from triaccel_ray.trainables.registry import require_name
 
@@ -134,5 +134,5 @@ def file_words(command: Run | Search | Compare, path: Path) -> list[str]:
         elif isinstance(value, tuple):
             words += [option, *value]
         else:
-            words += [option, value.storage if isinstance(value, Place) else str(value)]
+            words += [option, value.storage if isinstance(value, StoragePath) else str(value)]
     return words

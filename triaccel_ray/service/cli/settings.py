@@ -17,7 +17,7 @@ import tyro
 
 from triaccel_ray.config import check_field, require
 from triaccel_ray.records.codec import decode
-from triaccel_ray.service.storage.place import expanded
+from triaccel_ray.service.storage.storage_path import expanded
 from triaccel_ray.service.units import format_exactly, parse_bytes
 
 T = TypeVar("T")

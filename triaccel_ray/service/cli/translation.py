@@ -11,14 +11,14 @@ from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.service.cli.options import RUN_SETTINGS
 from triaccel_ray.service.cli.settings import changed, given
 from triaccel_ray.service.cli.specs import Compare, Replay, Run, Search
-from triaccel_ray.service.comparisons.comparison import read_comparison
-from triaccel_ray.service.comparisons.spec import ComparisonSpec
-from triaccel_ray.service.locating import find, find_run
+from triaccel_ray.service.compare.comparison import read_comparison
+from triaccel_ray.service.compare.spec import ComparisonSpec
+from triaccel_ray.service.lookup import find, find_run
 from triaccel_ray.service.runs.record import read_spec
 from triaccel_ray.service.runs.spec import RunSpec, run_spec
-from triaccel_ray.service.searches.dimensions import dimensions
-from triaccel_ray.service.searches.search import read_search
-from triaccel_ray.service.searches.spec import SearchSpec
+from triaccel_ray.service.search.dimensions import dimensions
+from triaccel_ray.service.search.search import read_search
+from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.trainables.task import Purpose
 
 Given = Mapping[tuple[str, ...], Any]

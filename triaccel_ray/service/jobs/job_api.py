@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from ray.exceptions import AuthenticationError, RayError
 
-from triaccel_ray.service.clusters.cluster import (
+from triaccel_ray.service.cluster.cluster import (
     CONNECT_TIMEOUT_S,
     ClusterUnavailableError,
     display_address,

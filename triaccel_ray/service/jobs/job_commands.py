@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from triaccel_ray.service.clusters.cluster import display_address
+from triaccel_ray.service.cluster.cluster import display_address
 from triaccel_ray.service.console import err, out, rich_table
 from triaccel_ray.service.jobs.job_api import STOP_TIMEOUT_S, JobApi
 from triaccel_ray.service.jobs.jobs import jobs_grid, submission

@@ -16,9 +16,9 @@ from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.cli.parsing import check, file_words, parse
 from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search
 from triaccel_ray.service.cli.translation import comparison_of, run_of, search_of
-from triaccel_ray.service.reports.tables import Grid
+from triaccel_ray.service.report.tables import Grid
 from triaccel_ray.service.session import checked_name, new_name, require_experiment, tracking_uri_of
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.tracking import TrackingUnavailableError, without_credentials
 from triaccel_ray.service.units import format_bytes
 
@@ -173,9 +173,9 @@ def _require_sound(command: Run | Search | Compare) -> None:
         run_of(command)
 
 
-def _storage(given: Place, folder: Path) -> Place:
+def _storage(given: StoragePath, folder: Path) -> StoragePath:
     """Returns the place that `given` means in `folder`, as the cluster's machines are told of it."""
-    return given if given.uri is not None else Place(str(folder / Path(given.storage).expanduser()))
+    return given if given.uri is not None else StoragePath(str(folder / Path(given.storage).expanduser()))
 
 
 def _tracking_words(where: Where, folder: Path) -> list[str]:
@@ -195,7 +195,7 @@ def _tracking_words(where: Where, folder: Path) -> list[str]:
     return ["--tracking-uri", f"sqlite:///{folder / path}" if uri.startswith("sqlite:///") else uri]
 
 
-def _place_notes(where: Where, storage: Place) -> Iterator[str]:
+def _place_notes(where: Where, storage: StoragePath) -> Iterator[str]:
     must = "share" if storage.uri is None else "reach, with credentials of their own"
     yield f"storage: {storage}, which all machines of the cluster must {must}"
     uri = where.tracking_uri

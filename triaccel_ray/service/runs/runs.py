@@ -29,13 +29,13 @@ from triaccel_ray.service.failures import (
     StoreError,
     failed,
 )
-from triaccel_ray.service.runs.ending import end_run
+from triaccel_ray.service.runs.end_record import end_run
 from triaccel_ray.service.runs.record import read_if_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trial import NAME, RunContext, RunTrial
 from triaccel_ray.service.storage.mirroring import catch_up, edited
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 
 _ENDS_ALL: Mapping[str, type[ValueError]] = {"disk_full": DiskFullError, "taken_over": TakenOverError}
 """Why a trial did not go on -> what all of them then end with."""
@@ -47,7 +47,7 @@ _TUNE_SETTINGS = {
 
 
 def run_all(
-    specs: Mapping[str, RunSpec], root: Place, *, num_gpus: float, shared: SharedSplits | None = None
+    specs: Mapping[str, RunSpec], root: StoragePath, *, num_gpus: float, shared: SharedSplits | None = None
 ) -> dict[str, Exception]:
     """Trains every run, from its checkpoint where it has begun, and returns how those that failed did, by name.
 
@@ -170,7 +170,7 @@ class _EndOfAll(tune.Stopper):
         return self._found
 
 
-def _failure(place: Place, outcome: Mapping[str, Any] | Exception) -> Exception | None:
+def _failure(place: StoragePath, outcome: Mapping[str, Any] | Exception) -> Exception | None:
     """Returns how a run failed, as its user is told; None where it finished."""
     last = {"error": outcome} if isinstance(outcome, Exception) else outcome
     error: Exception | None = last.get("error")
@@ -195,7 +195,7 @@ def _reason(error: Any) -> Exception:
     return cause if isinstance(cause, Exception) else RuntimeError(str(cause))
 
 
-def _end_if_cut_off(place: Place) -> None:
+def _end_if_cut_off(place: StoragePath) -> None:
     """Ends the log of a run whose process was not given the time to; in a store it stays as it is, and can go on."""
     with contextlib.suppress(StoreError):
         catch_up(place, patience_s=0.0)

@@ -23,7 +23,7 @@ from ray import tune
 from triaccel_ray.measure.score import quality
 from triaccel_ray.records.events import End, LogError, TakenOverError
 from triaccel_ray.service.failures import RESULTS, DiskFullError, StoreError, cause_of, failed, write_traceback
-from triaccel_ray.service.runs.ending import end_run
+from triaccel_ray.service.runs.end_record import end_run
 from triaccel_ray.service.runs.objective import Figures, Objective, grace_epochs
 from triaccel_ray.service.runs.pace import Pace
 from triaccel_ray.service.runs.record import read_if_begun
@@ -31,7 +31,7 @@ from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.mirroring import RunCopy
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 
 _logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ _PARENT_INTERVAL_S = 2.0
 class RunContext:
     """What the trials of a set have in common."""
 
-    place: Place
+    place: StoragePath
     """Holds one folder a trial."""
     spec_of: Callable[[Mapping[str, Any]], RunSpec]
     """Configuration -> the run that it stands for."""
@@ -78,7 +78,7 @@ class RunTrial(tune.Trainable):
     """
 
     _worker: Worker | None = None
-    _place: Place | None = None
+    _place: StoragePath | None = None
     _copy: RunCopy | None = None
     _told: deque[dict[str, Any]]
 
@@ -128,7 +128,7 @@ class RunTrial(tune.Trainable):
         self._ended = config.get(ENDED, False)
         self._broken = False
 
-    def _open(self, place: Place) -> None:
+    def _open(self, place: StoragePath) -> None:
         copy = RunCopy(place)
         copy.open()
         self._copy = copy

@@ -33,12 +33,12 @@ from triaccel_ray.service.failures import (
     set_damage_aside,
     write_traceback,
 )
-from triaccel_ray.service.runs.beginning import start_record
 from triaccel_ray.service.runs.building import build_loop, fitted_control, is_finite, seed_everything, splits_of
 from triaccel_ray.service.runs.gpu_share import hold_to_part
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import ONE_VIEW, figures_of
 from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.start_record import start_record
 from triaccel_ray.service.runs.trained_model import TrainedModel
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, REPLACED, SPEC, write_value
 from triaccel_ray.trainables.task import Purpose, Splits

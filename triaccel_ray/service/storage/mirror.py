@@ -34,7 +34,7 @@ from triaccel_ray.service.storage.layout import (
     require_new,
     write_value,
 )
-from triaccel_ray.service.storage.place import Place, is_plain_name
+from triaccel_ray.service.storage.storage_path import StoragePath, is_plain_name
 from triaccel_ray.service.storage.store import Stamp, Store
 
 
@@ -97,7 +97,7 @@ class _Known:
 class Mirror:
     """A part of one folder's working copy, and what it is a copy of. The caller holds the lock."""
 
-    place: Place
+    place: StoragePath
     part: Part
 
     @property
@@ -204,7 +204,7 @@ class Mirror:
         write_value(self._note, _Known(files=files))
 
 
-def pull_logs(place: Place, *, but: Sequence[Place] = ()) -> None:
+def pull_logs(place: StoragePath, *, but: Sequence[StoragePath] = ()) -> None:
     """Takes the logs of all runs at and below `place` that have changed in the store; not those of `but`.
 
     A run that is trained on this machine is left alone: nothing is newer than its own log.
@@ -217,7 +217,7 @@ def pull_logs(place: Place, *, but: Sequence[Place] = ()) -> None:
             _pull(Mirror(folder, RUN), LOG, stamps)
 
 
-def pull_all(place: Place) -> None:
+def pull_all(place: StoragePath) -> None:
     """Takes everything at and below `place` but checkpoints and models, unless a command works on it here.
 
     Raises:
@@ -234,7 +234,7 @@ def pull_all(place: Place) -> None:
             _pull(Mirror(folder, RUN), LOG, stamps)
 
 
-def push_commands(place: Place) -> None:
+def push_commands(place: StoragePath) -> None:
     """Brings what a command has written at and below `place` to the store.
 
     Raises:
@@ -249,7 +249,7 @@ def push_commands(place: Place) -> None:
                 mirror.push()
 
 
-def sync_runs(place: Place, *, but: Sequence[Place] = ()) -> None:
+def sync_runs(place: StoragePath, *, but: Sequence[StoragePath] = ()) -> None:
     """Takes the logs at and below `place` that have changed in the store, and brings all other runs there; not `but`.
 
     For a time at which none of them is trained.
@@ -269,7 +269,7 @@ def sync_runs(place: Place, *, but: Sequence[Place] = ()) -> None:
                 mirror.push()
 
 
-def require_unused(place: Place) -> None:
+def require_unused(place: StoragePath) -> None:
     """Returns if nothing is at `place` yet, neither here nor in the store.
 
     Raises:
@@ -282,7 +282,7 @@ def require_unused(place: Place) -> None:
         raise name_in_use(place.base_name, str(place))
 
 
-def _folders(place: Place) -> list[tuple[Place, dict[str, Stamp]]]:
+def _folders(place: StoragePath) -> list[tuple[StoragePath, dict[str, Stamp]]]:
     """Returns the folders at and below `place` in the store, and the files in each."""
     assert place.uri is not None
     found: dict[str, dict[str, Stamp]] = {}
@@ -293,7 +293,7 @@ def _folders(place: Place) -> list[tuple[Place, dict[str, Stamp]]]:
     return [(place / folder if folder else place, stamps) for folder, stamps in sorted(found.items())]
 
 
-def _copied_folders(place: Place) -> list[Place]:
+def _copied_folders(place: StoragePath) -> list[StoragePath]:
     """Returns the folders at and below `place` on this machine that hold files of a part."""
     root = place.folder
     names = {*RUN.files, *COMMAND.files}

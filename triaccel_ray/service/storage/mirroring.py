@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from triaccel_ray.service.failures import StoreError, cause_of, needing_room
 from triaccel_ray.service.storage.mirror import COMMAND, LOG, RUN, Mirror, pull_logs, push_commands, sync_runs
-from triaccel_ray.service.storage.place import Place
+from triaccel_ray.service.storage.storage_path import StoragePath
 
 PATIENCE_S = 60.0
 """How long a store may be out of reach where a run begins or ends, until that counts as an error."""
@@ -117,7 +117,7 @@ class Background:
 class RunCopy:
     """A run's folder on the machine that trains it; nothing is done for a place that is a folder."""
 
-    def __init__(self, place: Place, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, place: StoragePath, *, patience_s: float = PATIENCE_S) -> None:
         """Does nothing yet; later, a store may be out of reach for `patience_s`."""
         self._mirror, self._patience_s = Mirror(place, RUN), patience_s
         self._pushing: Background | None = None
@@ -179,7 +179,7 @@ class RunCopy:
 
 
 @contextlib.contextmanager
-def mirrored(place: Place, *, has_own_log: bool, patience_s: float = PATIENCE_S) -> Iterator[None]:
+def mirrored(place: StoragePath, *, has_own_log: bool, patience_s: float = PATIENCE_S) -> Iterator[None]:
     """Keeps the working copy of a command and the store alike meanwhile; does nothing for a place that is a folder.
 
     What is written here is brought to the store, logs of what is trained elsewhere are taken from it. At the end both
@@ -230,7 +230,7 @@ def mirrored(place: Place, *, has_own_log: bool, patience_s: float = PATIENCE_S)
             copy.close(0.0)
 
 
-def _end(place: Place, steps: list[Callable[[float], None]], patience_s: float, *, failed: bool) -> None:
+def _end(place: StoragePath, steps: list[Callable[[float], None]], patience_s: float, *, failed: bool) -> None:
     try:
         for step in steps:
             step(patience_s)
@@ -240,7 +240,7 @@ def _end(place: Place, steps: list[Callable[[float], None]], patience_s: float, 
         _logger.warning("%s", _left_behind(place, error))
 
 
-def bring_notes(place: Place) -> None:
+def bring_notes(place: StoragePath) -> None:
     """Brings what a command has just written at `place` to the store; `mirrored` tries again if that cannot be done."""
     if place.uri is None:
         return
@@ -250,7 +250,7 @@ def bring_notes(place: Place) -> None:
             mirror.push()
 
 
-def catch_up(place: Place, patience_s: float = PATIENCE_S) -> None:
+def catch_up(place: StoragePath, patience_s: float = PATIENCE_S) -> None:
     """Takes the logs of runs that have ended, wherever they were trained.
 
     Raises:
@@ -261,7 +261,7 @@ def catch_up(place: Place, patience_s: float = PATIENCE_S) -> None:
 
 
 @contextlib.contextmanager
-def edited(place: Place) -> Iterator[None]:
+def edited(place: StoragePath) -> Iterator[None]:
     """Its body writes to the log of a run that nobody trains.
 
     Raises:
@@ -277,7 +277,7 @@ def edited(place: Place) -> Iterator[None]:
         insist(mirror.push)
 
 
-def _left_behind(place: Place, error: StoreError) -> str:
+def _left_behind(place: StoragePath, error: StoreError) -> str:
     if str(error).startswith("not everything"):
         return str(error)
     whole = place.name.partition("/")[0]  # of a search's trial, the search

@@ -14,8 +14,8 @@ from typing import Any
 from filelock import FileLock
 
 from triaccel_ray.records.events import End, Event, Interruption, LogError, Start, parse_event
-from triaccel_ray.service.reports.figures import run_figures
-from triaccel_ray.service.reports.run_page import write_run_page
+from triaccel_ray.service.report.figures import run_figures
+from triaccel_ray.service.report.run_page import write_run_page
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import ERROR, EVENTS, FIGURES, SPEC, write_value
 from triaccel_ray.service.tracking.log_tail import LogTail

@@ -44,7 +44,7 @@ HIDDEN = "***@"
 
 _WAY_OUT = "start a server there (`mlflow server`), or record in a local file with --tracking-uri sqlite:///FILE"
 _STORE_SCHEME = re.compile(r"(.*=)?(abfss?|gs|gcs|hdfs|viewfs)")
-"""Of storage paths, whose part before an @ without a colon is the name of a container or user: see `Place`."""
+"""Of storage paths, whose part before an @ without a colon is the name of a container or user: see `StoragePath`."""
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]*")
 
 

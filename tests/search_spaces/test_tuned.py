@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.search_spaces.tuned import Result, TunedThresholds
+from triaccel_ray.trainables.registry import TASKS
+
+KEPT = [name for name in TASKS if files("triaccel_ray.search_spaces").joinpath("results", f"{name}.json").is_file()]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_task_uses_what_was_found_for_it(name: str) -> None:
+    kept, task = tuned_thresholds(name), TASKS[name]
+    assert kept.task == name
+    assert kept.onto(task.control) == task.control
+    assert kept.command.startswith(f"triaccel search {name} ")
+    assert 0 < kept.num_finished <= kept.num_trials
+    assert kept.best.score > 0 < kept.amp.score
+
+
+def test_only_what_was_searched_is_replaced() -> None:
+    result = Result(metric=90.0, seconds_per_epoch=1.0, peak_gb=1.0, score=90.0)
+    kept = TunedThresholds(
+        task="mine",
+        command="triaccel search mine",
+        date="2026-01-31",
+        hardware="a GPU",
+        versions={},
+        num_trials=8,
+        num_finished=3,
+        headroom_bytes=None,
+        precision={"tau_low": 1e-8, "tau_high": 2e-8},
+        batch={"rho_low": 0.1, "rho_high": 0.2, "step_up": 64, "step_down": 32},
+        curvature={"alpha": 0.3},
+        every_steps=9,
+        amp=result,
+        best=result,
+    )
+    before = ControlConfig(
+        precision=PrecisionConfig(beta=0.5), batch=BatchConfig(start=64), curvature=CurvatureConfig(tau_curv=7.0)
+    )
+    after = kept.onto(before)
+    assert after == replace(
+        before,
+        every_steps=9,
+        precision=PrecisionConfig(beta=0.5, tau_low=1e-8, tau_high=2e-8),
+        batch=BatchConfig(start=64, rho_low=0.1, rho_high=0.2, step_up=64, step_down=32),
+        curvature=CurvatureConfig(tau_curv=7.0, alpha=0.3),
+    )
+    assert replace(kept, every_steps=None).onto(before).every_steps == before.every_steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precision": {"tau_lo": 1e-8}}, "precision of digits = 'tau_lo': must be a threshold, one of enabled"),
+        ({"batch": {"rho": 0.5}}, "batch of digits = 'rho': must be a threshold"),
+        ({"batch": 3}, "TunedThresholds.batch = 3: must be an object"),
+        ({"colour": "red"}, r"\['colour'\]: must be only the fields"),
+    ],
+)
+def test_a_file_with_wrong_keys_is_named(
+    changes: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = json.loads(files("triaccel_ray.search_spaces").joinpath("results", "digits.json").read_text())
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "digits.json").write_text(json.dumps({**kept, **changes}))
+    monkeypatch.setattr("triaccel_ray.search_spaces.tuned.files", lambda package: tmp_path)
+    with pytest.raises(ValueError, match=rf"digits.json is no result of a search \(.*{message}.*copy found.json"):
+        tuned_thresholds("digits")
+
+
+def test_a_task_that_was_never_searched() -> None:
+    with pytest.raises(FileNotFoundError):
+        tuned_thresholds("no-such-task")

@@ -1,0 +1,56 @@
+"""How a cluster is reached and its GPUs are shared, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from ray._raylet import AuthenticationMode, get_authentication_mode
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from tests.service.own_task import own_spec
+from triaccel_ray.service.cluster.cluster import ClusterUnavailableError, cluster, gpu_fraction, require_gpu_to_share
+from triaccel_ray.service.runs.spec import MAX_TRIALS_PER_GPU
+
+
+@pytest.mark.parametrize("num_sharing", range(1, MAX_TRIALS_PER_GPU + 1))
+def test_as_many_trials_as_asked_for_fit_on_a_gpu(num_sharing: int) -> None:
+    ten_thousandths = round(gpu_fraction(num_sharing) * 10_000)  # in which Ray counts
+    assert num_sharing * ten_thousandths <= 10_000 < (num_sharing + 1) * ten_thousandths
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to share")
+def test_without_a_gpu_there_is_nothing_to_share() -> None:
+    require_gpu_to_share(None, own_spec("digits", device="auto"))
+    require_gpu_to_share("10.0.0.1:6379", own_spec("digits", device="cuda", trials_per_gpu=2))  # one may join
+    with pytest.raises(ValueError, match="trials-per-gpu = 2: this machine has no GPU to share; leave it out"):
+        require_gpu_to_share(None, own_spec("digits", device="auto", trials_per_gpu=2))
+
+
+def test_a_ray_that_cannot_start_here_is_not_blamed_on_an_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file" / "below"))
+    with (
+        pytest.raises(ClusterUnavailableError, match=r"Ray cannot start on this machine \(.*RAY_TMPDIR"),
+        cluster(None),
+    ):
+        pass
+    assert "RAY_AUTH_MODE" not in os.environ  # Ray sets it before it fails
+    assert get_authentication_mode() == AuthenticationMode.DISABLED  # so that a cluster without tokens can be joined
+
+
+def test_the_file_for_ray_up_is_one_that_ray_takes() -> None:
+    config = yaml.safe_load((Path(__file__).parents[3] / "docs" / "cluster.yaml").read_text())
+    prepared = prepare_config(config)
+    validate_config(prepared)
+    assert prepared["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    for commands in ("head_start_ray_commands", "worker_start_ray_commands"):
+        assert "RAY_AUTH_MODE=token" in prepared[commands][-1]
+    assert "RAY_enable_autoscaler_v2=0" in prepared["head_start_ray_commands"][-1]
+    assert config["min_workers"] == config["max_workers"] == len(config["provider"]["worker_ips"])

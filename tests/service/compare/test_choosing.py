@@ -1,0 +1,149 @@
+"""What is tried before the final runs, and what is chosen by it; the runs themselves are test_end_to_end's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.service.records import FINAL_SPEC, ended, named, run_of
+from triaccel_ray.config import BatchConfig, ControlConfig
+from triaccel_ray.records.plan import Precision
+from triaccel_ray.service.compare.choosing import best_sample, best_setting, fixed_trials, tuning_trials
+from triaccel_ray.service.compare.fixed import FixedSetting, sampled_settings
+from triaccel_ray.service.compare.spec import ComparisonSpec
+from triaccel_ray.service.compare.tuning import WIDEST, RecipeSample, recipe_samples
+from triaccel_ray.service.runs.record import RunRecord
+from triaccel_ray.trainables.task import Purpose, Recipe
+
+ALL = tuple(Precision)
+SPEC = ComparisonSpec(base=FINAL_SPEC, methods=("fp32", "amp", "triaccel"), num_fixed=3, num_tuned=2)
+BF16_64 = FixedSetting(precision=Precision.BF16, batch_size=64)
+FP32_96 = FixedSetting(precision=Precision.FP32, batch_size=96)
+
+
+def failed(name: str) -> RunRecord:
+    return run_of(name, num_epochs=0, status="failed")
+
+
+def test_fixed_settings_begin_with_the_tasks_own_and_do_not_repeat() -> None:
+    settings = sampled_settings(FINAL_SPEC, ALL, 7)
+    assert settings[0] == FixedSetting(precision=Precision.BF16, batch_size=96)
+    assert len(set(settings)) == 7
+    assert {setting.batch_size for setting in settings} <= {32, 64, 96, 128, 160}
+    assert settings == sampled_settings(FINAL_SPEC, ALL, 7)
+    assert settings[:4] == sampled_settings(FINAL_SPEC, ALL, 4)
+
+
+def test_there_are_no_more_fixed_settings_than_the_grid_has() -> None:
+    assert len(sampled_settings(FINAL_SPEC, ALL, 100)) == 15
+    assert len(sampled_settings(FINAL_SPEC, (Precision.FP32,), 100)) == 5
+
+
+def test_a_precision_that_the_device_lacks_is_not_tried() -> None:
+    settings = sampled_settings(FINAL_SPEC, (Precision.FP16, Precision.FP32), 100)
+    assert {setting.precision for setting in settings} == {Precision.FP16, Precision.FP32}
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", 0.5), ("linear", 0.25), ("adascale", 0.5)])
+def test_a_fixed_setting_adapts_nothing_and_its_lr_follows_the_batch(rule: str, factor: float) -> None:
+    batch = BatchConfig(start=128, minimum=32, maximum=128, lr_rule=rule)  # type: ignore[arg-type]  # one of them
+    spec = replace(FINAL_SPEC, control=ControlConfig(batch=batch))
+    fixed = FixedSetting(precision=Precision.FP32, batch_size=32).onto(spec)
+    control = fixed.method_control
+    assert (fixed.method, control.batch.start, control.precision.initial) == ("fixed", 32, Precision.FP32)
+    assert not any(part.enabled for part in (control.precision, control.batch, control.curvature))
+    assert fixed.recipe.lr == pytest.approx(factor * spec.recipe.lr)
+
+
+def test_recipe_samples_surround_the_recipe_which_is_the_first() -> None:
+    samples = recipe_samples(50, seed=0)
+    assert samples[0] == RecipeSample()
+    assert len(set(samples)) == 50
+    factors = [factor for sample in samples for factor in (sample.lr, sample.weight_decay)]
+    assert 1 / WIDEST <= min(factors) < 1 / 2 < 2 < max(factors) <= WIDEST
+    assert samples[:3] == recipe_samples(3, seed=0)
+    assert recipe_samples(3, seed=0) != recipe_samples(3, seed=1)
+    assert recipe_samples(1, seed=0) == [RecipeSample()]
+    recipe = Recipe(lr=0.1, weight_decay=0.0)
+    assert RecipeSample(lr=2.0, weight_decay=3.0).onto(recipe) == replace(recipe, lr=0.2)
+
+
+def test_trials_have_no_test_samples_at_hand_and_one_seed() -> None:
+    trials = fixed_trials(SPEC, sampled_settings(FINAL_SPEC, ALL, 3)) | tuning_trials(SPEC, BF16_64)
+    assert SPEC.base.purpose is Purpose.FINAL
+    assert {spec.purpose for spec in trials.values()} == {Purpose.SEARCH}
+    assert {spec.seed for spec in trials.values()} == {0}
+
+
+def test_every_method_is_tuned_by_the_same_samples() -> None:
+    trials = tuning_trials(SPEC, BF16_64)
+    assert set(trials) == {
+        *("fp32-recipe", "fp32-recipe1", "amp-recipe", "amp-recipe1", "triaccel-recipe", "triaccel-recipe1"),
+        *("fixed-bf16-64", "fixed-recipe1"),
+    }
+    recipes = [spec.recipe for name, spec in trials.items() if name.endswith("-recipe1")]
+    assert recipes == [RecipeSample().onto(recipes[0])] * 4
+    assert recipes[0].lr != FINAL_SPEC.recipe.lr
+    assert trials["fixed-recipe1"].control.batch.start == 64
+    assert trials["triaccel-recipe"].recipe == FINAL_SPEC.recipe
+
+
+def test_what_was_tried_once_has_the_same_name_and_spec_again() -> None:
+    fixed, tuning = fixed_trials(SPEC, [BF16_64]), tuning_trials(SPEC, BF16_64)
+    assert fixed.keys() & tuning.keys() == {"amp-recipe", "fixed-bf16-64"}
+    assert all(tuning[name] == spec for name, spec in fixed.items())
+
+
+def test_the_best_setting_has_the_best_score_within_a_point_of_amp() -> None:
+    fast_and_bad = FixedSetting(precision=Precision.FP16, batch_size=160)
+    runs = named(
+        ended("amp-recipe"),
+        ended(FP32_96.name, seconds=8.0),
+        ended(BF16_64.name, seconds=6.0, accuracy=89.1),
+        ended(fast_and_bad.name, seconds=1.0, accuracy=88.9),
+    )
+    assert best_setting([FP32_96, BF16_64, fast_and_bad], runs) == BF16_64
+
+
+def test_without_a_setting_within_the_margin_the_nearest_is_taken() -> None:
+    runs = named(ended("amp-recipe"), ended(FP32_96.name, accuracy=50.0, seconds=1.0), ended(BF16_64.name, accuracy=80))
+    assert best_setting([FP32_96, BF16_64], runs) == BF16_64
+
+
+def test_settings_that_cannot_be_trained_are_passed_over() -> None:
+    runs = named(ended("amp-recipe"), failed(FP32_96.name), ended(BF16_64.name, accuracy=1.0))
+    assert best_setting([FP32_96, BF16_64], runs) == BF16_64
+    with pytest.raises(ValueError, match="fixed settings = 'fixed-fp32-96': none could be trained to its end"):
+        best_setting([FP32_96], runs)
+    with pytest.raises(ValueError, match=r"trial = 'amp-recipe': failed .non_finite.: the fixed settings cannot"):
+        best_setting([BF16_64], named(failed("amp-recipe"), ended(BF16_64.name)))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "other", "trial"),
+    [
+        ({"accuracy": 90.0}, {"accuracy": 91.0}, "fp32-recipe1"),
+        ({"accuracy": 91.0}, {"accuracy": 90.0}, "fp32-recipe"),
+        ({"loss": 0.3}, {"loss": 0.2}, "fp32-recipe1"),
+        ({}, {}, "fp32-recipe"),
+    ],
+)
+def test_the_best_sample_is_the_most_accurate(recipe: dict[str, float], other: dict[str, float], trial: str) -> None:
+    runs = named(ended("fp32-recipe", **recipe), ended("fp32-recipe1", **other))
+    tuned = best_sample(SPEC, "fp32", None, runs)
+    assert tuned.trial == trial
+    assert (tuned.sample == RecipeSample()) == (trial == "fp32-recipe")
+
+
+def test_a_method_that_cannot_be_trained_keeps_the_recipe() -> None:
+    tuned = best_sample(SPEC, "fp32", None, named(failed("fp32-recipe"), failed("fp32-recipe1")))
+    assert (tuned.trial, tuned.sample) == ("", RecipeSample())
+    one = named(failed("fp32-recipe"), ended("fp32-recipe1", accuracy=1.0))
+    assert best_sample(SPEC, "fp32", None, one).trial == "fp32-recipe1"
+
+
+def test_names_of_trials_are_names_of_folders() -> None:
+    for name in tuning_trials(SPEC, BF16_64):
+        assert Path(name).name == name

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from triaccel_ray.service.compare.significance import holm, paired_difference, quantile, smallest_effect
+
+MEASURED = st.floats(min_value=0.01, max_value=1e3, allow_nan=False)
+
+
+def by_seed(*values: float) -> dict[int, float]:
+    return dict(enumerate(values))
+
+
+def test_three_pairs_by_hand() -> None:
+    # differences 1, 2, 3: mean 2, s = 1, t = 2 sqrt(3) with 2 degrees of freedom
+    difference = paired_difference(by_seed(11.0, 22.0, 33.0), by_seed(10.0, 20.0, 30.0))
+    t = 2.0 * math.sqrt(3.0)
+    assert difference.mean == pytest.approx(2.0)
+    assert difference.p_value == pytest.approx(1.0 - t / math.sqrt(t * t + 2.0))  # closed form for 2 degrees
+    assert (difference.low, difference.high) == pytest.approx((2.0 - 4.302653 / 3**0.5, 2.0 + 4.302653 / 3**0.5))
+
+
+@given(pairs=st.lists(st.tuples(MEASURED, MEASURED), min_size=3, max_size=12))
+def test_it_is_the_paired_t_test(pairs: list[tuple[float, float]]) -> None:
+    ones, others = zip(*pairs, strict=True)
+    if statistics.stdev(one - other for one, other in pairs) < 1e-6:
+        return
+    difference = paired_difference(by_seed(*ones), by_seed(*others))
+    expected = stats.ttest_rel(ones, others)
+    low, high = expected.confidence_interval(0.95)
+    assert difference.p_value == pytest.approx(expected.pvalue, rel=1e-6, abs=1e-12)
+    assert (difference.low, difference.high) == pytest.approx((low, high), rel=1e-6, abs=1e-6)
+
+
+def test_only_seeds_that_both_have_are_compared() -> None:
+    difference = paired_difference({0: 5.0, 1: 6.0, 2: 9.0, 7: 1e9}, {0: 4.0, 1: 4.0, 2: 4.0, 3: -1e9})
+    assert (difference.num_pairs, difference.mean) == (3, pytest.approx(8.0 / 3.0))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_too_few_pairs_have_a_mean_and_no_test(count: int) -> None:
+    difference = paired_difference(by_seed(*[3.0] * count), by_seed(*[1.0] * count))
+    assert (difference.mean, difference.num_pairs, difference.is_tested) == (2.0, count, False)
+    assert math.isnan(difference.p_value)
+    assert math.isnan(difference.low)
+
+
+def test_no_pairs() -> None:
+    difference = paired_difference({0: 1.0}, {})
+    assert (difference.num_pairs, difference.is_tested) == (0, False)
+    assert math.isnan(difference.mean)
+
+
+@pytest.mark.parametrize(("shift", "p_value"), [(0.0, 1.0), (0.25, math.nan)])
+def test_differences_without_spread_are_no_proof(shift: float, p_value: float) -> None:
+    values = (97.1, 96.6, 98.3)
+    difference = paired_difference(by_seed(*[value + shift for value in values]), by_seed(*values))
+    assert difference.p_value == pytest.approx(p_value, nan_ok=True)
+    assert difference.low == difference.high == difference.mean == pytest.approx(shift)
+
+
+@pytest.mark.parametrize(
+    ("p_values", "adjusted"),
+    [
+        ([], []),
+        ([0.04], [0.04]),
+        ([0.01, 0.04, 0.03], [0.03, 0.06, 0.06]),
+        ([0.2, 0.001, 0.02, 0.03], [0.2, 0.004, 0.06, 0.06]),
+        ([0.6, 0.7], [1.0, 1.0]),
+        ([math.nan, 0.02, 0.03], [math.nan, 0.04, 0.04]),
+        ([math.nan], [math.nan]),
+    ],
+)
+def test_holm(p_values: list[float], adjusted: list[float]) -> None:
+    assert holm(p_values) == pytest.approx(adjusted, nan_ok=True)
+
+
+@given(p_values=st.lists(st.floats(min_value=0.0, max_value=1.0), max_size=8))
+def test_holm_keeps_the_order_and_never_lowers(p_values: list[float]) -> None:
+    adjusted = holm(p_values)
+    assert all(p <= corrected <= 1.0 for p, corrected in zip(p_values, adjusted, strict=True))
+    assert sorted(adjusted) == [corrected for _, corrected in sorted(zip(p_values, adjusted, strict=True))]
+
+
+def test_what_few_seeds_can_show() -> None:
+    assert quantile(3) == pytest.approx(4.302653, rel=1e-6)
+    assert smallest_effect(3) == pytest.approx(2.484138, rel=1e-6)
+    # an effect of exactly that size has p = 0.05
+    difference = paired_difference(by_seed(*[smallest_effect(3) + each for each in (-1.0, 0.0, 1.0)]), by_seed(0, 0, 0))
+    assert difference.p_value == pytest.approx(0.05)

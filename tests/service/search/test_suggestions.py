@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+from ray import tune
+
+from triaccel_ray.records.events import Claim, EventLog, LogError, TakenOverError
+from triaccel_ray.service.search.suggestions import JournaledSearch, read_suggestions
+
+SPACE = {"x": tune.uniform(0.0, 1.0), "y": tune.choice(["a", "b"])}
+FIRST = {"x": 0.5, "y": "a"}
+
+
+def search(folder: Path, claim: Claim | None = None) -> JournaledSearch:
+    return JournaledSearch(
+        SPACE,
+        folder / "trials.jsonl",
+        sampler=lambda number: optuna.samplers.TPESampler(n_startup_trials=2, seed=number),
+        directions={"objective": "maximize"},
+        first=FIRST,
+        claim=claim,
+    )
+
+
+def carry_out(made: JournaledSearch, count: int, *, ids: str) -> list[dict[str, Any]]:
+    """Suggests and ends `count` trials, one after the other."""
+    suggested = []
+    for number in range(count):
+        sample = made.suggest(f"{ids}{number}")
+        made.on_trial_complete(f"{ids}{number}", {"objective": sample["x"], "epoch": 3, "finished": True})
+        suggested.append(sample)
+    return suggested
+
+
+def test_the_sampler_hears_of_pruned_trials_what_they_were_worth_at_each_epoch(tmp_path: Path) -> None:
+    made = search(tmp_path)
+    for name, last in (("whole", {"epoch": 3, "finished": True}), ("cut", {"epoch": 2, "finished": False})):
+        made.suggest(name)
+        for epoch in range(1, last["epoch"]):
+            made.on_trial_result(name, {"objective": float(epoch), "epoch": epoch})
+        made.on_trial_result(name, {"objective": 1.0, "epoch": 1})  # of a process that was lost and tells again
+        made.on_trial_complete(name, {"objective": 9.0, **last})
+    whole, cut = made._study.trials
+    assert (whole.state, whole.value, whole.intermediate_values) == (TrialState.COMPLETE, 9.0, {1: 1.0, 2: 2.0})
+    assert (cut.state, cut.intermediate_values) == (TrialState.PRUNED, {1: 1.0, 2: 9.0})
+    assert read_suggestions(tmp_path / "trials.jsonl").ended == {"trial-000", "trial-001"}
+
+
+def without_end(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in sample.items() if name != "ended"} for sample in samples]
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"trial": "tri'])
+def test_a_search_that_begins_again_suggests_what_an_undisturbed_one_does(tmp_path: Path, torn: bytes) -> None:
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    whole = carry_out(search(tmp_path / "whole"), 6, ids="w")
+    assert whole[0] == {**FIRST, "trial": "trial-000", "ended": False}
+    broken = search(tmp_path / "cut")
+    carry_out(broken, 3, ids="b")
+    begun = broken.suggest("lost")
+    with (tmp_path / "cut" / "trials.jsonl").open("ab") as file:
+        file.write(torn)
+    resumed = carry_out(search(tmp_path / "cut"), 6, ids="r")
+    assert without_end(resumed) == without_end(whole)
+    assert resumed[3] == begun
+    assert [sample["ended"] for sample in resumed] == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize("result", [None, {"objective": -1.0, "unfinished": "bug"}])
+def test_a_trial_that_is_to_be_done_again_is_not_noted(tmp_path: Path, result: dict[str, Any] | None) -> None:
+    made = search(tmp_path)
+    made.suggest("one")
+    made.on_trial_complete("one", result, error=result is None)
+    assert read_suggestions(tmp_path / "trials.jsonl").ended == frozenset()
+
+
+def test_nothing_is_suggested_or_noted_once_another_process_goes_on(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "log")
+    made = search(tmp_path, log.claim)
+    sample = made.suggest("one")
+    EventLog(tmp_path / "log").close()
+    before = (tmp_path / "trials.jsonl").read_bytes()
+    with pytest.raises(TakenOverError):
+        made.on_trial_complete("one", {"objective": sample["x"], "epoch": 3, "finished": True})
+    with pytest.raises(TakenOverError):
+        made.suggest("two")
+    assert (tmp_path / "trials.jsonl").read_bytes() == before
+    log.close()
+
+
+def test_a_line_that_was_not_written_to_its_end_is_cut_off(tmp_path: Path) -> None:
+    carry_out(search(tmp_path), 2, ids="a")
+    journal = tmp_path / "trials.jsonl"
+    before = journal.read_bytes()
+    journal.write_bytes(before + b'{"trial": "tri')
+    assert len(read_suggestions(journal).samples) == 2
+    assert journal.read_bytes() == before
+
+
+@pytest.mark.parametrize("line", [b"\xff\n", b"3\n", b'{"ended": true}\n'])
+def test_a_damaged_journal_is_named(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "trials.jsonl").write_bytes(line)
+    with pytest.raises(LogError, match=r"trials.jsonl cannot be read .*: restore it, or begin a new search"):
+        search(tmp_path)

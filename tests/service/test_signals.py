@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from triaccel_ray.service.signals import never_lost
+
+
+@pytest.fixture(autouse=True)
+def python_hears_ctrl_c() -> Iterator[None]:
+    """What a shell starts in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # a fork beside threads, from Python 3.12 on
+def test_ctrl_c_while_a_process_is_started_takes_effect_afterwards() -> None:
+    done = []
+
+    def start() -> None:
+        with never_lost():
+            subprocess.Popen(["true"], preexec_fn=lambda: os.kill(os.getppid(), signal.SIGINT)).wait()
+            done.append("started")
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert done == ["started"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_at_any_other_time_does_not_wait() -> None:
+    def work() -> None:
+        with never_lost():
+            press()
+            pytest.fail("went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+
+
+def test_ctrl_c_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with never_lost():
+            press()
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,61 @@
+"""Workers in this process, what becomes of them, and what their logs say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from triaccel_ray.records.events import End, Epoch, Record, Tick, read_events
+from triaccel_ray.records.goal import Goal
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.worker import Worker
+from triaccel_ray.service.storage.layout import EVENTS
+
+
+class WorkerFactory:
+    """Makes workers, and closes those that a test leaves open."""
+
+    def __init__(self) -> None:
+        self._made: list[Worker] = []
+
+    def build(self, spec: RunSpec, folder: Path) -> Worker:
+        self._made.append(Worker(spec, folder))
+        return self._made[-1]
+
+    def start(self, spec: RunSpec, folder: Path) -> Worker:
+        worker = self.build(spec, folder)
+        worker.start()
+        return worker
+
+    def close(self) -> None:
+        for worker in self._made:
+            if hasattr(worker, "loop"):
+                worker.close()
+
+
+def records(folder: Path) -> list[Record]:
+    return [event.record for event in read_events(folder / EVENTS)]
+
+
+def last_of(folder: Path) -> End:
+    end = records(folder)[-1]
+    assert isinstance(end, End)
+    return end
+
+
+def decided(folder: Path) -> list[Any]:
+    """What the log says of decisions and learning; seconds and bytes differ from run to run."""
+    told: list[Any] = []
+    for record in records(folder):
+        if isinstance(record, Tick):
+            seen, made = record.observation, record.decision
+            told.append((seen.step, seen.loss, seen.layers, made.plan, made.state, record.applied))
+        elif isinstance(record, Epoch):
+            told.append((record.epoch, record.step, record.train_loss, record.held_out(Goal()), record.held_out_loss))
+    return told
+
+
+def train(worker: Worker) -> Worker:
+    while not worker.finished:
+        worker.train_epoch()
+    return worker

@@ -1,0 +1,239 @@
+"""Reaching Ray: the cluster that is named, or one started on this machine for the time of the command."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import shlex
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import gettempdir
+
+import psutil
+import ray
+import torch
+from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
+from ray._raylet import Config, setproctitle  # type: ignore[attr-defined]  # compiled, without annotations
+
+from triaccel_ray.config import require
+from triaccel_ray.cuda.out_of_memory import first_line
+from triaccel_ray.service.cluster.head_watch import watching
+from triaccel_ray.service.runs.environment import COMMIT_VARIABLE, commit_of
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.signals import as_interrupt, never_lost
+from triaccel_ray.service.tracking.tracking import without_credentials, without_passwords
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+class ClusterUnavailableError(ValueError):
+    """No Ray cluster answers at the address given."""
+
+
+@contextlib.contextmanager
+def cluster(address: str | None, *, num_cpus: int | None = None, last_words: str = "") -> Iterator[None]:
+    """Connects to the Ray cluster at `address`; starts one on this machine when None, and stops it at the end.
+
+    A process that is connected already, such as a notebook's, stays so: its workers are as its own `ray.init` said.
+    `last_words` are said where the head is lost and nothing else can be done any more.
+
+    Raises:
+        ClusterUnavailableError: nothing answers at the address, or no Ray can start here.
+        HeadLostError: nothing has answered there for half a minute.
+    """
+    is_own = not ray.is_initialized()
+    with _token_meanwhile() if is_own else contextlib.nullcontext():
+        if is_own:
+            _connect(address, num_cpus)
+        # Ray's own handling of SIGTERM ends the process with a stack trace, before runs have ended their logs.
+        with as_interrupt(signal.SIGTERM), watching(ray.get_runtime_context().gcs_address, last_words):
+            try:
+                yield
+            finally:
+                if is_own:
+                    ray.shutdown()  # watched too: without a head it may wait
+
+
+@contextlib.contextmanager
+def _token_meanwhile() -> Iterator[None]:
+    """Has this process ask for a token, as a Ray that it starts has it do, until that Ray has ended, and no longer.
+
+    Ray 2.60 lets it ask for ever. Of a cluster without tokens that it joined next all actors would be lost at once.
+    """
+    given = os.environ.get(AUTH_MODE_ENV_VAR)
+    try:
+        yield
+    finally:
+        if given is None and os.environ.pop(AUTH_MODE_ENV_VAR, None) is not None:
+            Config.initialize("")  # has Ray read the environment again; there is no public way
+
+
+def _connect(address: str | None, num_cpus: int | None) -> None:
+    require_reachable(address)
+    _hide_passwords()
+    # Ray's workers start elsewhere: a user's own task has to be importable from where the command was given.
+    paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0",
+        "PL_DISABLE_FORK": "1",  # this and the next as Tune's trials have them, so that they get a worker that is there
+        "RAY_CHDIR_TO_TRIAL_DIR": "0",
+        COMMIT_VARIABLE: commit_of(Path.cwd()),
+    }
+    try:
+        with _started_here() if address is None else contextlib.nullcontext():
+            ray.init(
+                address=address or "local",
+                num_cpus=num_cpus if address is None else None,
+                include_dashboard=False if address is None else None,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                runtime_env={"env_vars": environment},
+            )
+    except Exception as error:  # Ray raises a bare Exception where a node is slow to start
+        if address is not None:
+            raise ClusterUnavailableError(_message(address, first_line(error))) from error
+        raise ClusterUnavailableError(
+            f"Ray cannot start on this machine ({first_line(error)}): see that memory and room in {gettempdir()} are "
+            "left and that RAY_TMPDIR, if set, is a folder of yours, or name a running cluster with --address"
+        ) from error
+
+
+def joined_address(given: str | None) -> str | None:
+    """Returns the address of the Ray that this process is connected to, as a notebook may be; else the one given.
+
+    Raises:
+        ClusterUnavailableError: another one is given.
+    """
+    if not ray.is_initialized():
+        return given
+    running: str = ray.get_runtime_context().gcs_address
+    if given not in (None, "auto", running):
+        raise ClusterUnavailableError(
+            f"address = {display_address(given)!r}: this process uses Ray at {running} already; leave the address out, "
+            "or call ray.shutdown() first"
+        )
+    return running
+
+
+def _hide_passwords() -> None:
+    """Takes users and passwords of URIs out of this process's title, which is its command line.
+
+    Ray copies it into the job's record, for everybody who may list the cluster's jobs, and `ps` shows it.
+    """
+    words = psutil.Process().cmdline()
+    shown = [without_passwords(word) for word in words]
+    if shown != words:
+        setproctitle(shlex.join(shown))
+
+
+@contextlib.contextmanager
+def _started_here() -> Iterator[None]:
+    """Has a Ray that starts meanwhile listen on this machine's loopback address alone, and its workers yield to nobody.
+
+    On Linux its ports are open to the whole network otherwise, and `_node_ip_address="127.0.0.1"` does not change that:
+    Ray puts the machine's own address in its place. Workers have a niceness of 15 otherwise: any other process on the
+    machine would lengthen the steps by which trials are judged.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    variables = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", ray_constants.RAY_WORKER_NICENESS: "0"}
+    given = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)  # for the processes that Ray starts
+    try:
+        with never_lost():
+            yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        for name, value in given.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def gpus_available() -> bool:
+    """Returns whether the connected cluster has a GPU."""
+    return bool(ray.cluster_resources().get("GPU", 0))
+
+
+def gpu_fraction(num_sharing: int) -> float:
+    """Returns what each of `num_sharing` trials asks of a GPU, so that as many and no more fit.
+
+    Rounded down: Ray counts in ten-thousandths, and of six parts rounded up only five would fit.
+    """
+    return (10_000 // num_sharing) / 10_000
+
+
+def require_gpu_to_share(address: str | None, spec: RunSpec) -> None:
+    """Returns if one trial a GPU is asked for, or there is a GPU: a mistake must not use up a search's name.
+
+    On a cluster, `--device cuda` waits for a GPU, and need not find one.
+
+    Raises:
+        ValueError: several trials are to share a GPU, and neither this machine nor the cluster at `address` has one.
+    """
+    if spec.trials_per_gpu == 1 or (address is not None and spec.device == "cuda"):
+        return
+    if address is None:
+        found, where = torch.cuda.is_available(), "this machine"
+    else:
+        with cluster(address):
+            found, where = gpus_available(), "the cluster"
+    rule = f"{where} has no GPU to share; leave it out: on CPUs as many trials run at once as there are CPUs"
+    require(found, "trials-per-gpu", spec.trials_per_gpu, rule)
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether a server on `host` can be reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def require_reachable(address: str | None) -> None:
+    """Returns if something listens at the address; tries the port alone, for Ray itself would wait for minutes.
+
+    Raises:
+        ClusterUnavailableError: nothing does.
+    """
+    if address is None:
+        return
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if address == "auto" or not separator:
+        if address not in ("auto", "local"):
+            raise ClusterUnavailableError(_message(address, "an address is host:port or auto"))
+        return
+    try:
+        number = int(port)
+        with socket.create_connection((host.strip("[]"), number), timeout=CONNECT_TIMEOUT_S):
+            return
+    except (OSError, ValueError, OverflowError) as error:
+        raise ClusterUnavailableError(_message(address, first_line(error))) from error
+
+
+def display_address(address: str) -> str:
+    """Returns `address` without user and password, fit for messages; it may have no scheme."""
+    if "://" in address or "@" not in address:
+        return without_credentials(address)
+    return f"***@{address.rpartition('@')[2]}"
+
+
+def _message(address: str, reason: str) -> str:
+    return (
+        f"address = {display_address(address)!r}: no Ray cluster answers there ({without_passwords(reason)}); start "
+        "one with `ray start --head`, or leave --address out to run on this machine. Where it asks for a token, copy "
+        "its head node's ~/.ray/auth_token to the same place here and set RAY_AUTH_MODE=token"
+    )
+
+
+def describe() -> str:
+    """Returns the connected cluster's version and resources in one line."""
+    resources = ray.cluster_resources()
+    return f"{ray.__version__}, {resources.get('CPU', 0):.0f} CPUs, {resources.get('GPU', 0):.0f} GPUs"

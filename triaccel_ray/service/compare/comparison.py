@@ -1,0 +1,188 @@
+"""Methods against each other over seeds, as in the paper's tables: final runs, each reading the test set once."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from triaccel_ray.records.events import LogError
+from triaccel_ray.records.goal import Goal
+from triaccel_ray.service.compare.fixed import FixedSetting
+from triaccel_ray.service.compare.spec import ComparisonSpec
+from triaccel_ray.service.compare.tuning import RecipeSample
+from triaccel_ray.service.runs.methods import FIXED
+from triaccel_ray.service.runs.record import RunRecord, read_if_begun
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.storage.layout import read_value, require_new, write_value
+from triaccel_ray.trainables.task import Purpose
+
+_WAY_OUT = "begin a new comparison"
+COMPARISON = "comparison.json"
+CHOICES = "choices.json"
+TRIALS = "trials"
+REFERENCE = "amp"
+"""The method that the others are tested against."""
+FIGURES: Mapping[str, str] = {
+    "seconds_per_epoch": "s/epoch",
+    "peak_gb": "process peak GB",
+    "allocated_peak_gb": "allocator peak GB",
+    "score": "score",
+}
+"""Result -> column heading, after the metrics that the task is judged by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """The sample of learning rate and weight decay that a method trains with."""
+
+    trial: str
+    """Name of the trial that won; empty when none ran to its end and the recipe stayed as it is."""
+    sample: RecipeSample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What was chosen on the validation samples; nothing of it where nothing was to be chosen."""
+
+    fixed: FixedSetting | None = None
+    tuned: Mapping[str, Tuned] = field(default_factory=dict)
+
+    def onto(self, base: RunSpec, method: str) -> RunSpec:
+        """Returns `base` as a run of `method`, with what was chosen for it."""
+        spec = replace(base, method=method)
+        if method == FIXED and self.fixed is not None:
+            spec = self.fixed.onto(spec)
+        if method in self.tuned:
+            spec = replace(spec, recipe=self.tuned[method].sample.onto(spec.recipe))
+        return spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodResults:
+    """The finished final runs of one method."""
+
+    method: str
+    by_seed: Mapping[int, Mapping[str, float]]
+    """Seed -> figure -> value."""
+    goal: Goal = field(default_factory=Goal)
+    """What the task is judged by: one of the figures."""
+
+    @property
+    def num_runs(self) -> int:
+        """How many seeds have finished."""
+        return len(self.by_seed)
+
+    def values(self, figure: str) -> dict[int, float]:
+        """Returns the figure by seed."""
+        return {seed: results[figure] for seed, results in self.by_seed.items()}
+
+    def mean(self, figure: str) -> float:
+        """Returns the mean over seeds; nan without any."""
+        return statistics.fmean(self.values(figure).values()) if self.by_seed else float("nan")
+
+    def deviation(self, figure: str) -> float:
+        """Returns the standard deviation over seeds; nan for fewer than two."""
+        return statistics.stdev(self.values(figure).values()) if self.num_runs > 1 else float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A comparison read back from its folder, as far as it has come."""
+
+    folder: Path
+    spec: ComparisonSpec
+    choices: Choices | None
+    """None while what is to be chosen has not been."""
+    trials: Mapping[str, RunRecord] = field(default_factory=dict)
+    """Runs on the validation samples, by name."""
+    runs: Mapping[str, RunRecord] = field(default_factory=dict)
+    """Final runs that have begun, by name."""
+
+    def unfinished(self) -> dict[str, RunSpec]:
+        """Returns the final runs still to be done; one that failed by what was tried has its outcome."""
+        return {
+            name: spec
+            for name, spec in final_runs(self.spec, self.choices or Choices()).items()
+            if name not in self.runs or not self.runs[name].has_outcome
+        }
+
+    @property
+    def failed(self) -> dict[str, RunRecord]:
+        """The final runs that failed, by name."""
+        return {name: run for name, run in self.runs.items() if run.end is not None and run.end.status == "failed"}
+
+    def results(self, method: str) -> MethodResults:
+        """Returns the results of one method's finished runs."""
+        ended = (run for run in self.runs.values() if run.spec.method == method and run.status == "finished")
+        return MethodResults(
+            method=method,
+            by_seed={run.spec.seed: run.end.results for run in ended if run.end},
+            goal=self.spec.base.goal,
+        )
+
+
+def final_runs(spec: ComparisonSpec, choices: Choices) -> dict[str, RunSpec]:
+    """Returns every final run by its name, `METHOD-seedN`; the seeds are the same for all methods."""
+    return {
+        f"{method}-seed{seed}": replace(choices.onto(spec.base, method), seed=seed, purpose=Purpose.FINAL)
+        for seed in range(spec.num_seeds)
+        for method in spec.all_methods
+    }
+
+
+def begin_comparison(spec: ComparisonSpec, folder: Path) -> None:
+    """Makes the comparison's folder and writes what was asked for.
+
+    Raises:
+        ValueError: the folder exists; nothing is touched.
+    """
+    require_new(folder)
+    folder.mkdir(parents=True)
+    write_value(folder / COMPARISON, spec)
+
+
+def read_comparison(folder: Path) -> Comparison:
+    """Returns the comparison in `folder`.
+
+    Raises:
+        LogError: the folder holds none, or its files are damaged.
+    """
+    if not (folder / COMPARISON).exists():
+        raise LogError(f"folder {folder} holds no comparison ({COMPARISON} is missing)")
+    spec = read_value(ComparisonSpec, folder / COMPARISON, _WAY_OUT)
+    choices = read_choices(folder) if spec.needs_trials else Choices()
+    names = [f"{method}-seed{seed}" for seed in range(spec.num_seeds) for method in spec.all_methods]
+    trials = sorted((folder / TRIALS).glob("*"))
+    return Comparison(
+        folder=folder,
+        spec=spec,
+        choices=choices,
+        trials={path.name: run for path in trials if (run := read_if_begun(path)) is not None},
+        runs={name: run for name in names if (run := read_if_begun(folder / name)) is not None},
+    )
+
+
+def read_choices(folder: Path) -> Choices | None:
+    """Returns what was chosen; None where that has not been done yet.
+
+    Raises:
+        LogError: the file is damaged.
+    """
+    path = folder / CHOICES
+    return read_value(Choices, path, _WAY_OUT) if path.exists() else None
+
+
+def summary_metrics(record: Comparison) -> dict[str, float]:
+    """Returns the few figures that stand for a comparison in MLflow: `METHOD/accuracy_mean`, ...
+
+    Seven a method, so that all methods together stay below 60 keys; everything else is in the tables.
+    """
+    metrics, judged = {}, record.spec.base.goal.name
+    for results in map(record.results, record.spec.all_methods):
+        for figure in (judged, "seconds_per_epoch", "score") if results.num_runs > 1 else ():
+            metrics[f"{results.method}/{figure}_std"] = results.deviation(figure)
+        for figure in (judged, "seconds_per_epoch", "peak_gb", "score") if results.num_runs else ():
+            metrics[f"{results.method}/{figure}_mean"] = results.mean(figure)
+    return metrics

@@ -1,0 +1,393 @@
+"""Runs a training, search or comparison for the command line and Python."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import singledispatch
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.records.events import End, EventLog, Start, TakenOverError
+from triaccel_ray.service.cli.options import Where, settings_text
+from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search
+from triaccel_ray.service.cli.translation import comparison_of, run_of, search_of
+from triaccel_ray.service.cluster.cluster import (
+    cluster,
+    display_address,
+    gpu_fraction,
+    gpus_available,
+    joined_address,
+    require_gpu_to_share,
+    require_reachable,
+)
+from triaccel_ray.service.compare import comparison
+from triaccel_ray.service.compare.choosing import choose, trial_of
+from triaccel_ray.service.compare.comparison import COMPARISON, begin_comparison, read_comparison, summary_metrics
+from triaccel_ray.service.compare.spec import ComparisonSpec
+from triaccel_ray.service.console import err, out
+from triaccel_ray.service.failures import RunFailedError, cause_of, needing_room
+from triaccel_ray.service.lookup import find, storage_of
+from triaccel_ray.service.model_delivery import deliver_model
+from triaccel_ray.service.next_steps import ONCE_IT_IS_BACK, resumable, resume_words, say_how_it_ended
+from triaccel_ray.service.progress import RunProgress, TrialProgress
+from triaccel_ray.service.recorded import experiment_of, in_its_store, search_parent
+from triaccel_ray.service.report.comparison_view import view_comparison
+from triaccel_ray.service.report.view import View
+from triaccel_ray.service.report.views import view_run, view_search
+from triaccel_ray.service.runs.environment import require_budget
+from triaccel_ray.service.runs.methods import METHODS
+from triaccel_ray.service.runs.record import RunRecord, has_begun, read_if_begun, read_run, read_spec
+from triaccel_ray.service.runs.runs import run_all
+from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.search.finding import FOUND, found_in
+from triaccel_ray.service.search.search import (
+    SEARCH,
+    TRIALS,
+    begin_search,
+    best_trial,
+    prepare,
+    read_search,
+    tune_trials,
+)
+from triaccel_ray.service.search.spec import SearchSpec
+from triaccel_ray.service.session import new_name, open_tracker, recording, require_experiment
+from triaccel_ray.service.storage.layout import (
+    BASELINES,
+    ERROR,
+    EVENTS,
+    SETTINGS,
+    claimed,
+    write_atomically,
+    write_value,
+)
+from triaccel_ray.service.storage.mirror import push_commands, require_unused
+from triaccel_ray.service.storage.mirroring import mirrored
+from triaccel_ray.service.storage.storage_path import StoragePath
+from triaccel_ray.service.tracking.shipper import Parent
+from triaccel_ray.service.tracking.tracking import Tracker
+
+MISTAKES = ("bug", "preempted", "store")
+"""Causes of failures that have nothing to do with what was tried."""
+
+
+def ignore(view: View) -> None:
+    """Shows nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """Where something is trained, kept and recorded, and who is shown the result."""
+
+    place: StoragePath
+    where: Where
+    experiment: str | None
+    """MLflow experiment; None: the usual one."""
+    resume: bool = False
+    """Whether it goes on with what is at `place`."""
+    show: Callable[[View], None] = ignore
+    """Called once there is a result, before the rest of it is recorded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a command that trains."""
+
+    context: Context
+    view: View | None
+    """None where nothing was left to be trained."""
+    is_complete: bool = True
+    """Whether all was done that was asked for; of a search also, whether a trial is worth training with."""
+    failures: Sequence[str] = ()
+    """Messages of the failed runs of a search or comparison, already printed."""
+    num_finished: int = 1
+    """Runs that are not in `failures`."""
+
+
+@singledispatch
+def carry_out(command: Any, show: Callable[[View], None] = ignore) -> Outcome:
+    """Trains what a command asks for, and returns what became of it; `show` gets the result as soon as there is one.
+
+    Raises:
+        ValueError, TypeError, OSError: something is wrong with what was asked for.
+        RunFailedError: a run has failed, and with it all of the command.
+        HeadLostError: the cluster's head was lost; the message has the command that goes on.
+        KeyboardInterrupt: the user broke it off; likewise.
+    """
+    raise TypeError(f"{type(command).__name__} trains nothing")
+
+
+@carry_out.register
+def _(command: Run, show: Callable[[View], None] = ignore) -> Outcome:
+    spec = run_of(command)
+    return _train(spec, _context(command, spec.task, spec.method, show))
+
+
+@carry_out.register
+def _(command: Search, show: Callable[[View], None] = ignore) -> Outcome:
+    spec = search_of(command)
+    return _search(spec, _context(command, spec.base.task, spec.space, show))
+
+
+@carry_out.register
+def _(command: Compare, show: Callable[[View], None] = ignore) -> Outcome:
+    spec = comparison_of(command)
+    return _compare(spec, _context(command, spec.base.task, "comparison", show))
+
+
+@carry_out.register
+def _(command: Resume, show: Callable[[View], None] = ignore) -> Outcome:
+    place = find(command.name, command.where, writable=True)
+    folder, where = place.folder, in_its_store(place.folder, _joined(command.where))
+    context = Context(place=place, where=where, experiment=command.experiment, resume=True, show=show)
+    if (folder / SEARCH).exists():
+        return _search(read_search(folder).spec, context)
+    if (folder / COMPARISON).exists():
+        return _compare(read_comparison(folder).spec, context)
+    return _train(read_spec(folder), context)
+
+
+def _context(command: Run | Search | Compare, task: str, kind: str, show: Callable[[View], None]) -> Context:
+    """Returns the context of something new; without a name it gets one of task, `kind` and time."""
+    place = storage_of(command.where) / new_name(command.name, task, kind)
+    return Context(place=place, where=_joined(command.where), experiment=command.experiment, show=show)
+
+
+def _joined(where: Where) -> Where:
+    return replace(where, address=joined_address(where.address))
+
+
+def _prepare(spec: RunSpec, context: Context, usual: str) -> tuple[Tracker, str, str]:
+    """Returns the tracker, the experiment and the command that resumes, once all is checked that needs no Ray.
+
+    A mistake must not use up the name: nothing is written at the place.
+    """
+    place, where, given = context.place, context.where, context.experiment
+    require_experiment(given)
+    if not context.resume:
+        require_unused(place)
+    require_reachable(where.address)
+    require_gpu_to_share(where.address, spec)
+    if where.address is None:
+        require_budget(spec)
+    tracker = open_tracker(where.storage_path, where.tracking_uri)
+    experiment = experiment_of(tracker, place.folder, given=given, usual=usual)
+    return tracker, experiment, resume_words(place, where, experiment, usual)
+
+
+def _train(spec: RunSpec, context: Context) -> Outcome:
+    place, where, folder = context.place, context.where, context.place.folder
+    tracker, experiment, words = _prepare(spec, context, Run.experiment)
+    before = read_if_begun(folder) if context.resume else None
+    if before is not None and before.has_outcome:
+        say_how_it_ended(before)
+        _write_settings(spec, folder)
+        if before.status != "failed (out_of_memory)":
+            with mirrored(place, has_own_log=False), recording(tracker, folder, words, experiment=experiment):
+                out.print(f"{folder.name} is {before.status}; recording in MLflow what is missing")
+            is_handed_over = deliver_model(before, place, tracker, words)
+            is_complete = before.status == "finished" and is_handed_over
+            return Outcome(context=context, view=None, is_complete=is_complete)
+    with (
+        contextlib.nullcontext() if context.resume else claimed(folder),
+        resumable(words, place),
+        mirrored(place, has_own_log=False),
+        _ray(where, words),
+        recording(tracker, folder, words, experiment=experiment),
+    ):
+        specs, num_gpus = {folder.name: spec}, _num_gpus(spec, where.address)
+        title = f"{spec.task}: {METHODS[spec.method]}"
+        with RunProgress(title, folder.parent, specs, goal=spec.goal, each_epoch=True):
+            failures = run_all(specs, place.parent, num_gpus=num_gpus)
+    if failures:  # or input that only the run's own process could judge
+        raise failures[folder.name]
+    run = read_run(folder)
+    _write_settings(spec, folder)
+    view = view_run(run)
+    context.show(view)
+    push_commands(place)
+    is_handed_over = deliver_model(run, place, tracker, words)
+    return Outcome(context=context, view=view, is_complete=is_handed_over)
+
+
+def _write_settings(spec: RunSpec, folder: Path) -> None:
+    with needing_room(folder):
+        write_atomically(folder / SETTINGS, settings_text(spec))
+
+
+def _search(spec: SearchSpec, context: Context) -> Outcome:
+    place, where, folder = context.place, context.where, context.place.folder
+    tracker, experiment, words = _prepare(spec.base, context, Search.experiment)
+    if not context.resume:
+        begin_search(spec, folder)
+    parent = search_parent(spec, folder)
+    mirror = mirrored(place, has_own_log=True)
+    with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, parent) as log:
+        with _ray(where, words):
+            num_gpus, shared = _num_gpus(spec.base, where.address), _shared(spec.base)
+            title = f"{spec.base.task}: baselines and probe"
+            with RunProgress(title, folder / BASELINES, goal=spec.base.goal):
+                prepared = prepare(spec, place, num_gpus=num_gpus, shared=shared)
+            title = f"{spec.base.task}: {spec.num_trials} trials"
+            with TrialProgress(title, spec.num_trials, folder / TRIALS, prepared.objective):
+                tune_trials(
+                    spec, prepared, place, num_gpus=num_gpus, resume=context.resume, shared=shared, claim=log.claim
+                )
+        record = read_search(folder)
+        if (found := found_in(record)) is not None:
+            write_value(folder / FOUND, found)
+        view = view_search(record)
+        context.show(view)
+        mistakes = [run for run in record.trials if run.end is not None and run.end.cause in MISTAKES]
+        best = best_trial(record)
+        results = {} if best is None or best.end is None else best.end.results
+        log.append(_ending([run.name for run in mistakes], len(record.trials), results))
+    failures = [_said(run) for run in mistakes]
+    for text in failures:
+        err.print(text, style="red", markup=False, soft_wrap=True)
+    if failures:
+        err.print(f"`{words}` tries these again", markup=False, soft_wrap=True)
+    return Outcome(
+        context=context,
+        view=view,
+        is_complete=best is not None and not failures,
+        failures=failures,
+        num_finished=len(record.trials) - len(failures),
+    )
+
+
+def _said(run: RunRecord) -> str:
+    """Returns how a trial failed, and where its traceback is."""
+    trace = f"; the traceback is in {run.folder / ERROR}" if (run.folder / ERROR).exists() else ""
+    return f"{run.name} {run.status}: {run.end.message if run.end is not None else ''}{trace}"
+
+
+def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
+    place, where, folder = context.place, context.where, context.place.folder
+    tracker, experiment, words = _prepare(spec.base, context, Compare.experiment)
+    if not context.resume:
+        begin_comparison(spec, folder)
+    info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
+    parent = Parent(name=folder.name, tags=info)
+    mirror = mirrored(place, has_own_log=True)
+    with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, parent) as log:
+        with _ray(where, words):
+            num_gpus = _num_gpus(spec.base, where.address)
+            if read_comparison(folder).choices is None:
+                _choose(spec, place, num_gpus)
+            todo = read_comparison(folder).unfinished()
+            with RunProgress(f"{spec.base.task}: comparison", folder, todo, goal=spec.base.goal):
+                failures = run_all(todo, place, num_gpus=num_gpus)
+        record = read_comparison(folder)
+        if not record.runs and failures:
+            raise next(iter(failures.values()))  # none could begin: most likely input that only the actors could judge
+        failed = {
+            name: f"{name} failed: {run.end.message}" for name, run in record.failed.items() if run.end is not None
+        }
+        for name, error in failures.items():
+            failed[name] = str(error) if isinstance(error, RunFailedError) else f"{name} failed: {error}"
+        view = view_comparison(record)
+        context.show(view)
+        log.append(_ending(list(failed), len(record.runs), summary_metrics(record)))
+    for name, text in failed.items():
+        err.print(text, style="red", markup=False, soft_wrap=True)
+        if name in record.runs and record.runs[name].has_outcome:
+            again = resume_words(place / name, where, experiment, experiment)
+            err.print(f"that is its outcome; `{again}` tries it again", soft_wrap=True)
+        if name in failures and os.environ.get("TRIACCEL_TRACEBACK"):
+            err.print("".join(traceback.format_exception(failures[name])), markup=False, soft_wrap=True)
+    return Outcome(
+        context=context,
+        view=view,
+        is_complete=not failed,
+        failures=list(failed.values()),
+        num_finished=sum(run.status == "finished" for run in record.runs.values()),
+    )
+
+
+def _ray(where: Where, words: str) -> AbstractContextManager[None]:
+    """Connects to Ray, which may take seconds, and says so at once; `words` resume what is broken off."""
+    doing = "using the" if ray.is_initialized() else "joining"
+    text = "starting Ray ..." if where.address is None else f"{doing} Ray at {display_address(where.address)} ..."
+    err.print(text, soft_wrap=True)
+    return cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}")
+
+
+def _choose(spec: ComparisonSpec, place: StoragePath, num_gpus: float) -> None:
+    """Runs the trials that choose settings; their samples leave the object store afterwards."""
+    shared = _shared(trial_of(spec.base))
+    trials = place.folder / comparison.TRIALS
+    with RunProgress(f"{spec.base.task}: trials on validation samples", trials, goal=spec.base.goal):
+        choose(spec, place, num_gpus=num_gpus, shared=shared)
+
+
+def _ending(failed: Sequence[str], num_runs: int, results: Mapping[str, float]) -> End:
+    """Returns the last record of a search or comparison of which the runs `failed` are to be tried again."""
+    if not failed:
+        return End(status="finished", results=results)
+    message = f"{len(failed)} of {num_runs} runs failed: {', '.join(failed)}"
+    return End(status="failed", cause="runs", message=message, results=results)
+
+
+def _num_gpus(spec: RunSpec, address: str | None) -> float:
+    """Returns what each run asks Ray for: a GPU or its part of one, or none.
+
+    `--device cuda` asks for one also where no machine of the cluster has any: Ray lets the runs wait for a machine that
+    joins, and tells an autoscaler of them. `auto` uses what is there now, to the end.
+    """
+    if spec.device == "cpu":
+        return 0.0
+    if not gpus_available():
+        if address is None or spec.device == "auto":
+            if address is not None:
+                text = "the cluster has no GPU now: everything trains on CPUs; with --device cuda it waits for a GPU"
+                err.print(text, style="yellow", markup=False, soft_wrap=True)
+            return 0.0
+        text = "the cluster has no GPU yet: runs wait until a machine with one joins"
+        err.print(text, style="yellow", markup=False, soft_wrap=True)
+    return gpu_fraction(spec.trials_per_gpu)
+
+
+def _shared(spec: RunSpec) -> SharedSplits | None:
+    """Returns the samples in the object store; None, and says why, where every run has to read them itself."""
+    try:
+        return share_splits(spec)
+    except NotSharedError as error:
+        err.print(f"every trial reads the samples itself: {error}", style="yellow", markup=False, soft_wrap=True)
+        return None
+
+
+@contextlib.contextmanager
+def _parent(
+    tracker: Tracker, folder: Path, words: str, experiment: str, control: ControlConfig, parent: Parent
+) -> Iterator[EventLog]:
+    """Yields the log that stands for the whole of a search or comparison, everything below it being recorded.
+
+    Work that is broken off ends the log too, so that nothing stays "running" for ever; `resume`, of which `words` are
+    the command, cuts the end away.
+    """
+    with needing_room(folder):
+        log = EventLog(folder / EVENTS, keep=1 if has_begun(folder) else 0)
+        if log.num_records == 0:
+            log.append(Start(control=control, info=parent.tags))
+    with recording(tracker, folder, words, experiment=experiment, parent=parent):
+        try:
+            yield log
+        except BaseException as error:
+            stopped = isinstance(error, KeyboardInterrupt)
+            end = End(status="stopped") if stopped else End(status="failed", cause=cause_of(error), message=str(error))
+            # A full disk, perhaps, or another process that goes on: what is raised says it all.
+            with contextlib.suppress(OSError, TakenOverError):
+                log.append(end)
+            raise
+        finally:
+            with needing_room(folder):
+                log.close()

@@ -1,0 +1,73 @@
+"""What a command does with a trained model: says where it is, and registers it in MLflow where that was asked for."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from triaccel_ray.service.console import err, out
+from triaccel_ray.service.runs.record import RunRecord
+from triaccel_ray.service.storage.layout import MODEL
+from triaccel_ray.service.storage.storage_path import StoragePath
+from triaccel_ray.service.storage.store import Store
+from triaccel_ray.service.tracking.model_registry import register
+from triaccel_ray.service.tracking.shipped import read_shipped
+from triaccel_ray.service.tracking.tracking import Tracker
+
+
+def deliver_model(run: RunRecord, place: StoragePath, tracker: Tracker, words: str) -> bool:
+    """Says where the trained model of a finished run is, and registers it where that was asked for.
+
+    Returns False where registering failed: the run has finished all the same, and `words` are the command that retries.
+    """
+    if run.end is None or run.end.kept_epoch is None:
+        return True
+    out.print(f"model:    {place}/{MODEL} ({_origin(run, run.end.kept_epoch)})", soft_wrap=True)
+    name = run.spec.register
+    if name is None:
+        return True
+    try:
+        tracker.check()  # in three seconds, where a server that hangs would hold a call for forty
+        shipped = read_shipped(run.folder)
+        if shipped is None or shipped.run_id is None:
+            raise RuntimeError(f"the run is not yet recorded in {tracker.display_uri}")
+        tags = {"task": run.spec.task, "epoch": str(run.end.kept_epoch)}
+        version = register(tracker, shipped.run_id, name, lambda: trained_model(run, place), tags)
+    except Exception as error:  # of MLflow, its store, the network, the disk, or the task's own code
+        text = tracker.mask(f"{type(error).__name__}: {error}")
+        text = f"the model is not registered as {name} ({text}). Nothing is lost: `{words}` registers it"
+        err.print(text, style="yellow", soft_wrap=True)
+        return False
+    out.print(f"          models:/{name}/{version} in {tracker.display_uri}", soft_wrap=True)
+    return True
+
+
+def trained_model(run: RunRecord, place: StoragePath) -> nn.Module:
+    """Returns the model of the run's task with the weights that the run has left at `place`.
+
+    Raises:
+        FileNotFoundError, StoreError: the weights are not there.
+        Exception: whatever the task's own code raises.
+    """
+    spec = run.spec
+    model = spec.load_task().model()
+    with tempfile.TemporaryDirectory() as scratch:
+        path = run.folder / MODEL
+        if place.uri is not None:  # trained elsewhere, perhaps
+            path = Path(scratch, MODEL)
+            Store(place.uri).read(f"{place.name}/{MODEL}", path)
+        model.load_state_dict(torch.load(path, weights_only=True))
+    return model.eval()
+
+
+def _origin(run: RunRecord, kept_epoch: int) -> str:
+    """Returns which epoch the weights are of; for the best one also by what figure."""
+    if run.spec.keep != "best":
+        return f"epoch {kept_epoch}, the last"
+    goal, num_epochs = run.start.goal, run.epochs[-1].epoch
+    figure = next(epoch.held_out(goal) for epoch in run.epochs if epoch.epoch == kept_epoch)
+    assert figure is not None
+    return f"epoch {kept_epoch}, the best of {num_epochs}: {goal.named(figure)}"

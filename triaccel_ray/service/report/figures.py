@@ -1,0 +1,160 @@
+"""Pictures of one run, from its event log: what the control loop did, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import ListedColormap, Normalize
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from triaccel_ray.config import CurvatureConfig
+from triaccel_ray.records.events import Epoch, Event, Start, Tick, read_events
+from triaccel_ray.records.plan import Precision
+from triaccel_ray.service.report.figure_style import (
+    DASHED,
+    DEPTH,
+    GREY,
+    INK,
+    PRECISION_COLOURS,
+    RED,
+    legend,
+    mark_level,
+    new_figure,
+    panel,
+    save,
+    say,
+    shorten,
+)
+from triaccel_ray.service.report.overview import overview, step_edges
+
+PICTURES = ("overview", "precision", "curvature_and_lr")
+"""What there is of a run, in the order in which it is looked at."""
+
+MOST_ROW_LABELS = 32
+"""Layers named one by one; of more, every second, third, ... is named."""
+
+
+def save_run_figures(events: Iterable[Event], folder: Path) -> list[Path]:
+    """Draws what the events have data for, as PNG files in `folder`, and returns their paths."""
+    records = [event.record for event in events]
+    start = next((record for record in records if isinstance(record, Start)), None)
+    if start is None:
+        return []
+    ticks = [record for record in records if isinstance(record, Tick)]
+    epochs = [record for record in records if isinstance(record, Epoch)]
+    about = ", ".join(
+        f"seed {value}" if name == "seed" else value
+        for name in ("task", "method", "seed")
+        if (value := start.info.get(name))
+    )
+    pictures: dict[str, Callable[[], Figure]] = {}
+    if epochs:
+        pictures["overview"] = partial(overview, epochs, ticks, start.control.batch, start.goal, about=about)
+    if ticks:
+        pictures["precision"] = partial(precision_heatmap, ticks, about=about)
+        pictures["curvature_and_lr"] = partial(curvature_and_lr, ticks, start.control.curvature, about=about)
+    paths = [folder / f"{name}.png" for name in pictures]
+    for path, draw in zip(paths, pictures.values(), strict=True):
+        save(draw(), path)
+    return paths
+
+
+def run_figures(log: Path, folder: Path) -> list[Path]:
+    """Returns the paths of a run's pictures in `folder`, drawn again only where the event log is newer."""
+    drawn = [path for name in PICTURES if (path := folder / f"{name}.png").exists()]
+    is_whole = bool(drawn) and drawn[0].stem == PICTURES[0]  # not by a version that drew others
+    if is_whole and min(path.stat().st_mtime for path in drawn) >= log.stat().st_mtime:
+        return drawn
+    return save_run_figures(read_events(log), folder)
+
+
+def precision_heatmap(ticks: Sequence[Tick], *, about: str = "") -> Figure:
+    """Returns the precision in which each layer computed, over the steps: a row per layer, input at the top."""
+    names = list(ticks[0].observation.plan.precision)
+    levels = list(Precision)
+    # What was observed at a tick is the plan of the interval that it ends.
+    ranks = np.array([[tick.observation.plan.precision[name].rank for name in names] for tick in ticks]).T
+    figure = new_figure(9.6, min(max(0.215 * len(names), 0.9), 7.0) + 1.5)
+    axes = figure.subplots()
+    panel(axes, "Precision of each layer", about, x_label="optimizer step")
+    colours = ListedColormap([PRECISION_COLOURS[level] for level in levels])
+    axes.pcolorfast(step_edges(ticks), np.arange(len(names) + 1) - 0.5, ranks, cmap=colours, vmin=-0.5, vmax=2.5)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    every = -(-len(names) // MOST_ROW_LABELS)
+    rows = range(0, len(names), every)
+    axes.set_yticks(rows, [shorten(names[row]) for row in rows], fontsize=8.5 if every == 1 else 7.5)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False)
+    if len(names) <= MOST_ROW_LABELS:
+        axes.hlines(np.arange(1, len(names)) - 0.5, *axes.get_xlim(), colors="white", linewidth=1.2)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    shares = [f"{level.name}  {100 * (ranks == level.rank).mean():.0f}%" for level in levels]
+    handles = [Patch(color=PRECISION_COLOURS[level], label=text) for level, text in zip(levels, shares, strict=True)]
+    above = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.4}
+    legend(axes, handles=handles, ncols=3, columnspacing=1.6, handlelength=1.2, **above)
+    return figure
+
+
+def curvature_and_lr(ticks: Sequence[Tick], curvature: CurvatureConfig, *, about: str = "") -> Figure:
+    """Returns each layer's largest eigenvalue and learning-rate scale; colours go from input to output."""
+    names = list(ticks[0].observation.plan.precision)
+    measured = [tick for tick in ticks if any(signal.eigenvalues for signal in tick.observation.layers)]
+    largest = np.array([[_largest_eigenvalue(tick, name) for tick in measured] for name in names])
+    # A flat layer's eigenvalue may be measured as zero or below, a diverged one's as infinite: no place on a log axis.
+    drawn = np.isfinite(largest) & (largest > 0.0)
+    if not drawn.any():
+        figure = new_figure(9.6, 2.2)
+        axes = figure.subplots()
+        panel(axes, "Curvature and learning rates", about)
+        say(axes, "no curvature was measured in this run: all learning rates follow the schedule")
+        return figure
+    figure = new_figure(9.6, 6.4)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    panel(upper, "Largest curvature eigenvalue of each layer", about, y_label="eigenvalue, smoothed")
+    panel(lower, "Learning-rate scale of each layer", x_label="optimizer step", y_label="factor on the schedule")
+    depth = Normalize(0, max(len(names) - 1, 1))
+    edges, steps = step_edges(ticks), [tick.observation.step for tick in measured]
+    width = 1.8 if len(names) <= 8 else 1.1
+    marker: dict[str, Any] = {"marker": "o", "markersize": 2.0 * width} if len(measured) <= 30 else {}
+    for row, name in enumerate(names):
+        line: dict[str, Any] = {"color": DEPTH(depth(row)), "linewidth": width}
+        upper.plot(steps, np.where(drawn[row], largest[row], np.nan), **line, **marker)
+        scales = [tick.observation.plan.lr_scale.get(name, 1.0) for tick in ticks]
+        lower.stairs(scales, edges, baseline=None, **line)
+    upper.set_yscale("log")
+    highest = largest[drawn].max()
+    few = highest < 300.0 * largest[drawn].min()
+    upper.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
+    upper.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    upper.yaxis.set_minor_formatter(NullFormatter())
+    if curvature.tau_curv < 10.0 * highest:
+        upper.axhline(curvature.tau_curv, color=RED, linewidth=1.2, linestyle=DASHED)
+        mark_level(upper, curvature.tau_curv, "tau_curv", RED)
+    lower.set_ylim(0.0, 1.05)
+    lower.set_xlim(edges[0], edges[-1])
+    _depth_bar(figure, [upper, lower], names, depth)
+    return figure
+
+
+def _largest_eigenvalue(tick: Tick, name: str) -> float:
+    return (tick.decision.state.layers[name].eigenvalues or (0.0,))[0]
+
+
+def _depth_bar(figure: Figure, panels: list[Axes], names: Sequence[str], depth: Normalize) -> None:
+    bar = figure.colorbar(ScalarMappable(depth, DEPTH), ax=panels, pad=0.02, fraction=0.03, aspect=40)
+    rows = sorted({round(place * (len(names) - 1)) for place in (0.0, 0.25, 0.5, 0.75, 1.0)})
+    bar.set_ticks(rows, labels=[shorten(names[row], 18) for row in rows], fontsize=8.5, color=INK)
+    bar.ax.invert_yaxis()
+    bar.ax.tick_params(length=0)
+    bar.outline.set_visible(False)
+    bar.ax.set_title("input", fontsize=8.5, color=GREY, pad=7)
+    bar.ax.set_xlabel("output", fontsize=8.5, color=GREY, labelpad=6)

@@ -1,0 +1,265 @@
+"""A search for thresholds: baselines and probe first, then Ray Tune over the space, judged on validation samples."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import optuna
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
+
+from triaccel_ray.records.events import Claim, LogError
+from triaccel_ray.search_spaces.thresholds import ANCHOR, Calibration, calibration, search_space, thresholds
+from triaccel_ray.service.runs.objective import Objective, grace_epochs
+from triaccel_ray.service.runs.record import RunRecord, read_if_begun, read_run
+from triaccel_ray.service.runs.runs import fit, run_all
+from triaccel_ray.service.runs.shared_data import SharedSplits
+from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.service.runs.trial import RunContext, reopen
+from triaccel_ray.service.search.spec import SearchSpec
+from triaccel_ray.service.search.suggestions import Directions, JournaledSearch, quiet_optuna
+from triaccel_ray.service.storage.layout import BASELINES, read_value, require_new, write_value
+from triaccel_ray.service.storage.mirroring import bring_notes, catch_up, edited
+from triaccel_ray.service.storage.storage_path import StoragePath
+
+_WAY_OUT = "restore it, or begin a new search"
+SEARCH = "search.json"
+PREPARED = "prepared.json"
+TRIALS = "trials"
+JOURNAL = "trials.jsonl"
+PROBE_EPOCHS = 10
+"""The probe trains for half of the run's epochs, for this many at most: variances fall over time."""
+MIN_HEADROOM_BYTES = 64 * 2**20
+"""Below this the noise of a resident set would decide about batch sizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What baselines and probe found out, on which the trials rely."""
+
+    objective: Objective
+    calibration: Calibration | None
+    headroom_bytes: int | None
+    """Memory on top of an idle process that trials may take; None where the user gave a budget."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchRecord:
+    """A search read back from its folder."""
+
+    folder: Path
+    spec: SearchSpec
+    prepared: Prepared | None
+    baselines: Mapping[str, RunRecord] = field(default_factory=dict)
+    trials: tuple[RunRecord, ...] = ()
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """Name of a trial whose log or spec cannot be read -> what is wrong with it."""
+
+    @property
+    def objective(self) -> Objective:
+        """What trials are judged by; without the condition on the metric before the AMP baseline has finished."""
+        return (
+            Objective(name=self.spec.objective, goal=self.spec.base.goal)
+            if self.prepared is None
+            else self.prepared.objective
+        )
+
+
+def begin_search(spec: SearchSpec, folder: Path) -> None:
+    """Makes the search's folder and writes what was asked for.
+
+    Raises:
+        ValueError: the folder exists; nothing is touched.
+    """
+    require_new(folder)
+    folder.mkdir(parents=True)
+    write_value(folder / SEARCH, spec)
+
+
+def prepare(spec: SearchSpec, place: StoragePath, *, num_gpus: float, shared: SharedSplits | None = None) -> Prepared:
+    """Returns what the trials need to know, from the baselines FP32 and AMP and the probe; runs those not yet run.
+
+    Raises:
+        RunFailedError: a baseline failed; the message says how.
+        Exception: what a baseline that could not be set up, or found no room on the disk, has raised.
+    """
+    folder = place.folder
+    path = folder / PREPARED
+    if path.exists():
+        return read_value(Prepared, path, _WAY_OUT)
+    base = spec.base
+    specs = {"fp32": replace(base, method="fp32"), "amp": replace(base, method="amp")}
+    if spec.space == "thresholds":
+        epochs = min(-(-base.recipe.epochs // 2), PROBE_EPOCHS)
+        specs["probe"] = replace(base, method="probe", recipe=replace(base.recipe, epochs=epochs))
+    done = {name: run for name in specs if (run := _finished(folder / BASELINES / name)) is not None}
+    missing = {name: each for name, each in specs.items() if name not in done}
+    for error in run_all(missing, place / BASELINES, num_gpus=num_gpus, shared=shared).values():
+        raise error
+    done |= {name: read_run(folder / BASELINES / name) for name in missing}
+    prepared = _prepared(spec, done)
+    write_value(path, prepared)
+    return prepared
+
+
+def tune_trials(
+    spec: SearchSpec,
+    prepared: Prepared,
+    place: StoragePath,
+    *,
+    num_gpus: float,
+    resume: bool = False,
+    shared: SharedSplits | None = None,
+    claim: Claim | None = None,
+) -> None:
+    """Runs the trials, with samples from `shared`; with `resume`, those that have not ended.
+
+    With a `claim` on the search's own log, nothing is begun or noted once another process goes on with the search.
+
+    A bug is no end. Whatever is on record is told to scheduler and sampler from the trials' logs, so that they know all
+    that the search knew when it was broken off. Trials are read back by `read_search`.
+
+    Raises:
+        StoreError: the trials' logs could not be taken from the store.
+        DiskFullError: a trial found no room for its files; the others were stopped.
+        TakenOverError: another process goes on with the search, or with one of its trials; likewise.
+        KeyboardInterrupt: the user broke the trials off; they have ended their logs.
+    """
+    trials = place / TRIALS
+    base = replace(spec.base, method="triaccel", memory_headroom_bytes=prepared.headroom_bytes)
+
+    def spec_of(config: Mapping[str, Any]) -> RunSpec:
+        return replace(base, control=thresholds(config, base.control, prepared.calibration))
+
+    context = RunContext(place=trials, spec_of=spec_of, objective=prepared.objective, shared=shared)
+    if resume:
+        for trial in trials.folder.glob("*"):
+            with edited(trials / trial.name):
+                reopen(trial)
+    with warnings.catch_warnings(), quiet_optuna():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        fit(context, _tune_config(spec, place, claim), num_gpus=num_gpus)
+    catch_up(trials)
+
+
+def read_search(folder: Path) -> SearchRecord:
+    """Returns the search in `folder`, as far as it has come.
+
+    Raises:
+        LogError: there is none, or files that all of it depends on are damaged.
+    """
+    if not (folder / SEARCH).exists():
+        raise LogError(f"folder {folder} holds no search ({SEARCH} is missing)")
+    baselines = {name: run for name in ("fp32", "amp", "probe") if (run := read_if_begun(folder / BASELINES / name))}
+    trials, damaged = [], {}
+    for path in sorted((folder / TRIALS).glob("*")):
+        try:
+            trials += [run] if (run := read_if_begun(path)) else []
+        except LogError as error:
+            damaged[path.name] = str(error)
+    return SearchRecord(
+        folder=folder,
+        spec=read_value(SearchSpec, folder / SEARCH, _WAY_OUT),
+        prepared=read_value(Prepared, folder / PREPARED, _WAY_OUT) if (folder / PREPARED).exists() else None,
+        baselines=baselines,
+        trials=tuple(trials),
+        damaged=damaged,
+    )
+
+
+def ranked(record: SearchRecord) -> list[tuple[float, RunRecord]]:
+    """Returns the trials with figures, best first, with what the search maximised.
+
+    Finished trials come before stopped ones: a figure after three epochs is none to choose by.
+    """
+    judge = record.objective
+    valued = [(judge.value(run.epochs[-1].epoch, figures), run) for run in record.trials if (figures := run.figures)]
+    return sorted(valued, key=lambda pair: (pair[1].status != "finished", -pair[0], pair[1].name))
+
+
+def best_trial(record: SearchRecord) -> RunRecord | None:
+    """Returns the best finished trial that is feasible; None when there is none."""
+    return next((run for value, run in ranked(record) if value > 0 and run.status == "finished"), None)
+
+
+def _prepared(spec: SearchSpec, runs: Mapping[str, RunRecord]) -> Prepared:
+    amp = runs["amp"]
+    objective = Objective.against(amp.epochs, spec.base.goal, name=spec.objective, margin=spec.margin)
+    headroom = spec.base.memory_headroom_bytes
+    if spec.base.memory_budget_bytes is None and headroom is None:
+        headroom = _headroom_bytes(spec.base, runs.get("probe", amp))
+    calibrated_on = None
+    if "probe" in runs:
+        variances: dict[str, list[float]] = {}
+        for tick in runs["probe"].ticks:
+            for layer in tick.observation.layers:
+                if layer.variance is not None:
+                    variances.setdefault(layer.name, []).append(layer.variance)
+        calibrated_on = calibration(variances)
+    return Prepared(objective=objective, calibration=calibrated_on, headroom_bytes=headroom)
+
+
+def _headroom_bytes(base: RunSpec, run: RunRecord) -> int:
+    """Returns the room that the ladder's largest batch takes, by what the start took in `run`.
+
+    Not the whole device: on a large one no threshold would ever be met. Within it rho chooses among all rungs.
+    """
+    idle_bytes = int(run.end.results["idle_gb"] * 1e9) if run.end else 0
+    taken, batch = run.epochs[-1].peak_bytes - idle_bytes, base.control.batch
+    return max(taken * batch.maximum // batch.start, MIN_HEADROOM_BYTES)
+
+
+class _Pruner(ASHAScheduler):
+    """Successive halving that stops a trial out of reach of the AMP baseline, however few came as far before it."""
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        action: str = super().on_trial_result(tune_controller, trial, result)
+        return self.STOP if result["hopeless"] else action
+
+
+def _tune_config(spec: SearchSpec, place: StoragePath, claim: Claim | None) -> tune.TuneConfig:
+    space = search_space(spec.space, spec.optional)
+    pareto = spec.objective == "pareto"
+    several: Directions = {"quality": "maximize", "seconds_per_epoch": "minimize", "peak_gb": "minimize"}
+    scheduler: TrialScheduler = FIFOScheduler()
+    if not pareto:
+        epochs = spec.base.recipe.epochs
+        scheduler = _Pruner(
+            time_attr="epoch",
+            metric="objective",
+            mode="max",
+            max_t=epochs,
+            grace_period=grace_epochs(epochs),
+            reduction_factor=3,
+        )
+    return tune.TuneConfig(
+        search_alg=JournaledSearch(
+            space,
+            place.folder / JOURNAL,
+            claim=claim,
+            sampler=partial(_sampler, spec),
+            directions=several if pareto else {"objective": "maximize"},
+            first={name: ANCHOR[name] for name in space},
+            noted=partial(bring_notes, place),
+        ),
+        scheduler=scheduler,
+        num_samples=spec.num_trials,
+        reuse_actors=True,
+    )
+
+
+def _sampler(spec: SearchSpec, number: int) -> optuna.samplers.BaseSampler:
+    """Returns the sampler of the trial of this number."""
+    return optuna.samplers.TPESampler(
+        n_startup_trials=max(spec.num_trials // 4, 4), multivariate=True, seed=(spec.seed * 10_007 + number) % 2**32
+    )
+
+
+def _finished(folder: Path) -> RunRecord | None:
+    run = read_if_begun(folder)
+    return run if run is not None and run.status == "finished" else None

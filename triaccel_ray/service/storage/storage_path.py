@@ -1,0 +1,110 @@
+"""Where things are kept: a folder, or a store that is named by a URI and has a working copy on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from triaccel_ray.config import require
+
+_SECRET_NAME = re.compile(r"[?&;][^=&;]*(secret|password|passwd|token|signature|sas|key)[^=&;]*=", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class StoragePath:
+    """A folder below the storage path, the same for all machines; as a value that travels between them.
+
+    Runs need what a POSIX folder does: they append to logs, cut them and replace files at once. Where the storage is a
+    store that cannot, they are kept in a working copy, and `mirror` carries files to and fro.
+    """
+
+    storage: str
+    """A folder, or the URI of a store: s3://BUCKET/FOLDER, gs://, abfs://, hdfs://, file:///, ..."""
+    name: str = ""
+    """Folder below it, parts separated by slashes."""
+
+    def __post_init__(self) -> None:
+        rule = "must name a folder or the URI of a store; leave it out for the folder triaccel-runs"
+        require(self.storage.strip() != "", "storage path", self.storage, rule)
+        if self.uri is None:
+            expanded(self.storage)
+        else:
+            _require_no_secret(self.uri)
+
+    @classmethod
+    def of(cls, folder: Path) -> StoragePath:
+        """Returns the place that is this folder itself."""
+        return cls(str(folder.absolute().parent), folder.name)
+
+    @property
+    def uri(self) -> str | None:
+        """The store's URI; None where the storage is a folder."""
+        return self.storage if "://" in self.storage else None
+
+    @property
+    def folder(self) -> Path:
+        """The absolute path on this machine: of the folder, or of its working copy."""
+        root = expanded(self.storage).absolute() if self.uri is None else working_copy(self.uri)
+        return root / self.name
+
+    @property
+    def base_name(self) -> str:
+        """The last part of the name."""
+        return self.folder.name
+
+    @property
+    def parent(self) -> StoragePath:
+        """The place that holds this one."""
+        return StoragePath(self.storage, self.name.rpartition("/")[0])
+
+    def __truediv__(self, name: str) -> StoragePath:
+        return StoragePath(self.storage, f"{self.name}/{name}" if self.name else name)
+
+    def __str__(self) -> str:
+        if self.uri is None:
+            return str(self.folder)
+        return f"{self.uri.partition('?')[0].rstrip('/')}/{self.name}".rstrip("/")
+
+
+def expanded(path: str | Path) -> Path:
+    """Returns the path with the home directory that its ~ stands for.
+
+    Raises:
+        ValueError: there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(f"path = {str(path)!r}: names a user whom this machine does not know") from None
+
+
+def is_plain_name(name: str) -> bool:
+    """Returns whether `name` names a folder inside another one, on every file system and in every store."""
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) is not None
+
+
+def working_copy(uri: str) -> Path:
+    """Returns the folder of this user on this machine for what is kept at `uri`: below XDG_CACHE_HOME, or ~/.cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
+    readable = re.sub(r"[^A-Za-z0-9._]+", "-", uri.partition("?")[0])[:60].strip("-.")
+    return cache / "triaccel-ray" / f"{readable}-{hashlib.sha256(uri.encode()).hexdigest()[:10]}"
+
+
+def _require_no_secret(uri: str) -> None:
+    """Returns if the URI can be shown, stored and handed to other machines.
+
+    Raises:
+        ValueError: a password or key stands in it; the message does not repeat it.
+    """
+    signed_in = re.search(r"://.*:.*@", uri, re.DOTALL) or (uri.startswith("s3") and "@" in uri)
+    if signed_in or _SECRET_NAME.search(uri):
+        shown = re.sub(r"://.*@", "://***@", uri, flags=re.DOTALL).partition("?")[0]
+        raise ValueError(
+            f"storage path = {shown!r}: must not hold a key or password, for it is shown, stored and handed to other "
+            "machines; leave it out, and have every machine find it in its environment (AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS) or its credential files (~/.aws/credentials); an @ "
+            "in a folder's name is written %40"
+        )
