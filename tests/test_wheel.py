@@ -23,10 +23,10 @@ IMPORT = """
 import kernels
 import triaccel_ray.kernels.grad_stats.api, triaccel_ray.search_spaces, triaccel_ray.trainables.registry
 from triaccel_ray import ControlLoop
-from triaccel_ray.search_spaces.tuned import found
+from triaccel_ray.search_spaces.tuned import tuned_thresholds
 for module in (triaccel_ray, triaccel_ray.kernels, triaccel_ray.search_spaces, triaccel_ray.trainables, kernels):
     print(module.__file__)
-print(found("cifar10-resnet18").task, len(triaccel_ray.trainables.registry.TASKS["digits"]().data("final").held_out))
+print(tuned_thresholds("cifar10-resnet18").task, len(triaccel_ray.trainables.registry.TASKS["digits"]().data("final").held_out))
 """
 
 
