@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
-from triaccel_ray.search_spaces.tuned import Result, TunedThresholds
+from triaccel_ray.search_spaces.tuned import Result, TunedThresholds, tuned_thresholds
 from triaccel_ray.trainables.registry import TASKS
 
 KEPT = [name for name in TASKS if files("triaccel_ray.search_spaces").joinpath("results", f"{name}.json").is_file()]
