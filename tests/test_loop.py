@@ -327,7 +327,7 @@ def test_a_schedule_that_gives_no_rate_is_refused_before_the_step(factor: Any) -
     loop, _ = loop_of(mlp(), blobs(64), schedule=lambda epoch: 1.0 if epoch == 0.0 else factor)
     loop.step()
     before = values(loop.model)
-    with pytest.raises(ValueError, match=r"schedule = .*: must be a finite number >= 0, here after 0.125 epochs"):
+    with pytest.raises(ValueError, match=r"schedule\(0\.125\) = .*: must be a finite number >= 0"):
         loop.step()
     assert same(values(loop.model), before)
 

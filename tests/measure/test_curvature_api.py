@@ -330,7 +330,7 @@ def test_bad_options_are_refused() -> None:
         measure((inputs, torch.ones(())), targets)
     with pytest.raises(ValueError, match=r"loss returned shape \(2,\): must be the mean"):
         measure(loss=lambda y, t: F.cross_entropy(y, t, reduction="none"))
-    with pytest.raises(ValueError, match="chunk_samples = 0: must be >= 1 or None"):
+    with pytest.raises(ValueError, match="chunk_samples = 0: must be an integer >= 1"):
         measure(chunk_samples=0)
     with pytest.raises(ValueError, match="num_iterations = 0"):
         measure(num_iterations=0)

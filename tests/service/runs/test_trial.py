@@ -44,7 +44,7 @@ LARGE_BYTES = 100 * 2**20
 
 
 def context_of(task: str, folder: Path, **settings: Any) -> RunContext:
-    base, measured = own_spec(task, **settings), calibration({"conv1": [1e-6, 1e-4]})
+    base, measured = own_spec(task, **settings), calibration({"0": [1e-6, 1e-4]})
 
     def spec_of(config: Mapping[str, Any]) -> RunSpec:
         return replace(base, control=thresholds(config, base.control, measured))
