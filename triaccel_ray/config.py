@@ -42,7 +42,7 @@ def knob(default: T, bounds: str = "", *, option: str = "", unit: str = "") -> T
         default: its value where none is given.
         bounds: the interval of a number, as mathematics writes it: `[0, 1)`, `(0, inf]`.
         option: its name on the command line, with underscores, where that is not the field's.
-        unit: `bytes` of an amount of memory, which may be given as `2GiB`.
+        unit: `bytes` of an amount of memory, which may be given as `2GiB`; `folder` of a path.
     """
     made: T = field(default=default, metadata={"bounds": bounds, "option": option, "unit": unit})
     return made

@@ -195,7 +195,7 @@ def test_a_file_that_breaks_a_rule_is_refused(text: str, message: str) -> None:
 
 
 def test_a_file_may_hold_what_belongs_to_a_search() -> None:
-    Path("hunt.toml").write_text("task = 'digits'\ntrials = 3\nalso = ['alpha']\nnoise-bound = true\nname = 'hunt'")
+    Path("hunt.toml").write_text("trials = 3\nnoise-bound = true\nname = 'hunt'\nalso = ['alpha']\ntask = 'digits'")
     spec = typed("search", "--config", "hunt.toml")
     assert (spec.num_trials, spec.optional, spec.base.control.batch.bound_by_noise_scale) == (3, ("alpha",), True)
     command = parse(["search", "--config", "hunt.toml", "--name", "other", "--also", "t_ctrl", "--trials", "16"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ MAX_LINES = 100
 """Epochs of a run that get a line; of more, every second, third, ... one does."""
 
 
-class Progress:
+class Progress(ABC):
     """A live table under a title on a terminal; elsewhere the title, and lines."""
 
     def __init__(self, title: str) -> None:
@@ -66,8 +67,8 @@ class Progress:
             table.title = self._title
             self._live.update(table, refresh=True)
 
-    def _table(self) -> Table:
-        raise NotImplementedError
+    @abstractmethod
+    def _table(self) -> Table: ...
 
 
 class LogProgress(Progress):
@@ -111,8 +112,8 @@ class LogProgress(Progress):
                     for line in lines:
                         self._take(path.parent.name, line)
 
-    def _take(self, name: str, line: bytes) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _take(self, name: str, line: bytes) -> None: ...
 
 
 @dataclass

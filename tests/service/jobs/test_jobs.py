@@ -216,9 +216,12 @@ def test_a_server_that_is_no_cluster_or_keeps_us_out(
 
 
 def test_options_of_a_file_and_a_folder_to_repeat_travel_with_the_job(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text("task = 'digits'\nepochs = 3\nalso = ['alpha']")
+    (tmp_path / "mine.toml").write_text(
+        "epochs = 3\nbatch_size = 64\nmemory_budget = '2GiB'\nalso = ['alpha']\ntask = 'digits'"
+    )
     job = submitted(tmp_path, f"search --config {tmp_path}/mine.toml --trials 2")
     command = parse(shlex.split(job.entrypoint)[3:])
     assert isinstance(command, Search)
     assert (command.task, vars(command.training)["epochs"], command.source.config) == ("digits", 3, None)
     assert vars(command.main)["also"] == ("alpha",)
+    assert (vars(command.training)["batch_size"], vars(command.training)["memory_budget"]) == (64, "2GiB")

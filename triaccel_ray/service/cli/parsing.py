@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_type_hints
 
 import tyro
@@ -56,9 +55,8 @@ def parse(arguments: Sequence[str] | None) -> Command:
         if shown != words:
             _parse(Command, shown)  # what is wrong with the words is said here, of words that hold no password
         parsed = _parse(Command, words)
-        if isinstance(parsed, Run | Search | Compare) and (path := parsed.source.config) is not None:
-            # Of an option given twice the last one acts; --config ends one of several words before a typed TASK.
-            parsed = _parse(Command, [words[0], *file_words(parsed, path), "--config", str(path), *words[1:]])
+        if (every := expanded(words, parsed)) != words:
+            parsed = _parse(Command, every)
         return parsed
     except BrokenPipeError:  # `triaccel search --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush fails, too
@@ -120,19 +118,25 @@ def check(command: Any) -> None:
         given(group)
 
 
-def file_words(command: Run | Search | Compare, path: Path) -> list[str]:
-    """Returns the options of a file as they would be typed before those of the command."""
+def expanded(words: Sequence[str], typed: Command | None = None) -> list[str]:
+    """Returns the words with the options of the file that --config names before those that were typed.
+
+    `typed` is the command that the words alone mean. Of an option that comes twice the last one acts.
+    """
+    command = _parse(Command, words) if typed is None else typed
+    if not isinstance(command, Run | Search | Compare) or command.source.config is None:
+        return list(words)
     groups = (command, command.source, command.training, command.thresholds)
-    typed = {name for name in REPLACED_BY if any(getattr(group, name, None) is not None for group in groups)}
-    words = []
-    for name, value in file_options(type(command), path, typed).items():
+    beside = {name for name in REPLACED_BY if any(getattr(group, name, None) is not None for group in groups)}
+    values = file_options(type(command), command.source.config, beside)
+    own = [words[0], *([values.pop("task")] if "task" in values else [])]
+    last = ["--experiment", values.pop("experiment", type(command).experiment)]  # ends an option of several words
+    for name, value in values.items():
         option = f"--{name.replace('_', '-')}"
-        if name == "task":
-            words.append(value)
-        elif isinstance(value, bool):
-            words += [option] if value else []
+        if isinstance(value, bool):
+            own += [option] if value else []
         elif isinstance(value, tuple):
-            words += [option, *value]
+            own += [option, *value]
         else:
-            words += [option, value.storage if isinstance(value, StoragePath) else str(value)]
-    return words
+            own += [option, value.storage if isinstance(value, StoragePath) else str(value)]
+    return [*own, *last, *words[1:]]

@@ -119,6 +119,6 @@ def _split(options: Given) -> tuple[Given, Given]:
 
 def _of_task(task: str | None, options: Given) -> RunSpec:
     """Returns the run as the task itself would have it; where its data files are is known to the task first."""
-    assert task is not None  # `complete` has seen to it
+    assert task is not None  # `parsing.check` has seen to it
     folder = options.get(("data_dir",))
     return run_spec(task, data_dir=None if folder is None else Path(folder), recipe={})

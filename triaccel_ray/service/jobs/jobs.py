@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from triaccel_ray.config import require
 from triaccel_ray.service.cli.options import Where
-from triaccel_ray.service.cli.parsing import check, file_words, parse
+from triaccel_ray.service.cli.parsing import check, expanded, parse
 from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search
 from triaccel_ray.service.cli.translation import comparison_of, run_of, search_of
 from triaccel_ray.service.report.tables import Grid
@@ -88,7 +88,8 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
         tracking_uri_of(storage, command.where.tracking_uri)
     tracking = _tracking_words(command.where, folder)
     notes = list(_place_notes(command.where, storage))
-    kept = _without(words, "storage-path", "tracking-uri", "address")
+    # A file of options need not travel: they do.
+    kept = _without(expanded(words), "storage-path", "tracking-uri", "address")
     if isinstance(command, Resume):
         target = _absolute_name(command.name, folder)
         kept = [target if word == command.name else word for word in kept]
@@ -103,9 +104,6 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
         kept = _without(kept, "name", "data-dir", "config", "from")
         if command.source.from_ is not None:
             kept += ["--from", _absolute_name(command.source.from_, folder)]
-        if command.source.config is not None:  # it need not travel, its options do
-            task = [command.task] if command.task is not None and command.task not in kept else []
-            kept[1:1] = [*file_words(command, command.source.config), "--experiment", command.experiment, *task]
         kept += ["--name", target]
         if data_dir is not None:
             data_dir = folder / data_dir.expanduser()
