@@ -183,11 +183,6 @@ class EpochLoop(ABC):
         return self._epoch.finish(self.sampler)
 
     @property
-    def epoch_seconds_so_far(self) -> float:
-        """Seconds that the present epoch has taken, without waiting for the device."""
-        return self._epoch.clock.elapsed()
-
-    @property
     def epoch_loss(self) -> Tensor:
         """The losses of the present epoch's samples so far, summed, and their number: fp64 [2] that steps write to."""
         return self._epoch.loss

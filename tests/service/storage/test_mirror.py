@@ -27,7 +27,7 @@ from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.search import finding, search
 from triaccel_ray.service.storage import mirroring
-from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, MODEL, PREVIOUS, SPEC
+from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, MODEL, PREVIOUS, SETTINGS, SPEC
 from triaccel_ray.service.storage.mirror import (
     COMMAND,
     LOG,
@@ -97,7 +97,7 @@ NAMES = {
 
 def test_the_files_of_a_command_are_those_that_its_modules_write() -> None:
     written = (search.SEARCH, comparison.COMPARISON, search.PREPARED, comparison.CHOICES, search.JOURNAL)
-    assert set(COMMAND.files) == {*written, finding.FOUND, shipment.SHIPPED, REPORT, "comparison.md"}
+    assert set(COMMAND.files) == {*written, SETTINGS, finding.FOUND, shipment.SHIPPED, REPORT, "comparison.md"}
 
 
 def test_a_copy_becomes_what_another_machine_brought(machines: Machines) -> None:

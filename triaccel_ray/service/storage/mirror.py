@@ -29,6 +29,7 @@ from triaccel_ray.service.storage.layout import (
     MODEL,
     PREVIOUS,
     REPLACED,
+    SETTINGS,
     SPEC,
     name_in_use,
     require_new,
@@ -59,7 +60,7 @@ COMMAND = Part(
     name="command",
     files=(
         *("search.json", "comparison.json", "prepared.json", "choices.json", "trials.jsonl", "mlflow.json"),
-        *("found.json", "comparison.md", "report.html"),
+        *(SETTINGS, "found.json", "comparison.md", "report.html"),
     ),
 )
 """Written by the command that was typed: what was asked for, found, suggested, recorded and reported."""
