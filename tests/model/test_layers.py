@@ -96,11 +96,13 @@ def test_other_inputs_go_in_as_they_are() -> None:
     assert torch.equal(forward(nn.Identity(), torch.ones(2)), torch.ones(2))
 
 
-def test_convolutions_are_laid_out_in_channels_last_with_their_values() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 2))
+@pytest.mark.parametrize("channels", [1, 3])
+def test_convolutions_are_laid_out_in_channels_last_with_their_values(channels: int) -> None:
+    model = nn.Sequential(nn.Conv2d(channels, 8, 3), nn.Flatten(), nn.Linear(8, 2))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     parameters = list(model.parameters())
     to_channels_last(model)
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert model[0](torch.randn(2, channels, 5, 5)).is_contiguous(memory_format=torch.channels_last)
     assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))  # an optimizer knows them
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

@@ -158,7 +158,8 @@ def to_channels_last(model: nn.Module) -> None:
         return
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dim() == 4:
-            tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+            # Not `contiguous`: it leaves the strides of one channel, and the outputs would follow them.
+            tensor.data = tensor.data.to(memory_format=torch.channels_last)
 
 
 Loss = Callable[[Any, Any], Tensor]
