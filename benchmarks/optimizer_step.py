@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.grad_stats import foreach_norms, resnet18_parameters
+from benchmarks.grad_stats import foreach_norms
 from benchmarks.timing import describe_machine, floor_us, time_calls
 from triaccel_ray.kernels.grad_stats.api import GradStats
 from triaccel_ray.kernels.multi_tensor import TensorTable
 from triaccel_ray.kernels.optimizer_step.api import AdamWHyperparameters, AdamWStep, SgdHyperparameters, SgdStep
+from triaccel_ray.trainables.models import resnet18
 
 DEVICE = torch.device("cuda")
 NUM_SETS = 4
@@ -34,7 +35,7 @@ class TensorSet:
     """One model's parameters, gradients, state and copies."""
 
     def __init__(self, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
-        self.parameters = [parameter for _, parameter in resnet18_parameters(DEVICE)]
+        self.parameters = [p.detach() for p in resnet18(10, "cifar").to(DEVICE).parameters()]
         self.gradients = [torch.randn_like(p).to(gradient_dtype) for p in self.parameters]
         self.fp32_gradients = [torch.empty_like(p) for p in self.parameters]
         self.first, self.second = ([torch.zeros_like(p) for p in self.parameters] for _ in range(2))
