@@ -16,7 +16,7 @@ from benchmarks.grad_stats import foreach_norms
 from benchmarks.timing import describe_machine, floor_us, time_calls
 from triaccel_ray.kernels.grad_stats.api import GradStats
 from triaccel_ray.kernels.multi_tensor import TensorTable
-from triaccel_ray.kernels.optimizer_step.api import AdamWHyperparameters, AdamWStep, SgdHyperparameters, SgdStep
+from triaccel_ray.kernels.optimizer_step.api import AdamWStep, SgdStep
 from triaccel_ray.trainables.models import resnet18
 
 DEVICE = torch.device("cuda")
@@ -65,28 +65,24 @@ class Ours:
             "loss_scale": torch.ones((), device=DEVICE),
             "found_nonfinite": torch.zeros((), device=DEVICE),
         }
-        self.sgd, self.adamw = SgdStep(sizes, DEVICE), AdamWStep(sizes, DEVICE)
-        self.sgd_values, self.adamw_values = SgdHyperparameters(n, DEVICE), AdamWHyperparameters(n, DEVICE)
         both = {"lr": [LR] * n, "weight_decay": [WEIGHT_DECAY] * n}
-        self.sgd_values.set(**both, momentum=[MOMENTUM] * n, nesterov=[True] * n)
-        self.adamw_values.set(**both, beta1=[BETAS[0]] * n, beta2=[BETAS[1]] * n, eps=[EPS] * n, decoupled=[True] * n)
-        self.step = self._sgd if name == "SGD" else self._adamw
+        self.kernel: SgdStep | AdamWStep
+        if name == "SGD":
+            self.kernel, states = SgdStep(sizes, DEVICE), ["first"]
+            self.kernel.set(**both, momentum=[MOMENTUM] * n, nesterov=[True] * n)
+        else:
+            self.kernel, states = AdamWStep(sizes, DEVICE), ["first", "second", "steps"]
+            betas = {"beta1": [BETAS[0]] * n, "beta2": [BETAS[1]] * n}
+            self.kernel.set(**both, **betas, eps=[EPS] * n, decoupled=[True] * n)
+        self.states = [tensors.table[state] for state in states]
         layers = [index for index, p in enumerate(tensors.parameters) if p.dim() > 1]
         groups = [layers.index(index) if index in layers else None for index in range(n)]
         self.stats = GradStats(sizes, groups, num_groups=len(layers), beta=0.9, device=DEVICE)
 
-    def _sgd(self) -> None:
+    def step(self) -> None:
+        """One step."""
         table = self.tensors.table
-        self.sgd.step(
-            table["parameters"], table["gradients"], table["first"], table["copies"], self.sgd_values, **self.by
-        )
-
-    def _adamw(self) -> None:
-        table = self.tensors.table
-        self.adamw.step(
-            table["parameters"], table["gradients"], (table["first"], table["second"]), table["steps"],
-            table["copies"], self.adamw_values, **self.by,
-        )  # fmt: skip
+        self.kernel.step(table["parameters"], table["gradients"], self.states, table["copies"], **self.by)
 
     def step_with_statistics(self) -> None:
         """Statistics, then the step that they may skip."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.kernels.batch_norm_act import RunningStatistics, batch_norm_act, batch_norm_act_forked, recomputer
+from triaccel_ray.kernels.batch_norm_act import RunningStatistics, batch_norm_act, recomputer
 from triaccel_ray.kernels.batch_norm_act.reference import ACTIVATIONS
 from triaccel_ray.kernels.batch_norm_act.reference import batch_norm_act as reference
 from triaccel_ray.kernels.batch_norm_act.tiling import APPLYING, APPLYING_EXPONENTIALS, REDUCING, tiling
@@ -249,7 +249,7 @@ def test_a_graph_replays_what_eager_computes_bit_for_bit() -> None:
     running = _running(64)
 
     def step() -> tuple[Tensor, ...]:
-        outputs = batch_norm_act_forked(x, weight, bias, running, eps=1e-5, activation="relu", residual=residual)
+        outputs = batch_norm_act(x, weight, bias, running, eps=1e-5, activation="relu", residual=residual, forked=True)
         y = batch_norm_act(outputs[0], weight, bias, running, eps=1e-5, activation="silu", residual=outputs[1])
         return (y.detach(), *torch.autograd.grad(y, [x, residual, weight, bias], inputs["dy"]), running.mean.clone())
 
@@ -283,7 +283,7 @@ def test_on_a_cpu_it_is_batch_norm_sum_and_activation() -> None:
     torch.testing.assert_close(running.mean, norm.running_mean)
     torch.testing.assert_close(running.var, norm.running_var)
     assert running.num_batches == norm.num_batches_tracked == 1
-    first, second = batch_norm_act_forked(x, norm.weight, norm.bias, running, **arguments, output_dtype=FP16)
+    first, second = batch_norm_act(x, norm.weight, norm.bias, running, **arguments, output_dtype=FP16, forked=True)
     assert first.dtype is second.dtype is FP16
     torch.testing.assert_close(first.float(), y, rtol=2.0**-10, atol=1e-6)
 
