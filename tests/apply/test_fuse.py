@@ -240,22 +240,6 @@ def test_convolutions_inside_the_blocks_do_not_keep_what_they_alone_read(recompu
     assert {name: module.__dict__.keys() for name, module in model.named_modules()} == before
 
 
-class Decides(nn.Module):
-    """A part without a norm may do what it likes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Conv2d(4, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) if float(x.detach().sum()) > 0 else x
-
-
-def test_parts_without_norms_are_called_as_they_are() -> None:
-    model = nn.Sequential(Block(), Decides(), Block())
-    assert len(_assert_same(model, IMAGES).norms) == 2
-
-
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])

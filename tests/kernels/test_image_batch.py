@@ -146,19 +146,6 @@ def test_a_square_is_cut_out_of_the_finished_image(cutout: int, reflect: bool) -
             assert torch.equal(image, found)
 
 
-def test_every_result_is_a_window_of_the_padded_image_or_its_mirror_image() -> None:
-    images = places(512)
-    padded = F.pad(images[0], (2, 2, 2, 2))
-    windows = {}
-    for row in range(5):
-        for column in range(5):
-            window = padded[:, row : row + 8, column : column + 8]
-            windows[window.numpy().tobytes()] = (row, column, False)
-            windows[window.flip(-1).contiguous().numpy().tobytes()] = (row, column, True)
-    seen = {windows[image.contiguous().numpy().tobytes()] for image in raw(images, 1, padding=2)}
-    assert len(seen) == 50
-
-
 def chi_square(counts: Tensor) -> float:
     """Returns sum (seen - expected)^2 / expected against the uniform distribution over all entries."""
     expected = counts.double().mean()
