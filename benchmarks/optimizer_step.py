@@ -93,18 +93,17 @@ class Ours:
 class Peer:
     """PyTorch's fused step over one set, with the casts that it needs where precisions differ."""
 
-    def __init__(self, name: str, tensors: TensorSet, *, groups_per_tensor: bool = False) -> None:
+    def __init__(self, name: str, tensors: TensorSet) -> None:
         self.tensors = tensors
         parameters = [torch.nn.Parameter(p) for p in tensors.parameters]
-        groups = [{"params": [p]} for p in parameters] if groups_per_tensor else [{"params": parameters}]
         self.optimizer: torch.optim.Optimizer
         if name == "SGD":
             self.optimizer = torch.optim.SGD(
-                groups, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, nesterov=True, fused=True
+                parameters, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, nesterov=True, fused=True
             )
         else:
             self.optimizer = torch.optim.AdamW(
-                groups, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True, capturable=True
+                parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True, capturable=True
             )
         for p, first, second, step in zip(parameters, tensors.first, tensors.second, tensors.steps, strict=True):
             self.optimizer.state[p] = (
@@ -170,9 +169,6 @@ def compare(name: str, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | No
         "kernels, with statistics": ([each.step_with_statistics for each in ours], floor + read_again),
         "torch fused, with _foreach_norm": ([each.step_with_statistics for each in peers], floor + read_again),
     }
-    if name == "SGD" and copy_dtype is None:
-        split = [Peer(name, each, groups_per_tensor=True) for each in sets]
-        calls["torch fused, an lr per tensor"] = [each.step for each in split], floor
     case = f"{name}, {gradient_dtype} gradients, {copy_dtype} copies".replace("torch.", "")
     print(case)
     for label, (each_set, least) in calls.items():
