@@ -136,6 +136,11 @@ def test_parts_stay_until_they_are_set_and_a_short_batch_passes_in_no_more_than_
         model[1].sizes.clear()
         assert step.run(ALL[:num_samples], ONE, step=4).faults == ()
         assert model[1].sizes == sizes
+    step.set_num_micro_batches(7)
+    model[1].sizes.clear()
+    step.run(ALL[:10], ONE, step=4)
+    assert model[1].sizes == [2] * 5  # no sample is left alone beside larger parts
+    step.set_num_micro_batches(4, 4)
     model[1].limit = 3
     model[1].sizes.clear()
     (fault,) = step.run(ALL[:4], ONE, step=5).faults  # whole batches keep their parts
