@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 ALL: tuple[tuple[str, ...], ...] = (
-    ("any_model", "--prewarm"),
+    ("any_model", "--prewarm", "--methods", "loop", "graph"),
     ("grad_stats",),
     ("optimizer_step",),
     ("step_end",),
