@@ -1,7 +1,6 @@
 """`python -m benchmarks`: every benchmark after another, each in a process of its own; exits 1 if one refuses.
 
-Variants that docs/benchmarks.md cites included. Not run: `batch_norm_act --models`, `grad_stats --compile` and
-`training_step` with the switches of the engine, which it does not cite.
+Variants that docs/benchmarks.md cites included.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import time
 from pathlib import Path
 
 ALL: tuple[tuple[str, ...], ...] = (
-    ("training_step",),
-    ("training_step", "--model", "efficientnet-b0", "--batch-size", "96"),
+    ("any_model", "--prewarm", "--methods", "loop", "graph"),
     ("grad_stats",),
     ("optimizer_step",),
     ("step_end",),
@@ -23,7 +21,6 @@ ALL: tuple[tuple[str, ...], ...] = (
     ("curvature",),
     ("curvature_agreement",),
     ("curvature_agreement", "--resnet"),
-    ("loader",),
     ("tracking",),
     ("search_overhead",),
 )
@@ -35,7 +32,6 @@ def main() -> int:
     """Runs the benchmarks asked for and returns how the worst one ended."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", choices=[*NAMES, []], help="which, with their variants; all by default")
-    parser.add_argument("--out", type=Path, help="folder for a text file of each one's output")
     args = parser.parse_args()
     worst = 0
     for name, *options in ALL:
@@ -51,9 +47,6 @@ def main() -> int:
         )
         text = f"{done.stdout}{done.stderr[-4000:] if done.returncode else ''}"
         print(f"== {title}: exit {done.returncode}, {time.perf_counter() - start:.0f} s\n{text}", flush=True)
-        if args.out is not None:
-            args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / f"{title.replace(' ', '')}.txt").write_text(text)
         worst = max(worst, done.returncode)
     return worst
 

@@ -34,6 +34,7 @@ from torch.nn import functional as F
 
 from triaccel_ray.data.sampler import epoch_order
 from triaccel_ray.model.pytree import map_tensors
+from triaccel_ray.trainables.models import efficientnet_b0, resnet18
 
 METHODS = ("amp", "reduce-overhead", "graph", "loop", "bare")
 SIZES = {
@@ -152,9 +153,8 @@ def classifier(name: str) -> nn.Module:
 
         model: nn.Module = timm.create_model({"vit_small": "vit_small_patch16_224"}.get(name, name), num_classes=10)
         return model
-    from benchmarks.step_contenders import network
-
-    return network(name.replace("_512", "").replace("_", "-"))
+    network = efficientnet_b0(10) if name == "efficientnet_b0" else resnet18(10, "cifar")
+    return network.to(memory_format=torch.contiguous_format)  # as a tutorial has it
 
 
 def optimizer_of(job: Job) -> torch.optim.Optimizer:

@@ -1,30 +1,26 @@
 """Batch normalisation, residual sum and activation: the kernels beside cuDNN and torch.compile, forward and backward.
 
-    python -m benchmarks.batch_norm_act [--models] [--without-compile]
+    python -m benchmarks.batch_norm_act [--without-compile]
 
 Times are medians of graph replays with the spread from the 10th to the 90th percentile, in microseconds. Inputs of a
 replay rotate among sets of tensors that together exceed the L2 cache several times over, so every figure includes
 reading from memory. GB/s counts what must be moved: each direction reads its tensors twice, because statistics come
-first, and writes its results once. `--models` adds whole captured training steps of ResNet-18 and EfficientNet-B0.
-`--without-compile` leaves out torch.compile, which takes minutes. Times nothing and exits with 1 when any result of the
-kernels is wrong.
+first, and writes its results once. `--without-compile` leaves out torch.compile, which takes minutes. Times nothing and
+exits with 1 when any result of the kernels is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.timing import copy_bytes_per_second, describe_machine
 from triaccel_ray.kernels.batch_norm_act import RunningStatistics, batch_norm_act
@@ -224,65 +220,21 @@ def compare_kernels(errors: Mapping[Shape, float], *, with_compile: bool) -> Non
     print(f"{'sum':38}{totals[0]:>24.1f}{totals[1]:>26.1f}{totals[2]:>26.1f}\n")
 
 
-def model_step(model: nn.Module, run: nn.Module, batch: int, size: int) -> Step:
-    """Returns forward and backward of a batch in FP16 by autocast's rules for layers, without an optimizer."""
-    x = torch.randn(batch, 3, size, size, device="cuda").to(memory_format=torch.channels_last)
-    target = torch.randint(0, 10, (batch,), device="cuda")
-
-    def step() -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
-        with torch.autocast("cuda", torch.float16):
-            outputs = run(x)
-        (F.cross_entropy(outputs.float(), target) * 1024.0).backward()
-
-    return step
-
-
-def model_rows(*, with_compile: bool) -> Iterator[str]:
-    """Yields captured steps of whole networks: as they are, fused, and compiled."""
-    from triaccel_ray.apply.fuse import Fusion, fuse
-    from triaccel_ray.model.layers import find_layers
-    from triaccel_ray.trainables.models import efficientnet_b0, resnet18
-
-    torch.backends.cudnn.benchmark = True
-    for name, batch, size in [("resnet18", 96, 32), ("resnet18", 512, 32), ("efficientnet_b0", 96, 224)]:
-        torch.manual_seed(0)
-        model = (resnet18(10, "cifar") if name == "resnet18" else efficientnet_b0(10)).cuda()
-        fusion = fuse(model, [module for layer in find_layers(model) for module in layer.modules])
-        assert isinstance(fusion, Fusion), fusion
-        runs: dict[str, nn.Module] = {"as it is": model, "fused": fusion.module}
-        if with_compile:
-            torch._dynamo.reset()
-            runs["torch.compile"] = cast(nn.Module, torch.compile(model))
-        for label, run in runs.items():
-            start = time.perf_counter()
-            step = model_step(model, run, batch, size)
-            step()
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - start
-            yield f"{name} batch {batch:4}  {label:14}{described(replay_times(step)):>28}   first step {seconds:.1f} s"
-
-
 def main() -> int:
     """Returns 1 when a result was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", action="store_true", help="add whole training steps")
     parser.add_argument("--without-compile", action="store_true", help="leave out torch.compile")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs an NVIDIA GPU")
         return 1
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["TRITON_CACHE_DIR"] = cache  # so that first steps include every compilation, and come first
-        rows = list(model_rows(with_compile=not arguments.without_compile)) if arguments.models else []
-        errors = {shape: error(Inputs(shape), shape) for shape in SHAPES}
-        wrong = {shape: wrong_by for shape, wrong_by in errors.items() if not wrong_by < TOLERANCE}
-        if wrong:
-            print(*(f"WRONG: {shape}: off by {wrong_by:.1e}" for shape, wrong_by in wrong.items()), sep="\n")
-            return 1
-        print(f"{describe_machine()}; us, median (10%-90%) of {REPLAYS} replays, FP16", *rows, sep="\n")
-        compare_kernels(errors, with_compile=not arguments.without_compile)
+    errors = {shape: error(Inputs(shape), shape) for shape in SHAPES}
+    wrong = {shape: wrong_by for shape, wrong_by in errors.items() if not wrong_by < TOLERANCE}
+    if wrong:
+        print(*(f"WRONG: {shape}: off by {wrong_by:.1e}" for shape, wrong_by in wrong.items()), sep="\n")
+        return 1
+    print(f"{describe_machine()}; us, median (10%-90%) of {REPLAYS} replays, FP16")
+    compare_kernels(errors, with_compile=not arguments.without_compile)
     return 0
 
 

@@ -3,7 +3,7 @@
 The network is trained for some steps on random but learnable images first, so that its spectra are not those of an
 initialisation. Every spectrum of ours is compared with FP64 per-sample gradients and LAPACK; the command exits with 1
 when one of the five largest eigenvalues of a layer is off by more than its tolerance, a wider one for `hessian`, whose
-power iteration stops before it has converged. `--quick` takes a small network (also what a CPU gets).
+power iteration stops before it has converged. A CPU gets a small network.
 """
 
 from __future__ import annotations
@@ -244,13 +244,11 @@ def is_right(row: Row) -> bool:
 def main() -> int:
     """Prints one line per way to measure; returns 1 if one of them is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a small network")
     parser.add_argument("-n", type=int, default=20, help="timed measurements of each way")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    is_small = options.quick or device.type == "cpu"
     torch.manual_seed(0)
-    case = trained_case(SmallNet() if is_small else resnet18(NUM_CLASSES, "cifar"), device, num_steps=100)
+    case = trained_case(SmallNet() if device.type == "cpu" else resnet18(NUM_CLASSES, "cifar"), device, num_steps=100)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"{name}, PyTorch {torch.__version__}; {len(case.layers)} layers, {NUM_SAMPLES} samples, top {TOP_K}")
     fisher, ggn = reference_spectra(case, "fisher"), reference_spectra(case, "ggn")

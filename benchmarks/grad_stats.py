@@ -1,31 +1,22 @@
 """Gradient statistics of ResNet-18 (CIFAR stem) against PyTorch's: `python -m benchmarks.grad_stats`.
 
 Times are per update, from replays of a CUDA graph that goes round several sets of gradients, together far larger than
-the L2 cache. Exits with 1 when a result is wrong. `--compile` adds torch.compile of the plain formula.
+the L2 cache. Exits with 1 when a result is wrong.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
-from torchvision.models import resnet18
 
 from benchmarks.timing import describe_machine, floor_us, time_calls
 from triaccel_ray.kernels.grad_stats.api import GradStats
 from triaccel_ray.kernels.multi_tensor import TensorTable
-
-
-def resnet18_parameters(device: torch.device) -> list[tuple[str, Tensor]]:
-    """Returns names and parameters of ResNet-18 with a 3x3 stem for 10 classes, channels_last."""
-    model = resnet18(num_classes=10)
-    model.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    model.to(device, memory_format=torch.channels_last)
-    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+from triaccel_ray.trainables.models import resnet18
 
 
 class Case:
@@ -33,15 +24,15 @@ class Case:
 
     def __init__(self, dtype: torch.dtype, num_sets: int, loss_scale: float) -> None:
         device = torch.device("cuda")
-        named = resnet18_parameters(device)
+        parameters = [parameter.detach() for parameter in resnet18(10, "cifar").to(device).parameters()]
         # As the control loop does: a layer is a weight of two or more dimensions.
-        layers = [index for index, (_, parameter) in enumerate(named) if parameter.dim() > 1]
-        groups = [layers.index(index) if index in layers else None for index in range(len(named))]
-        sizes = [parameter.numel() for _, parameter in named]
+        layers = [index for index, parameter in enumerate(parameters) if parameter.dim() > 1]
+        groups = [layers.index(index) if index in layers else None for index in range(len(parameters))]
+        sizes = [parameter.numel() for parameter in parameters]
         self.layers, self.dtype = layers, dtype
         self.num_bytes = sum(sizes) * dtype.itemsize
         self.sets = [
-            [(1e-3 * (0.1 + torch.randn_like(p)) * loss_scale).to(dtype) for _, p in named] for _ in range(num_sets)
+            [(1e-3 * (0.1 + torch.randn_like(p)) * loss_scale).to(dtype) for p in parameters] for _ in range(num_sets)
         ]
         self.tables = [TensorTable(len(sizes), device, sizes=sizes) for _ in self.sets]
         for table, gradients in zip(self.tables, self.sets, strict=True):
@@ -72,7 +63,7 @@ def foreach_norms(gradients: list[Tensor], layers: Sequence[int]) -> tuple[Seque
     return torch._foreach_norm(gradients, 2), torch._foreach_norm(gradients, float("inf"))
 
 
-def compare(case: Case, with_compile: bool) -> None:
+def compare(case: Case) -> None:
     """Prints the times of one case."""
     calls: dict[str, list[Callable[[], object]]] = {
         "triaccel_ray.kernels.grad_stats": [partial(case.stats.update, table, case.loss_scale) for table in case.tables]
@@ -81,8 +72,6 @@ def compare(case: Case, with_compile: bool) -> None:
         "torch._foreach_norm, 2 and inf": foreach_norms,
         "torch.var_mean by layer + _foreach_norm": tensor_by_tensor,
     }
-    if with_compile:
-        peers["torch.compile of the latter"] = torch.compile(tensor_by_tensor)
     for name, peer in peers.items():
         calls[name] = [partial(peer, gradients, case.layers) for gradients in case.sets]
     print(f"{case.dtype} gradients".removeprefix("torch."))
@@ -92,9 +81,6 @@ def compare(case: Case, with_compile: bool) -> None:
 
 def main() -> int:
     """Prints the figures; returns 1 when a result is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--compile", action="store_true", help="also time torch.compile of the plain formula")
-    with_compile = parser.parse_args().compile
     if not torch.cuda.is_available():
         print("needs an NVIDIA GPU")
         return 1
@@ -109,7 +95,7 @@ def main() -> int:
         if not case.is_right():
             print(f"WRONG: statistics of {dtype} gradients do not agree with fp64")
             return 1
-        compare(case, with_compile)
+        compare(case)
     return 0
 
 

@@ -1,9 +1,9 @@
 """A batch of CIFAR-10-sized images from a data set on the GPU, the kernel beside PyTorch.
 
-Run `python -m benchmarks.image_batch`. But where it says otherwise, every variant draws its own random numbers from a
-generator on the device. Prints microseconds a batch, the median of `--repeats` measurements with their least and
-largest, and GB/s over the bytes that must move (a byte read and an element written for each pixel) beside what a
-plain copy reaches. Times nothing and exits with 1 when a result is wrong.
+Run `python -m benchmarks.image_batch`. Every variant draws its own random numbers from a generator on the device.
+Prints microseconds a batch in a CUDA graph, the median of `--repeats` measurements with their least and largest, and
+GB/s over the bytes that must move (a byte read and an element written for each pixel) beside what a plain copy
+reaches. Times nothing and exits with 1 when a result is wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Make = Callable[[Tensor], Tensor]
 
 
 class Setup:
-    """The data, and the variants that are compared, each for one output type."""
+    """The data, and the variants that are compared."""
 
     def __init__(self) -> None:
         drawing = torch.Generator().manual_seed(0)
@@ -45,7 +45,6 @@ class Setup:
         mean, std = torch.tensor(MEAN, device="cuda"), torch.tensor(STD, device="cuda")
         self.scale, self.shift = 1 / (255 * std), -mean / std
         self.generator = torch.Generator(device="cuda").manual_seed(0)
-        self.one_key = self.key()
         self.compiled = torch.compile(reference, dynamic=False)
 
     def key(self) -> Tensor:
@@ -58,12 +57,7 @@ class Setup:
         how: dict[str, Any] = {"epoch": None, "padding": PADDING, "reflect": False, "cutout": 0, "dtype": dtype}
         return {
             "kernel": lambda i: image_batch(self.images, i, *constants, key=self.key(), **how),
-            "kernel, a key drawn once": lambda i: image_batch(self.images, i, *constants, key=self.one_key, **how),
-            "kernel, reflecting and cutting out": lambda i: image_batch(
-                self.images, i, *constants, key=self.key(), **{**how, **FULL}
-            ),
             "PyTorch, gather in one": lambda i: self.gathered(i, dtype),
-            "PyTorch, hashed": lambda i: reference(self.images, i, *constants, key=self.key(), **how),
             "PyTorch, hashed, compiled": lambda i: self.compiled(self.images, i, *constants, key=self.key(), **how),
         }
 
@@ -111,16 +105,6 @@ def captured(make: Make, batches: list[Tensor], generator: torch.Generator) -> C
     return graph.replay
 
 
-def eager(make: Make, batches: list[Tensor]) -> Callable[[], None]:
-    """Returns a function that makes all batches one by one."""
-
-    def run() -> None:
-        for indices in batches:
-            make(indices)
-
-    return run
-
-
 def microseconds(run: Callable[[], None], repeats: int) -> list[float]:
     """Returns the wall-clock time of a batch, measured `repeats` times over all batches, three rounds each."""
     run()
@@ -149,17 +133,16 @@ def main() -> int:
         print(*(f"WRONG: {fault}" for fault in found), sep="\n")
         return 1
     print(f"{describe_machine()}; n = {repeats}")
-    print(f"{'batch':>5} {'type':8} {'variant':42} {'eager us':>26} {'captured us':>26} {'GB/s':>6}")
+    print(f"{'batch':>5} {'type':8} {'variant':42} {'captured us':>26} {'GB/s':>6}")
     for size in (96, 512):
         batches = list(torch.randint(NUM_IMAGES, (NUM_BATCHES, size), device="cuda"))
         for dtype in (torch.float16, torch.float32):
             num_bytes = size * 3072 * (1 + dtype.itemsize)
             for name, make in setup.variants(dtype).items():
                 make(batches[0])  # compiles
-                plain = microseconds(eager(make, batches), repeats)
                 graph = microseconds(captured(make, batches, setup.generator), repeats)
                 rate = num_bytes / statistics.median(graph) / 1e3
-                print(f"{size:5} {str(dtype)[6:]:8} {name:42} {spread(plain):>26} {spread(graph):>26} {rate:6.0f}")
+                print(f"{size:5} {str(dtype)[6:]:8} {name:42} {spread(graph):>26} {rate:6.0f}")
     return 0
 
 

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.grad_stats import foreach_norms, resnet18_parameters
+from benchmarks.grad_stats import foreach_norms
 from benchmarks.timing import describe_machine, floor_us, time_calls
 from triaccel_ray.kernels.grad_stats.api import GradStats
 from triaccel_ray.kernels.multi_tensor import TensorTable
-from triaccel_ray.kernels.optimizer_step.api import AdamWHyperparameters, AdamWStep, SgdHyperparameters, SgdStep
+from triaccel_ray.kernels.optimizer_step.api import AdamWStep, SgdStep
+from triaccel_ray.trainables.models import resnet18
 
 DEVICE = torch.device("cuda")
 NUM_SETS = 4
@@ -34,7 +35,7 @@ class TensorSet:
     """One model's parameters, gradients, state and copies."""
 
     def __init__(self, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
-        self.parameters = [parameter for _, parameter in resnet18_parameters(DEVICE)]
+        self.parameters = [p.detach() for p in resnet18(10, "cifar").to(DEVICE).parameters()]
         self.gradients = [torch.randn_like(p).to(gradient_dtype) for p in self.parameters]
         self.fp32_gradients = [torch.empty_like(p) for p in self.parameters]
         self.first, self.second = ([torch.zeros_like(p) for p in self.parameters] for _ in range(2))
@@ -64,28 +65,24 @@ class Ours:
             "loss_scale": torch.ones((), device=DEVICE),
             "found_nonfinite": torch.zeros((), device=DEVICE),
         }
-        self.sgd, self.adamw = SgdStep(sizes, DEVICE), AdamWStep(sizes, DEVICE)
-        self.sgd_values, self.adamw_values = SgdHyperparameters(n, DEVICE), AdamWHyperparameters(n, DEVICE)
         both = {"lr": [LR] * n, "weight_decay": [WEIGHT_DECAY] * n}
-        self.sgd_values.set(**both, momentum=[MOMENTUM] * n, nesterov=[True] * n)
-        self.adamw_values.set(**both, beta1=[BETAS[0]] * n, beta2=[BETAS[1]] * n, eps=[EPS] * n, decoupled=[True] * n)
-        self.step = self._sgd if name == "SGD" else self._adamw
+        self.kernel: SgdStep | AdamWStep
+        if name == "SGD":
+            self.kernel, states = SgdStep(sizes, DEVICE), ["first"]
+            self.kernel.set(**both, momentum=[MOMENTUM] * n, nesterov=[True] * n)
+        else:
+            self.kernel, states = AdamWStep(sizes, DEVICE), ["first", "second", "steps"]
+            betas = {"beta1": [BETAS[0]] * n, "beta2": [BETAS[1]] * n}
+            self.kernel.set(**both, **betas, eps=[EPS] * n, decoupled=[True] * n)
+        self.states = [tensors.table[state] for state in states]
         layers = [index for index, p in enumerate(tensors.parameters) if p.dim() > 1]
         groups = [layers.index(index) if index in layers else None for index in range(n)]
         self.stats = GradStats(sizes, groups, num_groups=len(layers), beta=0.9, device=DEVICE)
 
-    def _sgd(self) -> None:
+    def step(self) -> None:
+        """One step."""
         table = self.tensors.table
-        self.sgd.step(
-            table["parameters"], table["gradients"], table["first"], table["copies"], self.sgd_values, **self.by
-        )
-
-    def _adamw(self) -> None:
-        table = self.tensors.table
-        self.adamw.step(
-            table["parameters"], table["gradients"], (table["first"], table["second"]), table["steps"],
-            table["copies"], self.adamw_values, **self.by,
-        )  # fmt: skip
+        self.kernel.step(table["parameters"], table["gradients"], self.states, table["copies"], **self.by)
 
     def step_with_statistics(self) -> None:
         """Statistics, then the step that they may skip."""
@@ -96,18 +93,17 @@ class Ours:
 class Peer:
     """PyTorch's fused step over one set, with the casts that it needs where precisions differ."""
 
-    def __init__(self, name: str, tensors: TensorSet, *, groups_per_tensor: bool = False) -> None:
+    def __init__(self, name: str, tensors: TensorSet) -> None:
         self.tensors = tensors
         parameters = [torch.nn.Parameter(p) for p in tensors.parameters]
-        groups = [{"params": [p]} for p in parameters] if groups_per_tensor else [{"params": parameters}]
         self.optimizer: torch.optim.Optimizer
         if name == "SGD":
             self.optimizer = torch.optim.SGD(
-                groups, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, nesterov=True, fused=True
+                parameters, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, nesterov=True, fused=True
             )
         else:
             self.optimizer = torch.optim.AdamW(
-                groups, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True, capturable=True
+                parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True, capturable=True
             )
         for p, first, second, step in zip(parameters, tensors.first, tensors.second, tensors.steps, strict=True):
             self.optimizer.state[p] = (
@@ -173,9 +169,6 @@ def compare(name: str, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | No
         "kernels, with statistics": ([each.step_with_statistics for each in ours], floor + read_again),
         "torch fused, with _foreach_norm": ([each.step_with_statistics for each in peers], floor + read_again),
     }
-    if name == "SGD" and copy_dtype is None:
-        split = [Peer(name, each, groups_per_tensor=True) for each in sets]
-        calls["torch fused, an lr per tensor"] = [each.step for each in split], floor
     case = f"{name}, {gradient_dtype} gradients, {copy_dtype} copies".replace("torch.", "")
     print(case)
     for label, (each_set, least) in calls.items():

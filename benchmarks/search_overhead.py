@@ -3,9 +3,8 @@
 Run `python -m benchmarks.search_overhead`. All contenders train the same model on the same samples for one epoch a
 trial, one trial at a time, on thresholds that the same Optuna sampler draws. Bare Tune reuses its actor and trains in
 plain PyTorch; Optuna alone does so in this process and records nothing. Ours is what `triaccel search` runs: the
-control loop, an event log, a spec and a judgement for every trial. Also: the time from `triaccel search` to the first
-training step, baselines before trials as always. Needs no GPU; exits with 1 when a contender has lost trials, or when
-more than 1.5 s pass between two of ours.
+control loop, an event log, a spec and a judgement for every trial. Needs no GPU; exits with 1 when a contender has lost
+trials, or when more than 1.5 s pass between two of ours.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import argparse
 import itertools
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -178,25 +176,6 @@ def measure_trials(num_trials: int, rounds: int) -> Mapping[str, Contender]:
     return figures
 
 
-def measure_beginning() -> tuple[float, float]:
-    """Returns seconds from `triaccel search` to the first step of the first baseline, and of the first trial."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = ["search", TASK, "--trials", "1", "--space", SPACE, "--device", "cpu", "--memory-headroom", "1GiB"]
-        where = ["--storage-path", folder, "--name", "first"]
-        began = time.time()
-        subprocess.run(
-            [sys.executable, "-m", "triaccel_ray.service", *words, *where],
-            check=True,
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
-        )
-        starts = {
-            path.parent.parent.name: next(iter(read_events(path))).time_ms / 1e3 - began
-            for path in sorted((Path(folder) / "first").glob(f"*/*/{EVENTS}"), reverse=True)
-        }
-    return starts["baselines"], starts[TRIALS]
-
-
 def faults(figures: Mapping[str, Contender], *, num_trials: int) -> list[str]:
     """Returns what is wrong with the figures: trials that are missing, or too long a gap between ours."""
     lost = sorted(name for name, contender in figures.items() if contender.num_trials != num_trials)
@@ -219,7 +198,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--beginnings", type=int, default=3, help="how often `triaccel search` is started")
     given = parser.parse_args()
     print(
         f"{os.cpu_count()} CPUs, Ray {ray.__version__}, Optuna {optuna.__version__}, PyTorch {torch.__version__}; "
@@ -230,11 +208,6 @@ def main() -> int:
         print(name)
         print(show("all trials", contender.seconds))
         print(show("between two trials on a warm actor", contender.gaps, 1e3, "ms"))
-    beginnings = [measure_beginning() for _ in range(given.beginnings)]
-    if beginnings:
-        print("`triaccel search`")
-        print(show("to the first step of the first baseline", [first for first, _ in beginnings]))
-        print(show("to the first step of the first trial", [second for _, second in beginnings]))
     median = statistics.median(figures["triaccel"].gaps)
     print(f"between trials: {median:.2f} s, {median / 30:.1%} of a search of 30-second trials (at most {TARGET_S} s)")
     found = faults(figures, num_trials=given.trials * given.rounds)

@@ -25,7 +25,7 @@ def _is_installed(name: str) -> bool:
 collect_ignore = (
     []
     if all(map(_is_installed, ("ray", "mlflow", "optuna", "tyro", "rich")))
-    else ["chaos", "service", "search_spaces", "benchmarks/test_overhead.py", "test_documents.py"]
+    else ["chaos", "service", "search_spaces", "benchmarks", "test_documents.py"]
 )
 
 torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way

@@ -16,6 +16,7 @@ from triaccel_ray.trainables.digits import Digits
 
 TRAIN = """
 import sys
+import time
 from pathlib import Path
 from triaccel_ray.service.runs.spec import run_spec
 from triaccel_ray.service.runs.worker import Worker
@@ -25,6 +26,11 @@ recipe = {"epochs": int(num_epochs)}
 spec = run_spec(task, data_dir=None, recipe=recipe, trials_per_gpu=2, memory_headroom_bytes=int(headroom))
 worker = Worker(spec, Path(folder))
 worker.start()
+Path(folder, "started").touch()
+deadline = time.monotonic() + 200
+while len(list(Path(folder).parent.glob("*/started"))) < 2:  # so that both train side by side
+    assert time.monotonic() < deadline, "the other process has not started"
+    time.sleep(0.01)
 while not worker.finished:
     worker.train_epoch()
 worker.finish()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from triaccel_ray.kernels.batch_norm_act.reference import ACTIVATIONS, Activation
+from triaccel_ray.kernels.batch_norm_act.reference import ACTIVATIONS, Activation, RunningStatistics
 from triaccel_ray.kernels.batch_norm_act.reference import batch_norm_act as reference
-from triaccel_ray.kernels.batch_norm_act.running import RunningStatistics
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -26,7 +25,8 @@ def batch_norm_act(
     activation: Activation = "none",
     residual: Tensor | None = None,
     output_dtype: torch.dtype | None = None,
-) -> Tensor:
+    forked: bool = False,
+) -> Any:
     """Returns activation((x - mean) / sqrt(var + eps) weight + bias + residual), mean and var those of this batch.
 
     Ioffe and Szegedy 2015, in training mode: mean and biased variance per channel over batch and pixels. Arithmetic is
@@ -47,9 +47,12 @@ def batch_norm_act(
         activation: "none", "relu", "relu6", "silu" or "hardswish".
         residual: added before the activation; x's shape and memory layout, a dtype of its own.
         output_dtype: of the result: float32, float16 or bfloat16; None for x's.
+        forked: the result is returned twice, over the same memory, for two readers. Their gradients are added inside
+            the backward kernels, where autograd would write their sum to memory and read it again: a fork into a block
+            and its residual connection costs a third read instead. Neither may be changed in place.
 
     Returns:
-        [n, c, h, w], in the memory layout of x.
+        [n, c, h, w], in the memory layout of x; a pair of them where forked.
 
     Raises:
         TypeError: a dtype is none of the above.
@@ -58,40 +61,12 @@ def batch_norm_act(
     """
     dtype = _checked(x, weight, bias, residual, output_dtype, activation)
     if not x.is_cuda:
-        return reference(
-            x, weight, bias, running, eps=eps, activation=activation, residual=residual, output_dtype=dtype
-        )
-    from triaccel_ray.kernels.batch_norm_act.launch import Call, launch  # here: without a GPU triton need not exist
-
-    call = Call(running=running, eps=eps, activation=activation, output_dtype=dtype)
-    return cast(Tensor, launch(call, x, weight, bias, residual))
-
-
-def batch_norm_act_forked(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    running: RunningStatistics,
-    *,
-    eps: float,
-    activation: Activation = "none",
-    residual: Tensor | None = None,
-    output_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns what `batch_norm_act` does, twice over the same memory, for two readers.
-
-    The gradients of the two are added inside the backward kernels, where autograd would write their sum to memory and
-    read it again: a fork into a block and its residual connection costs a third read instead. Neither may be changed
-    in place.
-    """
-    dtype = _checked(x, weight, bias, residual, output_dtype, activation)
-    if not x.is_cuda:
         y = reference(x, weight, bias, running, eps=eps, activation=activation, residual=residual, output_dtype=dtype)
-        return y, y
+        return (y, y) if forked else y
     from triaccel_ray.kernels.batch_norm_act.launch import Call, launch  # here: without a GPU triton need not exist
 
-    call = Call(running=running, eps=eps, activation=activation, output_dtype=dtype, forked=True)
-    return cast(tuple[Tensor, Tensor], launch(call, x, weight, bias, residual))
+    call = Call(running=running, eps=eps, activation=activation, output_dtype=dtype, forked=forked)
+    return launch(call, x, weight, bias, residual)
 
 
 def recomputer(y: Tensor) -> Callable[[], Tensor] | None:

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from triaccel_ray.kernels.batch_norm_act import triton as kernels
-from triaccel_ray.kernels.batch_norm_act.reference import Activation
-from triaccel_ray.kernels.batch_norm_act.running import RunningStatistics
+from triaccel_ray.kernels.batch_norm_act.reference import Activation, RunningStatistics
 from triaccel_ray.kernels.batch_norm_act.tiling import APPLYING, APPLYING_EXPONENTIALS, REDUCING, Shape, Tiling, tiling
 
 _FINISHING_CHANNELS, _FINISHING_PARTS = 8, 256

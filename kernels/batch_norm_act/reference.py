@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from triaccel_ray.kernels.batch_norm_act.running import RunningStatistics
 
 Activation = Literal["none", "relu", "relu6", "silu", "hardswish"]
 
@@ -20,6 +19,20 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "hardswish": F.hardswish,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningStatistics:
+    """Moving averages, written in place by every call in training mode, as `torch.nn.BatchNorm2d` does."""
+
+    mean: Tensor
+    """[C], of the channels' means."""
+    var: Tensor
+    """[C], of the channels' unbiased variances."""
+    num_batches: Tensor | None = None
+    """Integer scalar, increased by one; None: not counted."""
+    momentum: float = 0.1
+    """Weight of the new batch, in [0, 1]."""
 
 
 def batch_norm_act(

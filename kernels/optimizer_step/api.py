@@ -1,21 +1,23 @@
-"""SGD and AdamW steps over all tensors of a model at once, steered by scalars that live on the device."""
+"""SGD and AdamW steps over all tensors of a model at once, steered by values that live on the device."""
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from triaccel_ray.kernels.multi_tensor import Chunks, TensorTable
+from triaccel_ray.kernels.multi_tensor import Chunks, TensorTable, upload
 from triaccel_ray.kernels.optimizer_step import reference
-from triaccel_ray.kernels.optimizer_step.hyperparameters import AdamWHyperparameters, SgdHyperparameters
 from triaccel_ray.kernels.optimizer_step.reference import Scalars
 
-__all__ = ["AdamWHyperparameters", "AdamWStep", "SgdHyperparameters", "SgdStep"]
+__all__ = ["AdamWStep", "SgdStep"]
 
 
-class _Step:
+class _Step(ABC):
     """What the steps have in common.
 
     Parameters and optimizer state are fp32; gradients and copies fp32, fp16 or bf16, tensor by tensor; all tensors of
@@ -26,19 +28,64 @@ class _Step:
     and scalars anew; step once before a capture, with empty tables if need be: the kernels are compiled then.
     """
 
+    _NUM_ROWS: ClassVar[int]
+
     def __init__(self, sizes: Sequence[int], device: torch.device, *, kernel: bool | None = None) -> None:
-        """Prepares tensors of `sizes` elements.
+        """Prepares tensors of `sizes` elements, with hyperparameters of 0: to be set before the first step.
 
         `kernel` runs the Triton kernels: by default on a GPU; on a CPU they need Triton's interpreter.
         """
         self._num_tensors = len(sizes)
         self._chunks: Chunks | None = None
+        self.rows = torch.zeros(self._NUM_ROWS, len(sizes), device=device)
+        """fp32, a row for each hyperparameter, a column for each tensor."""
+        self._last: list[list[float]] = []
         device = torch.device(device)
         runs_kernel = device.type == "cuda" if kernel is None else kernel
         if runs_kernel:
             from triaccel_ray.kernels.optimizer_step.triton import CHUNK_SIZE  # imports triton
 
             self._chunks = Chunks(sizes, device, CHUNK_SIZE)
+
+    @torch.no_grad()
+    def step(
+        self,
+        parameters: TensorTable,
+        gradients: TensorTable,
+        states: Sequence[TensorTable],
+        copies: TensorTable,
+        *,
+        lr_factor: Tensor,
+        loss_scale: Tensor,
+        found_nonfinite: Tensor,
+    ) -> None:
+        """Updates parameters, states and copies with lr = the tensor's lr x `lr_factor`.
+
+        Gradients carry the factor `loss_scale`; where `found_nonfinite` is not 0, nothing is written. The three are
+        fp32 scalars on the device.
+
+        Raises:
+            ValueError: a table of another number of tensors, parameters or states that are not fp32, or a scalar that
+                is not one fp32 number.
+        """
+        by = Scalars(lr_factor, loss_scale, found_nonfinite)
+        self._check([parameters, *states], [gradients, copies], by)
+        if self._chunks is None or self._chunks.num_chunks:
+            self._run(self._chunks, [parameters, gradients, *states, copies], by)
+
+    @abstractmethod
+    def _run(self, chunks: Chunks | None, tables: Sequence[TensorTable], by: Scalars) -> None:
+        """Launches the kernels on the chunks; computes the reference where there are none."""
+
+    def _upload(self, rows: Sequence[Sequence[float]]) -> None:
+        """Copies the rows to the device if they are not the last ones."""
+        for row in rows:
+            if len(row) != self._num_tensors:
+                raise ValueError(f"{len(row)} values for {self._num_tensors} tensors: give one for each")
+        values = [[float(value) for value in row] for row in rows]
+        if values != self._last:
+            upload(torch.tensor(values, dtype=torch.float64).float(), self.rows)
+            self._last = values
 
     def _check(self, fp32: Sequence[TensorTable], any_dtype: Sequence[TensorTable], scalars: Scalars) -> None:
         for table in (*fp32, *any_dtype):
@@ -54,85 +101,83 @@ class _Step:
 
 
 class SgdStep(_Step):
-    """torch.optim.SGD (dampening 0): momentum, Nesterov, L2 weight decay, each with its own value per tensor."""
+    """torch.optim.SGD (dampening 0): momentum, Nesterov, L2 weight decay, each with its own value per tensor.
 
-    @torch.no_grad()
-    def step(
+    The one state is the momenta, zeros at first; absent ones belong to tensors without momentum.
+    """
+
+    _NUM_ROWS = 4
+
+    def set(
         self,
-        parameters: TensorTable,
-        gradients: TensorTable,
-        momenta: TensorTable,
-        copies: TensorTable,
-        hyperparameters: SgdHyperparameters,
         *,
-        lr_factor: Tensor,
-        loss_scale: Tensor,
-        found_nonfinite: Tensor,
+        lr: Sequence[float],
+        weight_decay: Sequence[float],
+        momentum: Sequence[float],
+        nesterov: Sequence[bool],
     ) -> None:
-        """Updates parameters, momenta and copies with lr = the tensor's lr x `lr_factor`.
-
-        `momenta` begin as zeros; absent ones belong to tensors without momentum. Gradients carry the factor
-        `loss_scale`; where `found_nonfinite` is not 0, nothing is written. The three are fp32 scalars on the device.
+        """Uploads the values, one per tensor, when they differ from the last; does not wait for the device.
 
         Raises:
-            ValueError: a table of another number of tensors, parameters or momenta that are not fp32, or a scalar that
-                is not one fp32 number.
+            ValueError: a sequence has another length than the number of tensors.
         """
-        by = Scalars(lr_factor, loss_scale, found_nonfinite)
-        self._check([parameters, momenta], [gradients, copies], by)
-        if self._chunks is None:
-            reference.sgd(
-                parameters.tensors, gradients.tensors, momenta.tensors, copies.tensors, hyperparameters.table, by
-            )
-        elif self._chunks.num_chunks:
-            from triaccel_ray.kernels.optimizer_step.triton import launch_sgd
+        self._upload([lr, weight_decay, momentum, nesterov])
 
-            launch_sgd(self._chunks, parameters, gradients, momenta, copies, hyperparameters.table, by)
+    def _run(self, chunks: Chunks | None, tables: Sequence[TensorTable], by: Scalars) -> None:
+        if chunks is None:
+            reference.sgd(*(table.tensors for table in tables), rows=self.rows, by=by)
+            return
+        from triaccel_ray.kernels.optimizer_step.triton import launch_sgd
+
+        launch_sgd(chunks, *tables, rows=self.rows, by=by)
 
 
 class AdamWStep(_Step):
-    """torch.optim.AdamW, or Adam (L2 weight decay), by a flag per tensor; betas and eps per tensor; no amsgrad."""
+    """torch.optim.AdamW, or Adam (L2 weight decay), by a flag per tensor; betas and eps per tensor; no amsgrad.
+
+    States are exp_avg, exp_avg_sq and the step counts: one fp32 scalar per parameter, on the device, as PyTorch's
+    capturable and fused implementations keep them in `state["step"]`; they count the steps made, not those skipped. A
+    tensor whose state is absent stays untouched.
+    """
+
+    _NUM_ROWS = 10
 
     def __init__(self, sizes: Sequence[int], device: torch.device, *, kernel: bool | None = None) -> None:
         """Prepares tensors of `sizes` elements; `kernel` as for `SgdStep`."""
         super().__init__(sizes, device, kernel=kernel)
         self._corrections = torch.empty(2, len(sizes), device=device)
 
-    @torch.no_grad()
-    def step(
+    def set(
         self,
-        parameters: TensorTable,
-        gradients: TensorTable,
-        moments: tuple[TensorTable, TensorTable],
-        steps: TensorTable,
-        copies: TensorTable,
-        hyperparameters: AdamWHyperparameters,
         *,
-        lr_factor: Tensor,
-        loss_scale: Tensor,
-        found_nonfinite: Tensor,
+        lr: Sequence[float],
+        weight_decay: Sequence[float],
+        beta1: Sequence[float],
+        beta2: Sequence[float],
+        eps: Sequence[float],
+        decoupled: Sequence[bool],
     ) -> None:
-        """Updates parameters, moments (exp_avg, exp_avg_sq), step counts and copies; the rest as `SgdStep.step`.
+        """Uploads the values, one per tensor, when they differ from the last; does not wait for the device.
 
-        `steps` names one fp32 scalar per parameter, on the device, as PyTorch's capturable and fused implementations
-        keep them in `state["step"]`; they count the steps made, not those skipped. A tensor whose state is absent stays
-        untouched.
+        `decoupled` weight decay shrinks the parameter (AdamW), the other kind is added to the gradient (Adam).
 
         Raises:
-            ValueError: as `SgdStep.step`.
+            ValueError: a sequence has another length than the number of tensors, or a beta is not in [0, 1).
         """
-        by = Scalars(lr_factor, loss_scale, found_nonfinite)
-        self._check([parameters, *moments, steps], [gradients, copies], by)
-        if self._chunks is None:
-            first, second = moments
-            reference.adamw(
-                parameters.tensors, gradients.tensors, (first.tensors, second.tensors), steps.tensors, copies.tensors,
-                hyperparameters.table, by,
-            )  # fmt: skip
-        elif self._chunks.num_chunks:
-            from triaccel_ray.kernels.optimizer_step.triton import launch_adamw
+        for beta in (*beta1, *beta2):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"a beta is {beta}: must be in [0, 1)")
+        self._upload([lr, weight_decay, *_beta_rows(beta1), *_beta_rows(beta2), eps, decoupled])
 
-            launch_adamw(
-                self._chunks, parameters, gradients, moments, steps, copies, hyperparameters.table,
-                self._corrections, by,
-            )  # fmt: skip
+    def _run(self, chunks: Chunks | None, tables: Sequence[TensorTable], by: Scalars) -> None:
+        if chunks is None:
+            reference.adamw(*(table.tensors for table in tables), rows=self.rows, by=by)
+            return
+        from triaccel_ray.kernels.optimizer_step.triton import launch_adamw
+
+        launch_adamw(chunks, *tables, rows=self.rows, corrections=self._corrections, by=by)
+
+
+def _beta_rows(betas: Sequence[float]) -> list[Sequence[float]]:
+    """Returns beta, 1 - beta and log beta; what is taken from 1 is taken in fp64: 1 - 0.999 in fp32 is off by 5e-5."""
+    return [betas, [1.0 - beta for beta in betas], [math.log(beta) if beta else -math.inf for beta in betas]]

@@ -23,11 +23,13 @@ class Scalars:
     """Not 0: nothing is written."""
 
 
-def sgd(parameters: Tensors, gradients: Tensors, momenta: Tensors, copies: Tensors, rows: Tensor, by: Scalars) -> None:
+def sgd(
+    parameters: Tensors, gradients: Tensors, momenta: Tensors, copies: Tensors, *, rows: Tensor, by: Scalars
+) -> None:
     """Steps as torch.optim.SGD with dampening 0 does.
 
-    g <- g + weight_decay p; m <- momentum m + g; p <- p - lr m, or p - lr (g + momentum m) with Nesterov. `rows` as
-    `SgdHyperparameters.table`.
+    g <- g + weight_decay p; m <- momentum m + g; p <- p - lr m, or p - lr (g + momentum m) with Nesterov. `rows` hold
+    lr, weight decay, momentum and Nesterov's flag.
     """
     if by.found_nonfinite:
         return
@@ -47,20 +49,23 @@ def sgd(parameters: Tensors, gradients: Tensors, momenta: Tensors, copies: Tenso
 def adamw(
     parameters: Tensors,
     gradients: Tensors,
-    moments: tuple[Tensors, Tensors],
+    means: Tensors,
+    squares: Tensors,
     steps: Tensors,
     copies: Tensors,
+    *,
     rows: Tensor,
     by: Scalars,
 ) -> None:
-    """Steps as torch.optim.AdamW, or Adam, does; `moments` are its exp_avg and exp_avg_sq.
+    """Steps as torch.optim.AdamW, or Adam, does; `means` and `squares` are its exp_avg and exp_avg_sq.
 
-    Loshchilov and Hutter 2019, Algorithm 2. `rows` as `AdamWHyperparameters.table`.
+    Loshchilov and Hutter 2019, Algorithm 2. `rows` hold lr, weight decay, beta1, 1 - beta1, log beta1, the same of
+    beta2, eps and the flag of decoupled weight decay.
     """
     if by.found_nonfinite:
         return
     for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-        first, second, step = moments[0][index], moments[1][index], steps[index]
+        first, second, step = means[index], squares[index], steps[index]
         if parameter is None or gradient is None or first is None or second is None or step is None:
             continue
         lr, weight_decay, _, rate1, log_beta1, beta2, rate2, log_beta2, eps, decoupled = rows[:, index]

@@ -28,6 +28,7 @@ def launch_sgd(
     gradients: TensorTable,
     momenta: TensorTable,
     copies: TensorTable,
+    *,
     rows: Tensor,
     by: Scalars,
 ) -> None:
@@ -45,9 +46,11 @@ def launch_adamw(
     chunks: Chunks,
     parameters: TensorTable,
     gradients: TensorTable,
-    moments: tuple[TensorTable, TensorTable],
+    means: TensorTable,
+    squares: TensorTable,
     steps: TensorTable,
     copies: TensorTable,
+    *,
     rows: Tensor,
     corrections: Tensor,
     by: Scalars,
@@ -61,7 +64,7 @@ def launch_adamw(
         )  # fmt: skip
         _adamw_kernel[(chunks.num_chunks,)](
             chunks.tensor, chunks.start, chunks.length, parameters.addresses, gradients.addresses, gradients.codes,
-            moments[0].addresses, moments[1].addresses, steps.addresses, copies.addresses, copies.codes,
+            means.addresses, squares.addresses, steps.addresses, copies.addresses, copies.codes,
             rows, corrections, by.lr_factor, by.loss_scale, by.found_nonfinite, parameters.num_tensors,
             CHUNK=chunks.chunk_size, PIECE=PIECE, num_warps=NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip

@@ -26,28 +26,17 @@ def actuators_of(plan: Plan) -> Actuators:
     return Actuators(plan, cache_of(step_of(mlp(), blobs(16))), GraphPool(CPU))
 
 
-def test_a_plan_is_in_force_at_once() -> None:
+def test_a_plan_is_in_force_at_once_and_one_that_fails_leaves_it_and_comes_back_as_a_fault() -> None:
     actuators = actuators_of(OLD)
-    assert actuators.plan is OLD
     assert parts_and_dtype(actuators) == (2, torch.bfloat16)
     assert actuators.apply(NEW, step=3) == Applied(plan=NEW)
+    assert parts_and_dtype(actuators) == (4, torch.float16)
+    text = """KeyError: "layers ['7'] are not in the model\""""
+    fault = Fault(kind=FaultKind.APPLY_FAILED, step=4, phase="apply", batch_size=8, detail=text)
+    impossible = replace(OLD, precision={**OLD.precision, "7": FP16})
+    assert actuators.apply(impossible, step=4) == Applied(plan=NEW, faults=(fault,))
     assert actuators.plan is NEW
     assert parts_and_dtype(actuators) == (4, torch.float16)
-
-
-def test_a_plan_that_fails_leaves_the_one_before_and_comes_back_as_a_fault() -> None:
-    actuators = actuators_of(OLD)
-    impossible = replace(NEW, precision={**NEW.precision, "7": FP16})
-    fault = Fault(
-        kind=FaultKind.APPLY_FAILED,
-        step=3,
-        phase="apply",
-        batch_size=16,
-        detail="""KeyError: "layers ['7'] are not in the model\"""",
-    )
-    assert actuators.apply(impossible, step=3) == Applied(plan=OLD, faults=(fault,))
-    assert actuators.plan is OLD
-    assert parts_and_dtype(actuators) == (2, torch.bfloat16)
 
 
 class Narrow(Step):

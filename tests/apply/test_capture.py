@@ -169,31 +169,23 @@ class Waiting(nn.Module):
         return inputs * (1.0 if float(inputs.detach().mean()) > -1e9 else 2.0)
 
 
-def test_a_model_that_waits_for_the_device_runs_eagerly_and_says_so() -> None:
-    ticks: list[Any] = []
-    model = nn.Sequential(network(), Waiting())
-    loop = loop_of(model, fixed(Precision.FP16, capture=True), on_tick=ticks.append)
-    loop.train_epoch()
-    assert loop._training.steps.num_captured == 0
-    faults = [fault for tick in ticks for fault in tick.observation.faults]
-    assert [fault.kind for fault in faults] == [FaultKind.CAPTURE_FAILED]
-    assert "waits for the device" in faults[0].detail
-
-
 class LayerDrop(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs * (1.0 if float(torch.rand(())) > 0.5 else 0.5)
 
 
-def test_a_model_that_draws_on_the_host_runs_eagerly_and_says_so() -> None:
+@pytest.mark.parametrize(
+    ("part", "reason"), [(Waiting, "waits for the device"), (LayerDrop, "draws random numbers on the host")]
+)
+def test_a_model_that_waits_or_draws_on_the_host_runs_eagerly_and_says_so(part: type[nn.Module], reason: str) -> None:
     ticks: list[Any] = []
-    model = nn.Sequential(network(), LayerDrop())
+    model = nn.Sequential(network(), part())
     loop = loop_of(model, fixed(Precision.FP16, capture=True), on_tick=ticks.append)
     loop.train_epoch()
     assert loop._training.steps.num_captured == 0
     faults = [fault for tick in ticks for fault in tick.observation.faults]
     assert [fault.kind for fault in faults] == [FaultKind.CAPTURE_FAILED]
-    assert "draws random numbers on the host" in faults[0].detail
+    assert reason in faults[0].detail
 
 
 class Uncapturable(nn.Module):

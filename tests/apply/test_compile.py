@@ -23,38 +23,34 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def test_a_transformers_blocks_are_found_whatever_holds_them() -> None:
-    for container in (
-        nn.ModuleList([Block(8) for _ in range(3)]),
-        nn.Sequential(*[Block(8) for _ in range(3)]),
-        nn.ModuleDict({str(index): Block(8) for index in range(3)}),
-    ):
-        model = nn.ModuleDict({"embed": nn.Embedding(1000, 8), "blocks": container, "head": nn.Linear(8, 2)})
-        assert [type(block) for block in repeated_blocks(model)] == [Block] * 3
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(8), Block(8)
 
 
-def test_an_encoder_and_a_decoder_are_two_kinds() -> None:
-    model = nn.Transformer(16, 2, num_encoder_layers=2, num_decoder_layers=3, dim_feedforward=32, batch_first=True)
-    found = [type(block).__name__ for block in repeated_blocks(model)]
-    assert found == ["TransformerEncoderLayer"] * 2 + ["TransformerDecoderLayer"] * 3
+CONTAINERS: tuple[Any, ...] = (
+    nn.ModuleList,
+    lambda blocks: nn.Sequential(*blocks),
+    lambda blocks: nn.ModuleDict({str(index): block for index, block in enumerate(blocks)}),
+)
 
 
-def test_the_largest_block_is_taken() -> None:
-    pairs = [nn.Sequential(Block(8), Block(8)) for _ in range(2)]
-    assert [type(block) for block in repeated_blocks(nn.Sequential(*pairs))] == [Block] * 4
+def test_the_largest_blocks_that_repeat_are_found_whatever_holds_them() -> None:
+    def found(model: nn.Module) -> list[str]:
+        return [type(block).__name__ for block in repeated_blocks(model)]
 
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = Block(8), Block(8)
-
-    assert [type(block) for block in repeated_blocks(nn.Sequential(Pair(), Pair()))] == [Pair] * 2
-
-
-def test_nothing_repeats_where_blocks_grow_wider_or_are_a_small_part() -> None:
-    assert repeated_blocks(nn.Sequential(*[Block(width) for width in (8, 16, 32, 64)])) == ()
-    assert repeated_blocks(nn.Sequential(Block(4), Block(4), nn.Linear(100, 100))) == ()
-    assert repeated_blocks(nn.Linear(2, 2)) == ()
+    for hold in CONTAINERS:
+        blocks = hold([Block(8) for _ in range(3)])
+        model = nn.ModuleDict({"embed": nn.Embedding(1000, 8), "blocks": blocks, "head": nn.Linear(8, 2)})
+        assert found(model) == ["Block"] * 3
+    assert found(nn.Sequential(*[nn.Sequential(Block(8), Block(8)) for _ in range(2)])) == ["Block"] * 4
+    assert found(nn.Sequential(Pair(), Pair())) == ["Pair"] * 2
+    both = nn.Transformer(16, 2, num_encoder_layers=2, num_decoder_layers=3, dim_feedforward=32, batch_first=True)
+    assert found(both) == ["TransformerEncoderLayer"] * 2 + ["TransformerDecoderLayer"] * 3
+    # None where they grow wider, or are a small part.
+    assert found(nn.Sequential(*[Block(width) for width in (8, 16, 32, 64)])) == []
+    assert found(nn.Sequential(Block(4), Block(4), nn.Linear(100, 100))) == []
 
 
 def test_equal_blocks_share_compiled_code_and_a_plan_adds_only_its_variants() -> None:
@@ -91,7 +87,9 @@ def test_norms_and_embeddings_beside_the_blocks_are_compiled_one_by_one() -> Non
     model = nn.ModuleDict(
         {"plain": plain, "bounded": bounded, "blocks": nn.Sequential(*blocks), "norm": nn.LayerNorm(8)}
     )
+    assert not is_compiled(model)
     compilation = Compilation(model, blocks)
+    assert is_compiled(model)
     found = [module for module in model.modules() if module._compiled_call_impl is not None]
     assert set(found) == {*blocks, plain, model["norm"]}
     assert str(compilation) == "2 x Block compiled"
@@ -183,10 +181,3 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.Monke
     (text,) = [each for each in told(ticks) if "failed" in each]
     assert text.startswith("compiled: torch.compile failed, the model runs as it is: ")
     assert "no code today" in text
-
-
-def test_a_model_that_is_compiled_already_stays_as_it_is() -> None:
-    blocks = [Block(4), Block(4)]
-    blocks[0].compile(backend="eager")
-    assert is_compiled(nn.Sequential(*blocks))
-    assert not is_compiled(nn.Sequential(blocks[1]))

@@ -21,61 +21,69 @@ LEVELS = {"0": Precision.FP16, "2": Precision.BF16, "4": Precision.FP32}
 
 
 def copies_of(model: nn.Module) -> ComputeCopies:
-    return ComputeCopies(find_layers(model), list(model.parameters()))
+    copies = ComputeCopies(find_layers(model), list(model.parameters()))
+    copies.set({layer.name: DTYPES.get(layer.name, torch.float16) for layer in find_layers(model)})
+    return copies
 
 
-def test_a_low_layer_has_copies_of_its_parameters_and_an_fp32_one_has_none() -> None:
-    model = mlp()
-    copies = copies_of(model)
-    copies.set(DTYPES)
+def copy_of(copies: ComputeCopies, weight: nn.Parameter) -> torch.Tensor:
+    """The weight's copy, which has its values and its memory layout."""
+    copy = copies.in_force[id(weight)]
+    assert torch.equal(copy, weight.half())
+    assert copy.stride() == weight.stride()
+    return copy
+
+
+def test_a_low_layer_has_copies_that_follow_what_others_write() -> None:
+    model, conv = mlp(), nn.Sequential(nn.Conv2d(3, 4, 3))
+    copies, of_conv = copies_of(model), copies_of(conv)
     expected = {id(p): DTYPES[name] for name in ("0", "2") for p in model.get_submodule(name).parameters()}
     assert {key: copy.dtype for key, copy in copies.in_force.items()} == expected
-    for parameter in model[0].parameters():
-        assert torch.equal(copies.in_force[id(parameter)], parameter.half())
-
-
-def test_what_others_write_into_a_parameter_reaches_its_copy() -> None:
-    model = mlp()
-    copies = copies_of(model)
-    copies.set(DTYPES)
+    weight = model[0].weight
+    copy_of(copies, weight)
     with torch.no_grad():
-        model[0].weight.add_(1.0)
-    stale = copies.in_force[id(model[0].weight)].clone()
+        weight.add_(1.0)
     copies.refresh()
-    assert not torch.equal(copies.in_force[id(model[0].weight)], stale)
-    assert torch.equal(copies.in_force[id(model[0].weight)], model[0].weight.half())
+    copy_of(copies, weight)
+    weight.data = weight.data + 1.0  # another tensor in its place
+    copies.refresh()
+    copy_of(copies, weight)
+    conv.to(memory_format=torch.channels_last)
+    of_conv.refresh()
+    copy_of(of_conv, conv[0].weight)
 
 
 def test_a_copy_outlives_a_change_of_plan_until_it_is_dropped() -> None:
     model = mlp()
     copies = copies_of(model)
-    copies.set(DTYPES)
-    first = copies.in_force[id(model[0].weight)]
+    first = copy_of(copies, model[0].weight)
     copies.set({**DTYPES, "0": torch.bfloat16})
     with torch.no_grad():
         model[0].weight.add_(1.0)
     copies.set(DTYPES)
-    assert copies.in_force[id(model[0].weight)] is first  # captured graphs hold its address
-    assert torch.equal(first, model[0].weight.half())
+    assert copy_of(copies, model[0].weight) is first  # captured graphs hold its address
     copies.set({**DTYPES, "0": torch.bfloat16})
     copies.drop_unused()
     copies.set(DTYPES)
-    assert copies.in_force[id(model[0].weight)] is not first
+    assert copy_of(copies, model[0].weight) is not first
 
 
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_copies_that_are_let_go_are_another_generation(hook: str) -> None:
-    model = mlp()
+def test_a_parameter_with_hooks_keeps_them_and_copies_that_are_let_go_are_another_generation(hook: str) -> None:
+    model, seen = mlp(), []
     copies = copies_of(model)
-    copies.set(DTYPES)
-    copies.set({**DTYPES, "0": torch.bfloat16})
-    copies.set(DTYPES)
+    precision = LayerPrecision(model, find_layers(model), copies=copies)
+    precision.set(LEVELS)
     copies.refresh()
     assert copies.generation == 0  # all that was made is still there
-    getattr(model[0].weight, hook)(lambda _: None)
-    copies.refresh()
+    getattr(model[0].weight, hook)(lambda tensor: seen.append(tensor.dtype))
+    precision.refresh_copies()
     assert copies.generation == 1
     assert id(model[0].weight) not in copies.in_force
+    assert id(model[2].weight) in copies.in_force
+    inputs, targets = blobs(16)
+    cross_entropy(model(inputs).float(), targets).backward()
+    assert seen == [torch.float32]
     model[2].weight.data = model[2].weight.data.T.contiguous().T
     copies.refresh()
     assert copies.generation > 1
@@ -87,8 +95,7 @@ def test_gradients_arrive_at_the_copies_and_equal_those_through_a_cast() -> None
     LayerPrecision(cast, find_layers(cast)).set(LEVELS)
     cross_entropy(cast(inputs).float(), targets).backward()
     copies = copies_of(copied)
-    precision = LayerPrecision(copied, find_layers(copied), copies=copies)
-    precision.set(LEVELS)
+    LayerPrecision(copied, find_layers(copied), copies=copies).set(LEVELS)
     cross_entropy(copied(inputs).float(), targets).backward()
     found = Gradients(list(copied.parameters()))
     found.collect(copies.in_force)
@@ -120,55 +127,15 @@ def test_a_weight_that_the_model_reads_beside_its_layer_gathers_both_gradients()
     torch.testing.assert_close(found.tensors[0], reference.layer.weight.grad, rtol=2.0**-7, atol=2.0**-5)
 
 
-def test_a_parameter_of_two_layers_and_one_nobody_updates_have_no_copy() -> None:
+def test_what_is_shared_looked_up_or_not_updated_has_no_copy() -> None:
     model = mlp()
     model[2].bias = model[0].bias
     copies = ComputeCopies(find_layers(model), [model[0].weight, model[2].weight, model[0].bias])
     copies.set(dict.fromkeys(DTYPES, torch.float16))
     assert copies.in_force.keys() == {id(model[0].weight), id(model[2].weight)}
-
-
-def test_what_is_looked_up_stays_fp32_where_a_head_shares_it() -> None:
-    model = nn.ModuleDict({"words": nn.Embedding(5, 3), "body": nn.Linear(3, 3), "head": nn.Linear(3, 5, bias=False)})
-    model["head"].weight = model["words"].weight
-    layers = find_layers(model)
-    copies = ComputeCopies(layers, list(model.parameters()))
-    copies.set({layer.name: torch.bfloat16 for layer in layers})
-    assert set(copies.in_force) == {id(parameter) for parameter in model["body"].parameters()}
-
-
-def test_another_tensor_in_place_of_a_parameters_is_noticed() -> None:
-    model = mlp()
-    copies = copies_of(model)
-    copies.set(DTYPES)
-    model[0].weight.data = model[0].weight.data + 1.0
-    copies.refresh()
-    assert torch.equal(copies.in_force[id(model[0].weight)], model[0].weight.half())
-
-
-def test_a_copy_follows_its_parameter_into_another_memory_layout() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3))
-    copies = ComputeCopies(find_layers(model), list(model.parameters()))
-    copies.set({"0": torch.float16})
-    model.to(memory_format=torch.channels_last)
-    copies.refresh()
-    copy = copies.in_force[id(model[0].weight)]
-    assert copy.stride() == model[0].weight.stride()
-    assert torch.equal(copy, model[0].weight.half())
-
-
-def test_a_parameter_with_hooks_keeps_them() -> None:
-    model, seen = mlp(), []
-    copies = copies_of(model)
-    precision = LayerPrecision(model, find_layers(model), copies=copies)
-    precision.set(LEVELS)
-    model[0].weight.register_hook(lambda gradient: seen.append(gradient.dtype))
-    precision.refresh_copies()
-    assert id(model[0].weight) not in copies.in_force
-    assert id(model[2].weight) in copies.in_force
-    inputs, targets = blobs(16)
-    cross_entropy(model(inputs).float(), targets).backward()
-    assert seen == [torch.float32]
+    tied = nn.ModuleDict({"words": nn.Embedding(5, 3), "body": nn.Linear(3, 3), "head": nn.Linear(3, 5, bias=False)})
+    tied["head"].weight = tied["words"].weight
+    assert set(copies_of(tied).in_force) == {id(parameter) for parameter in tied["body"].parameters()}
 
 
 def test_gradients_of_many_parts_are_added_in_fp32() -> None:
@@ -188,15 +155,14 @@ def test_gradients_of_many_parts_are_added_in_fp32() -> None:
     "make",
     [
         lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, fused=True),
-        lambda p: torch.optim.AdamW(p, lr=0.01),
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, fused=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
     ],
 )
 def test_an_optimizer_that_says_nothing_of_its_writing_reaches_the_copies(make: Any) -> None:
     model = mlp()
     layers = find_layers(model)
     optimizer = LayerwiseOptimizer(make(model.parameters()), layers)
-    copies = ComputeCopies(layers, optimizer.parameters)
+    copies = copies_of(model)
     precision = LayerPrecision(model, layers, copies=copies)
     precision.set(LEVELS)
     moments = GradientMoments(layers, optimizer.watched, beta=0.9)

@@ -88,19 +88,14 @@ def test_what_a_graph_would_lose_is_refused_and_leaves_no_trace(name: str) -> No
     assert model.seen == []
 
 
-def test_forward_functions_that_may_be_called_in_several_ways_are_refused() -> None:
-    for model, reason in [(Optional(), "mask may be left out"), (Variable(), "takes *x")]:
-        refusal = fuse(model, layers_of(model))
-        assert isinstance(refusal, Refusal)
-        assert reason in refusal.reason
-
-
-def test_a_model_with_hooks_or_another_forward_of_its_own_is_refused() -> None:
+def test_a_forward_function_that_is_not_the_models_alone_is_refused() -> None:
     hooked, replaced = Block(), Block()
     hooked.register_forward_hook(lambda module, args, output: None)
     replaced.forward = lambda x: x  # type: ignore[method-assign]
-    wrapped = nn.DataParallel(Block())
-    for model, reason in [(hooked, "hooks"), (replaced, "a forward function of its own"), (wrapped, "a DataParallel")]:
+    for model, reason in [
+        (Optional(), "mask may be left out"), (Variable(), "takes *x"), (hooked, "hooks"),
+        (replaced, "a forward function of its own"), (nn.DataParallel(Block()), "a DataParallel"),
+    ]:  # fmt: skip
         refusal = fuse(model, layers_of(model))
         assert isinstance(refusal, Refusal)
         assert reason in refusal.reason

@@ -16,38 +16,23 @@ class Owner:
         pool.on_release(self.graphs.clear)
 
 
-def test_a_pool_knows_whether_any_graph_is_left() -> None:
-    pool = RerunPool()
+def test_a_pool_knows_whether_any_graph_is_left_and_none_survives_a_capture_that_fails() -> None:
+    pool = RerunPool(None, None, RuntimeError("broken off"))
     first, second = Owner(pool), Owner(pool)
     assert not pool.holds_graphs
     for owner in (first, second):
         owner.graphs.append(pool.capture(lambda: None))
-    first.graphs.clear()
+    lingering = first.graphs.pop()
+    assert pool.holds_graphs
+    with pytest.raises(RuntimeError, match="broken off"):
+        pool.capture(lambda: None)
+    assert (second.graphs, pool.holds_graphs) == ([], False)  # what lingers calls for no release again and again
+    lingering.replay()
+    second.graphs.append(pool.capture(lambda: None))
     assert pool.holds_graphs
     second.graphs.clear()
     gc.collect()
     assert not pool.holds_graphs
-
-
-def test_no_graph_survives_a_capture_that_fails() -> None:
-    pool = RerunPool(None, RuntimeError("broken off"))
-    owner = Owner(pool)
-    owner.graphs.append(pool.capture(lambda: None))
-    with pytest.raises(RuntimeError, match="broken off"):
-        pool.capture(lambda: None)
-    gc.collect()
-    assert owner.graphs == []
-    assert not pool.holds_graphs
-    owner.graphs.append(pool.capture(lambda: None))
-    assert pool.holds_graphs
-
-
-def test_a_graph_that_lingers_does_not_call_for_a_release_again_and_again() -> None:
-    pool = RerunPool()
-    lingering = pool.capture(lambda: None)
-    pool.release()
-    assert not pool.holds_graphs
-    lingering.replay()
 
 
 def test_without_a_gpu_nothing_can_be_captured_and_a_release_does_nothing() -> None:

@@ -45,26 +45,21 @@ def right(outputs: Result, batch: dict[str, Tensor]) -> Tensor:
     return outputs.logits.argmax(-1) == batch["labels"]
 
 
-@pytest.mark.parametrize("config", [QUIET, QUIET_WITH_CURVATURE])
-def test_dicts_with_labels_train_a_model_that_computes_its_own_loss(config: Any) -> None:
+@pytest.mark.parametrize(
+    "loss", [own_loss, lambda outputs, batch: cross_entropy(outputs.logits, batch["labels"])], ids=["own", "looked up"]
+)
+def test_dicts_train_a_model_that_computes_its_own_loss_and_one_that_does_not(loss: Any) -> None:
     model, twin = Judging(), mlp()
-    loop, _ = loop_of(model, dicts(65), config, loss=own_loss)
-    pairs, _ = loop_of(twin, blobs(65), config)
+    loop, _ = loop_of(model, dicts(65), QUIET_WITH_CURVATURE, loss=loss)
+    arrays, _ = loop_of(twin, tuple(map(np.asarray, blobs(65))), QUIET_WITH_CURVATURE)
     for _ in range(3):
-        stats, expected = loop.train_epoch(), pairs.train_epoch()
+        stats, expected = loop.train_epoch(), arrays.train_epoch()
         assert (stats.num_samples, stats.loss) == (65, expected.loss)
     assert same(values(model.net), values(twin))
-    plainly = pairs.evaluate(blobs(40), {"right": lambda outputs, labels: outputs.argmax(-1) == labels})
+    plainly = arrays.evaluate(blobs(40), {"right": lambda outputs, labels: outputs.argmax(-1) == labels})
     assert loop.evaluate(dicts(40), {"right": right}) == plainly
     loop.close()
-    pairs.close()
-
-
-def test_the_loss_may_take_what_it_needs_of_the_batch() -> None:
-    loop, _ = loop_of(Judging(), dicts(64), loss=lambda outputs, batch: cross_entropy(outputs.logits, batch["labels"]))
-    first, last = loop.train_epoch().loss, [loop.train_epoch().loss for _ in range(3)][-1]
-    assert last < first
-    loop.close()
+    arrays.close()
 
 
 def test_samples_are_counted_by_what_was_asked_for() -> None:
@@ -98,17 +93,6 @@ def test_a_baseline_counts_them_likewise(method: Any) -> None:
     loop.close()
 
 
-def test_arrays_train_as_tensors_do() -> None:
-    found = []
-    for convert in (np.asarray, torch.as_tensor):
-        model = mlp()
-        loop, _ = loop_of(model, tuple(convert(part) for part in blobs(64)))
-        loop.train_epoch()
-        found.append(values(model))
-        loop.close()
-    assert same(*found)
-
-
 class Texts(Dataset[Any]):
     """Texts of 1 to 9 tokens; the class is the first token."""
 
@@ -135,31 +119,25 @@ class Reader(nn.Module):
 
 
 @pytest.mark.parametrize("limit", [100, 5])
-def test_texts_of_any_length_train_by_a_collate_fn(limit: int) -> None:
+def test_texts_of_any_length_train_by_a_collate_fn_and_go_on_alike(limit: int) -> None:
     """Also where a batch passes in parts."""
     loader = DataLoader(Texts(), batch_size=8, shuffle=True, collate_fn=padded)
-    model = nn.Sequential(Reader(), Limited(limit, message="out of memory"))
-    loop, _ = loop_of(model, loader, QUIET)
-    first, last = loop.train_epoch(), [loop.train_epoch() for _ in range(5)][-1]
-    assert (first.num_samples, last.loss < first.loss) == (50, True)
-    assert loop.evaluate(loader).num_samples == 50
-    loop.close()
 
+    def loop_on(model: nn.Module) -> Any:
+        return loop_of(nn.Sequential(model, Limited(limit, message="out of memory")), loader, QUIET)[0]
 
-def test_a_run_goes_on_alike_with_a_collate_fn_too() -> None:
-    whole, halves = nn.Sequential(Reader()), nn.Sequential(Reader())
-    loop, _ = loop_of(whole, DatasetSource(Texts(), collate_fn=padded), QUIET)
-    first, _ = loop_of(halves, DatasetSource(Texts(), collate_fn=padded), QUIET)
-    for _ in range(9):
-        loop.step()
+    whole, halves = Reader(), Reader()
+    loop, first = loop_on(whole), loop_on(halves)
+    before = loop.train_epoch()
     for _ in range(4):
         first.step()
-    state = first.state_dict()
-    first.close()
-    resumed, _ = loop_of(halves, DatasetSource(Texts(), collate_fn=padded), QUIET)
-    resumed.load_state_dict(state)
-    for _ in range(5):
+    resumed = loop_on(Reader())
+    resumed.load_state_dict(first.state_dict())
+    while resumed.sampler.epoch < 6:
         resumed.step()
-    assert same(values(whole), values(halves))
-    loop.close()
-    resumed.close()
+    after = [loop.train_epoch() for _ in range(5)][-1]
+    assert (before.num_samples, after.loss < before.loss) == (50, True)
+    assert same(values(resumed.model), values(loop.model))
+    assert loop.evaluate(loader).num_samples == 50
+    for each in (loop, first, resumed):
+        each.close()

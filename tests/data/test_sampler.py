@@ -9,8 +9,23 @@ from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import TensorSource
 
 
+class Listener(TensorSource):
+    """Writes down what is announced."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(torch.zeros(num_samples), torch.zeros(num_samples))
+        self.heard: list[tuple[list[int], int, bool]] = []
+        self.epochs: list[int] = []
+
+    def announce(self, order: Tensor, *, seed: int, follows: bool) -> None:
+        self.heard.append((order.tolist(), seed, follows))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
 def feed_of(num_samples: int, seed: int = 0) -> Sampler:
-    return Sampler(TensorSource(torch.zeros(num_samples), torch.zeros(num_samples)), seed=seed, device=CPU)
+    return Sampler(Listener(num_samples), seed=seed, device=CPU)
 
 
 SIZES = st.lists(st.integers(2, 40), min_size=1, max_size=40)
@@ -43,21 +58,17 @@ def test_each_epoch_and_seed_has_an_order_of_its_own() -> None:
     assert feed_of(50, seed=1).take(50).tolist() != first
 
 
-def test_a_source_of_one_sample_gives_it_every_time() -> None:
-    sampler = feed_of(1)
-    assert [sampler.take(4).tolist() for _ in range(3)] == [[0]] * 3
-    assert sampler.epoch == 3
-
-
-def test_the_last_two_batches_share_their_samples_where_one_would_be_left() -> None:
-    sampler = feed_of(21)
-    assert [len(sampler.take(size)) for size in (10, 10, 10, 20, 20)] == [10, 6, 5, 11, 10]
-
-
-def test_asking_for_single_samples_gives_them_but_for_the_last_two() -> None:
-    sampler = feed_of(4)
-    assert [len(sampler.take(1)) for _ in range(3)] == [1, 1, 2]
-    assert (sampler.epoch, sampler.at_epoch_start) == (1, True)
+@pytest.mark.parametrize(
+    ("num_samples", "asked", "taken"),
+    [
+        (21, [10, 10, 10, 20, 20], [10, 6, 5, 11, 10]),  # the last two share where one would be left
+        (4, [1, 1, 1, 1], [1, 1, 2, 1]),
+        (1, [4, 4, 4], [1, 1, 1]),
+    ],
+)
+def test_no_sample_is_left_alone(num_samples: int, asked: list[int], taken: list[int]) -> None:
+    sampler = feed_of(num_samples)
+    assert [len(sampler.take(size)) for size in asked] == taken
 
 
 @given(st.integers(2, 30), SIZES, SIZES, st.integers(0, 2**40))
@@ -66,62 +77,32 @@ def test_a_restored_feed_goes_on_alike(num_samples: int, before: list[int], afte
     for size in before:
         sampler.take(size)
         torch.rand(3, generator=sampler.generator)
+    restored.take(2)
     restored.load_state_dict(sampler.state_dict())
     assert restored.position == sampler.position
-    assert [restored.take(size).tolist() for size in after] == [sampler.take(size).tolist() for size in after]
+    order, _, follows = restored.source.heard[-1]  # type: ignore[attr-defined]  # a Listener
+    epoch, taken = sampler.epoch, []
+    for size in after:
+        mine, theirs = restored.take(size).tolist(), sampler.take(size).tolist()
+        assert mine == theirs
+        taken += mine
+    assert (order[: len(taken)], follows) == (taken[: len(order)], False)
+    assert restored.source.epochs[1] == epoch  # type: ignore[attr-defined]  # a Listener
     assert torch.equal(torch.rand(3, generator=restored.generator), torch.rand(3, generator=sampler.generator))
 
 
-class Listener(TensorSource):
-    """Writes down what is announced."""
-
-    def __init__(self, num_samples: int) -> None:
-        super().__init__(torch.zeros(num_samples), torch.zeros(num_samples))
-        self.heard: list[tuple[list[int], int, bool]] = []
-        self.epochs: list[int] = []
-
-    def announce(self, order: Tensor, *, seed: int, follows: bool) -> None:
-        self.heard.append((order.tolist(), seed, follows))
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epochs.append(epoch)
-
-
-def test_a_source_that_listens_hears_every_order_before_it_is_taken() -> None:
+def test_a_source_hears_every_order_before_it_is_taken_and_each_epoch_with_its_first_batch() -> None:
     source = Listener(10)
     sampler = Sampler(source, seed=3, device=CPU)
-    taken = [sampler.take(6).tolist(), sampler.take(4).tolist(), sampler.take(10).tolist()]
+    taken, epochs = [], []
+    for size in (6, 4, 10, 3):
+        taken += sampler.take(size).tolist()
+        epochs.append(source.epochs.copy())
     orders, seeds, follows = zip(*source.heard, strict=True)
-    assert orders[0] == taken[0] + taken[1]
-    assert orders[1] == taken[2]
+    assert taken == [*orders[0], *orders[1], *orders[2][:3]]
     assert follows == (False, True, True)
     assert len(set(seeds)) == 3
-
-
-def test_a_source_hears_of_an_epoch_with_its_first_batch_and_not_before() -> None:
-    source = Listener(10)
-    sampler = Sampler(source, seed=3, device=CPU)
-    heard = []
-    for size in (4, 6, 10, 3):
-        sampler.take(size)
-        heard.append(source.epochs.copy())
-    assert heard == [[0], [0], [0, 1], [0, 1, 2]]
-    restored = Sampler(Listener(10), seed=4, device=CPU)
-    restored.take(2)
-    restored.load_state_dict(sampler.state_dict())
-    restored.take(2)
-    assert restored.source.epochs == [0, 2]  # type: ignore[attr-defined]  # a Listener
-
-
-def test_a_restored_feed_announces_what_is_left_in_place_of_what_it_had() -> None:
-    sampler, source = Sampler(Listener(10), seed=3, device=CPU), Listener(10)
-    sampler.take(10)
-    sampler.take(4)
-    restored = Sampler(source, seed=4, device=CPU)
-    restored.load_state_dict(sampler.state_dict())
-    order, seed, follows = source.heard[-1]
-    assert order == sampler.take(6).tolist()
-    assert (seed, follows) == (sampler.source.heard[1][1], False)  # type: ignore[attr-defined]  # a Listener
+    assert epochs == [[0], [0], [0, 1], [0, 1, 2]]
 
 
 @pytest.mark.gpu

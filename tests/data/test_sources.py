@@ -17,8 +17,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from tests.build import CPU, CountingSource, blobs, plain
-from triaccel_ray.config import ControlConfig, DataPlace
+from tests.build import CPU, blobs, plain
+from triaccel_ray.config import ControlConfig
 from triaccel_ray.data import sources
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import DatasetSource, DataSource, TensorSource, as_source, default_config, delivered
@@ -51,82 +51,69 @@ class Stream(IterableDataset[Any]):
         return iter(())
 
 
-def test_tensors_come_back_by_index() -> None:
-    inputs, targets = as_source((INPUTS, TARGETS)).batch(INDICES, None)
-    assert torch.equal(inputs, INPUTS[INDICES])
-    assert torch.equal(targets, INDICES)
+class Own(DataSource):
+    """The least that a source has to be."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        return INPUTS[indices], TARGETS[indices]
+
+    def to(self, device: torch.device) -> "Own":
+        return self
+
+
+class Alike:
+    def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        return INPUTS[indices], TARGETS[indices]
+
+
+def shown(self: DataSource, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    return inputs, -inputs
+
+
+def augment(inputs: Tensor, generator: torch.Generator) -> Tensor:
+    return inputs + torch.rand((), generator=generator)
+
+
+def double(inputs: Tensor) -> Tensor:
+    return 2.0 * inputs
 
 
 def test_augmentation_needs_a_generator_and_comes_before_preparation() -> None:
-    def augment(inputs: Tensor, generator: torch.Generator) -> Tensor:
-        return inputs + torch.rand((), generator=generator)
-
-    source = TensorSource(INPUTS, TARGETS, augment=augment, prepare=lambda inputs: 2.0 * inputs).to(CPU)
+    source = TensorSource(INPUTS, TARGETS, augment=augment, prepare=double).to(CPU)
     assert torch.equal(source.batch(INDICES, None)[0], 2.0 * INPUTS[INDICES])
     drawn = torch.rand((), generator=torch.Generator().manual_seed(1))
     augmented = source.batch(INDICES, torch.Generator().manual_seed(1))[0]
     assert torch.equal(augmented, 2.0 * (INPUTS[INDICES] + drawn))
 
 
-@pytest.mark.parametrize(
-    ("inputs", "targets", "message"),
-    [
-        (INPUTS, TARGETS[:4], "inputs and targets hold 5 and 4 samples: must be as many"),
-        (INPUTS[:0], TARGETS[:0], "inputs hold 0 samples"),
-    ],
-)
-def test_tensors_that_are_no_samples_are_refused(inputs: Tensor, targets: Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TensorSource(inputs, targets)
+def test_tensors_that_do_not_fit_on_the_device_are_streamed_with_their_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shown(TensorSource):
+        views = shown
 
-
-def test_tensors_that_do_not_fit_on_the_device_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, targets = torch.randn(10, 3), torch.arange(10)
+    class ShownItems(DatasetSource):
+        views = shown
 
     def refuse(self: Tensor, *_: Any, **__: Any) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 TiB.")
 
+    assert isinstance(Shown(INPUTS, TARGETS).to(CPU), Shown)
+    assert len(ShownItems(TensorDataset(INPUTS, TARGETS)).to(CPU).views(INPUTS)) == 2
     with monkeypatch.context() as patched:
         patched.setattr(Tensor, "to", refuse)
-        streamed = TensorSource(inputs, targets).to(CPU)
-        prepared = TensorSource(inputs, targets, prepare=Tensor.half)
+        streamed = Shown(INPUTS, TARGETS).to(CPU)
         with pytest.raises(torch.OutOfMemoryError) as caught:
-            prepared.to(CPU)
-    assert streamed.streamed_because == "CUDA out of memory. Tried to allocate 9 TiB."
+            TensorSource(INPUTS, TARGETS, prepare=Tensor.half).to(CPU)
     assert "streams if it is a DatasetSource" in caught.value.__notes__[0]
+    assert streamed.streamed_because == "CUDA out of memory. Tried to allocate 9 TiB."
     assert not streamed.is_resident
-    chosen = torch.tensor([7, 2])
-    assert torch.equal(streamed.batch(chosen, None)[0], inputs[chosen])
-    assert torch.equal(streamed.batch(chosen, None)[1], targets[chosen])
-    streamed.close()
-
-
-class Negated(TensorSource):
-    def views(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return inputs, -inputs
-
-
-def test_a_source_of_ones_own_keeps_its_views_wherever_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Negated(INPUTS, TARGETS)
-    moved = source.to(CPU)
-    assert isinstance(moved, Negated)
-    assert torch.equal(moved.views(INPUTS)[1], -INPUTS)
-
-    def refuse(tensor: Tensor, device: torch.device) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Tensor, "to", refuse)
-        streamed = source.to(CPU)
-    assert not streamed.is_resident
+    inputs, targets = streamed.batch(INDICES, None)
+    assert torch.equal(inputs, INPUTS[INDICES])
+    assert torch.equal(targets, INDICES)
     assert torch.equal(streamed.views(INPUTS)[1], -INPUTS)
     streamed.close()
-
-    class Shown(DatasetSource):
-        def views(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-            return inputs, -inputs
-
-    assert len(Shown(TensorDataset(INPUTS, TARGETS)).to(CPU).views(INPUTS)) == 2
 
 
 @pytest.mark.gpu
@@ -148,37 +135,20 @@ def test_tensors_beyond_a_budget_train_from_the_host() -> None:
     assert FaultKind.DATA_STREAMED in {fault.kind for tick in ticks for fault in tick.observation.faults}
 
 
-class Here(TensorSource):
-    """Stays where it is."""
-
-    def to(self, device: torch.device) -> TensorSource:
-        return self
-
-
-@pytest.mark.parametrize("data_on", ["device", "host"])
-def test_on_a_cpu_samples_are_on_the_host_anyway(data_on: DataPlace) -> None:
-    drawn, targets = delivered(TensorSource(INPUTS, TARGETS), CPU, data_on).batch(INDICES, None)
-    assert torch.equal(drawn, INPUTS[INDICES])
-    assert torch.equal(targets, INDICES)
-    (drawn, *_), _ = delivered(DatasetSource(Items(((1.0, 2.0), 0))), CPU, data_on).batch(torch.tensor([0]), None)
-    assert drawn.tolist() == [1.0]
-
-
 def test_a_host_that_cannot_pin_the_samples_leaves_them_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Here(TensorSource):
+        def to(self, device: torch.device) -> TensorSource:
+            return self
+
     def refuse(tensor: Tensor, device: torch.device) -> Tensor:
         raise RuntimeError("no memory to pin")
 
     monkeypatch.setattr(sources, "in_host_memory", refuse)
     source = Here(INPUTS, TARGETS)
     assert delivered(source, torch.device("cuda"), "host") is source
-
-
-def test_a_data_set_is_collated() -> None:
-    source = as_source(TensorDataset(INPUTS, TARGETS)).to(CPU)
-    assert len(source) == 5
-    inputs, targets = source.batch(INDICES, torch.Generator())
-    assert torch.equal(inputs, INPUTS[INDICES])
-    assert torch.equal(targets, INDICES)
+    assert delivered(source, CPU, "host") is source
+    drawn, _ = delivered(DatasetSource(Items((1.0, 0))), CPU, "host").batch(torch.tensor([0]), None)
+    assert drawn.tolist() == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -190,87 +160,59 @@ def test_a_data_set_is_collated() -> None:
         ("one", "two", ["one", "two"]),
     ],
 )
-def test_inputs_of_a_data_set_keep_their_structure(one: Any, two: Any, batch: Any) -> None:
-    inputs, _ = DatasetSource(Items((one, 0), (two, 1))).batch(torch.tensor([0, 1]), None)
-    assert plain(inputs) == plain(batch)
+def test_inputs_of_a_list_keep_their_structure(one: Any, two: Any, batch: Any) -> None:
+    source = as_source([(one, 0), (two, 1)])
+    assert plain(source.batch(torch.tensor([0, 1]), None)[0]) == plain(batch)
+    assert (len(source), source.is_resident) == (2, False)
 
 
-def test_a_source_is_itself_and_a_list_is_a_data_set() -> None:
-    source = CountingSource(INPUTS, TARGETS)
-    assert as_source(source) is source
-    assert as_source([(1.0, 2), (3.0, 4)]).batch(torch.tensor([1]), None)[1].tolist() == [4]
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (lambda: TensorSource(INPUTS, TARGETS[:4]), ValueError, "inputs and targets hold 5 and 4 samples"),
+        (lambda: TensorSource(INPUTS[:0], TARGETS[:0]), ValueError, "inputs hold 0 samples"),
+        (Items, ValueError, "Items holds 0 samples"),
+        (lambda: 3, TypeError, "int cannot be indexed: must be a map-style data set"),
+        (lambda: DatasetSource(Stream()), TypeError, "Stream cannot be indexed: .* that can be iterated over is an It"),  # type: ignore[arg-type]  # that is what is refused
+        (lambda: DatasetSource(Items((1.0, 2)), num_workers=-1), ValueError, "num_workers = -1: must be 0 or more"),
+        (Alike, TypeError, "Alike has a method batch, but is no DataSource: derive it from triaccel"),
+        (lambda: {"ids": INPUTS, "labels": TARGETS}, TypeError, "dict of ids, labels holds columns.*StackDataset"),
+    ],
+)
+def test_what_holds_no_samples_is_refused(data: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        as_source(data())
 
 
-def test_what_has_no_index_is_refused() -> None:
-    with pytest.raises(TypeError, match="int cannot be indexed: must be a map-style data set"):
-        as_source(3)
-    with pytest.raises(TypeError, match=r"Stream cannot be indexed: .* one that can be iterated over is an Iterable"):
-        DatasetSource(Stream())  # type: ignore[arg-type]  # that is what is refused
-
-
-def test_a_negative_number_of_workers_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_workers = -1: must be 0 or more"):
-        DatasetSource(Items((1.0, 2)), num_workers=-1)
-
-
-def test_sources_say_whether_a_graph_may_hold_them() -> None:
-    def double(inputs: Tensor) -> Tensor:
-        return 2.0 * inputs
-
-    assert TensorSource(INPUTS, TARGETS).is_resident
-    assert not TensorSource(INPUTS, TARGETS, prepare=double).is_resident  # it may well ask the host
-    assert TensorSource(INPUTS, TARGETS, prepare=double, capturable=True).to(CPU).is_resident
-    assert not as_source([(1.0, 2)]).is_resident
-
-
-def test_a_source_of_ones_own_reads_nothing_ahead_and_counts_as_the_hosts() -> None:
-    class Own(DataSource):
-        def __len__(self) -> int:
-            return 5
-
-        def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-            return INPUTS[indices], TARGETS[indices]
-
-        def to(self, device: torch.device) -> "Own":
-            return self
-
-    source = as_source(Own())
+def test_a_source_of_ones_own_is_itself_and_counts_as_the_hosts() -> None:
+    own = Own()
+    source = as_source(own)
+    assert source is own
     assert not source.is_resident
     sampler = Sampler(source, seed=0, device=CPU)
     assert torch.equal(torch.cat([sampler.take(3), sampler.take(3)]).sort().values, torch.arange(5))
     sampler.close()
 
 
-def test_what_looks_like_a_source_is_told_what_to_derive_from() -> None:
-    class Alike:
-        def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-            return INPUTS[indices], TARGETS[indices]
-
-    with pytest.raises(TypeError, match=r"Alike has a method batch, but is no DataSource: derive it from triaccel"):
-        as_source(Alike())
-
-
-def test_arrays_are_a_pair_like_tensors() -> None:
+def test_tensors_and_arrays_are_held_as_they_are_wherever_they_come_from() -> None:
     images = np.arange(10, dtype=np.float32).reshape(5, 2)
     images.flags.writeable = False
     source = as_source((images, np.arange(5)))
     assert isinstance(source, TensorSource)
     assert source.inputs.data_ptr() == images.ctypes.data
-    assert torch.equal(source.batch(INDICES, None)[0], INPUTS[INDICES])
-    assert torch.equal(as_source((INPUTS, np.arange(5))).batch(INDICES, None)[1], INDICES)
-
-
-def test_tensors_in_a_data_set_are_held_as_tensors() -> None:
-    assert isinstance(as_source(TensorDataset(INPUTS, TARGETS)), TensorSource)
-    assert isinstance(as_source(DataLoader(TensorDataset(INPUTS, TARGETS), shuffle=True)), TensorSource)
-    assert isinstance(as_source(Subset(TensorDataset(INPUTS, TARGETS), [0, 1])), DatasetSource)
-
-
-def test_columns_are_refused_and_a_stack_of_them_is_a_data_set() -> None:
-    columns = {"ids": INPUTS, "labels": TARGETS}
-    with pytest.raises(TypeError, match=r"dict of ids, labels holds columns, not samples: give .*StackDataset"):
-        as_source(columns)
-    inputs, targets = as_source(StackDataset(**columns)).batch(INDICES, None)
+    pairs = TensorDataset(INPUTS, TARGETS)
+    for each in (
+        source,
+        as_source((INPUTS, np.arange(5))),
+        as_source(pairs),
+        as_source(DataLoader(pairs, shuffle=True)),
+    ):
+        assert each.is_resident
+        assert torch.equal(each.batch(INDICES, None)[1], INDICES)
+    assert not TensorSource(INPUTS, TARGETS, prepare=double).is_resident  # it may well ask the host
+    assert TensorSource(INPUTS, TARGETS, prepare=double, capturable=True).to(CPU).is_resident
+    assert isinstance(as_source(Subset(pairs, [0, 1])), DatasetSource)
+    inputs, targets = as_source(StackDataset(ids=INPUTS, labels=TARGETS)).batch(INDICES, None)
     assert inputs is targets
     assert plain(inputs) == plain({"ids": INPUTS[INDICES], "labels": INDICES})
 
@@ -285,9 +227,11 @@ def test_a_loader_gives_its_data_set_collate_fn_and_number_of_workers() -> None:
         source = as_source(loader)
         assert isinstance(source, DatasetSource)
         assert source._num_workers == loader.num_workers
-        assert len(source) == 3
         inputs, targets = source.batch(torch.tensor([2, 0]), None)
         assert (plain(inputs), plain(targets)) == (([11.0, 3.0], None) if loader.num_workers else ([5.0, 1.0], [6, 2]))
+    source = DatasetSource(items, collate_fn=lambda batch: torch.tensor(batch))
+    with pytest.raises(TypeError, match=r"what collate_fn returned is a Tensor: must be a pair .* or a mapping"):
+        source.batch(torch.tensor([0]), None)
 
 
 @pytest.mark.parametrize(
@@ -306,30 +250,10 @@ def test_what_a_loader_does_in_its_own_way_is_refused(options: dict[str, Any], m
         as_source(DataLoader(Items((1.0, 2), (3.0, 4)), **options))
 
 
-def test_a_collate_fn_has_to_give_inputs_and_targets() -> None:
-    source = DatasetSource(Items(1, 2), collate_fn=torch.tensor)
-    with pytest.raises(TypeError, match=r"what collate_fn returned is a Tensor: must be a pair .* or a mapping"):
-        source.batch(torch.tensor([0]), None)
-
-
-def test_an_empty_data_set_is_refused() -> None:
-    with pytest.raises(ValueError, match="Items holds 0 samples"):
-        as_source(Items())
-
-
 @pytest.mark.parametrize(
-    ("loader", "start", "minimum", "maximum"),
-    [
-        ({"batch_size": 64}, 64, 32, 512),
-        ({"batch_size": 33}, 33, 16, 264),
-        ({"batch_size": 3}, 3, 3, 24),
-        ({"batch_size": 2}, 2, 2, 16),
-        ({}, 96, 32, 512),
-    ],
+    ("size", "sizes"), [(64, (64, 32, 512)), (33, (33, 16, 264)), (2, (2, 2, 16)), (1, (96, 32, 512))]
 )
-def test_a_loaders_batch_size_is_the_first_by_default(
-    loader: dict[str, int], start: int, minimum: int, maximum: int
-) -> None:
-    batch = default_config(DataLoader(TensorDataset(*blobs(700)), **loader)).batch
-    assert (batch.start, batch.minimum, batch.maximum) == (start, minimum, maximum)
+def test_a_loaders_batch_size_is_the_first_by_default(size: int, sizes: tuple[int, int, int]) -> None:
+    batch = default_config(DataLoader(TensorDataset(*blobs(700)), batch_size=size)).batch
+    assert (batch.start, batch.minimum, batch.maximum) == sizes
     assert default_config(blobs(700)) == ControlConfig()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import os
 import random
@@ -15,7 +16,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tests.build import plain
-from triaccel_ray.cuda.random_states import preserved_random_states
 from triaccel_ray.data.prefetch import CHUNK_SIZES, ChunkSampler, EpochOrder, Part
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import DatasetSource
@@ -85,37 +85,39 @@ def close(sampler: Sampler) -> None:
     sampler.source.close()
 
 
-def sizes(seed: int, largest: int = 150) -> Iterator[int]:
+def sizes(seed: int) -> Iterator[int]:
     generator = random.Random(seed)
     while True:
-        yield generator.randint(2, largest)
+        yield generator.randint(2, 150)
+
+
+def in_order(sampler: Sampler, num_epochs: int, batch_sizes: Iterator[int]) -> Tensor:
+    """Returns the inputs of the epochs, each sorted by sample."""
+    epochs: list[list[Tensor]] = [[] for _ in range(num_epochs)]
+    while (epoch := sampler.epoch) < num_epochs:
+        epochs[epoch].append(batch_of(sampler, next(batch_sizes))[0].cpu())
+    return torch.stack([(whole := torch.cat(parts))[whole[:, 0].argsort()] for parts in epochs])
 
 
 @pytest.mark.parametrize("place", DEVICES)
-@pytest.mark.parametrize("num", [2, CHUNK_SIZE, CHUNK_SIZE + 1, NUM])
+@pytest.mark.parametrize("num", [2, CHUNK_SIZE + 1, NUM])
 def test_batches_of_changing_size_are_the_samples_asked_for(place: Place, num: int) -> None:
+    """One sample after another, and in parts."""
     dataset = Squares(num)
     sampler = feed_of(dataset, place)
     seen: dict[int, list[int]] = {}
-    for size in sizes(1):
-        if (epoch := sampler.epoch) == 3:
+    for size in itertools.chain([10_000, 100], sizes(1)):
+        if (epoch := sampler.epoch) == 4:
             break
-        inputs, targets, indices = batch_of(sampler, size)
+        indices = sampler.take(size)
+        read = [sampler.source.batch(part, None) for part in indices.tensor_split(3 if size == 100 and num > 3 else 1)]
+        inputs, targets = (torch.cat(parts) for parts in zip(*read, strict=True))
         assert inputs.device.type == targets.device.type == place[0].type
         assert torch.equal(targets.cpu(), indices)
         assert torch.equal(inputs.cpu(), torch.stack([indices, indices**2], 1))
         seen.setdefault(epoch, []).extend(indices.tolist())
     assert all(sorted(samples) == list(range(num)) for samples in seen.values())
     assert bool(dataset.read_here) == (place[1] == 0)
-    close(sampler)
-
-
-@pytest.mark.parametrize("place", WORKERS)
-def test_a_batch_larger_than_the_data_set_is_the_data_set(place: Place) -> None:
-    sampler = feed_of(Squares(), place)
-    for epoch in range(3):
-        assert sampler.epoch == epoch
-        assert sorted(batch_of(sampler, 10_000)[1].tolist()) == list(range(NUM))
     close(sampler)
 
 
@@ -151,14 +153,6 @@ def test_random_transforms_depend_on_seed_epoch_and_sample_alone(place: Place) -
     close(sampler)
 
 
-def in_order(sampler: Sampler, num_epochs: int, batch_sizes: Iterator[int]) -> Tensor:
-    """Returns the inputs of the epochs, each sorted by sample."""
-    epochs: list[list[Tensor]] = [[] for _ in range(num_epochs)]
-    while (epoch := sampler.epoch) < num_epochs:
-        epochs[epoch].append(batch_of(sampler, next(batch_sizes))[0].cpu())
-    return torch.stack([(whole := torch.cat(parts))[whole[:, 0].argsort()] for parts in epochs])
-
-
 @pytest.mark.parametrize("place", DEVICES)
 def test_global_generators_of_the_process_that_trains_are_left_alone(place: Place) -> None:
     sampler = feed_of(Noisy(), place)
@@ -170,18 +164,6 @@ def test_global_generators_of_the_process_that_trains_are_left_alone(place: Plac
     assert torch.equal(torch.get_rng_state(), states[1])
     assert np.array_equal(np.random.get_state()[1], states[2])
     close(sampler)
-
-
-def draw_and_fail() -> None:
-    torch.rand(3)
-    raise LookupError
-
-
-def test_generators_come_back_after_an_error_too() -> None:
-    state = torch.get_rng_state()
-    with pytest.raises(LookupError), preserved_random_states(cuda=False):
-        draw_and_fail()
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("place", DEVICES)
@@ -197,28 +179,16 @@ def test_samples_asked_for_again_and_others_are_served_and_leave_the_stream_wher
 
 
 @pytest.mark.parametrize("place", DEVICES)
-def test_parts_of_a_batch_follow_one_another(place: Place) -> None:
-    dataset = Squares()
-    sampler = feed_of(dataset, place)
-    while sampler.epoch < 2:
-        indices = sampler.take(100)
-        parts = [sampler.source.batch(part, sampler.generator)[1] for part in indices.tensor_split(3)]
-        assert torch.equal(torch.cat(parts).cpu(), indices)
-    assert bool(dataset.read_here) == (place[1] == 0)
-    close(sampler)
-
-
-@pytest.mark.parametrize("place", DEVICES)
-@pytest.mark.parametrize("done", [0, 1, 3, 5])
+@pytest.mark.parametrize("done", [0, 3, 5])
 def test_a_restored_feed_goes_on_with_the_same_samples_and_transforms(place: Place, done: int) -> None:
     sampler, restored = feed_of(Noisy(), place), feed_of(Noisy(), place, seed=5)
     for _ in range(done):
         batch_of(sampler, 60)
     batch_of(restored, 60)
     restored.load_state_dict(sampler.state_dict())
-    for size, other in ((60, 60), (31, 31), (90, 90), (150, 150)):
+    for size in (60, 31, 90, 150):
         inputs, _, indices = batch_of(sampler, size)
-        also, _, same = batch_of(restored, other)
+        also, _, same = batch_of(restored, size)
         assert torch.equal(indices, same)
         assert torch.equal(inputs, also)
     close(sampler)
@@ -251,18 +221,14 @@ def test_processes_start_with_the_first_batch_and_end_with_the_source(place: Pla
     sampler = feed_of(Squares(), place)
     sampler.source.batch(torch.arange(3), None)
     assert multiprocessing.active_children() == []
-    batch_of(sampler, 20)
-    assert len(multiprocessing.active_children()) == 2
-    del sampler  # the fixture waits for nothing: they are gone
-
-
-@pytest.mark.parametrize("place", WORKERS)
-def test_a_closed_source_still_serves(place: Place) -> None:
-    sampler = feed_of(Squares(), place)
-    for _ in range(3):
-        _, targets, indices = batch_of(sampler, 50)
+    for _ in range(2):  # a closed one serves all the same
+        _, targets, indices = batch_of(sampler, 20)
         assert torch.equal(targets.cpu(), indices)
+        assert len(multiprocessing.active_children()) == 2
         close(sampler)
+        assert multiprocessing.active_children() == []
+    batch_of(sampler, 20)
+    del sampler  # the fixture waits for nothing: they are gone
 
 
 @pytest.mark.parametrize("place", DEVICES)
@@ -287,9 +253,8 @@ class Texts(Squares):
 
 
 @pytest.mark.parametrize("place", DEVICES)
-@pytest.mark.parametrize("num", [CHUNK_SIZE * 3 + 1, NUM])
-def test_a_collate_fn_is_given_the_samples_of_one_batch_each_time(place: Place, num: int) -> None:
-    dataset, (device, num_workers) = Texts(num), place
+def test_a_collate_fn_is_given_the_samples_of_one_batch_each_time(place: Place) -> None:
+    dataset, (device, num_workers) = Texts(CHUNK_SIZE * 3 + 1), place
     source = DatasetSource(dataset, device, num_workers=num_workers, collate_fn=padded)
     sampler = Sampler(source, seed=0, device=device)
     wanted = [CHUNK_SIZE] * 12 + [50, 50, 20, 30] * 6  # of one size for several epochs, then of others

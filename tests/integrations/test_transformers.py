@@ -56,20 +56,40 @@ class WeighingTriAccel(Weighing, TriAccelTrainer):
     pass
 
 
+PLAIN = (InLoopsOrder, TriAccelTrainer)
+
+
 def accuracy(judged: Any) -> dict[str, float]:
     return {"accuracy": float((judged.predictions.argmax(-1) == judged.label_ids).mean())}
 
 
-CASES = {
-    "warm-up, weight decay, clipped gradients": ({"warmup_steps": 3, "weight_decay": 0.1, "max_grad_norm": 0.1}, {}),
-    "SGD, without a bound, by steps": ({"optim": "sgd", "max_grad_norm": 0.0, "max_steps": 9}, {}),
-    "smoothed labels": ({"label_smoothing_factor": 0.2}, {}),
-    "a loss function": ({}, {"compute_loss_func": summed}),
-    "accumulated gradients": (
-        {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 4, "num_train_epochs": 3},
-        {"train_dataset": texts(48), "compute_loss_func": summed},  # of BERT's own loss the Trainer adds up the parts
+CASES: dict[str, tuple[dict[str, Any], Any, tuple[type[Trainer], type[Trainer]]]] = {
+    "warm-up, weight decay, clipped gradients": (
+        {"warmup_steps": 3, "weight_decay": 0.1, "max_grad_norm": 0.1}, bert, PLAIN,
     ),
+    "SGD, without a bound, by steps": ({"optim": "sgd", "max_grad_norm": 0.0, "max_steps": 9}, bert, PLAIN),
+    "smoothed labels": ({"label_smoothing_factor": 0.2}, bert, PLAIN),
+    "a loss function of tuples": ({"compute_loss_func": summed}, lambda: bert(return_dict=False), PLAIN),
+    "accumulated gradients": (
+        {
+            "gradient_accumulation_steps": 3, "per_device_train_batch_size": 4, "num_train_epochs": 3,
+            "train_dataset": texts(48), "compute_loss_func": summed,  # of BERT's own loss the Trainer adds up the parts
+        },
+        bert, PLAIN,
+    ),
+    "a language model on padded texts": ({"data_collator": padded}, llama, PLAIN),
+    "an overridden loss": ({}, bert, (WeighingInOrder, WeighingTriAccel)),
 }  # fmt: skip
+
+
+def both(folder: Path, kinds: tuple[type[Trainer], type[Trainer]] = PLAIN, **options: Any) -> tuple[Trainer, Trainer]:
+    """A Trainer and the loop's under the same options, trained where nothing adapts; `model` makes each one's own."""
+    make, callbacks = options.pop("model", bert), options.pop("callbacks", list)
+    found = []
+    for kind, more in zip(kinds, ({}, {"control": AS_IT_IS}), strict=True):
+        found.append(trainer_of(kind, folder / kind.__name__, make(), callbacks=callbacks(), **options, **more))
+        found[-1].train()
+    return found[0], found[1]
 
 
 def require_same_training(trainer: Trainer, reference: Trainer) -> None:
@@ -82,48 +102,19 @@ def require_same_training(trainer: Trainer, reference: Trainer) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_trains_as_the_trainer_does_where_nothing_adapts(case: str, tmp_path: Path) -> None:
-    options, own = CASES[case]
-    results = []
-    for kind, more in ((InLoopsOrder, {}), (TriAccelTrainer, {"control": AS_IT_IS})):
-        trainer = trainer_of(kind, tmp_path, compute_metrics=accuracy, eval_strategy="epoch", **options, **own, **more)
-        results.append((trainer, trainer.train()))
-    (reference, theirs), (trainer, ours) = results
+    options, model, kinds = CASES[case]
+    judged = {"compute_metrics": accuracy, "eval_strategy": "epoch"} if model is bert and kinds is PLAIN else {}
+    reference, trainer = both(tmp_path, kinds, model=model, **judged, **options)
     require_same_training(trainer, reference)
     names, expected = ({name for entry in each.state.log_history for name in entry} for each in (trainer, reference))
     assert names == expected - {"grad_norm"} | {"batch_size", "layers_fp16", "layers_bf16", "layers_fp32"}
-    assert ours.global_step == theirs.global_step == len(logged(trainer, "loss")) > 8
-    assert ours.training_loss == pytest.approx(theirs.training_loss, rel=1e-4)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(reference.evaluate()["eval_loss"], rel=1e-4)
-    np.testing.assert_allclose(
-        trainer.predict(texts(5, seed=2)).predictions,
-        reference.predict(texts(5, seed=2)).predictions,
-        rtol=1e-3,
-        atol=1e-4,
-    )
-
-
-def test_a_language_model_on_padded_texts_trains_as_under_the_trainer(tmp_path: Path) -> None:
-    reference = trainer_of(InLoopsOrder, tmp_path, llama(), data_collator=padded)
-    trainer = trainer_of(TriAccelTrainer, tmp_path, llama(), data_collator=padded, control=AS_IT_IS)
-    reference.train()
-    trainer.train()
-    require_same_training(trainer, reference)
-
-
-def test_an_overridden_loss_is_the_one_that_trains(tmp_path: Path) -> None:
-    reference, trainer = trainer_of(WeighingInOrder, tmp_path), trainer_of(WeighingTriAccel, tmp_path, control=AS_IT_IS)
-    reference.train()
-    trainer.train()
-    require_same_training(trainer, reference)
-
-
-def test_a_loss_function_gets_tuples_as_the_model_gives_them_without_labels(tmp_path: Path) -> None:
-    options = {"compute_loss_func": summed, "num_train_epochs": 1}
-    reference = trainer_of(InLoopsOrder, tmp_path, bert(return_dict=False), **options)
-    trainer = trainer_of(TriAccelTrainer, tmp_path, bert(return_dict=False), control=AS_IT_IS, **options)
-    reference.train()
-    trainer.train()
-    require_same_training(trainer, reference)
+    assert trainer.state.global_step == reference.state.global_step == len(logged(trainer, "loss")) > 8
+    ours, theirs = (logged(each, "train_loss") for each in (trainer, reference))
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    if judged:
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(reference.evaluate()["eval_loss"], rel=1e-4)
+        ours, theirs = (each.predict(texts(5, seed=2)).predictions for each in (trainer, reference))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_the_batch_grows_while_schedule_and_end_keep_to_the_samples(tmp_path: Path) -> None:
@@ -192,22 +183,9 @@ def test_early_stopping_and_the_best_model_are_the_trainers(tmp_path: Path) -> N
     noise = texts()
     for index, item in enumerate(noise):
         item["labels"] = index % 3  # can be learnt by heart, and helps no other text
-    options = {
-        "eval_strategy": "epoch",
-        "save_strategy": "epoch",
-        "load_best_model_at_end": True,
-        "learning_rate": 1e-2,
-        "num_train_epochs": 20,
-    }
-    found = []
-    for kind, more in ((InLoopsOrder, {}), (TriAccelTrainer, {"control": AS_IT_IS})):
-        stopping = EarlyStoppingCallback(early_stopping_patience=2)
-        trainer = trainer_of(
-            kind, tmp_path / kind.__name__, train_dataset=noise, callbacks=[stopping], **options, **more
-        )
-        trainer.train()
-        found.append(trainer)
-    reference, trainer = found
+    options = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    options |= {"learning_rate": 1e-2, "num_train_epochs": 20, "train_dataset": noise}
+    reference, trainer = both(tmp_path, callbacks=lambda: [EarlyStoppingCallback(early_stopping_patience=2)], **options)
     require_same_training(trainer, reference)
     assert trainer.state.global_step < 20 * 6
     assert Path(trainer.state.best_model_checkpoint).name == Path(reference.state.best_model_checkpoint).name
@@ -225,31 +203,20 @@ class LeavesEpochs(TrainerCallback):
 
 
 def test_an_epoch_can_be_left_early(tmp_path: Path) -> None:
-    trained = []
-    for kind, more in ((InLoopsOrder, {}), (TriAccelTrainer, {"control": AS_IT_IS})):
-        heard = Heard()
-        options = {"callbacks": [LeavesEpochs(), heard], "num_train_epochs": 3, "lr_scheduler_type": "constant"}
-        trainer = trainer_of(kind, tmp_path, **options, **more)
-        trainer.train()
-        trained.append((trainer, heard))
-    (reference, theirs), (trainer, ours) = trained
+    options = {"num_train_epochs": 3, "lr_scheduler_type": "constant"}
+    heard: list[Heard] = []
+    reference, trainer = both(tmp_path, callbacks=lambda: [LeavesEpochs(), listening(heard)], **options)
     assert logged(trainer, "loss") == pytest.approx(logged(reference, "loss"), rel=1e-4)
-    assert [name for name, *_ in ours.events] == [name for name, *_ in theirs.events]
+    theirs, ours = ([name for name, *_ in each.events] for each in heard)
+    assert ours == theirs
 
 
 class Heard(TrainerCallback):
     """Remembers the events of a training, with the step and the epoch at each."""
 
     NAMES = (
-        "train_begin",
-        "epoch_begin",
-        "step_begin",
-        "step_end",
-        "log",
-        "evaluate",
-        "save",
-        "epoch_end",
-        "train_end",
+        *("train_begin", "epoch_begin", "step_begin", "step_end", "log"),
+        *("evaluate", "save", "epoch_end", "train_end"),
     )
 
     def __init__(self) -> None:
@@ -264,12 +231,15 @@ class Heard(TrainerCallback):
         self.events.append((name, state.global_step, state.epoch, complete))
 
 
+def listening(heard: list[Heard]) -> Heard:
+    heard.append(Heard())
+    return heard[-1]
+
+
 def test_callbacks_hear_the_same_events(tmp_path: Path) -> None:
-    heard = []
+    heard: list[Heard] = []
     options = {"eval_strategy": "epoch", "save_strategy": "epoch", "eval_on_start": True, "logging_steps": 4}
-    for kind, more in ((InLoopsOrder, {}), (TriAccelTrainer, {"control": AS_IT_IS})):
-        heard.append(Heard())
-        trainer_of(kind, tmp_path, callbacks=[heard[-1]], **options, **more).train()
+    both(tmp_path, callbacks=lambda: [listening(heard)], **options)
     assert heard[1].events == heard[0].events
     assert {event for event, *_ in heard[1].events} == set(Heard.NAMES)
     assert all(complete for *_, complete in heard[1].events)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.kernels.batch_norm_act import RunningStatistics, batch_norm_act, batch_norm_act_forked, recomputer
+from triaccel_ray.kernels.batch_norm_act import RunningStatistics, batch_norm_act, recomputer
 from triaccel_ray.kernels.batch_norm_act.reference import ACTIVATIONS
 from triaccel_ray.kernels.batch_norm_act.reference import batch_norm_act as reference
 from triaccel_ray.kernels.batch_norm_act.tiling import APPLYING, APPLYING_EXPONENTIALS, REDUCING, tiling
@@ -72,6 +72,18 @@ def _inputs(case: Case) -> dict[str, Tensor]:
     return inputs
 
 
+def _running(channels: int, momentum: float = 0.1) -> RunningStatistics:
+    mean, var = torch.zeros(channels, device=DEVICE), torch.ones(channels, device=DEVICE)
+    return RunningStatistics(mean=mean, var=var, momentum=momentum)
+
+
+def _launch(*tensors: Any, running: RunningStatistics, output_dtype: torch.dtype = FP32, **options: Any) -> Any:
+    """Runs the kernels, through the interpreter where there is no GPU, on x, weight, bias and residual."""
+    from triaccel_ray.kernels.batch_norm_act.launch import Call, launch
+
+    return launch(Call(running=running, eps=1e-5, output_dtype=output_dtype, **options), *tensors)
+
+
 def _run(case: Case, *, exact: bool) -> Results:
     """Forward and backward: the reference in FP64, or the kernels, through the interpreter where there is no GPU."""
     inputs = _inputs(case)
@@ -95,13 +107,11 @@ def _run(case: Case, *, exact: bool) -> Results:
         )  # fmt: skip
         outputs = [y, y] if case.forked else [y]
     else:
-        from triaccel_ray.kernels.batch_norm_act.launch import Call, launch
-
         output_dtype = case.output or case.x
-        call = Call(
-            running=running, eps=1e-5, activation=case.activation, output_dtype=output_dtype, forked=case.forked
-        )
-        made = launch(call, *arguments, leaves.get("residual"))
+        made = _launch(
+            *arguments, leaves.get("residual"), running=running, activation=case.activation,
+            output_dtype=output_dtype, forked=case.forked,
+        )  # fmt: skip
         outputs = list(made) if isinstance(made, tuple) else [made]
         assert len(outputs) == 1 + case.forked
         assert {output.dtype for output in outputs} == {output_dtype}
@@ -144,19 +154,14 @@ def _check(case: Case) -> None:
 
 SMALL = [
     Case(),
-    Case(activation="relu"),
     Case(shape=(3, 13, 5, 7), activation="silu", residual=FP32, forked=True),
     Case(shape=(300, 65, 1, 1), activation="relu", residual=FP32, forked=True),
-    Case(shape=(2, 24, 7, 7), x=FP16, activation="relu", residual=FP16),
     Case(shape=(2, 24, 7, 7), x=FP16, output=FP32, residual=BF16),
     Case(shape=(5, 16, 11, 3), x=FP32, output=BF16, activation="relu", residual=FP16),
     Case(shape=(5, 16, 11, 3), x=BF16, activation="silu", forked=True),
-    Case(shape=(3, 40, 9, 7), x=FP16, output=FP16, residual=FP16, forked=True),
     Case(shape=(7, 48, 13, 13), activation="hardswish", residual=FP16, forked=True),
-    Case(shape=(7, 48, 13, 13), activation="relu6"),
     Case(shape=(3, 20, 9, 7), activation="relu6", residual=FP32),
     Case(shape=(3, 20, 9, 7), activation="hardswish"),
-    Case(shape=(4, 32, 17, 3), mean=1000.0, std=1.0),
     Case(shape=(4, 32, 17, 3), mean=-100.0, std=1e-2, activation="silu"),
     Case(shape=(5, 1, 1, 1)),
 ]
@@ -186,84 +191,53 @@ def test_the_kernels_compute_what_fp64_does_on_large_maps(case: Case) -> None:
 
 
 def test_a_part_of_the_rows_far_from_the_rest_costs_no_accuracy() -> None:
-    from triaccel_ray.kernels.batch_norm_act.launch import Call, launch
-
     x = torch.randn(512, 16, 4, 4, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     x[:8] += 1e4  # the first tile is nothing like the others
     x = x.to(memory_format=torch.channels_last)
-    weight, bias = torch.ones(16, device=DEVICE), torch.zeros(16, device=DEVICE)
-    running = RunningStatistics(mean=torch.zeros(16, device=DEVICE), var=torch.ones(16, device=DEVICE), momentum=1.0)
-    launch(Call(running=running, eps=1e-5, activation="none", output_dtype=FP32), x, weight, bias, None)
+    weight, bias, running = torch.ones(16, device=DEVICE), torch.zeros(16, device=DEVICE), _running(16, momentum=1.0)
+    _launch(x, weight, bias, None, running=running, activation="none")
     exact = x.double().transpose(0, 1).flatten(1)
     _close(running.mean, exact.mean(1), 2.0**-20, 0.0)
     _close(running.var, exact.var(1), 2.0**-18, 0.0)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NumPy
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_an_output_can_be_computed_again_until_its_backward_pass(activation: Any) -> None:
-    from triaccel_ray.kernels.batch_norm_act.launch import Call, launch
-
-    inputs = _inputs(Case(shape=(3, 12, 5, 4), x=FP16, output=FP32))
-    x = inputs["x"].requires_grad_()
-    running = RunningStatistics(mean=torch.zeros(12, device=DEVICE), var=torch.ones(12, device=DEVICE))
-    call = Call(running=running, eps=1e-5, activation=activation, output_dtype=FP32)
-    y = launch(call, x, inputs["weight"], inputs["bias"], None)
-    assert isinstance(y, Tensor)
+def test_an_output_can_be_computed_again_and_not_a_number_is_passed_on(activation: Any) -> None:
+    inputs, running = _inputs(Case(shape=(3, 12, 5, 4), x=FP16, output=FP32)), _running(12)
+    x, parameters = inputs["x"].requires_grad_(), (inputs["weight"], inputs["bias"])
+    y = _launch(x, *parameters, None, running=running, activation=activation)
     again = recomputer(y)
     assert again is not None
     expected, after = y.detach().clone(), running.mean.clone()
     y.detach().zero_()
     assert torch.equal(again(), expected)
     assert torch.equal(running.mean, after)
+    broken = x.detach().clone()
+    broken[0, 3, 1, 1] = float("nan")
+    y = _launch(broken, *parameters, None, running=running, activation=activation)
+    assert y[:, 3].isnan().all()
+    assert y[:, :3].isfinite().all()
 
 
 def test_outputs_that_hold_more_than_the_norm_cannot_be_computed_again() -> None:
-    from triaccel_ray.kernels.batch_norm_act.launch import Call, launch
-
-    inputs = _inputs(Case(shape=(3, 12, 5, 4), x=FP32, residual=FP32))
-    x, parameters = inputs["x"].requires_grad_(), (inputs["weight"], inputs["bias"])
-    running = RunningStatistics(mean=torch.zeros(12, device=DEVICE), var=torch.ones(12, device=DEVICE))
-    call = Call(running=running, eps=1e-5, activation="relu", output_dtype=FP32)
-    with_residual = launch(call, x, *parameters, inputs["residual"])
-    forked = launch(dataclasses.replace(call, forked=True), x, *parameters, None)
-    assert isinstance(with_residual, Tensor)
-    for y in (with_residual, *forked, x, x * 2, torch.relu(x)):
+    inputs, running = _inputs(Case(shape=(3, 12, 5, 4), x=FP32, residual=FP32)), _running(12)
+    arguments = inputs["x"].requires_grad_(), inputs["weight"], inputs["bias"]
+    with_residual = _launch(*arguments, inputs["residual"], running=running, activation="relu")
+    forked = _launch(*arguments, None, running=running, activation="relu", forked=True)
+    for y in (with_residual, *forked, arguments[0], torch.relu(arguments[0])):
         assert recomputer(y) is None
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NumPy
-def test_not_a_number_is_passed_on_by_every_activation() -> None:
-    from triaccel_ray.kernels.batch_norm_act.launch import Call, launch
-
-    for activation in ACTIVATIONS:
-        x = torch.ones(2, 8, 2, 2, device=DEVICE).to(memory_format=torch.channels_last)
-        x[0, 3, 1, 1] = float("nan")
-        running = RunningStatistics(mean=torch.zeros(8, device=DEVICE), var=torch.ones(8, device=DEVICE))
-        call = Call(running=running, eps=1e-5, activation=activation, output_dtype=FP32)  # type: ignore[arg-type]
-        y = launch(call, x, torch.ones(8, device=DEVICE), torch.zeros(8, device=DEVICE), None)
-        assert isinstance(y, Tensor)
-        assert y[:, 3].isnan().all()
-        assert y[:, :3].isfinite().all()
-
-
 def test_gradients_that_are_not_wanted_and_readers_without_a_gradient() -> None:
-    from triaccel_ray.kernels.batch_norm_act.launch import Call, launch
-
-    inputs = _inputs(Case(residual=FP32))
-    x = inputs["x"].requires_grad_()
-    running = RunningStatistics(mean=torch.zeros(8, device=DEVICE), var=torch.ones(8, device=DEVICE))
-    call = Call(running=running, eps=1e-5, activation="relu", output_dtype=FP32, forked=True)
-    first, second = launch(call, x, inputs["weight"], inputs["bias"], inputs["residual"])
+    inputs, running = _inputs(Case(residual=FP32)), _running(8)
+    arguments = inputs["x"].requires_grad_(), inputs["weight"], inputs["bias"]
+    first, second = _launch(*arguments, inputs["residual"], running=running, activation="relu", forked=True)
     assert first.data_ptr() == second.data_ptr()
     # what comes from a mean over pixels is expanded, not channels_last
-    second.mean((2, 3)).sum().backward()
-    gradient = x.grad
-    x.grad = None
-    y = reference(
-        x, inputs["weight"], inputs["bias"], running, eps=1e-5, activation="relu", residual=inputs["residual"]
-    )
-    y.mean((2, 3)).sum().backward()
-    torch.testing.assert_close(gradient, x.grad)
+    (gradient,) = torch.autograd.grad(second.mean((2, 3)).sum(), inputs["x"])
+    y = reference(*arguments, running, eps=1e-5, activation="relu", residual=inputs["residual"])
+    torch.testing.assert_close(gradient, torch.autograd.grad(y.mean((2, 3)).sum(), inputs["x"])[0])
 
 
 @pytest.mark.gpu
@@ -272,10 +246,10 @@ def test_a_graph_replays_what_eager_computes_bit_for_bit() -> None:
     inputs = _inputs(case)
     x, residual = inputs["x"].requires_grad_(), inputs["residual"].requires_grad_()
     weight, bias = inputs["weight"].requires_grad_(), inputs["bias"].requires_grad_()
-    running = RunningStatistics(mean=torch.zeros(64, device="cuda"), var=torch.ones(64, device="cuda"))
+    running = _running(64)
 
     def step() -> tuple[Tensor, ...]:
-        outputs = batch_norm_act_forked(x, weight, bias, running, eps=1e-5, activation="relu", residual=residual)
+        outputs = batch_norm_act(x, weight, bias, running, eps=1e-5, activation="relu", residual=residual, forked=True)
         y = batch_norm_act(outputs[0], weight, bias, running, eps=1e-5, activation="silu", residual=outputs[1])
         return (y.detach(), *torch.autograd.grad(y, [x, residual, weight, bias], inputs["dy"]), running.mean.clone())
 
@@ -309,7 +283,7 @@ def test_on_a_cpu_it_is_batch_norm_sum_and_activation() -> None:
     torch.testing.assert_close(running.mean, norm.running_mean)
     torch.testing.assert_close(running.var, norm.running_var)
     assert running.num_batches == norm.num_batches_tracked == 1
-    first, second = batch_norm_act_forked(x, norm.weight, norm.bias, running, **arguments, output_dtype=FP16)
+    first, second = batch_norm_act(x, norm.weight, norm.bias, running, **arguments, output_dtype=FP16, forked=True)
     assert first.dtype is second.dtype is FP16
     torch.testing.assert_close(first.float(), y, rtol=2.0**-10, atol=1e-6)
 

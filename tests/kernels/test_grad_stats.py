@@ -70,7 +70,7 @@ def test_raw_statistics_agree_with_fp64(kernel: bool) -> None:
 
 
 @both
-@pytest.mark.parametrize("beta", [0.0, 0.9, 0.999])
+@pytest.mark.parametrize("beta", [0.0, 0.9])
 def test_the_average_follows_its_formula(kernel: bool, beta: float) -> None:
     stats, average = stats_of(kernel, beta), torch.zeros(4, dtype=torch.float64)
     for step in range(3):
@@ -83,7 +83,7 @@ def test_the_average_follows_its_formula(kernel: bool, beta: float) -> None:
 
 
 @both
-@pytest.mark.parametrize("ratio", [1e2, 1e4, 1e6])
+@pytest.mark.parametrize("ratio", [1e2, 1e6])
 def test_a_mean_far_from_0_costs_no_digits(kernel: bool, ratio: float) -> None:
     stats, gradients = stats_of(kernel), draw(1)
     gradients[3] = (ratio + torch.randn(SIZES[3], generator=torch.Generator().manual_seed(2))).to(DEVICE)
@@ -94,7 +94,7 @@ def test_a_mean_far_from_0_costs_no_digits(kernel: bool, ratio: float) -> None:
 
 
 @both
-@pytest.mark.parametrize("scale", [2.0**-4, 2.0**16, 2.0**24])
+@pytest.mark.parametrize("scale", [2.0**-4, 2.0**24])
 def test_the_loss_scale_is_divided_out(kernel: bool, scale: float) -> None:
     plain, scaled = stats_of(kernel), stats_of(kernel)
     for step in range(2):
@@ -103,19 +103,14 @@ def test_the_loss_scale_is_divided_out(kernel: bool, scale: float) -> None:
         update(plain, gradients)
         update(scaled, [g * scale for g in gradients], loss_scale=scale)
     assert torch.equal(plain.average, scaled.average)  # a power of two costs no rounding
-
-
-@both
-def test_fp16_gradients_near_the_end_of_their_range_do_not_overflow(kernel: bool) -> None:
     stats, gradients = stats_of(kernel), draw(0)
     gradients[1] = torch.where(torch.arange(4096) % 2 == 0, 65504.0, -65504.0).to(DEVICE, torch.float16)
-    assert update(stats, gradients, loss_scale=2.0**24) == 0.0
-    assert stats.average[1].item() == pytest.approx(0.1 * (65504.0 / 2.0**24) ** 2, rel=RTOL)
+    assert update(stats, gradients, loss_scale=scale) == 0.0  # near the end of FP16's range
+    assert stats.average[1].item() == pytest.approx(0.1 * (65504.0 / scale) ** 2, rel=RTOL)
 
 
 @both
-@pytest.mark.parametrize("bad", [math.nan, -math.inf])
-@pytest.mark.parametrize("index", [1, 2, 4])
+@pytest.mark.parametrize(("bad", "index"), [(math.nan, 1), (-math.inf, 2), (math.inf, 4)])
 def test_a_non_finite_element_is_found_and_its_group_left_out(kernel: bool, bad: float, index: int) -> None:
     stats, clean = stats_of(kernel), stats_of(kernel)
     gradients, group = draw(0), GROUPS[index]
@@ -140,16 +135,15 @@ def test_absent_tensors_leave_the_others_of_their_group(kernel: bool) -> None:
     assert stats.count.tolist() == [0, 1, 1, 1, 0]
     assert stats.num_elements.tolist() == [0, SIZES[1], SIZES[3], SIZES[5], 0]
     assert stats.average[2].item() == pytest.approx(0.1 * elements(gradients, 2).var(correction=0).item(), rel=RTOL)
-
-
-@both
-def test_no_gradient_at_all_changes_nothing(kernel: bool) -> None:
-    stats, gradients = stats_of(kernel), draw(0)
-    update(stats, gradients)
-    average, count = stats.average.clone(), stats.count.clone()
-    assert update(stats, [None] * len(SIZES)) == 0.0
-    assert torch.equal(stats.average, average)
-    assert torch.equal(stats.count, count)
+    restored = stats_of(kernel)
+    restored.average.copy_(stats.average)
+    restored.count.copy_(stats.count)
+    assert update(stats, [None] * len(SIZES)) == 0.0  # changes nothing
+    later = draw(1)
+    for each in (stats, restored):
+        update(each, later)
+    assert torch.equal(stats.average, restored.average)
+    assert torch.equal(stats.count, restored.count)
 
 
 def test_tensors_may_begin_at_any_element() -> None:
@@ -158,19 +152,6 @@ def test_tensors_may_begin_at_any_element() -> None:
     shifted = [torch.cat([g.new_full((3,), math.nan), g])[3:] for g in gradients if g is not None]
     assert update(aligned, gradients) == update(stats, shifted) == 0.0
     torch.testing.assert_close(stats.average, aligned.average, rtol=RTOL, atol=0.0)
-
-
-@both
-def test_restored_statistics_go_on_alike(kernel: bool) -> None:
-    stats, restored = stats_of(kernel), stats_of(kernel)
-    first, second = draw(0), draw(1)
-    update(stats, first)
-    restored.average.copy_(stats.average)
-    restored.count.copy_(stats.count)
-    for each in (stats, restored):
-        update(each, second)
-    assert torch.equal(stats.average, restored.average)
-    assert torch.equal(stats.count, restored.count)
 
 
 @both

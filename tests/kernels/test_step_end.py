@@ -39,14 +39,20 @@ def outcomes_of(state: LossScaleState, outcomes: str, *, rows: int, kernel: bool
     return scales, totals
 
 
-@pytest.mark.parametrize("outcomes", ["......", "..x...", "...x..", "xx...x", "xxxxx"])
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_the_kernel_does_what_the_reference_does(outcomes: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("outcomes", "scales"),
+    [("......", [8, 8, 16, 16, 16, 32]), ("..x...", [8, 8, 4, 4, 4, 8]), ("xx...x", [4, 2, 2, 2, 4, 2])],
+)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_the_scale_doubles_after_finite_steps_and_halves_at_an_overflow(
+    outcomes: str, scales: list[float], rows: int
+) -> None:
     mine, reference = state_of(), state_of()
     got = outcomes_of(mine, outcomes, rows=rows, kernel=True)
     expected = outcomes_of(reference, outcomes, rows=rows, kernel=False)
-    assert got[0] == expected[0]
+    assert got[0] == expected[0] == scales
     assert torch.equal(got[1], expected[1])
+    assert reference.num_skipped.item() == outcomes.count("x")
     for name in ("num_finite", "num_skipped", "num_skipped_in_row"):
         assert torch.equal(getattr(mine, name), getattr(reference, name))
     assert reference.num_skipped_in_row.item() == len(outcomes) - len(outcomes.rstrip("x"))

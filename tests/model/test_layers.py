@@ -39,34 +39,17 @@ def test_layers_are_the_owners_of_matrices_in_module_order() -> None:
     assert not linear.fixed_precision
 
 
-def test_a_model_that_is_a_layer_has_a_name() -> None:
+def test_what_is_a_layer_and_what_is_none() -> None:
+    tied, frozen = Tied(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    frozen[0].weight.requires_grad_(False)
     assert names(nn.Linear(2, 2)) == ["model"]
-
-
-def test_modules_that_share_a_weight_are_one_layer() -> None:
-    model = Tied()
-    (layer,) = find_layers(model)
-    assert (layer.name, layer.modules, layer.num_elements) == ("embed", (model.embed, model.out), 15)
-
-
-def test_attention_is_one_layer_with_all_below_it() -> None:
-    model = nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 1))
-    assert names(model) == ["0", "1"]
-    assert find_layers(model)[0].num_elements == 3 * 16 + 16
-
-
-def test_a_containers_own_matrix_belongs_to_no_layer() -> None:
+    assert names(frozen) == ["1"]
     assert names(WithToken()) == ["project"]
-
-
-def test_a_norm_is_no_layer_whatever_the_shape_of_its_weight() -> None:
     assert names(nn.Sequential(nn.Conv2d(1, 2, 1), nn.LayerNorm([2, 4, 4]))) == ["0"]
-
-
-def test_frozen_weights_belong_to_no_layer() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[0].weight.requires_grad_(False)
-    assert names(model) == ["1"]
+    (layer,) = find_layers(tied)
+    assert (layer.name, layer.modules, layer.num_elements) == ("embed", (tied.embed, tied.out), 15)
+    attention, _ = find_layers(nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 1)))
+    assert (attention.name, attention.num_elements) == ("0", 3 * 16 + 16)
 
 
 @pytest.mark.parametrize("module", [nn.LSTM(2, 2), nn.GRU(2, 2), nn.RNN(2, 2)])
@@ -88,11 +71,8 @@ class Difference(nn.Module):
 
 
 @pytest.mark.parametrize("inputs", [{"right": 1.0, "left": 3.0}, (3.0, 1.0), [3.0, 1.0]])
-def test_inputs_go_in_by_name_or_position(inputs: object) -> None:
+def test_inputs_go_in_by_name_or_position_or_as_they_are(inputs: object) -> None:
     assert forward(Difference(), inputs) == 2.0
-
-
-def test_other_inputs_go_in_as_they_are() -> None:
     assert torch.equal(forward(nn.Identity(), torch.ones(2)), torch.ones(2))
 
 

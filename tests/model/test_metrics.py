@@ -47,12 +47,6 @@ def judged(model: nn.Module, data: Any, metrics: Any = None, *, batch_size: int 
     return evaluate(model, loss, data, metrics, device=CPU, batch_size=batch_size, step=0, release_memory=nothing)
 
 
-def test_a_classifier_is_judged_by_its_accuracy_without_being_asked() -> None:
-    model, (inputs, targets) = mlp(), blobs(30)
-    right = (model(inputs).argmax(1) == targets).double().mean().item()
-    assert judged(model, (inputs, targets)).metrics == pytest.approx({"accuracy": 100.0 * right})
-
-
 @pytest.mark.parametrize(
     ("model", "data", "loss"),
     [
@@ -75,9 +69,11 @@ def test_the_figures_of_tokens_are_those_of_their_mean_loss(count: int, batch_si
     targets[torch.rand(targets.shape) < ignored] = -100
     targets[0, 0] = 1
     nats = token_cross_entropy(model(inputs), targets).item()
-    metrics = {"perplexity": PERPLEXITY, "bits_per_byte": BITS_PER_BYTE}
+    share = (model(inputs).argmax(-1) == targets).double().mean().item()
+    metrics = {"perplexity": PERPLEXITY, "bits_per_byte": BITS_PER_BYTE, "top1": top1, "none": lambda *_: (0.0, 0.0)}
     found = judged(model, (inputs, targets), metrics, batch_size=batch_size, loss=lambda outputs, _: outputs.mean())
-    assert found.metrics == pytest.approx({"perplexity": math.exp(nats), "bits_per_byte": nats / math.log(2)}, rel=1e-5)
+    expected = {"perplexity": math.exp(nats), "bits_per_byte": nats / math.log(2), "top1": share, "none": math.nan}
+    assert found.metrics == pytest.approx(expected, rel=1e-5, nan_ok=True)
 
 
 @given(batch_size=st.integers(1, 31))
@@ -91,15 +87,10 @@ def test_values_a_sample_and_weighted_means_come_to_the_same_at_any_batch_size(b
     result = judged(model, data, metrics, batch_size=batch_size)
     outputs = model(data[0])
     assert list(result.metrics) == list(metrics)
+    assert judged(model, data).metrics == {"accuracy": result.metrics["accuracy"]}  # without being asked
     assert result.metrics["rows"] == pytest.approx(outputs.abs().mean().item(), rel=1e-5)
     assert result.metrics["mean"] == pytest.approx(result.metrics["rows"], rel=1e-5)
     assert result.metrics["accuracy"] == 100.0 * result.metrics["top1"]
-
-
-def test_top1_of_tokens_is_a_share_of_the_tokens() -> None:
-    model, (inputs, targets) = Tokens(), text(10)
-    right = (model(inputs).argmax(-1) == targets).double().mean().item()
-    assert judged(model, (inputs, targets), {"top1": top1}).metrics == pytest.approx({"top1": right})
 
 
 @pytest.mark.parametrize(
@@ -128,12 +119,6 @@ def test_what_is_neither_a_value_a_sample_nor_a_weighted_sum_is_refused(found: A
         measured(metrics, torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
 
 
-def test_a_metric_that_raises_is_named() -> None:
-    metrics = as_metrics({"own": lambda outputs, targets: outputs["logits"]})
-    with pytest.raises(UserCodeError, match=r"metrics\['own'\] raised IndexError.*outputs float32 \(2, 4\)"):
-        measured(metrics, torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
-
-
 @pytest.mark.parametrize(
     ("metrics", "kind", "message"),
     [
@@ -141,16 +126,12 @@ def test_a_metric_that_raises_is_named() -> None:
         ({"top1": 1.0}, TypeError, "metrics['top1'] is a float: must be a Metric, or a function"),
         ({"loss": top1}, ValueError, "name of a metric = 'loss': must be an identifier, and none of"),
         ({"top 1": top1}, ValueError, "name of a metric = 'top 1': must be an identifier"),
+        ({"own": lambda outputs, targets: outputs["logits"]}, UserCodeError, "metrics['own'] raised IndexError"),
     ],
 )
 def test_what_maps_no_names_to_metrics_is_refused(metrics: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=re.escape(message)):
         judged(mlp(), blobs(8), metrics)
-
-
-def test_nothing_counted_is_no_number() -> None:
-    metrics = {"none": lambda outputs, targets: (0.0, 0.0)}
-    assert math.isnan(judged(mlp(), blobs(8), metrics).metrics["none"])
 
 
 @pytest.mark.parametrize(("nats", "perplexity"), [(0.0, 1.0), (1.0, math.e), (1e4, math.inf), (math.nan, math.nan)])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
-from triaccel_ray.search_spaces.tuned import Result, TunedThresholds, tuned_thresholds
+from triaccel_ray.search_spaces.tuned import tuned_thresholds
 from triaccel_ray.trainables.registry import TASKS
 
 KEPT = [name for name in TASKS if files("triaccel_ray.search_spaces").joinpath("results", f"{name}.json").is_file()]
@@ -25,22 +25,12 @@ def test_a_task_uses_what_was_found_for_it(name: str) -> None:
 
 
 def test_only_what_was_searched_is_replaced() -> None:
-    result = Result(metric=90.0, seconds_per_epoch=1.0, peak_gb=1.0, score=90.0)
-    kept = TunedThresholds(
-        task="mine",
-        command="triaccel search mine",
-        date="2026-01-31",
-        hardware="a GPU",
-        versions={},
-        num_trials=8,
-        num_finished=3,
-        headroom_bytes=None,
+    kept = replace(
+        tuned_thresholds("digits"),
         precision={"tau_low": 1e-8, "tau_high": 2e-8},
         batch={"rho_low": 0.1, "rho_high": 0.2, "step_up": 64, "step_down": 32},
         curvature={"alpha": 0.3},
         every_steps=9,
-        amp=result,
-        best=result,
     )
     before = ControlConfig(
         precision=PrecisionConfig(beta=0.5), batch=BatchConfig(start=64), curvature=CurvatureConfig(tau_curv=7.0)
@@ -74,8 +64,5 @@ def test_a_file_with_wrong_keys_is_named(
     monkeypatch.setattr("triaccel_ray.search_spaces.tuned.files", lambda package: tmp_path)
     with pytest.raises(ValueError, match=rf"digits.json is no result of a search \(.*{message}.*copy found.json"):
         tuned_thresholds("digits")
-
-
-def test_a_task_that_was_never_searched() -> None:
     with pytest.raises(FileNotFoundError):
         tuned_thresholds("no-such-task")

@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +22,6 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder.parent
 
 
-@pytest.fixture
-def with_test_file(data_dir: Path) -> Iterator[Path]:
-    path = data_dir / "cifar-10-batches-bin" / "test_batch.bin"
-    np.zeros((10_000, 3073), dtype=np.uint8).tofile(path)
-    yield data_dir
-    path.unlink()
-
-
 def _keys(source: DataSource) -> set[bytes]:
     """Returns the first pixels of every image, which in noise are as good as its identity."""
     assert isinstance(source, TensorSource)
@@ -45,30 +36,25 @@ def test_a_search_holds_out_500_training_images_a_class_and_needs_no_test_file(d
     assert len(_keys(splits.train) | _keys(splits.held_out)) == 50_000
     again = TASKS["cifar10-efficientnet-b0"](data_dir).data(Purpose.SEARCH)
     assert _keys(again.held_out) == _keys(splits.held_out)
+    assert len(splits.held_out.views(torch.rand(2, 3, 32, 32))) == 1
 
 
-def test_a_final_run_without_the_test_file_says_which_one_is_missing(data_dir: Path) -> None:
+def test_a_final_run_trains_on_everything_and_is_judged_by_the_test_file(data_dir: Path) -> None:
+    small, images = TASKS["cifar10-resnet18"](data_dir), torch.rand(2, 3, 32, 32)
     with pytest.raises(FileNotFoundError, match=r"not found: test_batch.bin\)"):
-        TASKS["cifar10-resnet18"](data_dir).data(Purpose.FINAL)
-
-
-def test_a_final_run_trains_on_everything_and_is_judged_by_the_test_file(with_test_file: Path) -> None:
-    splits = TASKS["cifar10-resnet18"](with_test_file).data(Purpose.FINAL)
+        small.data(Purpose.FINAL)
+    with pytest.raises(FileNotFoundError, match="CIFAR-100: no complete set of files"):
+        TASKS["cifar100-resnet18"](data_dir).data(Purpose.SEARCH)  # CIFAR-10's files are not its own
+    path = data_dir / "cifar-10-batches-bin" / "test_batch.bin"
+    np.zeros((10_000, 3073), dtype=np.uint8).tofile(path)
+    splits, others = small.data(Purpose.FINAL), TASKS["cifar10-efficientnet-b0"](data_dir).data(Purpose.FINAL)
+    path.unlink()
     assert (len(splits.train), len(splits.held_out)) == (50_000, 10_000)
     assert isinstance(splits.held_out, TensorSource)
     assert splits.held_out.inputs.max() == 0
-
-
-def test_test_images_of_the_small_network_are_judged_with_their_mirror_images_too(with_test_file: Path) -> None:
-    images = torch.rand(2, 3, 32, 32)
-    for name, purpose, num_views in (
-        ("cifar10-resnet18", Purpose.FINAL, 2),
-        ("cifar10-resnet18", Purpose.SEARCH, 1),
-        ("cifar10-efficientnet-b0", Purpose.FINAL, 1),
-    ):
-        splits = TASKS[name](with_test_file).data(purpose)
-        assert len(splits.held_out.views(images)) == num_views
-        assert len(splits.train.views(images)) == 1
+    # Those of the small network are judged with their mirror images too.
+    views = [len(source.views(images)) for source in (splits.held_out, splits.train, others.held_out)]
+    assert views == [2, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -104,8 +90,3 @@ def test_batches_are_prepared_and_augmented_for_training_alone(data_dir: Path) -
         assert not torch.equal(augmented, splits.train.batch(indices, torch.Generator().manual_seed(0))[0])
         held_out, _ = splits.held_out.batch(indices, torch.Generator().manual_seed(0))
         assert torch.equal(held_out, splits.held_out.batch(indices, None)[0])
-
-
-def test_cifar100_does_not_take_cifar10s_files_for_its_own(data_dir: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="CIFAR-100: no complete set of files"):
-        TASKS["cifar100-resnet18"](data_dir).data(Purpose.SEARCH)

@@ -23,8 +23,9 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
+    (tmp_path / "data").mkdir()
 
 
 @pytest.fixture
@@ -67,7 +68,6 @@ def test_an_empty_folder_is_filled_by_download_and_nothing_lands_outside(
 ) -> None:
     cifar = _served_set(served, [*_official_names(), "../escaped", str(tmp_path / "escaped-too")])
     data_dir = tmp_path / "data"
-    data_dir.mkdir()
     found = obtain(cifar, data_dir, with_test=True)
     assert found.path == data_dir / "cifar-10-batches-py"
     assert {path.name for path in found.path.iterdir()} == {*found.needed(with_test=True)}
@@ -84,10 +84,7 @@ def test_the_default_is_a_cache_that_is_filled_once(
     first = obtain(cifar, None, with_test=False)
     assert first.path.parent == default_data_dir() == tmp_path / "cache" / "triaccel" / "data"
     assert obtain(dataclasses.replace(cifar, url=NOBODY), None, with_test=True).path == first.path
-
-
-def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")  # relative, hence ignored
     assert default_data_dir() == Path.home() / ".cache" / "triaccel" / "data"
 
 
@@ -98,7 +95,6 @@ def test_processes_that_start_together_download_once(tmp_path: Path, served: tup
         threading.Thread(target=lambda: results.append(obtain(cifar, tmp_path / "data", with_test=True)))
         for _ in range(4)
     ]
-    (tmp_path / "data").mkdir()
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -106,54 +102,47 @@ def test_processes_that_start_together_download_once(tmp_path: Path, served: tup
     assert [found.path for found in results] == [tmp_path / "data" / "cifar-10-batches-py"] * 4
 
 
-@pytest.mark.parametrize("cifar", [CIFAR10, CIFAR100])
-def test_a_failed_download_names_every_file_the_source_and_the_option(cifar: CifarSet, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError) as error:
-        obtain(dataclasses.replace(cifar, url=NOBODY), tmp_path, with_test=True)
-    message = str(error.value)
-    for layout in (cifar.python, cifar.binary):
-        assert f"{tmp_path / layout.folder}: {', '.join((*layout.train, layout.test))} (none found)" in message
-    for part in (cifar.title, NOBODY, "Connection refused", HOMEPAGE, "--data-dir"):
-        assert part in message
-
-
-def test_a_failed_download_can_be_tried_again(tmp_path: Path, served: tuple[Path, str]) -> None:
+def test_a_failed_download_names_every_file_the_source_and_the_option_and_can_be_tried_again(
+    tmp_path: Path, served: tuple[Path, str]
+) -> None:
+    data_dir, archive = tmp_path / "data", served[0] / "archive.tar.gz"
+    for cifar in (CIFAR10, CIFAR100):
+        with pytest.raises(FileNotFoundError) as error:
+            obtain(dataclasses.replace(cifar, url=NOBODY), data_dir, with_test=True)
+        for layout in (cifar.python, cifar.binary):
+            names = ", ".join((*layout.train, layout.test))
+            assert f"{data_dir / layout.folder}: {names} (none found)" in str(error.value)
+        assert all(
+            part in str(error.value) for part in (cifar.title, NOBODY, "Connection refused", HOMEPAGE, "--data-dir")
+        )
     cifar = _served_set(served, _official_names())
-    with pytest.raises(FileNotFoundError):
-        obtain(dataclasses.replace(cifar, url=NOBODY), tmp_path, with_test=False)
-    (tmp_path / "served" / "archive.tar.gz").rename(tmp_path / "served" / "moved")
-    data_dir = tmp_path / "data"
-    data_dir.mkdir()
+    archive.rename(served[0] / "moved")
     with pytest.raises(FileNotFoundError, match="HTTPError: HTTP Error 404"):
         obtain(cifar, data_dir, with_test=False)
-    (tmp_path / "served" / "moved").rename(tmp_path / "served" / "archive.tar.gz")
+    (served[0] / "moved").rename(archive)
     assert obtain(cifar, data_dir, with_test=False).missing(with_test=True) == ()
 
 
-def test_an_archive_that_is_not_the_published_one_is_refused(tmp_path: Path, served: tuple[Path, str]) -> None:
-    data_dir = tmp_path / "data"
-    data_dir.mkdir()
-    with pytest.raises(FileNotFoundError, match=f"has the md5 checksum .*: must have {'0' * 32}"):
-        obtain(_served_set(served, _official_names(), md5="0" * 32), data_dir, with_test=False)
-    assert not (data_dir / "cifar-10-batches-py").exists()
+@pytest.mark.parametrize(
+    ("names", "md5", "message"),
+    [
+        (_official_names(), "0" * 32, f"has the md5 checksum .*: must have {'0' * 32}"),
+        (["other/data_batch_1"], None, "does not hold all of them"),
+    ],
+)
+def test_another_archive_is_refused(
+    names: list[str], md5: str | None, message: str, tmp_path: Path, served: tuple[Path, str]
+) -> None:
+    with pytest.raises(FileNotFoundError, match=message):
+        obtain(_served_set(served, names, md5), tmp_path / "data", with_test=False)
+    assert not list(tmp_path.glob("data/*/data_batch_1"))
 
 
-def test_an_archive_without_the_files_is_refused(tmp_path: Path, served: tuple[Path, str]) -> None:
-    data_dir = tmp_path / "data"
-    data_dir.mkdir()
-    with pytest.raises(FileNotFoundError, match="does not hold all of them"):
-        obtain(_served_set(served, ["other/data_batch_1"]), data_dir, with_test=False)
-
-
-def test_a_named_folder_that_does_not_exist_is_neither_created_nor_filled(tmp_path: Path) -> None:
+def test_nothing_is_downloaded_beside_a_users_files_nor_where_there_is_no_folder(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"absent is not an existing folder(.|\n)*data_batch_1.bin"):
         obtain(CIFAR10, tmp_path / "absent", with_test=False)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_is_downloaded_beside_a_users_files(tmp_path: Path) -> None:
-    (tmp_path / "data_batch_1.bin").touch()
+    (tmp_path / "data" / "data_batch_1.bin").touch()
     with pytest.raises(FileNotFoundError, match="is not empty, so nothing was downloaded") as error:
-        obtain(CIFAR10, tmp_path, with_test=False)
+        obtain(CIFAR10, tmp_path / "data", with_test=False)
     assert "(not found: data_batch_2.bin, data_batch_3.bin, data_batch_4.bin, data_batch_5.bin)" in str(error.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["data_batch_1.bin"]
+    assert [path.name for path in tmp_path.rglob("*")] == ["data", "data_batch_1.bin"]

@@ -1,7 +1,5 @@
 import math
-from collections.abc import Iterator
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -12,47 +10,27 @@ from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.task import Purpose
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def _all(source: DataSource) -> tuple[Tensor, Tensor]:
+    return source.batch(torch.arange(len(source)), None)
 
 
 def _images(source: DataSource) -> set[bytes]:
-    inputs, _ = source.batch(torch.arange(len(source)), None)
-    return {image.numpy().tobytes() for image in inputs}
+    return {image.numpy().tobytes() for image in _all(source)[0]}
 
 
-def _labels(source: DataSource) -> Tensor:
-    return source.batch(torch.arange(len(source)), None)[1]
-
-
-def test_splits_are_disjoint_and_complete() -> None:
+def test_splits_are_disjoint_complete_stratified_and_the_same_for_every_seed() -> None:
     search, final = Digits().data(Purpose.SEARCH), Digits().data(Purpose.FINAL)
+    torch.manual_seed(2)
+    assert all(
+        torch.equal(a, b) for a, b in zip(_all(search.train), _all(Digits().data(Purpose.SEARCH).train), strict=True)
+    )
     train, validation, test = _images(search.train), _images(search.held_out), _images(final.held_out)
     assert (len(train), len(validation), len(test)) == (1079, 359, 359)
     assert len(train | validation | test) == 1797
     assert _images(final.train) == train | validation
-
-
-def test_splits_are_stratified() -> None:
-    search, final = Digits().data(Purpose.SEARCH), Digits().data(Purpose.FINAL)
-    everything = torch.bincount(_labels(final.train)) + torch.bincount(_labels(final.held_out))
+    everything = torch.bincount(_all(final.train)[1]) + torch.bincount(_all(final.held_out)[1])
     for part in (search.held_out, final.held_out):
-        assert (torch.bincount(_labels(part)) - everything * 359 / 1797).abs().max() <= 1
-
-
-def test_splits_do_not_depend_on_the_seed_of_the_run() -> None:
-    torch.manual_seed(1)
-    first = Digits().data(Purpose.SEARCH)
-    torch.manual_seed(2)
-    second = Digits().data(Purpose.SEARCH)
-    for name in ("train", "held_out"):
-        indices = torch.arange(len(getattr(first, name)))
-        for a, b in zip(*(getattr(splits, name).batch(indices, None) for splits in (first, second)), strict=True):
-            assert torch.equal(a, b)
+        assert (torch.bincount(_all(part)[1]) - everything * 359 / 1797).abs().max() <= 1
 
 
 def test_nothing_that_a_search_holds_reaches_a_test_sample() -> None:
@@ -90,6 +68,6 @@ def test_a_few_epochs_of_plain_sgd_learn_the_digits() -> None:
             optimizer.step()
     model.eval()
     with torch.no_grad():
-        inputs, targets = splits.held_out.batch(torch.arange(len(splits.held_out)), None)
+        inputs, targets = _all(splits.held_out)
         accuracy = top1(model(inputs), targets).double().mean().item()
     assert accuracy >= 0.90

@@ -39,25 +39,21 @@ def test_normalised_per_channel_against_float64() -> None:
     assert (images - expected).abs().max() < 4 * 3 * torch.finfo(torch.float32).eps
 
 
-def test_augmented_only_if_the_preparation_says_so_and_a_generator_is_given() -> None:
-    plain = _source(PLAIN).batch(INDICES, None)[0]
+def test_augmented_where_preparation_and_generator_say_so_by_the_generator_alone() -> None:
+    source, plain = _source(AUGMENTED).to(torch.device("cpu")), _source(PLAIN).batch(INDICES, None)[0]
     assert torch.equal(plain, _source(PLAIN).batch(INDICES, _generator(0))[0])
-    assert torch.equal(plain, _source(AUGMENTED).batch(INDICES, None)[0])
-    assert not torch.equal(plain, _source(AUGMENTED).batch(INDICES, _generator(0))[0])
-
-
-def test_the_generator_alone_decides_and_goes_on() -> None:
-    source, generator = _source(AUGMENTED), _generator(2)
-    torch.manual_seed(1)
-    first, second = source.batch(INDICES, generator)[0], source.batch(INDICES, generator)[0]
+    assert torch.equal(plain, source.batch(INDICES, None)[0])
+    generator, resumed = _generator(2), torch.Generator()
+    first = source.batch(INDICES, generator)[0]
+    resumed.set_state(generator.get_state())
+    second = source.batch(INDICES, generator)[0]
     torch.manual_seed(2)
     assert torch.equal(first, source.batch(INDICES, _generator(2))[0])
-    assert not torch.equal(first, second)
-    generator = _generator(2)
-    source.batch(INDICES, generator)
-    resumed = torch.Generator()
-    resumed.set_state(generator.get_state())
     assert torch.equal(second, source.batch(INDICES, resumed)[0])
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, plain)
+    assert torch.equal(source.inputs, _images())
+    assert source.is_resident
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -78,13 +74,6 @@ def test_images_to_be_judged_are_shown_mirrored_too_where_the_preparation_says_s
     assert torch.equal(mirrored[..., 0], images[..., -1])
     assert torch.equal(mirrored.flip(-1), images)
     assert len(_source(PLAIN).views(images)) == 1
-
-
-def test_the_raw_images_keep_shape_type_and_values() -> None:
-    source = _source(AUGMENTED).to(torch.device("cpu"))
-    source.batch(INDICES, _generator(0))
-    assert torch.equal(source.inputs, _images())
-    assert source.is_resident
 
 
 def test_alternating_images_turn_round_with_the_epoch_alone() -> None:

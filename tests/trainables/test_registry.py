@@ -6,6 +6,7 @@ import pytest
 
 from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.registry import TASKS, load_task
+from triaccel_ray.trainables.task import Recipe
 
 MODULE = """
 from torch import nn
@@ -100,3 +101,20 @@ def test_what_is_no_task_is_refused_with_the_reason(working_dir: Path, name: str
     _write(working_dir, "own_syntax", "class\n")
     with pytest.raises(ValueError, match=message):
         load_task(name, None)
+
+
+def test_norms_and_biases_have_no_decay_and_a_rate_of_their_own() -> None:
+    model = Digits().model()
+    optimizer = Digits().optimizer(model, Recipe(lr=0.2, weight_decay=1e-3, norm_bias_lr_factor=16.0))
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        expected = (0.2, 1e-3) if parameter.dim() >= 2 else (3.2, 0.0)
+        assert (groups[id(parameter)]["lr"], groups[id(parameter)]["weight_decay"]) == expected, name
+
+
+def test_a_recipe_that_cannot_be_is_refused() -> None:
+    for factor in (0.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"norm_bias_lr_factor = .*: must lie in \(0, 1e6\]"):
+            Recipe(norm_bias_lr_factor=factor)
+    with pytest.raises(ValueError, match="must be one of fp16, bf16"):
+        Recipe(amp="fp32")  # type: ignore[arg-type]  # as a file may have it

@@ -38,12 +38,15 @@ def letters(source: object) -> set[int]:
 
 
 def test_the_parts_share_no_file_and_tests_are_read_at_the_end_alone(tmp_path: Path) -> None:
-    task = Small(folder_of(tmp_path))
+    task = Small(folder_of(tmp_path / "one"))
     search, final = task.data(Purpose.SEARCH), task.data(Purpose.FINAL)
     train, validation, test = letters(search.train), letters(search.held_out), letters(final.held_out)
     assert train | validation | test == {ord("A") + index for index in range(12)}
     assert len(train) + len(validation) + len(test) == 12
     assert letters(final.train) == train | validation
+    torch.manual_seed(2)
+    elsewhere = Small(folder_of(tmp_path / "elsewhere")).data(Purpose.SEARCH)
+    assert torch.equal(elsewhere.train.text, search.train.text)  # type: ignore[attr-defined]  # Windows
 
 
 @given(sizes=SIZES)
@@ -57,15 +60,6 @@ def test_every_file_is_in_one_part_and_held_out_ones_have_a_tenth_of_the_bytes(s
         assert without_last < 0.1 * sum(sizes.values())
 
 
-def test_where_the_files_lie_changes_nothing(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    one = Small(folder_of(tmp_path / "one")).data(Purpose.SEARCH)
-    torch.manual_seed(2)
-    other = Small(folder_of(tmp_path / "other")).data(Purpose.SEARCH)
-    for name in ("train", "held_out"):
-        assert torch.equal(getattr(one, name).text, getattr(other, name).text)
-
-
 def test_the_standard_library_is_there_without_what_is_installed_beside_it() -> None:
     found = text_files(None)
     assert list(found) == sorted(found, key=lambda name: name.split("/"))
@@ -74,18 +68,23 @@ def test_the_standard_library_is_there_without_what_is_installed_beside_it() -> 
     assert found["ast.py"] == Path(sysconfig.get_paths()["stdlib"]) / "ast.py"
 
 
-def test_hidden_and_empty_files_are_left_out(tmp_path: Path) -> None:
+def test_hidden_and_empty_files_are_left_out_and_a_zero_byte_ends_each_other(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, 3)
     (folder / ".hidden").mkdir()
     (folder / ".hidden" / "a.txt").write_text("no text")
     (folder / "empty.txt").touch()
-    assert list(text_files(folder)) == ["a/01.txt", "b/00.txt", "b/02.txt"]
+    found = text_files(folder)
+    assert list(found) == ["a/01.txt", "b/00.txt", "b/02.txt"]
+    assert bytes(read_bytes([*found.values()][:2]).tolist()) == b"B" * 40 + b"\0" + b"A" * 40 + b"\0"
 
 
-@pytest.mark.parametrize("count", [0, 2])
-def test_too_few_files_are_refused(tmp_path: Path, count: int) -> None:
-    with pytest.raises(FileNotFoundError, match=rf"holds {count} files with text: must hold at least 3.*--data-dir"):
-        Small(folder_of(tmp_path, count)).data(Purpose.SEARCH)
+def test_what_makes_no_text_or_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"holds 2 files with text: must hold at least 3.*--data-dir"):
+        Small(folder_of(tmp_path, 2)).data(Purpose.SEARCH)
+    with pytest.raises(ValueError, match=r"text \(bytes\) = 4: must hold at least 5 bytes, one window"):
+        Windows(torch.zeros(4, dtype=torch.uint8), 4, 1)
+    with pytest.raises(ValueError, match="width = 10: must be a multiple of heads = 4"):
+        GPT(layers=1, width=10, heads=4, context=8)
 
 
 @pytest.mark.parametrize(("most", "starts"), [(100, [0, 4, 8, 12, 16]), (2, [0, 10]), (3, [0, 7, 14])])
@@ -97,17 +96,6 @@ def test_windows_follow_one_another_or_are_spread_over_the_text(most: int, start
     assert torch.equal(targets, inputs + 1)
     assert (inputs.dtype, targets.dtype) == (torch.int64, torch.int64)
     assert source.to(torch.device("cpu")).is_resident
-
-
-def test_a_text_without_a_window_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"text \(bytes\) = 4: must hold at least 5 bytes, one window"):
-        Windows(torch.zeros(4, dtype=torch.uint8), 4, 1)
-
-
-def test_a_zero_byte_ends_each_file(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"ab")
-    (tmp_path / "b").write_bytes(b"c")
-    assert bytes(read_bytes([tmp_path / "a", tmp_path / "b"]).tolist()) == b"ab\0c\0"
 
 
 def test_the_model_sees_nothing_of_what_is_to_come() -> None:
@@ -133,11 +121,6 @@ def test_the_embedding_is_the_output_and_every_matrix_is_a_layer() -> None:
     assert names == ["bytes", "places", *(f"blocks.0.{name}" for name in ("qkv", "out", "up", "down"))]
     ids = [id(p) for group in TextGpt().optimizer(model, TextGpt.recipe).param_groups for p in group["params"]]
     assert sorted(ids) == sorted(id(p) for p in model.parameters())
-
-
-def test_heads_divide_the_width() -> None:
-    with pytest.raises(ValueError, match="width = 10: must be a multiple of heads = 4"):
-        GPT(layers=1, width=10, heads=4, context=8)
 
 
 def test_a_few_steps_learn_letters(tmp_path: Path) -> None:

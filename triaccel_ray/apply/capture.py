@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -47,11 +47,9 @@ class _Key:
     dtypes: tuple[torch.dtype, ...]
 
     def __str__(self) -> str:
-        names = [str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(self.dtypes)]
         parts = f" in {self.num_micro_batches} parts" if self.num_micro_batches > 1 else ""
-        return f"batch {self.batch_size}{parts}, " + ", ".join(
-            f"{self.dtypes.count(getattr(torch, name))} x {name}" for name in names
-        )
+        counts = Counter(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        return f"batch {self.batch_size}{parts}, " + ", ".join(f"{count} x {name}" for name, count in counts.items())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

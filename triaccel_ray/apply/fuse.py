@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -301,9 +301,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _shortened(chain: _Chain) -> _Chain:
-    if chain.activation is not None:
-        return _Chain(norm=chain.norm, sum=chain.sum, activation=None)
-    return _Chain(norm=chain.norm, sum=None, activation=None)
+    return replace(chain, sum=None) if chain.activation is None else replace(chain, activation=None)
 
 
 def _callable(node: fx.Node) -> Callable[..., Any]:

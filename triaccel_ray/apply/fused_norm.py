@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.apply.trace import is_plain
-from triaccel_ray.kernels.batch_norm_act import RunningStatistics, batch_norm_act, batch_norm_act_forked, recomputer
+from triaccel_ray.kernels.batch_norm_act import RunningStatistics, batch_norm_act, recomputer
 from triaccel_ray.kernels.batch_norm_act.api import DTYPES
 from triaccel_ray.kernels.batch_norm_act.reference import Activation
 
@@ -64,9 +64,9 @@ class FusedNorm(nn.Module):
             num_batches=norm.num_batches_tracked,
             momentum=cast(float, norm.momentum),
         )
-        return (batch_norm_act_forked if self.forked else batch_norm_act)(
+        return batch_norm_act(
             x, norm.weight, norm.bias, running, eps=norm.eps, activation=self._activation, residual=residual,
-            output_dtype=dtype,
+            output_dtype=dtype, forked=self.forked,
         )  # fmt: skip
 
     def _as_original(self, x: Any, residual: Any) -> Any:

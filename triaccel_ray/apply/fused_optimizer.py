@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.kernels.multi_tensor import TensorTable, have_equal_dense_strides
-from triaccel_ray.kernels.optimizer_step.api import AdamWHyperparameters, AdamWStep, SgdHyperparameters, SgdStep
+from triaccel_ray.kernels.optimizer_step.api import AdamWStep, SgdStep
 from triaccel_ray.model.gradients import Gradients
 
 _STATE = {
@@ -69,11 +69,7 @@ class FusedOptimizer:
             TensorTable(len(sizes), device) for _ in range(2 + len(self._names))
         )
         self._kernel: SgdStep | AdamWStep
-        self._hyperparameters: SgdHyperparameters | AdamWHyperparameters
-        if type(optimizer) is torch.optim.SGD:
-            self._kernel, self._hyperparameters = SgdStep(sizes, device), SgdHyperparameters(len(sizes), device)
-        else:
-            self._kernel, self._hyperparameters = AdamWStep(sizes, device), AdamWHyperparameters(len(sizes), device)
+        self._kernel = (SgdStep if type(optimizer) is torch.optim.SGD else AdamWStep)(sizes, device)
         self._lr_factor = torch.ones((), device=device)
         self._last_factor = 1.0
         self._last_rates: tuple[Any, ...] = ()
@@ -116,23 +112,7 @@ class FusedOptimizer:
     def launch(self, gradients: Gradients, *, loss_scale: Tensor, found_nonfinite: Tensor) -> None:
         """Updates parameters, state and copies; device work alone."""
         scalars = {"lr_factor": self._lr_factor, "loss_scale": loss_scale, "found_nonfinite": found_nonfinite}
-        if isinstance(self._kernel, SgdStep):
-            assert isinstance(self._hyperparameters, SgdHyperparameters)
-            self._kernel.step(
-                self._parameters, gradients.table, self._states[0], self._copies, self._hyperparameters, **scalars
-            )
-        else:
-            assert isinstance(self._hyperparameters, AdamWHyperparameters)
-            first, second, steps = self._states
-            self._kernel.step(
-                self._parameters,
-                gradients.table,
-                (first, second),
-                steps,
-                self._copies,
-                self._hyperparameters,
-                **scalars,
-            )
+        self._kernel.step(self._parameters, gradients.table, self._states, self._copies, **scalars)
         # What schedulers look at: they warn where no step has gone before.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # set by PyTorch's schedulers themselves
 
@@ -182,13 +162,13 @@ class FusedOptimizer:
         scales = [lr_scale.get(self._layer_of.get(id(p), ""), 1.0) for p in self._watched]
         lr = [rate * scale for rate, scale in zip(each(itemgetter("lr")), scales, strict=True)]
         weight_decay = each(itemgetter("weight_decay"))
-        if isinstance(self._hyperparameters, SgdHyperparameters):
+        if isinstance(self._kernel, SgdStep):
             nesterov = [bool(value) for value in each(itemgetter("nesterov"))]
             momentum = each(itemgetter("momentum"))
-            self._hyperparameters.set(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov)
+            self._kernel.set(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov)
             return
         is_adamw = type(self._optimizer) is torch.optim.AdamW
-        self._hyperparameters.set(
+        self._kernel.set(
             lr=lr,
             weight_decay=weight_decay,
             beta1=each(lambda group: group["betas"][0]),

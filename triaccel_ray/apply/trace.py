@@ -197,24 +197,23 @@ def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
 
 def _restored(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> bool:
     """Returns whether the module had changed; it has not afterwards."""
-    changed = False
-    for name in [name for name in module.__dict__ if name not in before]:
-        del module.__dict__[name]
-        changed = True
-    for name, (value, copy) in before.items():
-        if module.__dict__.get(name) is not value:
-            module.__dict__[name] = value
-            changed = True
-        if copy is not None and not _same_items(value, copy):
-            value.clear()
-            value.extend(copy) if isinstance(value, list) else value.update(copy)
-            changed = True
+    now = module.__dict__
+    changed = now.keys() != before.keys() or any(
+        now[name] is not value or (copy is not None and _identities(value) != _identities(copy))
+        for name, (value, copy) in before.items()
+    )
+    if changed:
+        now.clear()
+        for name, (value, copy) in before.items():
+            now[name] = value
+            if copy is not None:
+                value.clear()
+                value.extend(copy) if isinstance(value, list) else value.update(copy)
     return changed
 
 
-def _same_items(first: Any, second: Any) -> bool:
-    if isinstance(first, dict):
-        return list(first) == list(second) and all(first[key] is second[key] for key in first)
-    if isinstance(first, list):
-        return len(first) == len(second) and all(map(operator.is_, first, second))
-    return {id(item) for item in first} == {id(item) for item in second}
+def _identities(container: Any) -> Any:
+    """Returns what tells whether a container holds the same objects as before."""
+    if isinstance(container, dict):
+        return list(container), [id(item) for item in container.values()]
+    return {id(item) for item in container} if isinstance(container, set) else [id(item) for item in container]

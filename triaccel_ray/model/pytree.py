@@ -26,15 +26,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 def tensors_in(value: Any) -> list[Tensor]:
     """Returns the tensors in `value`, in the order in which `map_tensors` meets them."""
     found: list[Tensor] = []
-    for leaf in _pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, Mapping):
-            found += tensors_in(list(leaf.values()))
-        elif isinstance(leaf, tuple | list):  # of a class of its own
-            found += tensors_in([*leaf])
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            found += tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    map_tensors(found.append, value)
     return found
 
 

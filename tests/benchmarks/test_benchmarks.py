@@ -1,0 +1,65 @@
+"""What the benchmarks judge by, and the parts of them that need neither a GPU nor a cluster nor a server."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.curvature import POWER_TOLERANCES, TOLERANCES, Row, is_right
+from benchmarks.curvature_agreement import FLOOR, TOLERANCE, worst_difference
+from benchmarks.search_overhead import Contender, faults, optuna_alone
+from benchmarks.tracking import Trainer
+from triaccel_ray.records.events import Epoch, Tick, read_events
+
+
+@pytest.mark.parametrize(("name", "allowed"), [("fisher, k=5", TOLERANCES), ("hessian, k=1", POWER_TOLERANCES)])
+def test_each_method_is_held_to_its_tolerances(name: str, allowed: tuple[float, float]) -> None:
+    def row(errors: tuple[float, float] | None) -> Row:
+        return Row(name=name, wall_ms=[1.0], host_ms=1.0, device_ms=1.0, extra_bytes=0, errors=errors)
+
+    first, others = allowed
+    assert is_right(row(allowed))
+    assert is_right(row(None))
+    for errors in ((1.01 * first, 0.0), (0.0, 1.01 * others), (math.nan, 0.0), (0.0, math.nan)):
+        assert not is_right(row(errors))
+
+
+def test_one_layer_that_disagrees_is_enough_unless_it_is_below_the_floor() -> None:
+    reference = torch.tensor([1.0, 2.0, 4.0, 0.5, 0.1])
+    found = reference.clone()
+    found[2] *= 1.05
+    assert worst_difference(reference, reference) == 0.0
+    assert worst_difference(found, reference) == pytest.approx(0.05, rel=1e-5)
+    assert worst_difference(found, reference) > TOLERANCE
+    tiny = torch.tensor([1.0, 0.5 * FLOOR])
+    assert worst_difference(torch.tensor([1.0, FLOOR]), tiny) == 0.0
+    assert math.isnan(worst_difference(torch.tensor([math.nan, FLOOR]), tiny))
+    assert math.isnan(worst_difference(torch.tensor([1.0, 1.0]), torch.tensor([1.0, math.nan])))
+
+
+def test_a_gap_beyond_the_limit_and_lost_trials_are_faults(tmp_path: Path) -> None:
+    quick, slow, alone = Contender(), Contender(), Contender()
+    quick.add(9.0, [(5.0, 6.0), (1.0, 2.5), (7.0, 8.0)])
+    assert (quick.seconds, quick.gaps, quick.num_trials) == ([9.0], pytest.approx([2.5, 1.0]), 3)
+    slow.add(9.0, [(0.0, 1.0), (2.6, 3.0)])
+    alone.add(1.0, optuna_alone(tmp_path, 3))
+    assert (alone.num_trials, min(alone.gaps) >= 0.0) == (3, True)
+    too_much = ["TOO MUCH: 1.60 s pass between two trials, where 1.5 s are allowed"]
+    assert faults({"triaccel": slow}, num_trials=2) == too_much
+    assert faults({"triaccel": alone, "bare Ray Tune": quick}, num_trials=3) == []
+    lost = ["WRONG: trials are missing of Optuna alone, triaccel"]
+    assert faults({"triaccel": alone, "Optuna alone": quick}, num_trials=4) == lost
+
+
+def test_epochs_are_recorded_where_that_is_asked_for(tmp_path: Path) -> None:
+    trainer = Trainer("benchmarks.trivial:Layers3", tmp_path, ["--device", "cpu"])
+    off, on = trainer.epoch("off"), trainer.epoch("on")
+    trainer.end()
+    assert off.records == 0.0 < on.records < on.wall
+    assert (off.num_ticks, on.num_ticks) == (0, 2)
+    (log,) = tmp_path.rglob("events.jsonl")
+    records = [event.record for event in read_events(log)]
+    assert [type(record) for record in records[1:]] == [Tick, Tick, Epoch]
