@@ -21,8 +21,6 @@ ALL: tuple[tuple[str, ...], ...] = (
     ("image_batch",),
     ("batch_norm_act",),
     ("curvature",),
-    ("curvature_agreement",),
-    ("curvature_agreement", "--resnet"),
     ("loader",),
     ("tracking",),
     ("search_overhead",),

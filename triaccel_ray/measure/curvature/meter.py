@@ -263,9 +263,8 @@ class CurvatureMeter:
             raise
         if self._stage is Stage.EAGER:
             return results
-        if self._method.fallbacks:
-            names = ", ".join(self._method.fallbacks)
-            self._enter(Stage.EAGER, f"layers {names} take one pass of the model per sample")
+        if self._method.not_capturable_because:
+            self._enter(Stage.EAGER, self._method.not_capturable_because)
         elif self._stage is Stage.EXPLORE:
             self._enter(Stage.WATCH, "only one measurement has been made")
         elif self._stage is Stage.WATCH and obstacles:

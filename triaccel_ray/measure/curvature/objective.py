@@ -177,12 +177,7 @@ def output_hessians(mean_loss: Callable[[Tensor], Tensor], outputs: Tensor) -> T
 
 
 def pull_back(
-    root: Tensor,
-    cotangents: Sequence[Tensor | None],
-    edges: Sequence[GradientEdge],
-    *,
-    step: int,
-    retain_graph: bool,
+    root: Tensor, cotangents: Sequence[Tensor | None], edges: Sequence[GradientEdge] | Sequence[Tensor], *, step: int
 ) -> list[Tensor | None]:
     """Returns the gradients of `root` at each edge under all q cotangents, [q, ...]; None: does not depend on it.
 
@@ -190,7 +185,7 @@ def pull_back(
     side fill a device that a batch of 32 leaves idle.
     """
     if len(cotangents) == 1:
-        only = torch.autograd.grad(root, list(edges), cotangents[0], retain_graph=retain_graph, allow_unused=True)
+        only = torch.autograd.grad(root, edges, cotangents[0], allow_unused=True)
         return [None if gradient is None else gradient.unsqueeze(0) for gradient in only]
     stacked, q = torch.stack([c for c in cotangents if c is not None]), len(cotangents)
     stacks: list[Tensor | None] = [None] * len(edges)
@@ -201,9 +196,9 @@ def pull_back(
             warnings.filterwarnings("ignore", message="There is a performance drop")
             arrived = torch.autograd.grad(
                 root,
-                list(edges),
+                edges,
                 stacked[some] if step > 1 else stacked[start],
-                retain_graph=retain_graph or some.stop < q,
+                retain_graph=some.stop < q,
                 allow_unused=True,
                 is_grads_batched=step > 1,
             )
