@@ -290,7 +290,7 @@ def test_layers_that_fall_back_are_told_of_once_with_their_reason() -> None:
     loop.train_epoch()
     ((kind, step, detail),) = curvature_faults(ticks)
     assert (kind, step) == (FaultKind.CURVATURE_FALLBACK, 0)
-    assert detail.startswith("layers 1: torch.func cannot run its module or the model: ")
+    assert detail.startswith("layers 1: torch.func cannot run the model: ")
     assert "data-dependent" in detail
     assert any(layer.eigenvalues for tick in ticks for layer in tick.observation.layers)
 

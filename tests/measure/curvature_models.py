@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from triaccel_ray.config import CurvatureConfig
-from triaccel_ray.measure.curvature import CurvatureEstimate, CurvatureMeter, top_eigenvalues
+from triaccel_ray.measure.curvature.meter import CurvatureMeter
+from triaccel_ray.measure.curvature.objective import Limits, Objective, measuring
+from triaccel_ray.measure.curvature.recording import method_of
+from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate
 from triaccel_ray.model.layers import Layer, Loss, find_layers
 
 METHODS = ("fisher", "ggn", "hessian")
@@ -222,10 +225,22 @@ def directly(
     *,
     loss: Loss = F.cross_entropy,
     layers: Sequence[Layer] | None = None,
-    **options: Any,
+    generator: torch.Generator | None = None,
+    num_iterations: int | None = None,
+    chunk_samples: int | None = None,
 ) -> CurvatureEstimate:
-    found = find_layers(model) if layers is None else layers
-    return top_eigenvalues(model, loss, inputs, targets, found, method=method, top_k=top_k, **options)
+    """One measurement with nothing known before, as a meter's first."""
+    limits = Limits(chunk_samples=chunk_samples)
+    objective = Objective(model=model, loss=loss, inputs=inputs, targets=targets, limits=limits)
+    objective.require_samples(method)
+    measured = method_of(find_layers(model) if layers is None else layers, method, top_k)
+    with measuring(model, strict_fp32=method != "hessian"):
+        planned = measured.begin(generator or draws())
+        measured.prepare_anew(objective)
+        for _ in range(planned if num_iterations is None else num_iterations):
+            measured.advance()
+        results, shape = measured.finish()
+    return CurvatureEstimate.of(results, shape, measured.fallbacks)
 
 
 def meter_of(

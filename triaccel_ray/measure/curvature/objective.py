@@ -27,6 +27,9 @@ MAX_COLUMNS = 4096
 """Columns b C up to which a Gram matrix is made: 64 MB a layer in FP32, and C backward passes."""
 
 
+_LEAST_BLOCK = 8 * 2**20
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """How much of a measurement exists at once; every choice gives the same results up to rounding."""
@@ -37,6 +40,26 @@ class Limits:
     """Bytes of what is kept from one chunk of samples for the next ones; more takes further passes."""
     block_bytes: int = 128 * 2**20
     """Bytes that one block of per-sample gradients may take; larger ones are formed and used up in pieces."""
+
+    @classmethod
+    def within(
+        cls, budget_bytes: int, peaks: Sequence[int], num_samples: int, *, most: int, kept_bytes: int | None
+    ) -> Limits:
+        """Returns those under which a measurement stays within its budget, by extrapolation.
+
+        From the `peaks` of two samples and of four. No more than `most` samples pass at once. `kept_bytes` are what
+        chunks cannot do without, in place of a third of the budget.
+        """
+        block = min(max(budget_bytes // 8, _LEAST_BLOCK), cls.block_bytes)
+        few, more = peaks
+        per_sample = max((more - few) / 2, 1.0)
+        fixed = max(few - 2 * per_sample, 0.0)
+        if fixed + num_samples * per_sample <= budget_bytes and most >= num_samples:
+            return cls(block_bytes=block)
+        kept = kept_bytes or budget_bytes // 3
+        fitting = max(1, min(most, num_samples, int((budget_bytes - kept - fixed) / per_sample)))
+        num_chunks = -(-num_samples // fitting)
+        return cls(chunk_samples=-(-num_samples // num_chunks), kept_bytes=max(kept, block), block_bytes=block)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
