@@ -180,12 +180,6 @@ def test_a_capture_without_memory_costs_an_elastic_batch_one_rung_and_any_other_
         assert (decision.state.cap, decision.state.cap_ticks_left) == (decision.batch_size, config.cap_ticks)
 
 
-def test_a_retreat_happens_in_full_at_once_and_with_the_batch_switched_off():
-    run = Run(ControlConfig(batch=replace(CONFIG, start=512, enabled=False)), Machine(capacity_bytes=5000))
-    _, decision = run.step()
-    assert decision.plan.batch_size == 128
-
-
 @pytest.mark.parametrize("cap_ticks", [1, 2, 8])
 @pytest.mark.parametrize("enabled", [False, True])
 def test_the_cap_holds_for_its_ticks_and_is_then_lifted(enabled, cap_ticks):
@@ -217,15 +211,6 @@ def test_a_batch_of_fixed_size_keeps_it_and_is_tried_whole_once_a_cap(capturable
         run.step()
         seen.append((run.plan.batch_size, run.plan.num_micro_batches))
     assert seen == [(128, 2)] * 4 + [(128, 1)] + [(128, 2)] * 4 + [(128, 1), (128, 2)]
-
-
-def test_a_new_failure_starts_the_cap_anew():
-    config = replace(CONFIG, cap_ticks=4)
-    run = Run(ControlConfig(batch=config), Machine(limit_bytes=100_000))
-    run.step(faults=(out_of_memory(96, 64),))
-    assert run.batch_sizes(2) == [64, 64]
-    run.step(faults=(out_of_memory(64, 32),))
-    assert run.batch_sizes(4) == [32, 32, 32, 64]
 
 
 def test_parts_appear_when_the_smallest_batch_fails_and_go_when_memory_frees():
