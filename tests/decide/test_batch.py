@@ -109,19 +109,6 @@ def test_growth_under_a_cap_ends_at_it_and_says_so():
     assert "for 18 more ticks" in reason.text
 
 
-def test_a_second_shrink_lowers_the_cap_and_never_lifts_it():
-    capped = BatchState(cap=64, cap_ticks_left=3)
-    assert decided(CONFIG, 160, HIGH, capped).state.cap == 64
-    assert decided(CONFIG, 64, HIGH, capped).state == BatchState(cap=32, cap_ticks_left=20)
-
-
-def test_memory_that_another_process_takes_counts():
-    half = round(0.5 * LIMIT)
-    assert decided(CONFIG, 96, memory=memory_of(0.5, free_bytes=LIMIT)).batch_size == 128
-    assert decided(CONFIG, 96, memory=memory_of(0.5, free_bytes=half // 4)).batch_size == 96
-    assert decided(CONFIG, 96, memory=memory_of(0.5, free_bytes=10)).batch_size == 32
-
-
 def test_the_peak_of_the_interval_decides_not_what_is_held_at_its_end():
     memory = replace(memory_of(0.1), window_peak_bytes=round(0.95 * LIMIT))
     assert decided(CONFIG, 96, memory=memory).batch_size == 32
@@ -135,14 +122,6 @@ def test_disabled_returns_to_start_in_one_step_when_the_cap_is_lifted():
     back = decided(config, 64, HIGH, held.state)
     assert back.batch_size == 256
     assert back.reasons[0].text == "the cap after an out-of-memory error is lifted: 64 -> 256"
-
-
-@pytest.mark.parametrize(("parts", "fewer"), [(8, 4), (5, 3), (4, 3)])
-def test_parts_are_joined_no_further_than_was_asked_for(parts, fewer):
-    config = replace(CONFIG, start=32, accumulate=3)
-    assert decided(config, 32, LOW, parts=parts).num_micro_batches == fewer
-    grown = decided(config, 32, LOW, parts=3)
-    assert (grown.batch_size, grown.num_micro_batches) == (64, 3)
 
 
 @pytest.mark.parametrize(("parts", "fewer"), [(2, 1), (3, 1), (4, 2), (5, 2)])

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from tests.decide.build import BF16, FP16, FP32, Machine, Run, observation_of, plan_of
 from triaccel_ray.config import ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import LayerState
-from triaccel_ray.decide.batch import noise_scale
 from triaccel_ray.decide.curvature import (
     lr_reasons,
     lr_scale,
@@ -79,14 +78,6 @@ def test_noise_is_averaged_in_units_of_its_own_variance():
     assert smooth_noise(0.5, once, NoiseSignal(mean_square_norm=1.0, trace_covariance=0.0)) is once
     assert smooth_noise(0.5, once, second) == NoiseSignal(mean_square_norm=-0.3125, trace_covariance=0.75)
     assert smooth_noise(0.0, once, second) == NoiseSignal(mean_square_norm=-0.75, trace_covariance=1.0)
-
-
-@given(st.lists(st.floats(1.0, 1e3), min_size=1, max_size=30), st.floats(0.0, 0.95))
-def test_a_constant_noise_scale_is_found_at_once_however_gradients_shrink(variances, weight):
-    noise = None
-    for variance in variances:
-        noise = smooth_noise(weight, noise, NoiseSignal(mean_square_norm=variance / 50, trace_covariance=variance))
-        assert noise_scale(noise) == pytest.approx(50.0)
 
 
 @pytest.mark.parametrize(
@@ -182,16 +173,6 @@ def test_a_held_layer_still_follows_its_variance_one_level_up():
         run.step(LayerSignal(name="conv", variance=variance, eigenvalues=eigenvalues))
         seen.append(run.plan.precision["conv"])
     assert seen == [FP16, BF16, FP32, BF16, BF16]
-
-
-@given(st.floats(0.0, 0.99), eigenvalues_of_a_layer, eigenvalues_of_a_layer)
-def test_smoothing_stays_between_past_and_measurement(weight, past, measured):
-    past = tuple(sorted(past, reverse=True))
-    smoothed = smooth_eigenvalues(weight, past, measured)
-    assert list(smoothed) == sorted(smoothed, reverse=True)
-    low, high = sorted((past[0], max(measured)))
-    if len(past) == len(measured):
-        assert low - 1e-9 * abs(low) <= smoothed[0] <= high + 1e-9 * abs(high)
 
 
 @given(st.floats(0.0, 0.9), eigenvalues_of_a_layer, st.floats(0.1, 1e6))

@@ -71,25 +71,6 @@ def test_a_retreat_goes_to_what_passed(batch_size, parts, faults, expected):
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "faults", "expected"),
-    [
-        pytest.param(256, [out_of_memory(256, 32)], (128, 4), id="parts of the size that passed"),
-        pytest.param(96, [out_of_memory(96, 12)], (32, 4), id="what passed lies between two rungs"),
-        pytest.param(32, [out_of_memory(32, 4)], (32, 8), id="the smallest rung failed"),
-        pytest.param(96, [capture_out_of_memory(96, 24)], (64, 4), id="the step fits, its capture does not"),
-    ],
-)
-def test_a_retreat_keeps_the_parts_that_were_asked_for(batch_size, faults, expected):
-    decision = retreated(batch_size, *faults, parts=4, config=replace(CONFIG, accumulate=4))
-    assert (decision.batch_size, decision.num_micro_batches) == expected
-    assert decision.state == BatchState(cap=expected[0], cap_ticks_left=5)
-    (reason,) = decision.reasons
-    smallest = min(faults, key=lambda fault: fault.batch_size)
-    assert reason.code == ReasonCode(smallest.kind.value)
-    assert (reason.value, reason.threshold) == (smallest.batch_size, expected[0])
-
-
-@pytest.mark.parametrize(
     "faults",
     [
         [],
@@ -132,11 +113,6 @@ def test_an_out_of_memory_error_beside_a_capture_without_memory_decides_alone(st
     assert retreated(96, capture_out_of_memory(96), stricter) == expected
     assert retreated(96, stricter, capture_out_of_memory(96)) == expected
     assert expected.reasons[0].code is ReasonCode.OUT_OF_MEMORY
-
-
-def test_an_out_of_memory_error_that_says_nothing_of_the_batch_leaves_the_capture_to_count():
-    faults = out_of_memory(0, 32, phase="curvature"), capture_out_of_memory(96)
-    assert retreated(96, *faults) == retreated(96, faults[1])
 
 
 def test_the_reason_says_what_failed_and_what_passed():
@@ -189,17 +165,6 @@ def test_the_cap_holds_for_its_ticks_and_is_then_lifted(enabled, cap_ticks):
     run.machine = replace(run.machine, capacity_bytes=math.inf)
     expected = 96 if enabled else 128
     assert run.batch_sizes(cap_ticks) == [64] * (cap_ticks - 1) + [expected]
-
-
-@pytest.mark.parametrize("cap_ticks", [1, 2, 8])
-def test_what_cannot_be_captured_is_tried_once_a_cap_until_it_can(cap_ticks):
-    config = replace(CONFIG, start=128, cap_ticks=cap_ticks)
-    run = Run(ControlConfig(batch=config), Machine(limit_bytes=100_000, capturable_bytes=3000))
-    assert run.batch_sizes(2) == [96, 64]  # 128 and 96 take 4840 and 3880 bytes
-    assert run.batch_sizes(cap_ticks) == [64] * (cap_ticks - 1) + [96]
-    assert run.batch_sizes(1) == [64]
-    run.machine = replace(run.machine, capturable_bytes=math.inf)
-    assert run.batch_sizes(cap_ticks + 1) == [64] * (cap_ticks - 1) + [96, 128]
 
 
 @pytest.mark.parametrize("capturable_bytes", [3000, 1])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triaccel_ray.measure.score import EpochTimes, efficiency_score, mean_epoch_seconds, quality, quality_text
+from triaccel_ray.measure.score import EpochTimes, efficiency_score, mean_epoch_seconds, quality
 from triaccel_ray.records.goal import Goal
 
 # Tri-Accel, Table 1: accuracy in percent, seconds an epoch, memory in GB, printed score.
@@ -71,11 +71,6 @@ def test_which_method_scores_how_many_times_more_depends_on_no_unit(one: float, 
 def test_a_negative_metric_to_be_minimised_has_no_quality(value: float) -> None:
     with pytest.raises(ValueError, match=r"bits per byte = .*: must be a number >= 0"):
         quality(value, LITTLE)
-
-
-@pytest.mark.parametrize(("goal", "text"), [(Goal(), "accuracy"), (LITTLE, "(100 / bits per byte)")])
-def test_the_formula_is_said(goal: Goal, text: str) -> None:
-    assert quality_text(goal) == text
 
 
 @pytest.mark.parametrize(("seconds", "memory_gb"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (float("nan"), 1.0)])
