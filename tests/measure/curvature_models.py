@@ -236,7 +236,7 @@ def directly(
     measured = method_of(find_layers(model) if layers is None else layers, method, top_k)
     with measuring(model, strict_fp32=method != "hessian"):
         planned = measured.begin(generator or draws())
-        measured.prepare_anew(objective)
+        measured.prepare(objective)
         for _ in range(planned if num_iterations is None else num_iterations):
             measured.advance()
         results, shape = measured.finish()

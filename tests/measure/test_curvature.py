@@ -277,6 +277,6 @@ def test_the_host_does_not_wait_for_gram_matrices() -> None:
     objective = Objective(model=model, loss=F.cross_entropy, inputs=inputs, targets=targets)
     method = GramMethod(find_layers(model), "fisher", 2)
     with measuring(model):
-        method.prepare_anew(objective)
+        method.prepare(objective)
         with no_waiting():
             method.prepare(objective)

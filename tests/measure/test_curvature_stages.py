@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from tests.build import RerunPool
 from tests.measure.curvature_models import METHODS, NUM_CLASSES, directly, draws, make, meter_of
-from triaccel_ray.cuda.graphs import Graph, GraphPool
+from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.measure.curvature.gram import GramMethod
 
 NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -209,45 +208,6 @@ def test_an_eager_measurement_without_memory_leaves_nothing_behind() -> None:
     assert meter._method._gradients is None
     del meter._method.advance
     assert meter.measure(inputs, targets, draws()).eigenvalues.isfinite().all()
-
-
-class Cramped(GraphPool):
-    """Runs out of memory at the end of its second capture."""
-
-    num_tried = 0
-
-    def _record(self, work: Callable[[], None], generators: Sequence[torch.Generator]) -> Graph:
-        self.num_tried += 1
-        is_too_much = self.num_tried == 2
-
-        def cramped() -> None:
-            work()
-            if is_too_much:
-                raise torch.OutOfMemoryError("no room for curvature")
-
-        return super()._record(cramped, generators)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("method", METHODS)
-def test_a_capture_without_memory_is_measured_eagerly_and_made_later(method: Any) -> None:
-    model, inputs, targets = make("convolutions")
-    model, inputs, targets = model.cuda(), inputs.cuda(), targets.cuda()
-    device = torch.device("cuda")
-    pool = Cramped(device)
-    values = torch.zeros(1, device=device)
-    others = [pool.capture(lambda: values.add_(1.0))]
-    pool.on_release(others.clear)
-    meter = meter_of(model, method, pool=pool, device="cuda")
-    eager = meter_of(model, method, pool=GraphPool(device), device="cuda", capture=False)
-    generators = draws("cuda"), draws("cuda")
-    for index in range(5):
-        found = meter.measure(inputs, targets, generators[0]).eigenvalues
-        expected = eager.measure(inputs, targets, generators[1]).eigenvalues
-        assert meter.is_captured == (index > 2), meter.not_captured_because
-        assert bool(others) == (index < 2)
-        torch.testing.assert_close(found, expected)
-    assert float(values) == 0.0
 
 
 class Gpt(nn.Module):

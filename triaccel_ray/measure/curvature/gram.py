@@ -58,7 +58,7 @@ class GramMethod:
         self._results: tuple[Tensor, ...] = ()
         self._shape: SpectrumShape | None = None
         self.structure: Structure | None = None
-        """What `prepare_anew` found; None before it."""
+        """What the first `prepare` found; None before it, and where what is known shall be forgotten."""
 
     @property
     def fallbacks(self) -> Mapping[str, str]:
@@ -79,31 +79,32 @@ class GramMethod:
         """Returns how many iterations follow: none."""
         return 0
 
-    def prepare_anew(self, objective: Objective) -> None:
-        """Finds out how each layer can be measured, and measures."""
+    def prepare(self, objective: Objective) -> None:
+        """Measures everything, by the structure that is known; where none is, finds out first how.
+
+        Raises:
+            StructureChangedError: the model takes another course than the known one.
+            Exception: whatever a module raises that works with `torch.func` no longer.
+        """
+        if self.structure is not None:
+            self._measure(objective, self.structure)
+            return
         self.structure = explore_structure(objective, self._layers, self._head)
         try:
-            self.prepare(objective)
+            self._measure(objective, self.structure)
         except StructureChangedError as error:
             reason = f"the course of the model depends on its samples: {error}"
         else:
             return
         self.structure = self.structure.by_samples(self._layers, reason, varies=True)
-        self.prepare(objective)
+        self._measure(objective, self.structure)
 
-    def prepare(self, objective: Objective) -> None:
-        """Measures everything by the structure that is known.
-
-        Raises:
-            StructureChangedError: the model takes another course.
-            Exception: whatever a module raises that works with `torch.func` no longer.
-        """
-        assert self.structure is not None
+    def _measure(self, objective: Objective, structure: Structure) -> None:
         b, is_fisher = objective.num_samples, self._head is fisher_head
-        num_columns = b * self.structure.num_columns
+        num_columns = b * structure.num_columns
         total: Tensor | None = None
         found: dict[Layer, Tensor] = {}
-        for layer, gram in layer_grams(objective, self._layers, self._head, self.structure):
+        for layer, gram in layer_grams(objective, self._layers, self._head, structure):
             found[layer] = gram if num_columns <= _TOGETHER else reduce_matrices([gram], b, self._top_k)
             if is_fisher:
                 total = gram if total is None else total + gram.to(total)

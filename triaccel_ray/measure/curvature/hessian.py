@@ -81,10 +81,6 @@ class BlockPower:
             _orthonormalize(vectors, vectors)
         return COLD_ITERATIONS
 
-    def prepare_anew(self, objective: Objective) -> None:
-        """Does what `prepare` does: there is nothing to find out."""
-        self.prepare(objective)
-
     def prepare(self, objective: Objective) -> None:
         """Makes the gradient of the mean loss, to be differentiated by `advance` until `finish`.
 

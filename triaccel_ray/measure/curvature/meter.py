@@ -250,7 +250,7 @@ class CurvatureMeter:
     def _run(self, objective: Objective, num_iterations: int) -> Results:
         """Measures; finds the structure anew if what is known of it no longer works."""
         if not self._prepare_as_before(objective):
-            self._method.prepare_anew(objective)
+            self._method.prepare(objective)
         for _ in range(num_iterations):
             self._method.advance()
         return self._method.finish()

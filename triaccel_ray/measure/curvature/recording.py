@@ -16,7 +16,7 @@ from triaccel_ray.model.layers import Layer
 from triaccel_ray.model.pytree import tensors_in
 
 Method = GramMethod | BlockPower
-"""One way to measure: `begin`, `prepare` or `prepare_anew`, `advance` as often as `begin` says, `finish`."""
+"""One way to measure: `begin`, `prepare`, `advance` as often as `begin` says, `finish`."""
 
 
 def method_of(layers: Sequence[Layer], name: CurvatureMethod, top_k: int) -> Method:
