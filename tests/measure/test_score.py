@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triaccel_ray.measure.score import EpochTimes, efficiency_score, mean_epoch_seconds, quality
+from triaccel_ray.measure.score import EpochTimes, efficiency_score, mean_epoch_seconds, quality, quality_text
 from triaccel_ray.records.goal import Goal
 
 # Tri-Accel, Table 1: accuracy in percent, seconds an epoch, memory in GB, printed score.
@@ -58,6 +58,7 @@ MUCH = Goal(name="r2", maximize=True, unit="")
 def test_the_quality_of_any_metric_grows_as_it_gets_better(value: float, goal: Goal, expected: float) -> None:
     assert quality(value, goal) == expected
     assert efficiency_score(value, 2.0, 5.0, goal) == expected / 10.0
+    assert quality_text(goal) == (goal.words if goal.maximize else "(100 / bits per byte)")
 
 
 @given(one=st.floats(1e-3, 1e3), other=st.floats(1e-3, 1e3), unit=st.floats(0.1, 10.0))
