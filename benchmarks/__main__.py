@@ -19,8 +19,6 @@ ALL: tuple[tuple[str, ...], ...] = (
     ("image_batch",),
     ("batch_norm_act",),
     ("curvature",),
-    ("curvature_agreement",),
-    ("curvature_agreement", "--resnet"),
     ("tracking",),
     ("search_overhead",),
 )

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from triaccel_ray.config import CurvatureConfig, CurvatureMethod
-from triaccel_ray.measure.curvature import CurvatureEstimate, CurvatureMeter, top_eigenvalues
+from triaccel_ray.measure.curvature.meter import CurvatureMeter
+from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate
 from triaccel_ray.model.layers import Layer, find_layers
 from triaccel_ray.trainables.models import resnet18
 
@@ -216,25 +217,6 @@ def meter_row(case: Case, method: CurvatureMethod, top_k: int, reference: Tensor
     return Row(row.name, row.wall_ms, row.host_ms, row.device_ms, max(kept, row.extra_bytes), error)
 
 
-def function_row(case: Case, method: CurvatureMethod, top_k: int, reference: Tensor | None, n: int) -> Row:
-    """Returns the times of `top_eigenvalues`, its eigenvalues read each time."""
-
-    def measure() -> Tensor:
-        return top_eigenvalues(
-            case.model,
-            F.cross_entropy,
-            case.inputs,
-            case.targets,
-            case.layers,
-            method=method,
-            top_k=top_k,
-            num_iterations=20,
-        ).eigenvalues
-
-    error = None if reference is None else relative_errors(measure(), reference[:, :top_k])
-    return timed(f"{method}, k={top_k}, top_eigenvalues", measure, case.device, n, error)
-
-
 def is_right(row: Row) -> bool:
     """Returns whether the row's errors are within its method's tolerances; NaN never is."""
     allowed = POWER_TOLERANCES if row.name.startswith("hessian") else TOLERANCES
@@ -256,11 +238,8 @@ def main() -> int:
     slow = max(1, options.n // 10)
     rows = [
         vmap_row(case, fisher, slow),
-        function_row(case, "fisher", TOP_K, fisher, options.n),
         meter_row(case, "fisher", TOP_K, fisher, options.n),
-        function_row(case, "ggn", TOP_K, ggn, slow),
         meter_row(case, "ggn", TOP_K, ggn, options.n),
-        function_row(case, "hessian", 1, ggn, 1),
         meter_row(case, "hessian", 1, ggn, slow),
         meter_row(case, "hessian", TOP_K, ggn, slow),
     ]

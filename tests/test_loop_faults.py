@@ -1,26 +1,23 @@
-"""What a loop survives: too little memory, overflows, measurements and evaluations that do not fit."""
+"""What a loop survives: too little memory, overflows, evaluations that do not fit."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 import psutil
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.build import (
     CONFIG,
     CPU,
     FP16,
     QUIET,
-    ConvNet,
     Limited,
     Rerun,
     blobs,
     cross_entropy,
-    images,
     loop_of,
     mlp,
     same,
@@ -126,173 +123,6 @@ def test_the_batch_follows_the_share_of_the_budget(room: int, rho_low: float, rh
     assert bool(exceeded) == (room == 60)
     assert all("of a budget of" in fault.detail for fault in exceeded)
     loop.close()
-
-
-class Moody(Limited):
-    """Fails when it is not training, as a measurement does it."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(1000)
-        self.error, self.is_broken = error, True
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if not self.training and self.is_broken:
-            raise self.error
-        return inputs
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room for curvature"), MemoryError()])
-def test_a_measurement_that_does_not_fit_is_survived(error: Exception) -> None:
-    loop, ticks = loop_of(nn.Sequential(mlp(), Moody(error)), blobs(240))
-    loop.train_epoch()
-    (fault,) = ticks[1].observation.faults
-    assert (fault.kind, fault.phase, fault.step) == (FaultKind.OUT_OF_MEMORY, "curvature", 8)
-    assert fault.micro_batch_size == 8
-    assert fault.detail == (str(error) or "MemoryError")
-    assert all(layer.eigenvalues is None for tick in ticks for layer in tick.observation.layers)
-    assert ticks[-1].observation.loss < ticks[0].observation.loss
-
-
-def curvature_faults(ticks: list[Tick]) -> list[tuple[FaultKind, int, str]]:
-    faults = [fault for tick in ticks for fault in tick.observation.faults if fault.phase == "curvature"]
-    return [(fault.kind, fault.step, fault.detail) for fault in faults]
-
-
-class Paired(nn.Module):
-    """Takes samples and a table that all of them share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = mlp()
-
-    def forward(self, inputs: Tensor, table: Tensor) -> Tensor:
-        return self.body(inputs + table.mean(dim=0))
-
-
-class PairedSource(TensorSource):
-    def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Any, Tensor]:
-        inputs, targets = super().batch(indices, generator)
-        return (inputs, torch.ones(7, 8)), targets
-
-    def to(self, device: torch.device) -> Self:
-        return self
-
-
-class Brittle(TensorSource):
-    """Cannot be read for a measurement of curvature, once it is broken."""
-
-    is_broken = False
-
-    def batch(self, indices: Tensor, generator: torch.Generator | None) -> Any:
-        if self.is_broken and generator is None:
-            raise OSError("the disk is gone")
-        return super().batch(indices, generator)
-
-
-class Reentrant(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.body = nn.Linear(8, 8), mlp()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return checkpoint(self.body, self.first(inputs), use_reentrant=True)
-
-
-def long_sequences() -> tuple[Tensor, Tensor]:
-    return torch.randn(64, 90, 8), torch.randint(4, (64, 90))
-
-
-def sequence_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return cross_entropy(outputs.flatten(0, 1), targets.flatten())
-
-
-@pytest.mark.parametrize(
-    ("model", "data", "method", "reason"),
-    [
-        (mlp, long_sequences(), "ggn", "ggn cannot be measured: outputs of 360 numbers per sample give"),
-        (Reentrant, blobs(64), "fisher", "fisher cannot be measured: model calls torch.utils.checkpoint with"),
-        (Reentrant, blobs(64), "hessian", "hessian cannot be measured: model calls torch.utils.checkpoint"),
-        (Paired, PairedSource(*blobs(64)), "fisher", "fisher cannot be measured: inputs and targets have shapes [(2"),
-        (mlp, blobs(1), "fisher", "fisher cannot be measured: number of samples = 1: fisher needs at least 2"),
-        (
-            lambda: nn.Sequential(mlp(), Moody(LookupError("eval mode is broken"))), blobs(64), "fisher",
-            "fisher cannot be measured: eval mode is broken",
-        ),
-    ],
-)  # fmt: skip
-def test_curvature_that_cannot_be_measured_is_off_from_the_first_step_on(
-    model: Any, data: Any, method: Any, reason: str
-) -> None:
-    config = replace(QUIET, curvature=CurvatureConfig(every_steps=2, method=method), every_steps=4)
-    loss = sequence_loss if method == "ggn" else cross_entropy
-    loop, ticks = loop_of(model(), data, config, loss=loss)
-    for _ in range(2):
-        loop.train_epoch()
-    loop.tick()
-    ((kind, step, detail),) = curvature_faults(ticks)
-    assert (kind, step) == (FaultKind.CURVATURE_OFF, 0)
-    assert detail.startswith(reason)
-    assert all(layer.eigenvalues is None for tick in ticks for layer in tick.observation.layers)
-
-
-def test_trying_curvature_leaves_random_states_and_training_as_they_are() -> None:
-    losses = []
-    for enabled in (False, True):
-        torch.manual_seed(3)
-        curvature = CurvatureConfig(enabled=enabled, every_steps=1000, method="hessian")
-        loop, _ = loop_of(ConvNet(), images(64), replace(QUIET, curvature=curvature))
-        losses.append(loop.train_epoch().loss)
-        loop.close()
-    assert losses[0] == losses[1]
-
-
-def test_a_later_error_switches_curvature_off_also_for_a_resumed_run() -> None:
-    model = nn.Sequential(mlp(), Moody(RuntimeError("shapes do not match")))
-    model[1].is_broken = False
-    loop, ticks = loop_of(model, blobs(240))
-    for _ in range(9):
-        loop.step()
-    measured = loop.state.layers["0.0"].eigenvalues
-    assert measured is not None
-    model[1].is_broken = True
-    loop.train_epoch()
-    state = loop.state_dict()
-    assert curvature_faults(ticks) == [(FaultKind.CURVATURE_OFF, 16, "fisher cannot be measured: shapes do not match")]
-    assert loop.state.layers["0.0"].eigenvalues == measured
-    loop.close()
-    resumed, later = loop_of(nn.Sequential(mlp(), Moody(RuntimeError("not asked"))), blobs(240))
-    resumed.model[1].is_broken = False
-    resumed.load_state_dict(state)
-    resumed.train_epoch()
-    assert all(layer.eigenvalues is None for tick in later for layer in tick.observation.layers)
-
-
-def test_an_error_of_the_data_is_no_error_of_curvature() -> None:
-    loop, ticks = loop_of(mlp(), Brittle(*blobs(64)), replace(QUIET, curvature=CurvatureConfig(every_steps=2)))
-    loop.step()
-    loop.sampler.source.is_broken = True
-    with pytest.raises(OSError, match="the disk is gone"):
-        loop.step()
-    loop.close()
-    assert curvature_faults(ticks) == []
-
-
-def test_layers_that_fall_back_are_told_of_once_with_their_reason() -> None:
-    class Deciding(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.eye(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return -x if bool((x > 1e9).any()) else x @ self.weight
-
-    loop, ticks = loop_of(nn.Sequential(mlp(), Deciding()), blobs(240))
-    loop.train_epoch()
-    ((kind, step, detail),) = curvature_faults(ticks)
-    assert (kind, step) == (FaultKind.CURVATURE_FALLBACK, 0)
-    assert detail.startswith("layers 1: torch.func cannot run its module or the model: ")
-    assert "data-dependent" in detail
-    assert any(layer.eigenvalues for tick in ticks for layer in tick.observation.layers)
 
 
 def test_an_evaluation_that_does_not_fit_is_a_fault_of_the_next_tick() -> None:

@@ -96,9 +96,6 @@ def test_at_one_batch_size_it_is_pytorchs_own_loop() -> None:
     "make",
     [
         one_cycle,
-        lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [4, 9]),
-        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
-        lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5),
         lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=4),
         lambda optimizer: lr_scheduler.SequentialLR(
             optimizer,

@@ -5,7 +5,6 @@ The command line, its reference, files of settings and MLflow's parameters are m
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -18,7 +17,7 @@ from triaccel_ray.records.plan import Precision
 T = TypeVar("T")
 
 MINIMUM_LOSS_SCALE = 1.0
-"""Smallest loss scale: below it a gradient would be made smaller, against overflow in the backward pass alone."""
+"""Below it a gradient would be made smaller, against overflow in the backward pass alone."""
 
 CurvatureMethod = Literal["fisher", "ggn", "hessian"]
 LrRule = Literal["none", "sqrt", "linear", "adascale"]
@@ -55,14 +54,13 @@ def check_fields(config: Any) -> None:
         ValueError: one does not; the message names it as the code and the command line do, its value, and the rule.
         TypeError: a group of settings is not of its class.
     """
-    kinds: dict[str, Any] = _types(type(config))  # type: ignore[arg-type]  # mypy doubts that classes are hashable
+    kinds = get_type_hints(type(config))
     for each in fields(config):
         value, kind = getattr(config, each.name), kinds[each.name]
         if is_dataclass(kind):
             require_instance(each.name, value, kind)  # type: ignore[arg-type]  # a class
             continue
-        option = each.metadata.get("option")
-        name = f"{each.name} ({option})" if option else each.name
+        name = f"{each.name} ({option})" if (option := each.metadata.get("option")) else each.name
         if NoneType in get_args(kind):
             if value is None:
                 continue
@@ -81,11 +79,6 @@ def in_bounds(value: float, bounds: str) -> bool:
     low, high = (float(bound) for bound in bounds[1:-1].split(","))
     above = value > low if bounds[0] == "(" else value >= low
     return above and (value < high if bounds[-1] == ")" else value <= high)
-
-
-@functools.cache
-def _types(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def _broken_rule(value: Any, kind: Any, bounds: str) -> str:
@@ -127,8 +120,13 @@ def require_instance(name: str, value: T, kind: type[T]) -> T:
     return value
 
 
+class _Checked:
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
+class PrecisionConfig(_Checked):
     """Rules 1 and 2: which precision each layer computes in (Tri-Accel, section 3.1)."""
 
     enabled: bool = knob(True, option="adapt_precision")
@@ -156,7 +154,7 @@ class PrecisionConfig:
     """Ticks for which a layer stays out of FP16 after most steps of an interval overflowed at the least loss scale."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         for level in self.initial_layers.values():
             require(isinstance(level, Precision), "initial_layers", level, "must be a Precision")
         require(
@@ -169,7 +167,7 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CurvatureConfig:
+class CurvatureConfig(_Checked):
     """Rules 3 to 5: eigenvalues, the learning rates that follow them, and promotion (Tri-Accel, section 3.2)."""
 
     enabled: bool = knob(True, option="adapt_curvature")
@@ -191,12 +189,9 @@ class CurvatureConfig:
     """Weight of the past in the moving average over measurements: sampling noise between batches of 32 is
     larger than the error of the cheap estimates. 0: each measurement acts as it is, the first one, too."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class BatchConfig:
+class BatchConfig(_Checked):
     """Rule 6: the elastic batch size and the learning rate that follows it (Tri-Accel, section 3.3)."""
 
     enabled: bool = knob(True, option="adapt_batch")
@@ -260,7 +255,7 @@ class BatchConfig:
         )
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         require(
             self.minimum <= self.start <= self.maximum,
             "batch minimum, start, maximum",
@@ -273,15 +268,11 @@ class BatchConfig:
             self.accumulate,
             f"must be at most the smallest batch, {self.minimum}: each part holds at least one sample",
         )
+        multiple = f"must be a multiple of granularity = {self.granularity}"
         for name, value in (("step_up", self.step_up), ("step_down", self.step_down)):
-            rule = f"must be a multiple of granularity = {self.granularity}"
-            require(value % self.granularity == 0, name, value, rule)
-        require(
-            (self.start - self.minimum) % self.granularity == 0,
-            "batch minimum, start",
-            (self.minimum, self.start),
-            f"must be a multiple of granularity = {self.granularity} apart",
-        )
+            require(value % self.granularity == 0, name, value, multiple)
+        apart, ends = self.start - self.minimum, (self.minimum, self.start)
+        require(apart % self.granularity == 0, "batch minimum, start", ends, f"{multiple} apart")
         require(
             self.rho_low < self.rho_high,
             "rho_low, rho_high",
@@ -292,7 +283,7 @@ class BatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossScaleConfig:
+class LossScaleConfig(_Checked):
     """The one dynamic loss scale, in use while any layer computes in FP16 (Micikevicius et al. 2018)."""
 
     initial: float = knob(2.0**16, "[1, 16777216]", option="loss_scale")
@@ -300,12 +291,9 @@ class LossScaleConfig:
     growth_interval: int = knob(2000, "[1, inf)", option="loss_scale_growth_interval")
     """Finite steps in a row after which the scale doubles; it halves at every overflow."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ExecutionConfig:
+class ExecutionConfig(_Checked):
     """How steps are run on a GPU; what they compute does not depend on it, up to rounding."""
 
     capture: bool = True
@@ -326,12 +314,9 @@ class ExecutionConfig:
     """`device`: training samples held in tensors lie on the device. `host`: in pinned memory of the host, out of which
     a GPU reads each batch ("zero-copy"): less memory of the device, and for small samples hardly more time."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ControlConfig:
+class ControlConfig(_Checked):
     """The whole control loop: its rules' thresholds and its clock (Tri-Accel, section 3.4)."""
 
     every_steps: int = knob(50, "[1, inf)", option="t_ctrl")
@@ -353,7 +338,7 @@ class ControlConfig:
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         needs_noise = self.batch.lr_rule == "adascale" or self.batch.bound_by_noise_scale
         require(
             not needs_noise or (self.curvature.enabled and self.curvature.method == "fisher"),

@@ -57,14 +57,7 @@ def follow(config: PrecisionConfig, start: Precision, asked: list[Precision | No
 )
 def test_a_threshold_belongs_to_the_precision_above_it(variance, expected):
     assert precision_for_variance(config_of(), variance) is expected
-
-
-def test_infinite_tau_high_leaves_only_the_two_lower_precisions():
     assert precision_for_variance(config_of(tau_high=math.inf), 1e300) is BF16
-
-
-def test_promotion_goes_up_one_level_and_ends_at_fp32():
-    assert [promoted(level) for level in Precision] == [BF16, FP32, FP32]
 
 
 @pytest.mark.parametrize(
@@ -89,14 +82,6 @@ def test_without_a_statistic_a_layer_stays_at_its_initial_precision(initial):
     assert follow(config_of(), initial, [None] * 5) == [initial] * 5
 
 
-@pytest.mark.parametrize(
-    ("dwell_ticks", "expected"),
-    [(0, [FP32, BF16, FP32, BF16]), (1, [FP32, BF16, FP32, BF16]), (2, [FP32, FP32, FP32, BF16])],
-)
-def test_a_precision_is_kept_for_the_dwell(dwell_ticks, expected):
-    assert follow(config_of(dwell_ticks=dwell_ticks), BF16, [FP32, BF16, FP32, BF16]) == expected
-
-
 @pytest.mark.parametrize("dwell_ticks", [1, 2, 3, 5])
 def test_a_change_is_followed_by_exactly_the_dwell(dwell_ticks):
     seen = follow(config_of(dwell_ticks=dwell_ticks), BF16, [FP16, *[FP32] * 8])
@@ -118,26 +103,8 @@ def test_a_demotion_needs_its_votes_in_a_row_and_a_promotion_one(patience_ticks,
     assert follow(config_of(patience_ticks=patience_ticks), BF16, asked) == expected
 
 
-def test_votes_begin_anew_after_a_demotion():
-    assert follow(config_of(patience_ticks=2), FP32, [BF16, BF16, FP16, FP16]) == [FP32, BF16, BF16, FP16]
-
-
 def test_votes_cast_during_the_dwell_count():
     assert follow(config_of(dwell_ticks=3, patience_ticks=2), BF16, [FP32, BF16, BF16, BF16]) == [*[FP32] * 3, BF16]
-
-
-def test_disabled_keeps_precision_and_state():
-    state = LayerState(by_variance=BF16, held=True, lower_votes=1)
-    assert tick(config_of(enabled=False), BF16, state, VARIANCE[FP32]) == (BF16, state, [])
-
-
-@pytest.mark.parametrize(
-    ("by_variance", "held", "expected"),
-    [(FP16, True, BF16), (BF16, True, FP32), (FP32, True, FP32), (FP16, False, FP16)],
-)
-def test_a_held_layer_is_one_level_above_what_its_variance_asks(by_variance, held, expected):
-    state = LayerState(by_variance=by_variance, held=held)
-    assert tick(config_of(), by_variance, state, VARIANCE[by_variance])[0] is expected
 
 
 def test_hold_and_release_do_not_wait_for_the_dwell():
@@ -211,18 +178,6 @@ supports = st.sampled_from([tuple(Precision), (FP16, FP32), (BF16, FP32), (FP32,
 def test_higher_variance_never_gives_lower_precision(config, in_force, state, supported, one, other):
     lower, higher = (tick(config, in_force, state, value, supported)[0] for value in sorted((one, other)))
     assert lower.rank <= higher.rank
-
-
-@given(precision_configs(), st.sampled_from(Precision), states, variances, st.floats(1e-3, 1.0), st.floats(1e-3, 1.0))
-def test_lower_thresholds_never_give_lower_precision(config, in_force, state, variance, first, second):
-    shrink_low, shrink_high = sorted((first, second))
-    lowered = config_of(
-        tau_low=config.tau_low * shrink_low,
-        tau_high=config.tau_high * shrink_high,
-        dwell_ticks=config.dwell_ticks,
-        patience_ticks=config.patience_ticks,
-    )
-    assert tick(lowered, in_force, state, variance)[0].rank >= tick(config, in_force, state, variance)[0].rank
 
 
 @given(precision_configs(), states, variances)

@@ -71,25 +71,6 @@ def test_a_retreat_goes_to_what_passed(batch_size, parts, faults, expected):
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "faults", "expected"),
-    [
-        pytest.param(256, [out_of_memory(256, 32)], (128, 4), id="parts of the size that passed"),
-        pytest.param(96, [out_of_memory(96, 12)], (32, 4), id="what passed lies between two rungs"),
-        pytest.param(32, [out_of_memory(32, 4)], (32, 8), id="the smallest rung failed"),
-        pytest.param(96, [capture_out_of_memory(96, 24)], (64, 4), id="the step fits, its capture does not"),
-    ],
-)
-def test_a_retreat_keeps_the_parts_that_were_asked_for(batch_size, faults, expected):
-    decision = retreated(batch_size, *faults, parts=4, config=replace(CONFIG, accumulate=4))
-    assert (decision.batch_size, decision.num_micro_batches) == expected
-    assert decision.state == BatchState(cap=expected[0], cap_ticks_left=5)
-    (reason,) = decision.reasons
-    smallest = min(faults, key=lambda fault: fault.batch_size)
-    assert reason.code == ReasonCode(smallest.kind.value)
-    assert (reason.value, reason.threshold) == (smallest.batch_size, expected[0])
-
-
-@pytest.mark.parametrize(
     "faults",
     [
         [],
@@ -134,11 +115,6 @@ def test_an_out_of_memory_error_beside_a_capture_without_memory_decides_alone(st
     assert expected.reasons[0].code is ReasonCode.OUT_OF_MEMORY
 
 
-def test_an_out_of_memory_error_that_says_nothing_of_the_batch_leaves_the_capture_to_count():
-    faults = out_of_memory(0, 32, phase="curvature"), capture_out_of_memory(96)
-    assert retreated(96, *faults) == retreated(96, faults[1])
-
-
 def test_the_reason_says_what_failed_and_what_passed():
     assert retreated(96, out_of_memory(96, 12)).reasons[0].text == (
         "out_of_memory in forward_backward at batch 96, 12 at once passed: 96 -> 32 in 3 parts"
@@ -180,12 +156,6 @@ def test_a_capture_without_memory_costs_an_elastic_batch_one_rung_and_any_other_
         assert (decision.state.cap, decision.state.cap_ticks_left) == (decision.batch_size, config.cap_ticks)
 
 
-def test_a_retreat_happens_in_full_at_once_and_with_the_batch_switched_off():
-    run = Run(ControlConfig(batch=replace(CONFIG, start=512, enabled=False)), Machine(capacity_bytes=5000))
-    _, decision = run.step()
-    assert decision.plan.batch_size == 128
-
-
 @pytest.mark.parametrize("cap_ticks", [1, 2, 8])
 @pytest.mark.parametrize("enabled", [False, True])
 def test_the_cap_holds_for_its_ticks_and_is_then_lifted(enabled, cap_ticks):
@@ -197,17 +167,6 @@ def test_the_cap_holds_for_its_ticks_and_is_then_lifted(enabled, cap_ticks):
     assert run.batch_sizes(cap_ticks) == [64] * (cap_ticks - 1) + [expected]
 
 
-@pytest.mark.parametrize("cap_ticks", [1, 2, 8])
-def test_what_cannot_be_captured_is_tried_once_a_cap_until_it_can(cap_ticks):
-    config = replace(CONFIG, start=128, cap_ticks=cap_ticks)
-    run = Run(ControlConfig(batch=config), Machine(limit_bytes=100_000, capturable_bytes=3000))
-    assert run.batch_sizes(2) == [96, 64]  # 128 and 96 take 4840 and 3880 bytes
-    assert run.batch_sizes(cap_ticks) == [64] * (cap_ticks - 1) + [96]
-    assert run.batch_sizes(1) == [64]
-    run.machine = replace(run.machine, capturable_bytes=math.inf)
-    assert run.batch_sizes(cap_ticks + 1) == [64] * (cap_ticks - 1) + [96, 128]
-
-
 @pytest.mark.parametrize("capturable_bytes", [3000, 1])
 def test_a_batch_of_fixed_size_keeps_it_and_is_tried_whole_once_a_cap(capturable_bytes):
     config = replace(CONFIG, start=128, enabled=False, cap_ticks=4)
@@ -217,15 +176,6 @@ def test_a_batch_of_fixed_size_keeps_it_and_is_tried_whole_once_a_cap(capturable
         run.step()
         seen.append((run.plan.batch_size, run.plan.num_micro_batches))
     assert seen == [(128, 2)] * 4 + [(128, 1)] + [(128, 2)] * 4 + [(128, 1), (128, 2)]
-
-
-def test_a_new_failure_starts_the_cap_anew():
-    config = replace(CONFIG, cap_ticks=4)
-    run = Run(ControlConfig(batch=config), Machine(limit_bytes=100_000))
-    run.step(faults=(out_of_memory(96, 64),))
-    assert run.batch_sizes(2) == [64, 64]
-    run.step(faults=(out_of_memory(64, 32),))
-    assert run.batch_sizes(4) == [32, 32, 32, 64]
 
 
 def test_parts_appear_when_the_smallest_batch_fails_and_go_when_memory_frees():

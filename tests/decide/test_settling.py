@@ -1,7 +1,6 @@
 """Memory that follows from the batch size alone, over many ticks: where the batch comes to rest."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 from hypothesis import assume, given
 
@@ -34,16 +33,6 @@ def test_constant_memory_settles_for_good_where_the_band_is_wider_than_a_step(co
     run = Run(ControlConfig(batch=config), machine)
     sizes = run.batch_sizes(20 * (config.dwell_ticks + 1) + 60)
     assert set(sizes[-40:]) == {sizes[-1]}
-
-
-@given(batch_configs(enabled=True, bound_by_noise_scale=False, cap_ticks=25), machines())
-def test_constant_memory_is_tried_once_a_cap_where_the_band_is_narrower(config, machine):
-    config = replace(config, step_up=config.granularity, dwell_ticks=1)
-    run = Run(ControlConfig(batch=config), machine)
-    run.batch_sizes(100)
-    sizes = run.batch_sizes(3 * config.cap_ticks)
-    tries = sum(after < before for before, after in pairwise(sizes))
-    assert tries <= 3
 
 
 def test_a_ladder_step_wider_than_the_band_swings_once_a_cap():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.decide.build import BF16, FP16, FP32, memory_of, observation_of
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
-from triaccel_ray.decide import ControlState, Decision, decide, initial_decision
+from triaccel_ray.decide import Decision, decide, initial_decision
 from triaccel_ray.records.plan import Plan, Precision, ReasonCode
 from triaccel_ray.records.signals import LayerSignal
 
@@ -101,13 +101,6 @@ def test_a_larger_batch_that_is_slower_a_sample_is_undone_and_capped():
     assert loop.state.batch.times_slow == 1
 
 
-def test_a_larger_batch_that_is_faster_grows_on_without_waiting():
-    loop = Loop(GROWING, lambda plan: 8.0 + plan.batch_size / 50)
-    loop.run(2)
-    loop.share = 0.1
-    assert [decision.plan.batch_size for decision in loop.run(4)] == [128, 160, 192, 224]
-
-
 def test_growth_waits_while_a_change_is_doubtful():
     costs = iter([10.0, 10.0, 100.0, 10.0, 10.0])
     loop = Loop(replace(GROWING, batch=BatchConfig(dwell_ticks=0)), lambda plan: next(costs))
@@ -152,12 +145,6 @@ def test_noise_of_a_tenth_undoes_nothing(noise: list[float]):
     decisions = loop.run(60)
     assert not any(reason.code is ReasonCode.SLOWER for decision in decisions for reason in decision.reasons)
     assert loop.plan.batch_size == GROWING.batch.maximum
-
-
-def test_state_before_any_time_is_known_judges_nothing():
-    start = initial_decision(CONFIG, [("conv", tuple(Precision))])
-    decision = decide(CONFIG, observation_of(start.plan, LOW, step_ms=None), start.state)
-    assert decision.state.throughput == ControlState(layers={}).throughput
 
 
 def test_a_fall_by_two_levels_is_undone_to_where_it_began():

@@ -1,6 +1,6 @@
 import copy
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -21,9 +21,9 @@ from tests.decide.build import (
     out_of_memory,
 )
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
-from triaccel_ray.decide import BatchState, ControlState, Decision, LayerState, decide, initial_decision
+from triaccel_ray.decide import BatchState, Decision, LayerState, decide, initial_decision
 from triaccel_ray.decide.batch import ladder
-from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision, ReasonCode
+from triaccel_ray.records.plan import FaultKind, Plan, Precision, ReasonCode
 from triaccel_ray.records.signals import LayerSignal, NoiseSignal, Observation
 
 LOW_MEMORY, HIGH_MEMORY = memory_of(0.1), memory_of(0.95)
@@ -55,18 +55,6 @@ def test_the_initial_plan_is_the_configured_one_at_full_rates():
     }
     assert decision.state.batch == BatchState(ticks_since_change=1)
     assert decision.reasons == ()
-
-
-def test_the_first_statistic_acts_at_the_first_tick():
-    config = replace(CONFIG, precision=replace(CONFIG.precision, dwell_ticks=9), batch=BatchConfig(dwell_ticks=9))
-    assert first_tick(config, LayerSignal(name="conv", variance=1.0)).plan.precision == {"conv": FP32, "head": BF16}
-    assert first_tick(config, memory=LOW_MEMORY).plan.batch_size == 128
-
-
-def test_nothing_to_say_changes_nothing():
-    start = initial_decision(CONFIG, NAMES)
-    decision = decide(CONFIG, observation_of(start.plan), start.state)
-    assert (decision.plan, decision.reasons) == (start.plan, ())
 
 
 @pytest.mark.parametrize("cause", [{"variance": 1.0}, {"eigenvalues": (9.0,)}])
@@ -150,18 +138,6 @@ def test_a_plan_that_could_not_be_applied_keeps_the_precision_and_enlarges_nothi
     assert codes(decision, "batch") == [ReasonCode.HELD_ENLARGED]
 
 
-def test_a_step_that_could_not_be_captured_changes_nothing():
-    faults = (Fault(kind=FaultKind.CAPTURE_FAILED, step=3, phase="capture", batch_size=96, detail="no graph"),)
-    start = initial_decision(CONFIG, NAMES)
-    assert first_tick(CONFIG, faults=faults) == first_tick(CONFIG)
-    assert first_tick(CONFIG, faults=faults, memory=LOW_MEMORY).plan.batch_size == 128
-    assert first_tick(CONFIG, faults=faults).plan == start.plan
-
-
-def test_a_plan_that_could_not_be_applied_does_not_keep_memory_from_being_freed():
-    assert first_tick(CONFIG, memory=HIGH_MEMORY, faults=(apply_failed(96),)).plan.batch_size == 32
-
-
 def test_a_precision_that_never_applies_is_not_asked_for_at_every_tick():
     config = replace(CONFIG, precision=replace(CONFIG.precision, dwell_ticks=4))
     run, asked, faults = Run(config), [], ()
@@ -200,12 +176,6 @@ def test_a_decision_follows_from_its_arguments_and_leaves_them_alone(config, mac
             assert decide(config, observation, state) == decision
             assert (config, observation, state) == before
         state = decision.state
-
-
-@pytest.mark.parametrize("value", [Observation, LayerSignal, Plan, Decision, LayerState, BatchState, ControlState])
-def test_what_a_decision_reads_and_writes_is_frozen_and_keyword_only(value):
-    assert value.__dataclass_params__.frozen
-    assert all(field.kw_only for field in fields(value))
 
 
 def assert_bounds(config: ControlConfig, observation: Observation, decision: Decision) -> None:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from triaccel_ray.config import CurvatureConfig
+from triaccel_ray.measure.curvature.meter import CurvatureMeter
+from triaccel_ray.measure.curvature.objective import Limits, Objective, measuring
+from triaccel_ray.measure.curvature.recording import method_of
+from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate
+from triaccel_ray.model.layers import Layer, Loss, find_layers
 
 METHODS = ("fisher", "ggn", "hessian")
 NUM_SAMPLES, NUM_CLASSES, VOCABULARY = 6, 3, 7
@@ -98,17 +107,6 @@ class Bilinear(nn.Module):
         return (x @ self.left) * (x @ self.right)
 
 
-class Viewed(nn.Module):
-    """Returns a view, which the model then changes in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.weight).view(len(x), 3, 1).squeeze(2)
-
-
 class FlattenNet(nn.Module):
     """The linear layer sees samples and positions in one dimension."""
 
@@ -170,6 +168,10 @@ def sequences() -> Tensor:
     return torch.randn(NUM_SAMPLES, 3, 4)
 
 
+def classes() -> Tensor:
+    return torch.randint(NUM_CLASSES, (NUM_SAMPLES,))
+
+
 def vectors() -> Tensor:
     return torch.randn(NUM_SAMPLES, 5)
 
@@ -183,14 +185,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "recurrent": (RecurrentNet, sequences),
     "foreign": (lambda: nn.Sequential(nn.Linear(5, 5), Bilinear(), nn.Linear(3, 3)), vectors),
     "deciding": (lambda: nn.Sequential(Bilinear(decide=True), nn.Linear(3, 3)), vectors),
-    "conv1d": (lambda: nn.Sequential(nn.Conv1d(3, 4, 2, padding=1), nn.Flatten(), nn.Linear(20, 3)), sequences),
+    "transposed": (lambda: nn.Sequential(Conv1D(5, 4), nn.Tanh(), nn.Flatten(), nn.Linear(15, 3)), sequences),
     "circular": (
         lambda: nn.Sequential(
             nn.Conv2d(2, 2, 3, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.Linear(18, 3)
         ),
         images,
     ),
-    "viewed": (lambda: nn.Sequential(Viewed(), nn.ReLU(inplace=True), nn.Linear(3, 3)), vectors),
     "flattened": (FlattenNet, lambda: torch.randn(NUM_SAMPLES, 2, 5)),
     "lent": (LendingNet, vectors),
     "normed": (
@@ -213,6 +214,45 @@ def make(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tens
     num_outputs = VOCABULARY if name == "tied_tokens" else NUM_CLASSES
     inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
     return model, inputs, torch.randint(num_outputs, (NUM_SAMPLES,))
+
+
+def directly(
+    model: nn.Module,
+    inputs: Any,
+    targets: Any,
+    method: Any = "fisher",
+    top_k: int = 2,
+    *,
+    loss: Loss = F.cross_entropy,
+    layers: Sequence[Layer] | None = None,
+    generator: torch.Generator | None = None,
+    num_iterations: int | None = None,
+    chunk_samples: int | None = None,
+) -> CurvatureEstimate:
+    """One measurement with nothing known before, as a meter's first."""
+    limits = Limits(chunk_samples=chunk_samples)
+    objective = Objective(model=model, loss=loss, inputs=inputs, targets=targets, limits=limits)
+    objective.require_samples(method)
+    measured = method_of(find_layers(model) if layers is None else layers, method, top_k)
+    with measuring(model, strict_fp32=method != "hessian"):
+        planned = measured.begin(generator or draws())
+        measured.prepare(objective)
+        for _ in range(planned if num_iterations is None else num_iterations):
+            measured.advance()
+        results, shape = measured.finish()
+    return CurvatureEstimate.of(results, shape, measured.fallbacks)
+
+
+def meter_of(
+    model: nn.Module, method: Any = "fisher", top_k: int = 2, *, loss: Loss = F.cross_entropy, device: str = "cpu",
+    **options: Any,
+) -> CurvatureMeter:  # fmt: skip
+    config = CurvatureConfig(method=method, top_k=top_k)
+    return CurvatureMeter(model, loss, find_layers(model), config, device=torch.device(device), **options)
+
+
+def draws(device: str = "cpu", *, seed: int = 0) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
 
 
 def assert_spectrum(found: Tensor, expected: Tensor) -> None:

@@ -1,7 +1,9 @@
+"""Models, inputs and outputs as they come, and what can be measured of them."""
+
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.measure import dense_curvature as dense
 from tests.measure.curvature_models import (
@@ -18,90 +21,25 @@ from tests.measure.curvature_models import (
     Bilinear,
     ConvNet,
     assert_spectrum,
+    classes,
+    directly,
+    draws,
     images,
     make,
+    meter_of,
     sequences,
     vectors,
 )
-from triaccel_ray.config import CurvatureConfig
-from triaccel_ray.measure.curvature import CurvatureMeter, top_eigenvalues
 from triaccel_ray.model.layers import find_layers
 
 
-@pytest.fixture(autouse=True)
-def _same_draws_everywhere() -> None:
-    torch.manual_seed(0)
-
-
-def snapshot(model: nn.Module) -> dict[str, Any]:
-    return {
-        "training": [module.training for module in model.modules()],
-        "gradients": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
-        "state": {name: value.clone() for name, value in model.state_dict().items()},
-        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()],
-        "random": torch.get_rng_state(),
-    }
-
-
-def assert_untouched(model: nn.Module, before: dict[str, Any]) -> None:
-    torch.testing.assert_close(snapshot(model), before, rtol=0.0, atol=0.0)
-
-
-def half_trained(name: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """A model in training mode with one part held in eval mode, and gradients on some parameters."""
-    model, inputs, targets = make(name)
-    model.train()
-    next(iter(model.children())).eval()
-    parameters = list(model.parameters())
-    parameters[0].grad = torch.randn_like(parameters[0])
-    return model, inputs, targets
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["convolutions", "attention", "recurrent", "positions"])
-def test_the_model_is_left_as_it_was(name: str, method: Any) -> None:
-    model, inputs, targets = half_trained(name)
-    before = snapshot(model)
-    top_eigenvalues(model, F.cross_entropy, inputs, targets, find_layers(model), method=method, top_k=2)
-    assert_untouched(model, before)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_model_is_left_as_it_was_when_the_loss_raises(method: Any) -> None:
-    model, inputs, targets = half_trained("convolutions")
-    before = snapshot(model)
-
-    def broken(outputs: Tensor, targets: Tensor) -> Tensor:
-        raise ArithmeticError("no loss today")
-
-    with pytest.raises(ArithmeticError, match="no loss today"):
-        top_eigenvalues(model, broken, inputs, targets, find_layers(model), method=method, top_k=2)
-    assert_untouched(model, before)
-
-
-class Greedy(Bilinear):
-    """Runs out of memory from the nth forward pass on."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.n, self.num_calls = n, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
-        if self.num_calls >= self.n:
-            raise torch.OutOfMemoryError("out of memory")
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("method", ["fisher", "ggn"])
-def test_running_out_of_memory_is_told_and_leaves_the_model_as_it_was(method: Any, n: int) -> None:
-    model = nn.Sequential(nn.Linear(5, 5), Greedy(n), nn.Linear(3, NUM_CLASSES)).train()
-    inputs, targets = vectors(), torch.randint(NUM_CLASSES, (NUM_SAMPLES,))
-    before = snapshot(model)
-    with pytest.raises(torch.OutOfMemoryError):
-        top_eigenvalues(model, F.cross_entropy, inputs, targets, find_layers(model), method=method, top_k=2)
-    assert_untouched(model, before)
+def assert_fisher(
+    model: nn.Module, inputs: Tensor, targets: Tensor, *, loss: Any = F.cross_entropy, fallback: tuple[str, ...] = ()
+) -> None:
+    estimate = directly(model, inputs, targets, top_k=3, loss=loss)
+    for layer, found in zip(find_layers(model), estimate.eigenvalues, strict=True):
+        assert_spectrum(found, dense.largest(dense.fisher_block(model, loss, inputs, targets, layer), 3))
+    assert tuple(estimate.fallbacks) == fallback
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -110,10 +48,7 @@ def test_a_layer_without_a_part_has_no_curvature(method: Any) -> None:
     model = nn.ModuleDict({"body": body, "spare": nn.Linear(2, 2), "idle": nn.Linear(5, 1)}).eval()
     # One layer is never called, the other's output comes to nothing.
     model.forward = lambda x: (body(x), model["idle"](x[:, 0, 0, :5]))[0]
-    inputs, targets = images(), torch.randint(NUM_CLASSES, (NUM_SAMPLES,))
-    layers = find_layers(model)
-    found = top_eigenvalues(model, F.cross_entropy, inputs, targets, layers, method=method, top_k=5).eigenvalues
-    assert [layer.name for layer in layers][-2:] == ["spare", "idle"]
+    found = directly(model, images(), classes(), method, 5).eigenvalues
     assert found[-2].tolist()[:4] == [0.0] * 4
     assert found[-2, 4].isnan()
     assert found[-1].tolist() == [0.0] * 5
@@ -121,100 +56,134 @@ def test_a_layer_without_a_part_has_no_curvature(method: Any) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_loss_that_ignores_the_model_has_no_curvature(method: Any) -> None:
+def test_a_loss_that_ignores_the_model_or_is_linear_has_no_curvature(method: Any) -> None:
     model, inputs, targets = make("convolutions")
-    estimate = top_eigenvalues(
-        model, lambda y, t: t.double().mean(), inputs, targets, find_layers(model), method=method, top_k=2
-    )
-    assert not estimate.eigenvalues.any()
-
-
-@pytest.mark.parametrize("method", ["ggn", "hessian"])
-def test_a_linear_loss_has_no_curvature(method: Any) -> None:
-    model = nn.Linear(5, NUM_CLASSES)
-    found = top_eigenvalues(
-        model,
-        lambda y, t: y.sum() / len(t),
-        vectors(),
-        torch.zeros(NUM_SAMPLES),
-        find_layers(model),
-        method=method,
-        top_k=2,
-    ).eigenvalues
-    assert not found.any()
+    assert not directly(model, inputs, targets, method, loss=lambda y, t: t.double().mean()).eigenvalues.any()
+    if method != "fisher":
+        linear = directly(nn.Linear(5, NUM_CLASSES), vectors(), classes(), method, loss=lambda y, t: y.sum() / len(t))
+        assert not linear.eigenvalues.any()
 
 
 @pytest.mark.parametrize(("method", "num_candidates"), [("fisher", 6), ("ggn", 18), ("hessian", 20)])
 def test_places_that_nothing_can_fill_are_nan(method: Any, num_candidates: int) -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, NUM_CLASSES), nn.Linear(NUM_CLASSES, NUM_CLASSES))
-    layers = find_layers(model)
-    targets = torch.randint(NUM_CLASSES, (NUM_SAMPLES,))
-    found = top_eigenvalues(model, F.cross_entropy, vectors(), targets, layers, method=method, top_k=25).eigenvalues
-    assert found.isfinite().sum(dim=1).tolist() == [
-        min(num_candidates, 20),
-        min(num_candidates, 12),
-        min(num_candidates, 9),
-    ]
+    found = directly(model, vectors(), classes(), method, 25).eigenvalues
+    assert found.isfinite().sum(dim=1).tolist() == [min(num_candidates, size) for size in (20, 12, 9)]
     assert found[0, :num_candidates].isfinite().all()
 
 
+def _with_hooks(model: Any) -> None:
+    for module in list(model.children())[:2]:
+        module.register_forward_pre_hook(lambda module, args: (2 * args[0] + 1,))
+        module.register_forward_hook(lambda module, args, output: 0.5 * output)
+
+
+def _with_wrapped_forwards(model: Any) -> None:
+    for module in model.children():
+        module.forward = (lambda original: lambda *args: original(*args))(module.forward)
+
+
+def _with_an_adapter(model: Any) -> None:
+    first, adapter = model[0], nn.Linear(5, 5).double()
+    model.add_module("adapter", nn.ModuleList([adapter]))
+    first.forward = lambda x: F.linear(x, first.weight) + adapter.weight @ adapter.weight[0]
+    model.forward = lambda x: model[2](model[1](model[0](x)))
+
+
+def _with_a_named_argument(model: Any) -> None:
+    model.forward = lambda x: model[2](input=model[1](model[0](input=x)))
+
+
+def _with_containers(model: Any) -> None:
+    forward = model[0].forward
+    model[0].forward = lambda x: [forward(x)]
+    model.forward = lambda x: model[2](model[1](model[0](x)[0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *((name, _with_hooks) for name in ("convolutions", "foreign")),
+        ("convolutions", _with_wrapped_forwards),
+        *(("foreign", change) for change in (_with_an_adapter, _with_a_named_argument, _with_containers)),
+    ],
+)
+def test_what_others_have_done_to_modules_is_respected(name: str, change: Callable[[nn.Module], None]) -> None:
+    model, inputs, targets = make(name)
+    change(model)
+    assert_fisher(model, inputs, targets)
+
+
+def test_a_penalty_on_weights_in_the_loss_is_part_of_each_samples_loss() -> None:
+    model, inputs, targets = make("positions")
+
+    def penalised(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets) + model.position.weight.square().sum()
+
+    assert_fisher(model, inputs, targets, loss=penalised, fallback=("position",))
+
+
+class Stubborn(nn.Module):
+    """Keeps a reference to its weight where nobody who wants to replace it would look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, NUM_CLASSES))
+        self.references = (self.weight,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.references[0]
+
+
+class TimeFirst(nn.Module):
+    """Puts out positions along dimension 0, of one layer that is a linear map and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), Bilinear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)).transpose(0, 1)
+
+
+def test_what_torch_func_cannot_replace_is_measured_sample_by_sample() -> None:
+    stubborn = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), Stubborn()).double()
+    assert_fisher(stubborn, vectors().double(), classes(), fallback=("2",))
+
+    def at_the_end(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs[-1], targets)
+
+    assert_fisher(TimeFirst().double(), sequences().double(), classes(), loss=at_the_end, fallback=("second",))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+        self.head = nn.Linear(5, NUM_CLASSES)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, x + self.head.bias.sum(), use_reentrant=self.use_reentrant))
+
+
+def test_checkpointed_layers_are_measured() -> None:
+    assert_fisher(Checkpointed(use_reentrant=False).double(), vectors().double(), classes())
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_a_diverged_model_is_a_row_of_nan_and_no_error(method: Any) -> None:
-    model, inputs, targets = make("convolutions")
-    with torch.no_grad():
-        model[8].weight[0, 0] = math.nan
-    found = top_eigenvalues(model, F.cross_entropy, inputs, targets, find_layers(model), method=method, top_k=2)
-    assert found.eigenvalues.isnan().all()
+def test_checkpoints_that_hide_the_graph_are_refused(method: Any) -> None:
+    with pytest.raises(ValueError, match="use_reentrant = True: must be False"):
+        directly(Checkpointed(use_reentrant=True), vectors(), classes(), method)
 
 
 class TwoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = nn.Linear(5, NUM_CLASSES), nn.Linear(5, NUM_CLASSES)
+        self.left, self.right = Bilinear(), nn.Linear(5, NUM_CLASSES)
 
     def forward(self, left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
         return self.left(left) * self.right(right) * scale
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_inputs_go_in_by_position_or_by_name(method: Any) -> None:
-    model = TwoInputs()
-    layers = find_layers(model)
-    left, right, targets = vectors(), vectors(), torch.randint(NUM_CLASSES, (NUM_SAMPLES,))
-    found = [
-        top_eigenvalues(model, F.cross_entropy, inputs, targets, layers, method=method, top_k=2).eigenvalues
-        for inputs in ((left, right, 1.0), [left, right], {"right": right, "left": left, "scale": 1.0})
-    ]
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-
-
-def test_positions_are_measured_whole_when_the_model_takes_a_mapping() -> None:
-    model, inputs, targets = make("positions")
-    layers = find_layers(model)
-    plain = top_eigenvalues(model, F.cross_entropy, inputs, targets, layers, method="fisher", top_k=2)
-    named = top_eigenvalues(model, F.cross_entropy, {"tokens": inputs}, targets, layers, method="fisher", top_k=2)
-    torch.testing.assert_close(named.eigenvalues, plain.eigenvalues)
-    assert tuple(named.fallbacks) == ()
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_callers_modes_do_not_matter(method: Any) -> None:
-    model, inputs, targets = make("convolutions", torch.float32)
-    layers = find_layers(model)
-
-    def measure() -> Tensor:
-        return top_eigenvalues(model, F.cross_entropy, inputs, targets, layers, method=method, top_k=2).eigenvalues
-
-    expected = measure()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(measure(), expected)
-    with torch.no_grad():
-        assert torch.equal(measure(), expected)
-    with torch.inference_mode():
-        assert torch.equal(measure(), expected)
-    with torch._C._AutoDispatchBelowAutograd():  # as inside a custom operator
-        assert torch.equal(measure(), expected)
 
 
 class NamedOutput(OrderedDict[str, Any]):
@@ -230,6 +199,20 @@ class Output:
     note: str = "none"
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_inputs_go_in_by_position_or_by_name(method: Any) -> None:
+    model, left, right, targets = TwoInputs(), vectors(), vectors(), classes()
+    named = {"right": right, "left": left, "scale": 1.0}
+    first, *others = (
+        directly(model, inputs, targets, method).eigenvalues
+        for inputs in ((left, right, 1.0), [left, right], named, NamedOutput(named))
+    )
+    assert all(torch.equal(first, other) for other in others)
+    expected = directly(model, (left, left), targets, method).eigenvalues
+    model.forward = (lambda forward: lambda batch: forward(batch.logits, batch.logits))(model.forward)
+    assert torch.equal(directly(model, Output(left), targets, method).eigenvalues, expected)
+
+
 CONTAINERS: dict[str, tuple[Any, Any]] = {
     "mapping": (lambda y: NamedOutput(logits=y, hidden=None), lambda out: out.logits),
     "dataclass": (lambda y: Output(y), lambda out: out.logits),
@@ -242,34 +225,14 @@ CONTAINERS: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("name", ["smooth", "lent", "deciding"])
 def test_outputs_may_come_in_any_container(name: str, container: str, method: Any) -> None:
     model, inputs, targets = make(name)
-    layers = find_layers(model)
-    plain = top_eigenvalues(model, F.cross_entropy, inputs, targets, layers, method=method, top_k=2)
+    plain = directly(model, inputs, targets, method)
     wrap, logits_of = CONTAINERS[container]
     model.register_forward_hook(lambda module, args, output: wrap(output))
-    meter = CurvatureMeter(
-        model,
-        lambda out, targets: F.cross_entropy(logits_of(out), targets),
-        layers,
-        CurvatureConfig(method=method, top_k=2),
-        device=torch.device("cpu"),
-    )
-    found = meter.measure(inputs, targets, torch.Generator().manual_seed(0))
+    meter = meter_of(model, method, loss=lambda out, targets: F.cross_entropy(logits_of(out), targets))
+    found = meter.measure(inputs, targets, draws())
     if method != "hessian":  # of which the meter does other iterations
         torch.testing.assert_close(found.eigenvalues, plain.eigenvalues)
     assert found.eigenvalues.isfinite().all()
-
-
-def test_inputs_may_be_mappings_of_any_kind_and_dataclasses() -> None:
-    model, inputs, targets = make("positions")
-    layers = find_layers(model)
-    plain = top_eigenvalues(model, F.cross_entropy, inputs, targets, layers, method="fisher", top_k=2)
-    named = NamedOutput(tokens=inputs)
-    found = top_eigenvalues(model, F.cross_entropy, named, targets, layers, method="fisher", top_k=2)
-    torch.testing.assert_close(found.eigenvalues, plain.eigenvalues)
-    forward = model.forward
-    model.forward = lambda batch: forward(batch.logits)
-    found = top_eigenvalues(model, F.cross_entropy, Output(inputs), targets, layers, method="fisher", top_k=2)
-    torch.testing.assert_close(found.eigenvalues, plain.eigenvalues)
 
 
 def test_ggn_measures_several_outputs_of_a_sample() -> None:
@@ -277,94 +240,43 @@ def test_ggn_measures_several_outputs_of_a_sample() -> None:
     inputs, targets = sequences().double(), torch.randint(NUM_CLASSES, (NUM_SAMPLES, 3))
 
     def by_position(outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+        return F.cross_entropy(outputs.reshape(-1, NUM_CLASSES), targets.flatten())
 
-    def of_flat(outputs: Tensor, targets: Tensor) -> Tensor:
-        return by_position(outputs.view(-1, NUM_CLASSES), targets)
-
-    layers = find_layers(model)
-    found = top_eigenvalues(model, by_position, inputs, targets, layers, method="ggn", top_k=3).eigenvalues
+    found = directly(model, inputs, targets, "ggn", 3, loss=by_position).eigenvalues
     flat = nn.Sequential(model, nn.Flatten())
-    for layer, row in zip(layers, found, strict=True):
-        assert_spectrum(row, dense.largest(dense.ggn_block(flat, of_flat, inputs, targets, layer), 3))
+    for layer, row in zip(find_layers(model), found, strict=True):
+        assert_spectrum(row, dense.largest(dense.ggn_block(flat, by_position, inputs, targets, layer), 3))
 
 
-def test_ggn_refuses_outputs_that_are_not_by_sample_or_too_many() -> None:
-    inputs = sequences()
-
-    def measure(shape: Any) -> None:
-        model = nn.Linear(4, NUM_CLASSES)
-        layers = find_layers(model)
-        model.register_forward_hook(lambda module, args, output: shape(output))
-        top_eigenvalues(model, lambda y, t: y.sum(), inputs, torch.zeros(6), layers, method="ggn", top_k=1)
-
-    with pytest.raises(
-        ValueError, match=r"outputs have shapes \[\(6, 3\)\]: ggn needs the 2 samples along dimension 0"
-    ):
-        measure(lambda y: y.flatten(0, 1))
-    with pytest.raises(
-        ValueError, match="outputs of 900 numbers per sample give ggn 5400 columns: must be at most 4096"
-    ):
-        measure(lambda y: y.view(-1, 9, 1).expand(-1, 9, 100))
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (lambda y: y.flatten(0, 1), r"outputs have shapes \[\(6, 3\)\]: ggn needs the 2 samples along dimension 0"),
+        (lambda y: y.view(-1, 9, 1).expand(-1, 9, 100), "900 numbers per sample give ggn 5400 columns: must be at"),
+    ],
+)
+def test_ggn_refuses_outputs_that_are_not_by_sample_or_too_many(shape: Any, message: str) -> None:
+    model = nn.Linear(4, NUM_CLASSES)
+    model.register_forward_hook(lambda module, args, output: shape(output))
+    with pytest.raises(ValueError, match=message):
+        directly(model, sequences(), torch.zeros(6), "ggn", loss=lambda y, t: y.sum())
 
 
-def test_bad_options_are_refused() -> None:
-    model = nn.Linear(5, NUM_CLASSES)
-    layers, inputs, targets = find_layers(model), vectors(), torch.zeros(NUM_SAMPLES, dtype=torch.long)
-
-    def measure(inputs: Any = inputs, targets: Any = targets, layers: Any = layers, **options: Any) -> None:
-        options = {"method": "fisher", "top_k": 1, **options}
-        top_eigenvalues(model, options.pop("loss", F.cross_entropy), inputs, targets, layers, **options)
-
-    with pytest.raises(ValueError, match="curvature method = 'newton': must be one of"):
-        measure(method="newton")
-    with pytest.raises(ValueError, match="top_k = 0"):
-        measure(top_k=0)
-    with pytest.raises(ValueError, match=r"layers = \[\]: must name at least one"):
-        measure(layers=[])
-    with pytest.raises(ValueError, match="number of samples = 1: fisher needs at least 2"):
-        measure(inputs[:1], targets[:1])
-    with pytest.raises(ValueError, match=r"shapes \[\(6, 5\), \(4,\)\]: dimension 0"):
-        measure(inputs, targets[:4])
-    with pytest.raises(ValueError, match=r"shapes \[\(6, 5\), \(\), \(6,\)\]: dimension 0"):
-        measure((inputs, torch.ones(())), targets)
-    with pytest.raises(ValueError, match=r"loss returned shape \(2,\): must be the mean"):
-        measure(loss=lambda y, t: F.cross_entropy(y, t, reduction="none"))
-    with pytest.raises(ValueError, match="chunk_samples = 0: must be an integer >= 1"):
-        measure(chunk_samples=0)
-    with pytest.raises(ValueError, match="num_iterations = 0"):
-        measure(num_iterations=0)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"inputs": torch.ones(1, 5), "targets": torch.ones(1)}, "number of samples = 1: fisher needs at least 2"),
+        ({"targets": torch.ones(4)}, r"shapes \[\(6, 5\), \(4,\)\]: dimension 0"),
+        ({"inputs": (torch.ones(6, 5), torch.ones(()))}, r"shapes \[\(6, 5\), \(\), \(6,\)\]: dimension 0"),
+        ({"loss": lambda y, t: F.cross_entropy(y, t, reduction="none")}, r"loss returned shape \(2,\): must be the"),
+    ],
+)
+def test_bad_samples_and_losses_are_refused(options: dict[str, Any], message: str) -> None:
+    samples = {"inputs": vectors(), "targets": classes()}
+    with pytest.raises(ValueError, match=message):
+        directly(nn.Linear(5, NUM_CLASSES), **{**samples, **options})
 
 
 def test_hessian_takes_a_single_sample() -> None:
     model, inputs, targets = make("convolutions")
-    found = top_eigenvalues(
-        model, F.cross_entropy, inputs[:1], targets[:1], find_layers(model), method="hessian", top_k=1
-    )
-    assert found.eigenvalues.isfinite().all()
-
-
-@pytest.mark.filterwarnings("ignore")  # the compiler's own, of PyTorch's functions that it looks into
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["convolutions", "foreign"])
-def test_compiled_modules_are_measured_as_they_are_written(name: str, method: Any) -> None:
-    model, inputs, targets = make(name)
-    layers = find_layers(model)
-    num_compiled = 0
-
-    def backend(graph: Any, examples: Any) -> Any:
-        nonlocal num_compiled
-        num_compiled += 1
-        return graph.forward
-
-    def measure() -> Tensor:
-        return top_eigenvalues(model, F.cross_entropy, inputs, targets, layers, method=method, top_k=2).eigenvalues
-
-    expected = measure()
-    for child in list(model.children())[:2]:
-        child.compile(backend=backend)
-    torch.testing.assert_close(measure(), expected)
-    assert num_compiled == 0
-    model(inputs)
-    assert num_compiled > 0
-    torch.testing.assert_close(measure(), expected)
+    assert directly(model, inputs[:1], targets[:1], "hessian").eigenvalues.isfinite().all()

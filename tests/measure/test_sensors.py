@@ -6,7 +6,7 @@ import torch
 
 from tests.build import FP32, same
 from tests.measure.build import PLAN, read, sensors_of
-from triaccel_ray.measure.curvature import CurvatureEstimate, SpectrumShape
+from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, SpectrumShape
 from triaccel_ray.measure.sensors import Reading
 from triaccel_ray.records.plan import Fault, FaultKind, Precision
 from triaccel_ray.records.signals import NoiseSignal, Observation

@@ -42,42 +42,30 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
-def test_a_truncated_file_is_damaged(tmp_path: Path, share: float) -> None:
-    path = tmp_path / "checkpoint.pt"
-    save_checkpoint(path, STATE)
-    data = path.read_bytes()
-    path.write_bytes(data[: int(share * len(data))])
-    with pytest.raises(CheckpointError, match=rf"checkpoint {path} is damaged \(.+\): delete it to start over"):
-        load_checkpoint(path)
-
-
-@pytest.mark.parametrize("data", [b"\0" * 100, b"garbage that is no checkpoint", bytes(range(256)) * 8])
-def test_garbage_is_damaged(tmp_path: Path, data: bytes) -> None:
-    path = tmp_path / "checkpoint.pt"
-    path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=rf"checkpoint {path} is damaged"):
-        load_checkpoint(path)
+def saved(path: Path, content: Any) -> bytes:
+    torch.save(content, path)
+    return path.read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("content", "found"),
-    [({"format": FORMAT}, str(FORMAT)), ({"model": {}}, "None"), ([1], "'list'")],
-)
-def test_what_is_no_checkpoint_of_ours_is_refused(tmp_path: Path, content: Any, found: str) -> None:
+    ("change", "kind", "message"),
+    [
+        *((lambda path, share=share: path.read_bytes()[: int(share * path.stat().st_size)], CheckpointError,
+           r"is damaged \(.+\): delete it to start over") for share in (0.0, 0.5, 0.99)),
+        *((lambda path, data=data: data, CheckpointError, "is damaged") for data in (b"\0" * 100, b"no checkpoint")),
+        (lambda path: saved(path, {"format": FORMAT}), CheckpointError, f"has format {FORMAT}: this version reads"),
+        (lambda path: saved(path, {"model": {}}), CheckpointError, "has format None: this version reads"),
+        (lambda path: saved(path, [1]), CheckpointError, "has format 'list': this version reads"),
+        (lambda path: saved(path, {"format": 7, "state": {}}), OtherFormatError, "has format 7, .*: go on with"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_told_apart(tmp_path: Path, change: Any, kind: type[Exception], message: str) -> None:
     path = tmp_path / "checkpoint.pt"
-    torch.save(content, path)
-    with pytest.raises(
-        CheckpointError, match=rf"checkpoint {path} has format {found}: this version reads format {FORMAT}"
-    ):
+    save_checkpoint(path, STATE)
+    path.write_bytes(change(path))
+    with pytest.raises(CheckpointError, match=rf"checkpoint {path} {message}") as raised:
         load_checkpoint(path)
-
-
-def test_a_checkpoint_of_another_version_is_told_apart_from_a_damaged_one(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint.pt"
-    torch.save({"format": 7, "state": {}}, path)
-    with pytest.raises(OtherFormatError, match=f"has format 7, this version reads format {FORMAT}: go on with"):
-        load_checkpoint(path)
+    assert raised.type is kind
 
 
 class Trap:

@@ -9,7 +9,7 @@ import torch
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.control.training import Training
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
-from triaccel_ray.measure.curvature import CurvatureMeter
+from triaccel_ray.measure.curvature.meter import CurvatureMeter
 from triaccel_ray.measure.sensors import Sensors
 from triaccel_ray.measure.timing import TimeShare
 from triaccel_ray.records.plan import Fault, FaultKind

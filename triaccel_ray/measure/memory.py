@@ -101,10 +101,7 @@ class MemoryMeter(ABC):
 
     @property
     def is_exceeded_at_rest(self) -> bool:
-        """Whether the process is beyond its budget although no batch is in flight: a smaller one would not help.
-
-        Never where the device itself enforces the limit.
-        """
+        """Whether the process is beyond its budget without a batch in flight; never where the device enforces it."""
         return False
 
     def raise_peaks(self, peak_bytes: int, allocated_peak_bytes: int) -> None:
@@ -113,11 +110,7 @@ class MemoryMeter(ABC):
         self.allocated_peak_bytes = max(self.allocated_peak_bytes, allocated_peak_bytes)
 
     def require_room(self) -> None:
-        """Checks, with model, optimizer and data in place, that the budget leaves anything to compute with.
-
-        Raises:
-            ValueError: it does not; the message says what is held already.
-        """
+        """Raises ValueError where what is in place without a batch leaves nothing of the budget to compute with."""
         self.release()
         used = self.idle_bytes = self.sample()
         if self._headroom_bytes is not None:
@@ -179,7 +172,7 @@ class ResidentMemory(MemoryMeter):
         super().__init__(budget_bytes, headroom_bytes)
 
     def require_room(self) -> None:
-        """Checks that the budget leaves anything to compute with, and notes what the heap holds before any batch."""
+        """Does the same, and notes what the heap holds before any batch."""
         super().require_room()
         self._idle_heap_bytes, self._first_idle_bytes = _heap_bytes(), self.idle_bytes
 
@@ -195,7 +188,7 @@ class ResidentMemory(MemoryMeter):
 
     @property
     def is_exceeded_at_rest(self) -> bool:
-        """Whether the process is beyond its budget although no batch is in flight: a smaller one would not help."""
+        """Whether the process is beyond its budget without a batch in flight: a smaller one would not help."""
         return self.has_budget and self.sample() > self.limit_bytes
 
     def trim(self) -> None:
@@ -266,7 +259,6 @@ class CudaMemory(MemoryMeter):
         return torch.cuda.memory_allocated(self._device)
 
     def _held_bytes(self) -> int:
-        """Returns the driver's figure for this process; where it hides processes, the allocator's pool."""
         own = self._own_bytes()
         return torch.cuda.memory_reserved(self._device) if own is None else own
 
@@ -277,7 +269,6 @@ class CudaMemory(MemoryMeter):
         return int(own[0]) if own else None
 
     def _outside_bytes(self, used: int) -> int:
-        """Returns what of `used` bytes lies outside the allocator's pool, the CUDA context above all."""
         return max(used - torch.cuda.memory_reserved(self._device), 0)
 
     def _peak_bytes(self, used: int) -> int:

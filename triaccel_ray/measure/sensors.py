@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triaccel_ray.measure.curvature import CurvatureEstimate, SpectrumShape
-from triaccel_ray.measure.curvature.spectrum import largest_eigenvalues
+from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, SpectrumShape, largest_eigenvalues
 from triaccel_ray.measure.memory import MemoryMeter
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.measure.timing import StepTimer

@@ -35,15 +35,12 @@ class EpochClock:
             _synchronize(self._device)
             self._started = time.perf_counter()
 
-    def elapsed(self) -> float:
-        """Returns the seconds so far as the host sees them."""
-        return self._carried + (0.0 if self._started is None else time.perf_counter() - self._started)
-
     def seconds(self) -> float:
         """Returns the seconds so far, synchronising the device."""
-        if self._started is not None:
-            _synchronize(self._device)
-        return self.elapsed()
+        if self._started is None:
+            return self._carried
+        _synchronize(self._device)
+        return self._carried + time.perf_counter() - self._started
 
     def finish(self) -> float:
         """Returns the epoch's seconds and goes back to zero, stopped."""

@@ -1,26 +1,18 @@
-"""The columns of one layer: outer products where its gradient is known in closed form, `torch.func` where it is not."""
+"""The columns of one layer whose gradient is known in closed form: sums of outer products."""
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from triaccel_ray.measure.curvature.calls import Call
-from triaccel_ray.measure.curvature.objective import Head, Objective
+from triaccel_ray.measure.curvature.calls import is_transposed
 from triaccel_ray.model.layers import Layer
-from triaccel_ray.model.pytree import tensors_in
-
-Cotangents = Mapping[Call, Sequence[Tensor | None]]
-"""For each call and each of its outputs, the q gradients with respect to it, [b, q, ...]; None where it has none."""
 
 _TRAFFIC = 16
 """Multiply-adds in the time that one element takes to be written and read again: the order of magnitude on GPUs and
@@ -42,6 +34,15 @@ class Shape:
     g: int
     o: int
     k: int
+
+    @classmethod
+    def of(cls, layer: Layer, b: int, q: int) -> Shape:
+        """Returns the sizes of a factored layer's columns."""
+        weight, module = layer.weights[0], layer.modules[0]
+        if is_transposed(module):
+            return cls(b=b, q=q, g=1, o=weight.shape[1], k=weight.shape[0])
+        groups = getattr(module, "groups", 1)
+        return cls(b=b, q=q, g=groups, o=weight.shape[0] // groups, k=weight.numel() // weight.shape[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,100 +265,6 @@ def slices(stop: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + step, stop)) for start in range(0, stop, step))
 
 
-def module_columns(
-    layer: Layer, cotangents: Cotangents, num_samples: int, elements: slice | None, block_bytes: int
-) -> Tensor:
-    """Returns these elements of the columns [s q, n] of a layer of any kind, from its calls or the whole model's.
-
-    `torch.func` runs the module again and pulls the cotangents back to the weights, for some samples side by side.
-
-    Raises:
-        Exception: whatever a module raises that does not work with `torch.func`.
-    """
-    q = max(len(c[0]) for tensors in cotangents.values() for c in tensors if c is not None)
-    bytes_per_sample = q * layer.num_elements * layer.weights[0].element_size()
-    blocks = []
-    # The fused attention kernels have no batching rule; what else has none runs one by one, as is fitting here.
-    # Without gradients of its own: the columns would keep the graph of how the module's other parameters made them.
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop")
-        for samples in slices(num_samples, block_bytes // bytes_per_sample):
-            parts = [_call_columns(layer, call, tensors, samples) for call, tensors in cotangents.items()]
-            columns = parts[0] if len(parts) == 1 else torch.stack(parts).sum(dim=0)
-            blocks.append(columns[:, elements or slice(None)])
-    return torch.cat(blocks)
-
-
-def _call_columns(layer: Layer, call: Call, cotangents: Sequence[Tensor | None], samples: slice) -> Tensor:
-    """Returns what one call contributes to the columns of some samples: [s q, n]."""
-    keys, dims = list(call.argument_dims), list(call.argument_dims.values())
-    reached = [index for index, cotangent in enumerate(cotangents) if cotangent is not None]
-    output_dims = [dim for index, dim in enumerate(call.output_dims) if index in reached and dim is not None]
-
-    def one_sample(arguments: list[Tensor], tangents: list[Tensor]) -> tuple[Tensor, ...]:
-        """Returns one sample's gradients [q, *weight.shape]; the module sees a batch of one."""
-        batch = {key: tensor.unsqueeze(dim) for key, tensor, dim in zip(keys, arguments, dims, strict=True)}
-
-        def outputs_of(*weights: Tensor) -> tuple[Tensor, ...]:
-            outputs = _run(layer, call, weights, batch)
-            return tuple(outputs[index] for index in reached)
-
-        pull_back = vjp(outputs_of, *(weight.detach() for weight in layer.weights))[1]
-        batched = tuple(t.unsqueeze(1 + dim) for t, dim in zip(tangents, output_dims, strict=True))
-        return cast("tuple[Tensor, ...]", vmap(pull_back)(batched))
-
-    size = samples.stop - samples.start
-    rows = [call.arguments[key].detach().narrow(d, samples.start, size) for key, d in zip(keys, dims, strict=True)]
-    gradients = vmap(one_sample, in_dims=(dims, 0))(rows, [t[samples] for t in cotangents if t is not None])
-    return torch.cat([g.flatten(2) for g in gradients], dim=2).flatten(0, 1).to(compute_dtype(layer))
-
-
-def require_replaceable(layer: Layer, call: Call) -> None:
-    """Raises LookupError if running the module again with other weights would not be what the call was."""
-    if call.module._forward_hooks or call.module._forward_pre_hooks:
-        raise LookupError(f"{type(call.module).__name__} has hooks of its own, which the call was seen between")
-    leaves = [weight.detach().requires_grad_() for weight in layer.weights]
-    first = {key: call.arguments[key].detach().narrow(dim, 0, 1) for key, dim in call.argument_dims.items()}
-    outputs = _run(layer, call, leaves, first)
-    total = sum(out.sum() for out, edge in zip(outputs, call.edges, strict=True) if edge is not None)
-    if any(gradient is None for gradient in torch.autograd.grad(total, leaves, allow_unused=True)):
-        raise LookupError(f"{type(call.module).__name__} does not compute with the parameters it registers")
-
-
-def _run(layer: Layer, call: Call, weights: Sequence[Tensor], batch: Mapping[int | str, Tensor]) -> tuple[Any, ...]:
-    """Returns the outputs of a call made again with other weights and, for some arguments, other tensors."""
-    replaced = {id(mine): weight for mine, weight in zip(layer.weights, weights, strict=True)}
-    parameters = call.module.named_parameters(remove_duplicate=False)
-    named = {name: replaced[id(parameter)] for name, parameter in parameters if id(parameter) in replaced}
-    arguments = {key: value.detach() if isinstance(value, Tensor) else value for key, value in call.arguments.items()}
-    arguments.update(batch)
-    args = tuple(value for key, value in arguments.items() if isinstance(key, int))
-    kwargs = {key: value for key, value in arguments.items() if isinstance(key, str)}
-    return tuple(tensors_in(functional_call(call.module, named, args, kwargs)))
-
-
 def compute_dtype(layer: Layer) -> torch.dtype:
     """Returns what Gram matrices of `layer` are computed in: its weights' dtype, at least FP32."""
     return torch.promote_types(layer.weights[0].dtype, torch.float32)
-
-
-def sample_columns(sample: Objective, layers: Sequence[Layer], head: Head) -> list[Tensor]:
-    """Returns for each layer the q columns [q, n] of an objective of one sample."""
-    root, cotangents = head(sample.outputs(), sample)
-    weights = [weight for layer in layers for weight in layer.weights]
-    columns: list[list[Tensor]] = [[] for _ in layers]
-    for c, cotangent in enumerate(cotangents):
-        is_last = c == len(cotangents) - 1
-        gradients: Sequence[Tensor | None] = [None] * len(weights)
-        if root.requires_grad:
-            gradients = torch.autograd.grad(root, weights, cotangent, retain_graph=not is_last, allow_unused=True)
-        remaining = iter(gradients)
-        for layer, column in zip(layers, columns, strict=True):
-            column.append(torch.cat([_flat(next(remaining), weight, compute_dtype(layer)) for weight in layer.weights]))
-    return [torch.stack(column) for column in columns]
-
-
-def _flat(gradient: Tensor | None, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    if gradient is None:
-        return weight.new_zeros(weight.numel(), dtype=dtype)
-    return gradient.to_dense().flatten().to(dtype)

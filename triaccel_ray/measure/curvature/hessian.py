@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from triaccel_ray.measure.curvature.calls import Structure, find_weight_uses
+from triaccel_ray.measure.curvature.calls import Structure, used_parameters
 from triaccel_ray.measure.curvature.objective import FoldedNorms, Objective
 from triaccel_ray.measure.curvature.spectrum import (
     SpectrumShape,
@@ -51,6 +48,7 @@ class BlockPower:
     fallbacks: Mapping[str, str] = MappingProxyType({})
     structure: Structure | None = None
     """It needs none."""
+    not_capturable_because = ""
 
     def __init__(self, layers: Sequence[Layer], top_k: int) -> None:
         self._layers, self._top_k = tuple(layers), top_k
@@ -82,10 +80,6 @@ class BlockPower:
         for vectors in self.vectors:
             _orthonormalize(vectors, vectors)
         return COLD_ITERATIONS
-
-    def prepare_anew(self, objective: Objective) -> None:
-        """Does what `prepare` does: there is nothing to find out."""
-        self.prepare(objective)
 
     def prepare(self, objective: Objective) -> None:
         """Makes the gradient of the mean loss, to be differentiated by `advance` until `finish`.
@@ -148,11 +142,10 @@ class LossGradient:
             ValueError: a part of the graph is hidden in a reentrant checkpoint.
         """
         weights = [weight for layer in layers for weight in layer.weights if weight.requires_grad]
-        self._operations = TwiceDifferentiable()
         # The fused attention kernels have no second derivative.
-        with sdpa_kernel(SDPBackend.MATH), self._operations:
+        with sdpa_kernel(SDPBackend.MATH), FoldedNorms():
             value = objective.value(objective.outputs())
-            find_weight_uses(value, [])  # for its refusal of graphs that hide weights
+            used_parameters(value, [])  # for its refusal of graphs that hide weights
             gradients: Sequence[Tensor | None] = [None] * len(weights)
             if value.requires_grad:
                 gradients = torch.autograd.grad(value, weights, create_graph=True, allow_unused=True)
@@ -169,8 +162,7 @@ class LossGradient:
         if not curved:
             return torch.zeros_like(u)
         roots, directions = zip(*curved, strict=True)
-        with self._operations.only(layer.weights):
-            images = torch.autograd.grad(roots, layer.weights, directions, retain_graph=True, allow_unused=True)
+        images = torch.autograd.grad(roots, layer.weights, directions, retain_graph=True, allow_unused=True)
         flat = [torch.zeros_like(w) if image is None else image for w, image in zip(layer.weights, images, strict=True)]
         return torch.cat([part.flatten() for part in flat])
 
@@ -204,106 +196,3 @@ def start_vectors(layer: Layer, count: int, generator: torch.Generator) -> Tenso
     weight = layer.weights[0]
     drawn = torch.randn(count, layer.num_elements, generator=generator, device=generator.device, dtype=weight.dtype)
     return drawn.to(weight.device)
-
-
-class TwiceDifferentiable(FoldedNorms):
-    """Replaces, for a model in eval mode, operations whose second derivative in PyTorch does what nobody asked for.
-
-    - PyTorch's second derivative of a convolution computes its weight's part whether asked for or not, as a
-      convolution with a kernel as large as the image: 40% of the time of a Hessian-vector product of ResNet-18.
-    - That of batch normalisation is written for training mode, as dozens of operations on whole activations, where
-      eval mode is an affine map (`FoldedNorms`).
-    """
-
-    def __init__(self) -> None:
-        """Begins with derivatives with respect to all weights."""
-        super().__init__()
-        self._ids: set[int] | None = None
-
-    @contextlib.contextmanager
-    def only(self, weights: Sequence[Tensor]) -> Iterator[None]:
-        """Returns a context inside which derivatives with respect to other parameters need not be right."""
-        self._ids = {id(weight) for weight in weights}
-        try:
-            yield
-        finally:
-            self._ids = None
-
-    def needs(self, weight: Tensor) -> bool:
-        """Whether the derivative with respect to `weight` may be needed: always, if it was computed from others."""
-        return self._ids is None or not weight.is_leaf or id(weight) in self._ids
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Returns what `func` does."""
-        if func is F.conv2d:
-            return _conv2d(self, *args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-def _conv2d(
-    operations: TwiceDifferentiable,
-    input: Tensor,  # noqa: A002  # as PyTorch has it
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:
-    if isinstance(padding, str) or input.dim() != 4 or not weight.is_floating_point():
-        return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    stride, padding, dilation = ([n] * 2 if isinstance(n, int) else [*n] for n in (stride, padding, dilation))
-    convolution = _Convolution(stride, padding, dilation, groups, operations)
-    outputs: Tensor = _Derivative.apply(convolution, _OUTPUT, input.detach(), input, weight)
-    return outputs if bias is None else outputs + bias.view(1, -1, 1, 1)
-
-
-_OUTPUT, _INPUT, _WEIGHT = range(3)
-
-
-@dataclass(frozen=True, eq=False)
-class _Convolution:
-    """T(g, x, w) = <conv(x, w), g>: linear in each, so that its derivative by one is a function of the two others."""
-
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    groups: int
-    operations: TwiceDifferentiable
-
-    def derivative(self, place: int, like: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """Returns dT by g: conv(x, w), by x or by w, from the other two in this order.
-
-        Of `like`, a tensor in that place, only the shape and the memory format matter.
-        """
-        options = (None, self.stride, self.padding, self.dilation, False, [0, 0], self.groups)
-        if place == _OUTPUT:  # not by `conv2d`, which `TwiceDifferentiable` would replace once more
-            outputs: Tensor = torch.ops.aten.convolution(first, second, *options)
-            return outputs
-        x, weight = (first.new_empty(1).expand(like.shape), second) if place == _INPUT else (second, like)
-        mask = [place == _INPUT, place == _WEIGHT, False]
-        gradients: list[Tensor] = torch.ops.aten.convolution_backward(first, x, weight, *options, mask)
-        return gradients[place - _INPUT]
-
-
-class _Derivative(torch.autograd.Function):
-    """`_Convolution.derivative`, differentiable as often as one likes: the derivative by another place is one more."""
-
-    @staticmethod
-    def forward(ctx: Any, convolution: _Convolution, place: int, like: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        ctx.save_for_backward(first, second)
-        ctx.convolution, ctx.place = convolution, place
-        return convolution.derivative(place, like, first, second)
-
-    @staticmethod
-    def backward(ctx: Any, direction: Tensor) -> Any:
-        given = dict(zip((p for p in range(3) if p != ctx.place), ctx.saved_tensors, strict=True))
-        found: list[Tensor | None] = []
-        for (place, tensor), needed in zip(given.items(), ctx.needs_input_grad[3:], strict=True):
-            if needed and (place != _WEIGHT or ctx.convolution.operations.needs(tensor)):
-                others = {**given, ctx.place: direction}
-                first, second = (others[p] for p in range(3) if p != place)
-                found.append(_Derivative.apply(ctx.convolution, place, tensor.detach(), first, second))
-            else:
-                found.append(None)
-        return None, None, None, *found

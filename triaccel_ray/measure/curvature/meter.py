@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
-from enum import Enum, auto
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from triaccel_ray.config import CurvatureConfig, CurvatureMethod
+from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.cuda.capture_checks import watched
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.cuda.random_states import preserved_random_states
-from triaccel_ray.measure.curvature.gram import GramMethod
 from triaccel_ray.measure.curvature.hessian import BlockPower
 from triaccel_ray.measure.curvature.objective import Limits, Objective, measuring
+from triaccel_ray.measure.curvature.recording import Recording, method_of
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, SpectrumShape
 from triaccel_ray.model.layers import Layer, Loss
-from triaccel_ray.model.pytree import map_tensors, tensors_in
+from triaccel_ray.model.pytree import map_tensors
 
 Results = tuple[tuple[Tensor, ...], SpectrumShape]
-Method = GramMethod | BlockPower
-"""One way to measure: `begin`, `prepare` or `prepare_anew`, `advance` as often as `begin` says, `finish`."""
-
-
-def method_of(layers: Sequence[Layer], name: CurvatureMethod, top_k: int) -> Method:
-    """Returns the method of this name, before its first measurement."""
-    return BlockPower(layers, top_k) if name == "hessian" else GramMethod(layers, name, top_k)
-
-
-_LEAST_BLOCK = 8 * 2**20
 _LEAST_BUDGET = 32 * 2**20
 """Below it chunks cost more than they save: the allocator's own segments are as large."""
 
@@ -40,33 +31,32 @@ _LEAST_BUDGET = 32 * 2**20
 class Stage(Enum):
     """What the next measurement of the same shapes will be."""
 
-    EXPLORE = auto()
-    """Eager; finds out which dimensions are samples, how each layer can be measured."""
-    WATCH = auto()
-    """Eager; finds out what a replay could not do again."""
-    CAPTURE = auto()
-    """Captured, with the memory that other graphs of the pool leave free, and replayed."""
-    CAPTURE_ALONE = auto()
-    """Captured once more after that memory was too little, with no other graph beside it."""
-    REPLAY = auto()
-    """A replay."""
-    EAGER = auto()
-    """Eager, like all that follow."""
+    EXPLORE = "eager; finds out which dimensions are samples, how each layer can be measured"
+    WATCH = "eager; finds out what a replay could not do again"
+    CAPTURE = "captured, with the memory that other graphs of the pool leave free, and replayed"
+    CAPTURE_ALONE = "captured once more after that memory was too little, with no other graph beside it"
+    REPLAY = "a replay"
+    EAGER = "eager, like all that follow"
 
 
 class CurvatureMeter:
-    """Measures the largest eigenvalues of each layer's curvature block, as `top_eigenvalues` does.
+    """Measures the largest eigenvalues of each layer's diagonal curvature block (Tri-Accel, section 3.2).
+
+    - `hessian`: of the Hessian of the mean loss, largest in magnitude, signed, by the paper's power iteration on
+      several vectors at once (`BlockPower`): 20 iterations the first time, 5 from then on, from the last vectors.
+    - `ggn`: of the generalised Gauss-Newton block, all k at once, exact for this batch. In piecewise-linear networks
+      the same as the Hessian's.
+    - `fisher`: of the empirical Fisher block, from one backward pass; with the first two moments of the gradient.
+
+    The model is measured in eval mode without autocast and left as it was found, whether it succeeds or raises; hooks
+    that others have put on parameter tensors may see gradients pass. For fisher and ggn on a GPU the forward pass is
+    made without TF32 and what follows it with TF32 (`tensor_cores`), whatever PyTorch's flags say.
 
     On a GPU the first measurement explores, the second is watched, the third is captured as a CUDA graph, which it and
-    the later ones replay: the host then neither works nor waits. A graph that is captured without a measurement beside
-    it takes the memory that other graphs of the pool leave free, which an eager measurement could not. Where that is
-    too little all graphs are dropped and it measures eagerly, at once, and captures the next time without others
-    beside it. What cannot be captured stays as it is, and `not_captured_because` says why. Everything is found out
-    anew when the shapes of the samples change, or when weights move.
-
-    Two things differ from `top_eigenvalues`. For fisher and ggn on a GPU, what follows the forward pass uses TF32 (see
-    `tensor_cores`), whatever PyTorch's flags say; they are as before afterwards. And `hessian` goes on from the vectors
-    of the measurement before: 20 iterations the first time, 5 from then on.
+    the later ones replay: the host then neither works nor waits. Where memory for that is too little, all graphs of the
+    pool are dropped, it measures eagerly, and captures the next time without others beside it. What cannot be captured
+    stays as it is, and `not_captured_because` says why. Everything is found out anew when the shapes of the samples
+    change, or when weights move.
     """
 
     def __init__(
@@ -80,17 +70,10 @@ class CurvatureMeter:
         pool: GraphPool | None = None,
         capture: bool = True,
     ) -> None:
-        """Borrows the model; measures nothing yet.
+        """Borrows the model, on `device` like the samples; measures nothing yet.
 
-        Args:
-            model: its parameters on `device`; forward functions put on its modules count as they are at the capture.
-            loss: maps (outputs, targets) to the mean over samples, a scalar.
-            layers: whose blocks to measure; at least one.
-            config: which method, and how many eigenvalues.
-            device: where samples and parameters are.
-            pool: memory to share with other graphs, captured on the same stream, of which none may run during a
-                measurement; None: memory of its own, held until `release`.
-            capture: whether measurements may be captured, where there is a device that can.
+        Graphs share the memory of `pool` with those of others, captured on the same stream, of which none may run
+        during a measurement; None: memory of its own, held until `release`.
         """
         self._model, self._loss, self._device = model, loss, device
         self._pool = pool or GraphPool(device)
@@ -137,7 +120,7 @@ class CurvatureMeter:
         try:
             objective = self._objective(inputs, targets)
             objective.require_samples(self._name)
-            with preserved_random_states(), measuring(self._model, strict_fp32=self._name != "hessian"):
+            with preserved_random_states(), self._measuring():
                 self._measure_apart(objective)
         except Exception as error:  # of the model's code or the loss's, run as training never runs it
             if not is_out_of_memory(error):
@@ -158,14 +141,15 @@ class CurvatureMeter:
         host wait.
 
         Args:
-            inputs: the samples along dimension 0 of every tensor, on the device.
+            inputs: the samples along dimension 0 of every tensor.
             targets: likewise.
             generator: draws the starting vectors of the first `hessian` measurement.
             budget_bytes: what the measurement's tensors may take at their peak. Looked at when shapes are new and
                 after memory has run out; samples then pass in chunks. None: no bound.
 
         Raises:
-            ValueError: as `top_eigenvalues`.
+            ValueError: fewer than 2 samples for fisher and ggn, a loss that is no scalar, outputs that ggn refuses
+                (`ggn_head`), or inputs and targets that disagree about the number of samples.
             torch.OutOfMemoryError: also what the measurement itself does not survive; `release` makes room.
         """
         signature = self._signature_of(inputs, targets)
@@ -175,18 +159,16 @@ class CurvatureMeter:
         if self._limits is None:
             self._limits = self._limits_within(budget_bytes, self._objective(inputs, targets))
         num_iterations = self._method.begin(generator)
-        if self._recording is not None:
-            results, shape = self._recording.replay(inputs, targets, num_iterations), self._recording.shape
-            return CurvatureEstimate.of(results, shape, self._method.fallbacks)
-        objective = self._objective(inputs, targets)
-        objective.require_samples(self._name)
-        with measuring(self._model, strict_fp32=self._name != "hessian"):
-            recording = self._capture(objective, num_iterations)
-            if recording is not None:
-                results, shape = recording.replay(inputs, targets, num_iterations), recording.shape
-            else:
-                results, shape = self._measure_eagerly(objective, num_iterations)
-        return CurvatureEstimate.of(results, shape, self._method.fallbacks)
+        if self._recording is None:
+            objective = self._objective(inputs, targets)
+            objective.require_samples(self._name)
+            with self._measuring():
+                self._capture(objective, num_iterations)
+                if self._recording is None:
+                    results, shape = self._measure_eagerly(objective, num_iterations)
+                    return CurvatureEstimate.of(results, shape, self._method.fallbacks)
+        results = self._recording.replay(inputs, targets, num_iterations)
+        return CurvatureEstimate.of(results, self._recording.shape, self._method.fallbacks)
 
     def release(self) -> None:
         """Drops the graphs, so that their memory can be given back; the next measurement captures anew."""
@@ -219,15 +201,13 @@ class CurvatureMeter:
     def _forget(self) -> None:
         """Drops what was found out about other shapes; the structure of the model's course holds for all."""
         self._limits = None
-        if self._may_capture:
-            self._enter(Stage.EXPLORE, "nothing has been measured")
-        else:
-            self._enter(Stage.EAGER, "capture is off" if self._pool.can_capture else "there is no CUDA device")
+        off = "capture is off" if self._pool.can_capture else "there is no CUDA device"
+        self._enter(*((Stage.EXPLORE, "nothing has been measured") if self._may_capture else (Stage.EAGER, off)))
 
-    def _capture(self, objective: Objective, num_iterations: int) -> Recording | None:
-        """Returns the captured measurement, not yet made; None when it is not yet time for it, or it fails."""
+    def _capture(self, objective: Objective, num_iterations: int) -> None:
+        """Captures the measurement, without making it; does nothing where it is not yet time for that, or it fails."""
         if self._stage not in (Stage.CAPTURE, Stage.CAPTURE_ALONE):
-            return None
+            return
         try:
             inputs, targets = (map_tensors(torch.clone, part) for part in (objective.inputs, objective.targets))
             recording = Recording(self._method, self._objective(inputs, targets), num_iterations, self._pool)
@@ -235,13 +215,12 @@ class CurvatureMeter:
             reason, is_too_large = first_line(error), is_out_of_memory(error)
         else:
             self._enter(Stage.REPLAY, recording=recording)
-            return recording
+            return
         # Outside the handler: the traceback no longer holds the attempt's tensors.
         inputs = targets = None
         self._method.abandon()
         self._pool.release()
         self._enter(Stage.CAPTURE_ALONE if is_too_large else Stage.EAGER, reason)
-        return None
 
     def _measure_eagerly(self, objective: Objective, num_iterations: int) -> Results:
         """Measures without a graph, and goes on to the stage that what was seen allows.
@@ -249,11 +228,9 @@ class CurvatureMeter:
         Where memory runs out, the next measurement takes half as many samples at once.
         """
         obstacles: list[str] = []
+        is_watched = self._stage is Stage.WATCH
         try:
-            if self._stage is Stage.WATCH:
-                with watched(obstacles, self._device):
-                    results = self._run(objective, num_iterations)
-            else:
+            with watched(obstacles, self._device) if is_watched else contextlib.nullcontext():
                 results = self._run(objective, num_iterations)
         except BaseException as error:
             self._method.abandon()
@@ -261,15 +238,11 @@ class CurvatureMeter:
                 chunk = objective.limits.chunk_samples or objective.num_samples
                 self._largest_chunk, self._limits = max(1, chunk // 2), None
             raise
-        if self._stage is Stage.EAGER:
-            return results
-        if self._method.fallbacks:
-            names = ", ".join(self._method.fallbacks)
-            self._enter(Stage.EAGER, f"layers {names} take one pass of the model per sample")
+        obstacle = self._method.not_capturable_because or "; ".join(obstacles)
+        if obstacle and self._stage is not Stage.EAGER:
+            self._enter(Stage.EAGER, obstacle)
         elif self._stage is Stage.EXPLORE:
             self._enter(Stage.WATCH, "only one measurement has been made")
-        elif self._stage is Stage.WATCH and obstacles:
-            self._enter(Stage.EAGER, "; ".join(obstacles))
         elif self._stage is Stage.WATCH:
             self._enter(Stage.CAPTURE, "only two measurements have been made")
         return results
@@ -277,7 +250,7 @@ class CurvatureMeter:
     def _run(self, objective: Objective, num_iterations: int) -> Results:
         """Measures; finds the structure anew if what is known of it no longer works."""
         if not self._prepare_as_before(objective):
-            self._method.prepare_anew(objective)
+            self._method.prepare(objective)
         for _ in range(num_iterations):
             self._method.advance()
         return self._method.finish()
@@ -300,30 +273,24 @@ class CurvatureMeter:
         return False
 
     def _limits_within(self, budget_bytes: int | None, objective: Objective) -> Limits:
-        """Returns how many samples may pass at once, by extrapolation from the peaks of two and of four."""
+        """Returns how many samples may pass at once."""
         b = objective.num_samples
         if budget_bytes is None or b <= 4:
             size = self._largest_chunk
             return Limits(chunk_samples=None if size is None or size >= b else size)
-        budget_bytes = max(budget_bytes, _LEAST_BUDGET)
-        block = min(max(budget_bytes // 8, _LEAST_BLOCK), Limits.block_bytes)
-        few, more = (self._peak_bytes(objective.part(slice(0, count))) for count in (2, 4))
-        per_sample = max((more - few) / 2, 1.0)
-        fixed = max(few - 2 * per_sample, 0.0)
-        most = b if self._largest_chunk is None else min(b, self._largest_chunk)
-        if fixed + b * per_sample <= budget_bytes and most == b:
-            return Limits(block_bytes=block)
-        # A third for what is kept from chunk to chunk; `hessian` can do with no less than its products.
-        kept = self._method.kept_bytes or budget_bytes // 3
-        fitting = max(1, min(most, int((budget_bytes - kept - fixed) / per_sample)))
-        num_chunks = -(-b // fitting)
-        return Limits(chunk_samples=-(-b // num_chunks), kept_bytes=max(kept, block), block_bytes=block)
+        peaks = [self._peak_bytes(objective.part(slice(0, count))) for count in (2, 4)]
+        return Limits.within(
+            max(budget_bytes, _LEAST_BUDGET),
+            peaks,
+            b,
+            most=self._largest_chunk or b,
+            kept_bytes=self._method.kept_bytes,
+        )
 
     def _peak_bytes(self, objective: Objective) -> int:
-        """Returns the bytes that measuring these samples takes at its peak, beside what was there before.
+        """Returns the bytes that measuring these samples takes at its peak, by the allocator on a GPU.
 
-        By the allocator on a GPU, whose record of peaks begins anew. Elsewhere twice what the forward pass keeps: the
-        gradients that the backward pass holds are about as large.
+        Elsewhere twice what the forward pass keeps: the gradients that the backward pass holds are about as large.
         """
         kept: dict[int, int] = {}
 
@@ -331,7 +298,7 @@ class CurvatureMeter:
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        with measuring(self._model, strict_fp32=self._name != "hessian"):
+        with self._measuring():
             if self._device.type != "cuda":
                 with saved_tensors_hooks(pack, lambda tensor: tensor):
                     objective.value(objective.outputs())
@@ -363,38 +330,10 @@ class CurvatureMeter:
             allow_tf32=self._device.type == "cuda",
         )
 
+    def _measuring(self) -> contextlib.AbstractContextManager[None]:
+        return measuring(self._model, strict_fp32=self._name != "hessian")
+
     def _signature_of(self, inputs: Any, targets: Any) -> Any:
         """Returns what a structure and a recording depend on: shapes, other inputs, and where the weights are."""
         shapes = map_tensors(lambda tensor: (tensor.shape, tensor.dtype), (inputs, targets))
         return shapes, [tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers())]
-
-
-class Recording:
-    """A method captured with static inputs; reads the model's weights where they are, so that it sees them change."""
-
-    def __init__(self, method: Method, objective: Objective, num_iterations: int, pool: GraphPool) -> None:
-        """Captures; everything it needs must have run before, so that nothing is initialised inside.
-
-        Args:
-            method: after a pass over the same shapes.
-            objective: its inputs and targets are overwritten by every replay.
-            num_iterations: of the pass before; 0: the method has none.
-            pool: of the memory to use, which other graphs may share.
-
-        Raises:
-            Exception: see `GraphPool.capture`; `method` has then to be abandoned.
-        """
-        self._tensors = [*tensors_in(objective.inputs), *tensors_in(objective.targets)]
-        self._once = pool.capture(lambda: method.prepare(objective))
-        self._again = pool.capture(method.advance) if num_iterations else None
-        self._results, self.shape = method.finish()
-
-    def replay(self, inputs: Any, targets: Any, num_iterations: int) -> tuple[Tensor, ...]:
-        """Returns the results for other samples, in memory of their own: the graphs' may be shared."""
-        for static, given in zip(self._tensors, [*tensors_in(inputs), *tensors_in(targets)], strict=True):
-            static.copy_(given, non_blocking=True)
-        self._once.replay()
-        if self._again is not None:
-            for _ in range(num_iterations):
-                self._again.replay()
-        return tuple(result.clone() for result in self._results)

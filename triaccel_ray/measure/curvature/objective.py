@@ -27,6 +27,9 @@ MAX_COLUMNS = 4096
 """Columns b C up to which a Gram matrix is made: 64 MB a layer in FP32, and C backward passes."""
 
 
+_LEAST_BLOCK = 8 * 2**20
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """How much of a measurement exists at once; every choice gives the same results up to rounding."""
@@ -37,6 +40,26 @@ class Limits:
     """Bytes of what is kept from one chunk of samples for the next ones; more takes further passes."""
     block_bytes: int = 128 * 2**20
     """Bytes that one block of per-sample gradients may take; larger ones are formed and used up in pieces."""
+
+    @classmethod
+    def within(
+        cls, budget_bytes: int, peaks: Sequence[int], num_samples: int, *, most: int, kept_bytes: int | None
+    ) -> Limits:
+        """Returns those under which a measurement stays within its budget, by extrapolation.
+
+        From the `peaks` of two samples and of four. No more than `most` samples pass at once. `kept_bytes` are what
+        chunks cannot do without, in place of a third of the budget.
+        """
+        block = min(max(budget_bytes // 8, _LEAST_BLOCK), cls.block_bytes)
+        few, more = peaks
+        per_sample = max((more - few) / 2, 1.0)
+        fixed = max(few - 2 * per_sample, 0.0)
+        if fixed + num_samples * per_sample <= budget_bytes and most >= num_samples:
+            return cls(block_bytes=block)
+        kept = kept_bytes or budget_bytes // 3
+        fitting = max(1, min(most, num_samples, int((budget_bytes - kept - fixed) / per_sample)))
+        num_chunks = -(-num_samples // fitting)
+        return cls(chunk_samples=-(-num_samples // num_chunks), kept_bytes=max(kept, block), block_bytes=block)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -177,12 +200,7 @@ def output_hessians(mean_loss: Callable[[Tensor], Tensor], outputs: Tensor) -> T
 
 
 def pull_back(
-    root: Tensor,
-    cotangents: Sequence[Tensor | None],
-    edges: Sequence[GradientEdge],
-    *,
-    step: int,
-    retain_graph: bool,
+    root: Tensor, cotangents: Sequence[Tensor | None], edges: Sequence[GradientEdge] | Sequence[Tensor], *, step: int
 ) -> list[Tensor | None]:
     """Returns the gradients of `root` at each edge under all q cotangents, [q, ...]; None: does not depend on it.
 
@@ -190,7 +208,7 @@ def pull_back(
     side fill a device that a batch of 32 leaves idle.
     """
     if len(cotangents) == 1:
-        only = torch.autograd.grad(root, list(edges), cotangents[0], retain_graph=retain_graph, allow_unused=True)
+        only = torch.autograd.grad(root, edges, cotangents[0], allow_unused=True)
         return [None if gradient is None else gradient.unsqueeze(0) for gradient in only]
     stacked, q = torch.stack([c for c in cotangents if c is not None]), len(cotangents)
     stacks: list[Tensor | None] = [None] * len(edges)
@@ -201,9 +219,9 @@ def pull_back(
             warnings.filterwarnings("ignore", message="There is a performance drop")
             arrived = torch.autograd.grad(
                 root,
-                list(edges),
+                edges,
                 stacked[some] if step > 1 else stacked[start],
-                retain_graph=retain_graph or some.stop < q,
+                retain_graph=some.stop < q,
                 allow_unused=True,
                 is_grads_batched=step > 1,
             )

@@ -1,0 +1,116 @@
+"""A measurement changes nothing of the model and its caller, and nothing of the caller changes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.measure.curvature_models import METHODS, NUM_CLASSES, Bilinear, classes, directly, make, vectors
+from triaccel_ray.measure.curvature.objective import measuring
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    return {
+        "training": [module.training for module in model.modules()],
+        "gradients": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        "state": {name: value.clone() for name, value in model.state_dict().items()},
+        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()],
+        "random": torch.get_rng_state(),
+    }
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["convolutions", "attention", "recurrent"])
+def test_the_model_is_left_as_it_was(name: str, method: Any, raises: bool) -> None:
+    model, inputs, targets = make(name)
+    model.train()
+    next(iter(model.children())).eval()
+    next(model.parameters()).grad = torch.randn_like(next(model.parameters()))
+    before = snapshot(model)
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if raises:
+            raise ArithmeticError("no loss today")
+        return F.cross_entropy(outputs, targets)
+
+    if raises:
+        with pytest.raises(ArithmeticError, match="no loss today"):
+            directly(model, inputs, targets, method, loss=loss)
+    else:
+        directly(model, inputs, targets, method, loss=loss)
+    torch.testing.assert_close(snapshot(model), before, rtol=0.0, atol=0.0)
+
+
+class Greedy(Bilinear):
+    """Runs out of memory from the nth forward pass on."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n, self.num_calls = n, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls >= self.n:
+            raise torch.OutOfMemoryError("out of memory")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("n", range(1, 7))
+@pytest.mark.parametrize("method", ["fisher", "ggn"])
+def test_running_out_of_memory_is_told_and_leaves_the_model_as_it_was(method: Any, n: int) -> None:
+    model = nn.Sequential(nn.Linear(5, 5), Greedy(n), nn.Linear(3, NUM_CLASSES)).train()
+    inputs, targets = vectors(), classes()
+    before = snapshot(model)
+    with pytest.raises(torch.OutOfMemoryError):
+        directly(model, inputs, targets, method)
+    torch.testing.assert_close(snapshot(model), before, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_callers_modes_do_not_matter(method: Any) -> None:
+    model, inputs, targets = make("convolutions", torch.float32)
+    expected = directly(model, inputs, targets, method).eigenvalues
+    for mode in (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.no_grad(),
+        torch.inference_mode(),
+        torch._C._AutoDispatchBelowAutograd(),  # as inside a custom operator
+    ):
+        with mode:
+            assert torch.equal(directly(model, inputs, targets, method).eigenvalues, expected)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("inference", [True, False])
+def test_backward_passes_run_in_the_calling_thread_while_it_measures(enabled: bool, inference: bool) -> None:
+    with torch.autograd.set_multithreading_enabled(enabled):
+        with torch.inference_mode(inference), measuring(nn.Linear(2, 2)):
+            assert not torch._C._is_multithreading_enabled()
+        assert torch._C._is_multithreading_enabled() == enabled
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, of PyTorch's functions that it looks into
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["convolutions", "foreign"])
+def test_compiled_modules_are_measured_as_they_are_written(name: str, method: Any) -> None:
+    model, inputs, targets = make(name)
+    num_compiled = 0
+
+    def backend(graph: Any, examples: Any) -> Any:
+        nonlocal num_compiled
+        num_compiled += 1
+        return graph.forward
+
+    expected = directly(model, inputs, targets, method).eigenvalues
+    for child in list(model.children())[:2]:
+        child.compile(backend=backend)
+    torch.testing.assert_close(directly(model, inputs, targets, method).eigenvalues, expected)
+    assert num_compiled == 0
+    model(inputs)
+    assert num_compiled > 0
+    torch.testing.assert_close(directly(model, inputs, targets, method).eigenvalues, expected)

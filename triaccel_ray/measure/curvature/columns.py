@@ -1,0 +1,146 @@
+"""The columns of layers of any kind: from the whole model, by `torch.func` or by one pass per sample."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from triaccel_ray.measure.curvature.calls import used_parameters
+from triaccel_ray.measure.curvature.factors import compute_dtype, slices
+from triaccel_ray.measure.curvature.objective import Head, Objective, pull_back
+from triaccel_ray.model.layers import Layer
+from triaccel_ray.model.pytree import map_tensors, tensors_in
+
+
+def model_columns(objective: Objective, head: Head, layers: Sequence[Layer], *, batched: bool) -> list[Tensor]:
+    """Returns for each layer the columns [b q, n], from the model run again with all samples side by side.
+
+    The cotangents are pulled back to the model's outputs, `batched` as in a `Structure`, and from there to the weights
+    by `torch.func`, in blocks of samples.
+
+    Raises:
+        LookupError: dimension 0 of an output is not the samples.
+        Exception: whatever a model raises that does not work with `torch.func`.
+    """
+    tangents = _output_tangents(objective, head, batched=batched)
+    q = next(iter(tangents.values())).shape[1]
+    model, weights, inputs = objective.model, _detached(layers), tensors_in(objective.inputs)
+
+    def one_sample(tensors: list[Tensor], directions: list[Tensor]) -> tuple[Tensor, ...]:
+        """Returns one sample's gradients [q, *weight.shape]; the model sees a batch of one."""
+        one = _refilled(objective.inputs, [tensor.unsqueeze(0) for tensor in tensors])
+
+        def outputs_of(*replaced: Tensor) -> tuple[Tensor, ...]:
+            outputs = tensors_in(_run(model, layers, replaced, one))
+            return tuple(outputs[index] for index in tangents)
+
+        gradients: tuple[Tensor, ...] = vmap(vjp(outputs_of, *weights)[1])(tuple(d.unsqueeze(1) for d in directions))
+        return gradients
+
+    bytes_per_sample = q * sum(layer.num_elements * compute_dtype(layer).itemsize for layer in layers)
+    blocks: list[list[Tensor]] = [[] for _ in layers]
+    with torch.no_grad(), _for_functions():
+        for some in slices(objective.num_samples, objective.limits.block_bytes // bytes_per_sample):
+            found = iter(vmap(one_sample)([t[some] for t in inputs], [t[some] for t in tangents.values()]))
+            for layer, block in zip(layers, blocks, strict=True):
+                parts = [next(found).flatten(2) for _ in layer.weights]
+                block.append(torch.cat(parts, dim=2).flatten(0, 1).to(compute_dtype(layer)))
+    return [torch.cat(block) for block in blocks]
+
+
+def require_replaceable(objective: Objective, head: Head, layers: Sequence[Layer]) -> None:
+    """Returns if the model, run with other weights in place of its own, is the same function of them.
+
+    Raises:
+        LookupError: it computes with a weight that nobody can replace, or the loss does.
+    """
+    with _for_functions():
+        leaves = [weight.requires_grad_() for weight in _detached(layers)]
+        outputs = _run(objective.model, layers, leaves, objective.inputs)
+        total = torch.stack([tensor.sum() for tensor in tensors_in(outputs) if tensor.requires_grad]).sum()
+        if any(found is None for found in torch.autograd.grad(total, leaves, allow_unused=True)):
+            raise LookupError("the model does not compute with the parameters that it registers")
+        in_loss = used_parameters(head(map_tensors(_leaf, objective.outputs()), objective)[0], [])[1]
+    if any(id(weight) in in_loss for layer in layers for weight in layer.weights):
+        raise LookupError("the loss computes with weights, too")
+
+
+def sample_columns(objective: Objective, head: Head, layers: Sequence[Layer]) -> list[Tensor]:
+    """Returns for each layer the columns [b q, n] from one pass of the whole model per sample: always right."""
+    samples = range(objective.num_samples)
+    rows = [_columns_of_one(objective.part(slice(i, i + 1)), head, layers) for i in samples]
+    return [torch.cat(of_layer) for of_layer in zip(*rows, strict=True)]
+
+
+def _columns_of_one(sample: Objective, head: Head, layers: Sequence[Layer]) -> list[Tensor]:
+    root, cotangents = head(sample.outputs(), sample)
+    weights = [weight for layer in layers for weight in layer.weights]
+    columns: list[list[Tensor]] = [[] for _ in layers]
+    for c, cotangent in enumerate(cotangents):
+        is_last = c == len(cotangents) - 1
+        gradients: Sequence[Tensor | None] = [None] * len(weights)
+        if root.requires_grad:
+            gradients = torch.autograd.grad(root, weights, cotangent, retain_graph=not is_last, allow_unused=True)
+        remaining = iter(gradients)
+        for layer, column in zip(layers, columns, strict=True):
+            column.append(torch.cat([_flat(next(remaining), weight, compute_dtype(layer)) for weight in layer.weights]))
+    return [torch.stack(column) for column in columns]
+
+
+def _output_tangents(objective: Objective, head: Head, *, batched: bool) -> Mapping[int, Tensor]:
+    """Returns the cotangents with respect to the model's outputs, [b, q, ...], by their index in `tensors_in`."""
+    outputs = map_tensors(_leaf, objective.outputs())
+    leaves = {index: tensor for index, tensor in enumerate(tensors_in(outputs)) if tensor.requires_grad}
+    root, cotangents = head(outputs, objective)
+    step = len(cotangents) if batched else 1
+    arrived = pull_back(root, cotangents, list(leaves.values()), step=step)
+    found = {index: stack for index, stack in zip(leaves, arrived, strict=True) if stack is not None}
+    if any(stack.dim() < 2 or stack.shape[1] != objective.num_samples for stack in found.values()):
+        raise LookupError("dimension 0 of an output is not the samples")
+    return {index: stack.transpose(0, 1) for index, stack in found.items()}
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """Returns an output as a leaf of its own, without the graph that made it."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _detached(layers: Sequence[Layer]) -> list[Tensor]:
+    return [weight.detach() for layer in layers for weight in layer.weights]
+
+
+def _refilled(value: Any, tensors: Sequence[Tensor]) -> Any:
+    remaining = iter(tensors)
+    return map_tensors(lambda _: next(remaining), value)
+
+
+def _run(model: nn.Module, layers: Sequence[Layer], weights: Sequence[Tensor], inputs: Any) -> Any:
+    """Returns the model's outputs with other weights in place of the layers' own."""
+    own = [weight for layer in layers for weight in layer.weights]
+    replaced = {id(mine): weight for mine, weight in zip(own, weights, strict=True)}
+    parameters = model.named_parameters(remove_duplicate=False)
+    named = {name: replaced[id(parameter)] for name, parameter in parameters if id(parameter) in replaced}
+    if isinstance(inputs, Mapping):
+        return functional_call(model, named, (), dict(inputs))
+    return functional_call(model, named, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,))
+
+
+@contextlib.contextmanager
+def _for_functions() -> Iterator[None]:
+    """The fused attention kernels have no batching rule; what else has none runs one by one, as is fitting here."""
+    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        yield
+
+
+def _flat(gradient: Tensor | None, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    if gradient is None:
+        return weight.new_zeros(weight.numel(), dtype=dtype)
+    return gradient.to_dense().flatten().to(dtype)
