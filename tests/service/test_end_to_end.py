@@ -27,7 +27,7 @@ from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.parsing import parse
 from triaccel_ray.service.cli.translation import run_of
 from triaccel_ray.service.compare.comparison import read_comparison
-from triaccel_ray.service.report.recommendation import recommendation
+from triaccel_ray.service.report.search import recommendation
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.search.finding import FOUND

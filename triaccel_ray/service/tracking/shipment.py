@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from triaccel_ray.records.events import End, Event, Interruption, LogError, Start, parse_event
 from triaccel_ray.service.report.figures import run_figures
-from triaccel_ray.service.report.run_page import write_run_page
+from triaccel_ray.service.report.run import write_run_page
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import ERROR, EVENTS, FIGURES, SPEC, write_value
 from triaccel_ray.service.tracking.log_tail import LogTail
@@ -62,8 +62,6 @@ class Label:
     tags: Mapping[str, str] = field(default_factory=dict)
     is_parent: bool = False
     """Whether other runs are shown under it: it has no epochs of its own."""
-    has_page: bool = True
-    """Whether it gets a page of its own; what is below another is on that one's page."""
     is_pruned: Callable[[], bool] = bool
     """Returns whether a run that was stopped was stopped by its search."""
     closing_tags: Callable[[], Mapping[str, str]] = dict
@@ -286,10 +284,12 @@ class Shipment:
         self._save(end_ms=event.time_ms)
 
     def _draw(self) -> None:
+        if self._label.is_parent:  # drawn by who made it
+            return
         try:
-            pictures = run_figures(self.folder / EVENTS, self.folder / FIGURES)
-            if self._label.has_page and (self.folder / SPEC).exists():
-                write_run_page(read_run(self.folder), pictures)
+            run_figures(self.folder)
+            if (self.folder / SPEC).exists():
+                write_run_page(read_run(self.folder))
         except Exception as error:  # whatever a picture fails at, the run has ended and is to be closed
             _logger.warning("%s: no pictures: %s", self.folder, error)
 

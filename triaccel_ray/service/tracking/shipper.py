@@ -171,7 +171,6 @@ class Shipper:
                 name=f"{root.name}/{folder.name}" if is_baseline else folder.name,
                 key=key,
                 tags={"kind": "baseline", "search": root.name} if is_baseline else {},
-                has_page=parent is None,
                 is_pruned=lambda: parent is not None and folder.name in parent.pruned(),
             )
         return Label(
