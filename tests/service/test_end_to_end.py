@@ -255,7 +255,7 @@ def test_a_comparison_end_to_end(
     assert {"final/amp/accuracy_mean", "final/fixed/score_mean"} <= parent.keys
     assert {
         *("comparison.json", "comparison.md", "choices.json", "report.html"),
-        *("figures/accuracy_against_cost.png", "figures/score.png"),
+        *("figures/accuracy_against_cost.png", "figures/curves.png"),
     } <= desk.artifacts(parent)
 
     # cut off: the choice and one trial are missing; the logs of a final run and of the whole never got their beginning

@@ -31,10 +31,6 @@ class Shipped:
     """The log's first records, as many as have arrived. An end does not count: a resumed run writes on in its place."""
     checksum: int = 0
     """CRC-32 of these records: other ones in their place are those of another attempt."""
-    step: int = 0
-    """Optimizer step of the last tick or epoch among them."""
-    resumed: tuple[int, ...] = ()
-    """Steps from which the run was resumed."""
     end_ms: int | None = None
     """Time of the end record shipped; None while the run goes on."""
 
