@@ -231,8 +231,7 @@ class Tracker:
         given = {**(tags or {}), RUN_KEY_TAG: key, "mlflow.user": _user(), "mlflow.source.name": "triaccel"}
         if parent_id is not None:
             given["mlflow.parentRunId"] = parent_id
-        start = time.time_ns() // 1_000_000 if start_ms is None else start_ms
-        run = self.client.create_run(experiment_id, start_time=start, tags=given, run_name=name)
+        run = self.client.create_run(experiment_id, start_time=start_ms, tags=given, run_name=name)
         return str(run.info.run_id)
 
     def retire(self, run_id: str, name: str, tags: Mapping[str, str]) -> tuple[str, dict[str, str]]:
