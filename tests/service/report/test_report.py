@@ -16,10 +16,11 @@ from triaccel_ray.records.events import End, Interruption, Start
 from triaccel_ray.records.plan import Applied, Fault, FaultKind
 from triaccel_ray.service.report.provenance import about, run_notes, troubles
 from triaccel_ray.service.report.report import REPORT, Section, write_page
-from triaccel_ray.service.report.run import view_run
 from triaccel_ray.service.report.tables import Grid
+from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.runs.record import RunRecord, read_run
 from triaccel_ray.service.storage.layout import ERROR, SPEC, write_value
+from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose
 
 PICTURE = b"\x89PNG\r\n\x1a\n not looked at"
@@ -86,7 +87,8 @@ def test_a_page_begins_with_where_it_comes_from(run: RunRecord) -> None:
 
 
 def test_a_runs_page_holds_command_method_status_and_all_settings(run: RunRecord) -> None:
-    view = view_run(replace(run, spec=replace(run.spec, purpose=Purpose.FINAL, seed=5)))
+    write_value(run.folder / SPEC, replace(run.spec, purpose=Purpose.FINAL, seed=5))
+    view = view_at(StoragePath.of(run.folder))
     assert view.page == run.folder / REPORT
     texts = Tags(view.page.read_text()).texts
     assert f"triaccel run --from {run.folder}" in texts

@@ -23,9 +23,11 @@ from triaccel_ray.service.report.search import (
     search_grid,
     view_search,
 )
+from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.search.search import SearchRecord, best_trial, ranked, read_search
+from triaccel_ray.service.storage.storage_path import StoragePath
 
 REFERENCE = (90.0, 90.0)
 BY_ACCURACY = Objective(name="accuracy", reference=REFERENCE)
@@ -228,7 +230,7 @@ def test_a_page_has_table_pictures_and_what_is_missing(folder: Path, capsys: pyt
 @needs_chromium
 @pytest.mark.parametrize("width", [1200, 700])
 def test_a_browser_shows_the_pictures(folder: Path, tmp_path: Path, width: int) -> None:
-    page = view_search(read_search(folder)).page
+    page = view_at(StoragePath.of(folder)).page
     seen = screenshot(f"file://{page}", tmp_path / "page.png", width=width, height=3000)
     assert seen.shape == (3000, width, 3)
     assert num_colours(seen) > 500

@@ -71,15 +71,11 @@ def test_a_server_answers(server: Server, tmp_path: Path) -> None:
     ("uri", "rule"),
     [
         ("file:///tmp/mlruns", "must begin with sqlite:///"),
-        ("mlruns", "must begin with sqlite:///"),
         ("", "must begin with sqlite:///"),
         ("sqlite:///", "names no file"),
-        ("sqlite:///:memory:", "names no file"),
         ("http://", "names no host"),
-        ("http:///path", "names no host"),
         ("http://host:notaport", "is not a URI"),
         ("http://host:99999", "is not a URI"),
-        ("http://[::1", "is not a URI"),
         ("http://a b/", "no MLflow server answers there"),
     ],
 )
@@ -98,6 +94,11 @@ def test_nobody_answers_and_the_password_is_not_told(tmp_path: Path) -> None:
         assert "cret" not in str(refused.value)
         assert "cret" not in tracker.display_uri
         assert "cret" not in tracker.mask(f"GET {tracker.uri}/api failed, after http://x:secret@other/y")
+    path = tmp_path / "ann@corp" / "mlflow.db"
+    tracker = Tracker(f"sqlite:///{path}", tmp_path)
+    text = f"{path} is locked, and https://ann:secret@host/x is gone"
+    assert tracker.mask(text) == f"{path} is locked, and https://***@host/x is gone"
+    assert tracker.display_uri == f"sqlite:///{path}"
 
 
 @pytest.mark.parametrize(
@@ -105,13 +106,11 @@ def test_nobody_answers_and_the_password_is_not_told(tmp_path: Path) -> None:
     [
         ("http://host:5000/team@corp", "http://host:5000/team@corp"),
         ("http://[::1]:5000/team@corp", "http://[::1]:5000/team@corp"),
-        ("https://ann@host", "https://***@host"),
         ("https://ann:secret@host:5000/team@corp", "https://***@corp"),
         ("http://ann:sec/ret@host/x", "http://***@host/x"),
         ("http://ann:12?3@host", "http://***@host"),
         ("postgresql+psycopg2://ann:secret@host/db", "postgresql+psycopg2://***@host/db"),
         ("sqlite:////home/ann@corp/mlflow.db", "sqlite:////home/ann@corp/mlflow.db"),
-        ("sqlite:///here@there.db", "sqlite:///here@there.db"),
         ("/home/ann@corp", "/home/ann@corp"),
         ("abfs://container@account.dfs.core.windows.net/x", "abfs://container@account.dfs.core.windows.net/x"),
         ("--storage-path=hdfs://me@host:9000/x", "--storage-path=hdfs://me@host:9000/x"),
@@ -121,15 +120,6 @@ def test_nobody_answers_and_the_password_is_not_told(tmp_path: Path) -> None:
 )
 def test_users_and_passwords_are_hidden_and_paths_are_not(uri: str, shown: str) -> None:
     assert without_credentials(uri) == shown
-
-
-def test_a_file_whose_path_has_an_at_sign_is_a_store_like_any_other(tmp_path: Path) -> None:
-    path = tmp_path / "ann@corp" / "mlflow.db"
-    tracker = Tracker(f"sqlite:///{path}", tmp_path)
-    tracker.check()
-    assert tracker.display_uri == tracker.mask(tracker.uri) == f"sqlite:///{path}"
-    text = f"{path} is locked, and https://ann:secret@host/x is gone"
-    assert tracker.mask(text) == f"{path} is locked, and https://***@host/x is gone"
 
 
 @pytest.mark.parametrize(
