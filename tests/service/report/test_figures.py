@@ -174,7 +174,9 @@ def test_what_was_survived_and_parts_of_a_batch_are_shown(tmp_path: Path) -> Non
     )
     memory = replace(tick.observation.memory, idle_bytes=2**30)
     tick = replace(tick, observation=replace(tick.observation, plan=plan, faults=faults, memory=memory))
-    said = texts(overview_of(events, [tick]))
+    narrow = replace(CONTROL.batch, rho_low=0.8)
+    said = texts(overview(epochs_of(events), [tick], narrow, Goal()))
+    assert "rho_low 80%" not in said  # it would lie on rho_high's
     assert {"plan not applied", "no memory to capture", "at once on the device", "idle"} <= said
 
 

@@ -188,7 +188,10 @@ def _draw_memory(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], bat
         style: Any = "-" if name == "limit" else DASHED
         axes.stairs(idle + share * (limits - idle), edges, baseline=None, color=colour, linewidth=1.2, linestyle=style)
         text = f"{name} {share:.0%}" if name.startswith("rho") else name
-        mark_level(axes, idle[-1] + share * (limits[-1] - idle[-1]), text, colour)
+        if name == "rho_low" and batch.rho_high - batch.rho_low < 0.12:
+            continue  # its text would lie on that of rho_high
+        above = 1.06 if name == "limit" else share  # clear of rho_high
+        mark_level(axes, idle[-1] + above * (limits[-1] - idle[-1]), text, colour)
     top, floor = max(limits.max(), peaks.max()), min(idle.min(), peaks.min())
     # A runtime that dwarfs what batches take would flatten all there is to see.
     bottom = max(floor - 0.15 * (top - floor), 0.0) if floor > 0.5 * top else 0.0
