@@ -27,7 +27,7 @@ from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.parsing import parse
 from triaccel_ray.service.cli.translation import run_of
 from triaccel_ray.service.compare.comparison import read_comparison
-from triaccel_ray.service.report.recommendation import recommendation
+from triaccel_ray.service.report.search import recommendation
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.search.finding import FOUND
@@ -255,7 +255,7 @@ def test_a_comparison_end_to_end(
     assert {"final/amp/accuracy_mean", "final/fixed/score_mean"} <= parent.keys
     assert {
         *("comparison.json", "comparison.md", "choices.json", "report.html"),
-        *("figures/accuracy_against_cost.png", "figures/score.png"),
+        *("figures/accuracy_against_cost.png", "figures/curves.png"),
     } <= desk.artifacts(parent)
 
     # cut off: the choice and one trial are missing; the logs of a final run and of the whole never got their beginning

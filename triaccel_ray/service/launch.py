@@ -39,9 +39,10 @@ from triaccel_ray.service.model_delivery import deliver_model
 from triaccel_ray.service.next_steps import ONCE_IT_IS_BACK, resumable, resume_words, say_how_it_ended
 from triaccel_ray.service.progress import RunProgress, TrialProgress
 from triaccel_ray.service.recorded import experiment_of, in_its_store, search_parent
-from triaccel_ray.service.report.comparison_view import view_comparison
-from triaccel_ray.service.report.view import View
-from triaccel_ray.service.report.views import view_run, view_search
+from triaccel_ray.service.report.comparison import view_comparison
+from triaccel_ray.service.report.report import View
+from triaccel_ray.service.report.run import view_run
+from triaccel_ray.service.report.search import view_search
 from triaccel_ray.service.runs.environment import require_budget
 from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.runs.record import RunRecord, has_begun, read_if_begun, read_run, read_spec

@@ -13,12 +13,11 @@ from triaccel_ray.service.storage.storage_path import StoragePath
 
 if TYPE_CHECKING:
     from triaccel_ray.search_spaces.tuned import TunedThresholds
-    from triaccel_ray.service.report.view import View
+    from triaccel_ray.service.report.report import View
 
 WIDTH: Final = 200
 """Columns of printed tables: none of theirs is left out then."""
-_FRAME: Final = "<iframe sandbox=allow-scripts style='width:100%;height:45rem;border:0' srcdoc='{page}'></iframe>"
-"""The page's script sorts tables; of the notebook around it, it sees nothing."""
+_FRAME: Final = "<iframe sandbox style='width:100%;height:45rem;border:0' srcdoc='{page}'></iframe>"
 
 
 class Report:
@@ -36,7 +35,7 @@ class Report:
             ValueError: it is no name, or the storage path cannot be used.
         """
         from triaccel_ray.service.lookup import find
-        from triaccel_ray.service.report.views import view_at
+        from triaccel_ray.service.report.view import view_at
 
         text = str(name.absolute()) if isinstance(name, Path) else name
         self._view = view_at(find(text, Where(storage_path=StoragePath(str(storage_path)))))
@@ -90,7 +89,7 @@ class Report:
     def __str__(self) -> str:
         """Returns what `triaccel report` prints."""
         from triaccel_ray.service.console import SafeConsole
-        from triaccel_ray.service.report.view import show
+        from triaccel_ray.service.report.report import show
 
         text = StringIO()
         as_text: dict[str, Any] = {"color_system": None, "force_terminal": False, "force_jupyter": False}

@@ -141,8 +141,8 @@ def recording(
 ) -> Iterator[None]:
     """Ships the logs below `root` to the tracking store meanwhile, and whatever is left of them at the end.
 
-    A store that fails neither stops nor slows the work; at the end a message says what is still to be recorded, and
-    which command, `words`, does that.
+    A store that fails neither stops nor slows the work; at the end a message says so, and which
+    command, `words`, records the rest.
     """
     shipper = Shipper(tracker, root, experiment=experiment, parent=parent)
     shipper.start()
@@ -154,12 +154,9 @@ def recording(
         raise
     finally:
         if not shipper.finish(timeout_s):
-            counts = shipper.waiting()
-            runs = f"{len(counts)} run{'s' * (len(counts) > 1)}"
             err.print(
                 f"not everything is recorded in {tracker.display_uri}: {shipper.last_error}\n"
-                f"{sum(counts)} records of {runs} are still to be recorded. Nothing is lost: `{words}` "
-                "records them once the store answers.",
+                f"Some records still wait. Nothing is lost: `{words}` records them once the store answers.",
                 style="yellow",
                 soft_wrap=True,
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -11,9 +10,8 @@ from tests.service.records import FINAL_SPEC, ended, named, run_of
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.compare.choosing import best_sample, best_setting, fixed_trials, tuning_trials
-from triaccel_ray.service.compare.fixed import FixedSetting, sampled_settings
 from triaccel_ray.service.compare.spec import ComparisonSpec
-from triaccel_ray.service.compare.tuning import WIDEST, RecipeSample, recipe_samples
+from triaccel_ray.service.compare.tried import WIDEST, FixedSetting, RecipeSample, recipe_samples, sampled_settings
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.trainables.task import Purpose, Recipe
 
@@ -32,18 +30,10 @@ def test_fixed_settings_begin_with_the_tasks_own_and_do_not_repeat() -> None:
     assert settings[0] == FixedSetting(precision=Precision.BF16, batch_size=96)
     assert len(set(settings)) == 7
     assert {setting.batch_size for setting in settings} <= {32, 64, 96, 128, 160}
-    assert settings == sampled_settings(FINAL_SPEC, ALL, 7)
     assert settings[:4] == sampled_settings(FINAL_SPEC, ALL, 4)
-
-
-def test_there_are_no_more_fixed_settings_than_the_grid_has() -> None:
-    assert len(sampled_settings(FINAL_SPEC, ALL, 100)) == 15
-    assert len(sampled_settings(FINAL_SPEC, (Precision.FP32,), 100)) == 5
-
-
-def test_a_precision_that_the_device_lacks_is_not_tried() -> None:
-    settings = sampled_settings(FINAL_SPEC, (Precision.FP16, Precision.FP32), 100)
-    assert {setting.precision for setting in settings} == {Precision.FP16, Precision.FP32}
+    assert len(sampled_settings(FINAL_SPEC, ALL, 100)) == 15  # as many as there are
+    offered = (Precision.FP16, Precision.FP32)
+    assert {setting.precision for setting in sampled_settings(FINAL_SPEC, offered, 100)} == {*offered}
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", 0.5), ("linear", 0.25), ("adascale", 0.5)])
@@ -70,28 +60,19 @@ def test_recipe_samples_surround_the_recipe_which_is_the_first() -> None:
     assert RecipeSample(lr=2.0, weight_decay=3.0).onto(recipe) == replace(recipe, lr=0.2)
 
 
-def test_trials_have_no_test_samples_at_hand_and_one_seed() -> None:
-    trials = fixed_trials(SPEC, sampled_settings(FINAL_SPEC, ALL, 3)) | tuning_trials(SPEC, BF16_64)
-    assert SPEC.base.purpose is Purpose.FINAL
-    assert {spec.purpose for spec in trials.values()} == {Purpose.SEARCH}
-    assert {spec.seed for spec in trials.values()} == {0}
-
-
-def test_every_method_is_tuned_by_the_same_samples() -> None:
-    trials = tuning_trials(SPEC, BF16_64)
-    assert set(trials) == {
+def test_every_method_is_tuned_by_the_same_samples_without_the_test_set() -> None:
+    fixed, tuning = fixed_trials(SPEC, [BF16_64]), tuning_trials(SPEC, BF16_64)
+    assert {(spec.purpose, spec.seed) for spec in (*fixed.values(), *tuning.values())} == {(Purpose.SEARCH, 0)}
+    assert set(tuning) == {
         *("fp32-recipe", "fp32-recipe1", "amp-recipe", "amp-recipe1", "triaccel-recipe", "triaccel-recipe1"),
         *("fixed-bf16-64", "fixed-recipe1"),
     }
-    recipes = [spec.recipe for name, spec in trials.items() if name.endswith("-recipe1")]
-    assert recipes == [RecipeSample().onto(recipes[0])] * 4
+    recipes = [spec.recipe for name, spec in tuning.items() if name.endswith("-recipe1")]
+    assert recipes == [recipes[0]] * 4
     assert recipes[0].lr != FINAL_SPEC.recipe.lr
-    assert trials["fixed-recipe1"].control.batch.start == 64
-    assert trials["triaccel-recipe"].recipe == FINAL_SPEC.recipe
-
-
-def test_what_was_tried_once_has_the_same_name_and_spec_again() -> None:
-    fixed, tuning = fixed_trials(SPEC, [BF16_64]), tuning_trials(SPEC, BF16_64)
+    assert tuning["fixed-recipe1"].control.batch.start == 64
+    assert tuning["triaccel-recipe"].recipe == FINAL_SPEC.recipe
+    # What was tried once has the same name and spec again.
     assert fixed.keys() & tuning.keys() == {"amp-recipe", "fixed-bf16-64"}
     assert all(tuning[name] == spec for name, spec in fixed.items())
 
@@ -107,14 +88,15 @@ def test_the_best_setting_has_the_best_score_within_a_point_of_amp() -> None:
     assert best_setting([FP32_96, BF16_64, fast_and_bad], runs) == BF16_64
 
 
-def test_without_a_setting_within_the_margin_the_nearest_is_taken() -> None:
-    runs = named(ended("amp-recipe"), ended(FP32_96.name, accuracy=50.0, seconds=1.0), ended(BF16_64.name, accuracy=80))
-    assert best_setting([FP32_96, BF16_64], runs) == BF16_64
-
-
 def test_settings_that_cannot_be_trained_are_passed_over() -> None:
-    runs = named(ended("amp-recipe"), failed(FP32_96.name), ended(BF16_64.name, accuracy=1.0))
-    assert best_setting([FP32_96, BF16_64], runs) == BF16_64
+    poor = FixedSetting(precision=Precision.FP16, batch_size=32)
+    runs = named(
+        ended("amp-recipe"),
+        failed(FP32_96.name),
+        ended(BF16_64.name, accuracy=80.0),
+        ended(poor.name, accuracy=50.0, seconds=1.0),
+    )
+    assert best_setting([FP32_96, poor, BF16_64], runs) == BF16_64  # none is within the margin: the nearest
     with pytest.raises(ValueError, match="fixed settings = 'fixed-fp32-96': none could be trained to its end"):
         best_setting([FP32_96], runs)
     with pytest.raises(ValueError, match=r"trial = 'amp-recipe': failed .non_finite.: the fixed settings cannot"):
@@ -142,8 +124,3 @@ def test_a_method_that_cannot_be_trained_keeps_the_recipe() -> None:
     assert (tuned.trial, tuned.sample) == ("", RecipeSample())
     one = named(failed("fp32-recipe"), ended("fp32-recipe1", accuracy=1.0))
     assert best_sample(SPEC, "fp32", None, one).trial == "fp32-recipe1"
-
-
-def test_names_of_trials_are_names_of_folders() -> None:
-    for name in tuning_trials(SPEC, BF16_64):
-        assert Path(name).name == name

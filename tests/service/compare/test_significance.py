@@ -1,16 +1,12 @@
 from __future__ import annotations
 
 import math
-import statistics
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
-from triaccel_ray.service.compare.significance import holm, paired_difference, quantile, smallest_effect
-
-MEASURED = st.floats(min_value=0.01, max_value=1e3, allow_nan=False)
+from triaccel_ray.service.compare.significance import holm, paired_difference, smallest_effect
 
 
 def by_seed(*values: float) -> dict[int, float]:
@@ -26,35 +22,17 @@ def test_three_pairs_by_hand() -> None:
     assert (difference.low, difference.high) == pytest.approx((2.0 - 4.302653 / 3**0.5, 2.0 + 4.302653 / 3**0.5))
 
 
-@given(pairs=st.lists(st.tuples(MEASURED, MEASURED), min_size=3, max_size=12))
-def test_it_is_the_paired_t_test(pairs: list[tuple[float, float]]) -> None:
-    ones, others = zip(*pairs, strict=True)
-    if statistics.stdev(one - other for one, other in pairs) < 1e-6:
-        return
-    difference = paired_difference(by_seed(*ones), by_seed(*others))
-    expected = stats.ttest_rel(ones, others)
-    low, high = expected.confidence_interval(0.95)
-    assert difference.p_value == pytest.approx(expected.pvalue, rel=1e-6, abs=1e-12)
-    assert (difference.low, difference.high) == pytest.approx((low, high), rel=1e-6, abs=1e-6)
-
-
 def test_only_seeds_that_both_have_are_compared() -> None:
     difference = paired_difference({0: 5.0, 1: 6.0, 2: 9.0, 7: 1e9}, {0: 4.0, 1: 4.0, 2: 4.0, 3: -1e9})
     assert (difference.num_pairs, difference.mean) == (3, pytest.approx(8.0 / 3.0))
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_too_few_pairs_have_a_mean_and_no_test(count: int) -> None:
+@pytest.mark.parametrize(("count", "mean"), [(0, math.nan), (1, 2.0), (2, 2.0)])
+def test_too_few_pairs_are_not_tested(count: int, mean: float) -> None:
     difference = paired_difference(by_seed(*[3.0] * count), by_seed(*[1.0] * count))
-    assert (difference.mean, difference.num_pairs, difference.is_tested) == (2.0, count, False)
+    assert (difference.num_pairs, difference.is_tested) == (count, False)
+    assert difference.mean == pytest.approx(mean, nan_ok=True)
     assert math.isnan(difference.p_value)
-    assert math.isnan(difference.low)
-
-
-def test_no_pairs() -> None:
-    difference = paired_difference({0: 1.0}, {})
-    assert (difference.num_pairs, difference.is_tested) == (0, False)
-    assert math.isnan(difference.mean)
 
 
 @pytest.mark.parametrize(("shift", "p_value"), [(0.0, 1.0), (0.25, math.nan)])
@@ -89,7 +67,6 @@ def test_holm_keeps_the_order_and_never_lowers(p_values: list[float]) -> None:
 
 
 def test_what_few_seeds_can_show() -> None:
-    assert quantile(3) == pytest.approx(4.302653, rel=1e-6)
     assert smallest_effect(3) == pytest.approx(2.484138, rel=1e-6)
     # an effect of exactly that size has p = 0.05
     difference = paired_difference(by_seed(*[smallest_effect(3) + each for each in (-1.0, 0.0, 1.0)]), by_seed(0, 0, 0))

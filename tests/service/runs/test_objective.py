@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.service.report.test_tables import run_of
+from tests.service.records import run_of
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.runs.objective import Figures, Objective, ObjectiveName
 

@@ -10,8 +10,7 @@ import pytest
 
 from tests.service.build import SimulatedRun
 from tests.service.own_task import write_module
-from tests.service.records import FINAL_SPEC
-from tests.service.report.test_tables import run_of
+from tests.service.records import FINAL_SPEC, run_of
 from tests.service.stores import runs
 from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
 from triaccel_ray.records.codec import encode

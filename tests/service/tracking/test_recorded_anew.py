@@ -117,6 +117,12 @@ def test_a_result_that_was_cut_off_is_taken_back(sqlite_tracker: Tracker, root: 
     run = SimulatedRun(root / "trial")
     run.complete(epochs=1)
     ship(sqlite_tracker, root, experiment)
+    first = only_run(sqlite_tracker, experiment)
+    note = root / "trial" / "mlflow.json"
+    kept = {name: json.loads(note.read_text())[name] for name in ("store", "key", "experiment", "run_id", "end_ms")}
+    note.write_text(json.dumps(kept | {"cursor": 5}))  # of another version: all is shipped again
+    ship(sqlite_tracker, root, experiment)
+    assert only_run(sqlite_tracker, experiment) == first
     run.go_back(epochs=1)
     run.train(1)
     run.end("stopped")
@@ -124,20 +130,6 @@ def test_a_result_that_was_cut_off_is_taken_back(sqlite_tracker: Tracker, root: 
     found = only_run(sqlite_tracker, experiment)
     assert not any(key.startswith("final/") for key in found.keys)
     assert_equals_log(sqlite_tracker, found, run.path)
-
-
-def test_a_note_of_another_version_is_read(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
-    run = SimulatedRun(root / "trial")
-    run.complete(epochs=1)
-    ship(sqlite_tracker, root, experiment)
-    first = only_run(sqlite_tracker, experiment)
-    note = root / "trial" / "mlflow.json"
-    shipped = json.loads(note.read_text())
-    old = {name: shipped[name] for name in ("store", "key", "experiment", "run_id", "end_ms")} | {"cursor": 5}
-    note.write_text(json.dumps(old))
-    ship(sqlite_tracker, root, experiment)
-    assert only_run(sqlite_tracker, experiment) == first
-    assert_equals_log(sqlite_tracker, first, run.path)
 
 
 def test_a_run_that_begins_again_has_its_new_params(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:

@@ -70,33 +70,23 @@ def test_a_finished_run_arrives_whole(tracker: Tracker, root: Path, experiment: 
     assert copy.read_bytes() == run.path.read_bytes()
 
 
-def test_values_that_are_no_numbers_arrive(tracker: Tracker, root: Path, experiment: str) -> None:
+@pytest.mark.parametrize(
+    ("status", "cause", "expected"), [("failed", "out_of_memory", "FAILED"), ("stopped", "", "KILLED")]
+)
+def test_how_a_run_ended_is_its_status(
+    sqlite_tracker: Tracker, root: Path, experiment: str, status: str, cause: str, expected: str
+) -> None:
     run = SimulatedRun(root)
     run.start()
     tick = run.make_tick()
     run.append(*(replace(tick, observation=replace(tick.observation, loss=loss)) for loss in (math.nan, math.inf)))
-    assert ship(tracker, root, experiment) == 3
-    first, second = history(tracker, only_run(tracker, experiment).id, "train/loss")
+    run.end(status, cause, "not one sample fits" if cause else "")
+    assert ship(sqlite_tracker, root, experiment) == 4
+    found = only_run(sqlite_tracker, experiment)
+    assert (found.name, found.status, found.tags["outcome"]) == ("a search", expected, status)
+    first, second = history(sqlite_tracker, found.id, "train/loss")  # values that are no numbers arrive
     assert math.isnan(first[2])
     assert second[2] > 1e308
-
-
-@pytest.mark.parametrize(
-    ("status", "cause", "expected", "outcome"),
-    [
-        ("failed", "out_of_memory", "FAILED", "failed"),
-        ("stopped", "", "KILLED", "stopped"),
-    ],
-)
-def test_how_a_run_ended_is_its_status(
-    sqlite_tracker: Tracker, root: Path, experiment: str, status: str, cause: str, expected: str, outcome: str
-) -> None:
-    run = SimulatedRun(root)
-    run.start()
-    run.end(status, cause, "not one sample fits" if cause else "")
-    ship(sqlite_tracker, root, experiment)
-    found = only_run(sqlite_tracker, experiment)
-    assert (found.name, found.status, found.tags["outcome"]) == ("a search", expected, outcome)
 
 
 def test_a_run_is_followed_as_it_goes(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
@@ -106,14 +96,13 @@ def test_a_run_is_followed_as_it_goes(sqlite_tracker: Tracker, root: Path, exper
     run.start()
     assert (shipper.ship_once(), shipper.ship_once()) == (1, 0)
     assert only_run(sqlite_tracker, experiment).status == "RUNNING"
-    for _ in range(2):
-        run.train(1)
-        assert (shipper.ship_once(), shipper.ship_once()) == (TICKS_PER_EPOCH + 1, 0)
+    run.train(1)
+    assert (shipper.ship_once(), shipper.ship_once()) == (TICKS_PER_EPOCH + 1, 0)
     run.end()
     assert (shipper.ship_once(), shipper.ship_once()) == (1, 0)
     found = only_run(sqlite_tracker, experiment)
     assert found.status == "FINISHED"
-    assert_arrived_once(sqlite_tracker, found, 2)
+    assert_arrived_once(sqlite_tracker, found, 1)
 
 
 def test_nothing_arrives_twice(tracker: Tracker, root: Path, experiment: str) -> None:
@@ -137,22 +126,6 @@ def test_nothing_arrives_twice(tracker: Tracker, root: Path, experiment: str) ->
     assert json.loads(note.read_text()) == shipped
     assert only_run(tracker, experiment) == first
     assert_arrived_once(tracker, first, 2)
-
-
-def test_how_many_records_wait_is_known(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
-    run = SimulatedRun(root / "trial")
-    run.start()
-    shipper = Shipper(sqlite_tracker, root, experiment=experiment)
-    assert shipper.waiting() == [1]
-    shipper.ship_once()
-    assert shipper.waiting() == []
-    run.train(1)
-    run.end()
-    assert shipper.waiting() == [TICKS_PER_EPOCH + 2]
-    shipper.ship_once()
-    assert shipper.waiting() == []
-    run.go_back(epochs=1)
-    assert shipper.waiting() == [1]
 
 
 def test_trials_are_children_of_their_search(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
@@ -212,37 +185,29 @@ def test_a_damaged_log_holds_up_no_other(sqlite_tracker: Tracker, root: Path, ex
     with damaged.path.open("ab") as file:
         file.write(b'{"sequence": 1, "kind": "tick"\n')
     headless.end()
+    noted, deleted = SimulatedRun(root / "noted"), SimulatedRun(root / "deleted")
+    for run in (noted, deleted):
+        run.start()
+    (noted.folder / "mlflow.json").write_text("{")
+    ship(sqlite_tracker, deleted.folder, experiment)
+    sqlite_tracker.client.delete_run(only_run(sqlite_tracker, experiment).id)
+    deleted.train(1)
     SimulatedRun(root / "whole").complete(epochs=1)
     shipper = Shipper(sqlite_tracker, root, experiment=experiment)
     shipper.ship_once()
     assert [run.name for run in runs(sqlite_tracker, experiment) if run.status == "FINISHED"] == ["whole"]
-    assert shipper.last_error is not None
-    assert "does not begin with a start record" in shipper.last_error
-    (root / "headless" / "events.jsonl").unlink()
-    assert not shipper.flush(0.0)
-    assert "damaged/events.jsonl, line 2: not an event" in shipper.last_error
-
-
-def test_a_run_deleted_in_mlflow_is_left_alone(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
-    run = SimulatedRun(root)
-    run.start()
-    ship(sqlite_tracker, root, experiment)
-    sqlite_tracker.client.delete_run(only_run(sqlite_tracker, experiment).id)
-    run.train(1)
-    shipper = Shipper(sqlite_tracker, root, experiment=experiment)
-    assert shipper.ship_once() == 0
-    assert shipper.last_error is not None
-    assert "was deleted in MLflow" in shipper.last_error
-    assert runs(sqlite_tracker, experiment) == []
-
-
-def test_a_damaged_note_is_named(sqlite_tracker: Tracker, root: Path, experiment: str) -> None:
-    SimulatedRun(root).complete(epochs=1)
-    (root / "mlflow.json").write_text("{")
-    shipper = Shipper(sqlite_tracker, root, experiment=experiment)
-    shipper.ship_once()
-    assert shipper.last_error is not None
-    assert "mlflow.json is damaged" in shipper.last_error
+    for name, reason in (
+        ("noted", "mlflow.json is damaged"),
+        ("headless", "does not begin with a start record"),
+        ("deleted", "was deleted in MLflow"),
+        ("damaged", "damaged/events.jsonl, line 2: not an event"),
+    ):
+        assert shipper.last_error is not None
+        assert shipper.last_error.startswith(f"{name}: ")
+        assert reason in shipper.last_error
+        shutil.rmtree(root / name)
+        shipper.flush(0.0)
+    assert shipper.last_error is None
 
 
 def test_another_store_gets_everything(

@@ -5,7 +5,6 @@ import shutil
 import socket
 import sqlite3
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,16 +25,13 @@ def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.
     assert tracker.artifact_root == tmp_path / "artifacts"
 
 
-def test_an_experiment_is_created_once_by_whoever_comes_first(sqlite_tracker: Tracker, experiment: str) -> None:
+def test_an_experiment_is_created_once_and_keeps_its_name(sqlite_tracker: Tracker, experiment: str) -> None:
     with ThreadPoolExecutor(4) as pool:
-        assert len({*pool.map(sqlite_tracker.experiment_id, [experiment] * 4)}) == 1
+        (number,) = {*pool.map(sqlite_tracker.experiment_id, [experiment] * 4)}
     found = sqlite_tracker.client.get_experiment_by_name(experiment)
     assert found is not None
     assert found.artifact_location == sqlite_tracker.artifact_root.as_uri()
-
-
-def test_a_deleted_experiment_keeps_its_name(sqlite_tracker: Tracker, experiment: str) -> None:
-    sqlite_tracker.client.delete_experiment(sqlite_tracker.experiment_id(experiment))
+    sqlite_tracker.client.delete_experiment(number)
     with pytest.raises(ValueError, match=r"was deleted in MLflow .* restore it"):
         sqlite_tracker.experiment_id(experiment)
 
@@ -51,20 +47,18 @@ def test_a_run_is_found_again_by_its_key(sqlite_tracker: Tracker, experiment: st
     assert (two.id, two.tags["mlflow.parentRunId"]) == (other, first)
 
 
-def test_mlflows_own_state_is_left_alone(sqlite_tracker: Tracker) -> None:
+def test_mlflows_own_state_and_the_users_settings_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, sqlite_tracker: Tracker
+) -> None:
     import mlflow
 
-    assert sqlite_tracker.client.search_experiments()
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "5")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_TIMEOUT", raising=False)
+    assert Tracker(sqlite_tracker.uri, sqlite_tracker.artifact_root).client.search_experiments()
+    assert (os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"], os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]) == ("5", "20")
     assert mlflow.active_run() is None
     assert mlflow.get_tracking_uri() != sqlite_tracker.uri
     assert "MLFLOW_TRACKING_URI" not in os.environ
-
-
-def test_the_user_decides_on_retries(monkeypatch: pytest.MonkeyPatch, sqlite_tracker: Tracker) -> None:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "5")
-    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_TIMEOUT", raising=False)
-    assert Tracker(sqlite_tracker.uri, sqlite_tracker.artifact_root).client
-    assert (os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"], os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]) == ("5", "20")
 
 
 def test_a_server_answers(server: Server, tmp_path: Path) -> None:
@@ -77,15 +71,11 @@ def test_a_server_answers(server: Server, tmp_path: Path) -> None:
     ("uri", "rule"),
     [
         ("file:///tmp/mlruns", "must begin with sqlite:///"),
-        ("mlruns", "must begin with sqlite:///"),
         ("", "must begin with sqlite:///"),
         ("sqlite:///", "names no file"),
-        ("sqlite:///:memory:", "names no file"),
         ("http://", "names no host"),
-        ("http:///path", "names no host"),
         ("http://host:notaport", "is not a URI"),
         ("http://host:99999", "is not a URI"),
-        ("http://[::1", "is not a URI"),
         ("http://a b/", "no MLflow server answers there"),
     ],
 )
@@ -104,6 +94,11 @@ def test_nobody_answers_and_the_password_is_not_told(tmp_path: Path) -> None:
         assert "cret" not in str(refused.value)
         assert "cret" not in tracker.display_uri
         assert "cret" not in tracker.mask(f"GET {tracker.uri}/api failed, after http://x:secret@other/y")
+    path = tmp_path / "ann@corp" / "mlflow.db"
+    tracker = Tracker(f"sqlite:///{path}", tmp_path)
+    text = f"{path} is locked, and https://ann:secret@host/x is gone"
+    assert tracker.mask(text) == f"{path} is locked, and https://***@host/x is gone"
+    assert tracker.display_uri == f"sqlite:///{path}"
 
 
 @pytest.mark.parametrize(
@@ -111,13 +106,11 @@ def test_nobody_answers_and_the_password_is_not_told(tmp_path: Path) -> None:
     [
         ("http://host:5000/team@corp", "http://host:5000/team@corp"),
         ("http://[::1]:5000/team@corp", "http://[::1]:5000/team@corp"),
-        ("https://ann@host", "https://***@host"),
         ("https://ann:secret@host:5000/team@corp", "https://***@corp"),
         ("http://ann:sec/ret@host/x", "http://***@host/x"),
         ("http://ann:12?3@host", "http://***@host"),
         ("postgresql+psycopg2://ann:secret@host/db", "postgresql+psycopg2://***@host/db"),
         ("sqlite:////home/ann@corp/mlflow.db", "sqlite:////home/ann@corp/mlflow.db"),
-        ("sqlite:///here@there.db", "sqlite:///here@there.db"),
         ("/home/ann@corp", "/home/ann@corp"),
         ("abfs://container@account.dfs.core.windows.net/x", "abfs://container@account.dfs.core.windows.net/x"),
         ("--storage-path=hdfs://me@host:9000/x", "--storage-path=hdfs://me@host:9000/x"),
@@ -129,38 +122,15 @@ def test_users_and_passwords_are_hidden_and_paths_are_not(uri: str, shown: str) 
     assert without_credentials(uri) == shown
 
 
-def test_a_file_whose_path_has_an_at_sign_is_a_store_like_any_other(tmp_path: Path) -> None:
-    path = tmp_path / "ann@corp" / "mlflow.db"
-    tracker = Tracker(f"sqlite:///{path}", tmp_path)
-    tracker.check()
-    assert tracker.display_uri == tracker.mask(tracker.uri) == f"sqlite:///{path}"
-    text = f"{path} is locked, and https://ann:secret@host/x is gone"
-    assert tracker.mask(text) == f"{path} is locked, and https://***@host/x is gone"
-
-
-@pytest.fixture
-def deaf_port() -> Iterator[int]:
-    """A port that takes connections and never answers."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield listener.getsockname()[1]
-
-
-def test_a_hung_server_is_not_waited_for(tmp_path: Path, deaf_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "PROBE_TIMEOUT_S", 0.3)
-    with pytest.raises(TrackingUnavailableError, match="timed out"):
-        Tracker(f"http://127.0.0.1:{deaf_port}", tmp_path).check()
-
-
 @pytest.mark.parametrize(
     ("answer", "rule"),
     [
         (b"HTTP/1.0 404 Not Found\r\n\r\n", "what answers there is no MLflow server"),
         (b"SSH-2.0-OpenSSH_9.6\r\n", "no MLflow server answers there"),
+        (b"", "timed out"),  # nobody waits for a server that hangs
     ],
 )
-def test_another_server_is_refused(tmp_path: Path, answer: bytes, rule: str) -> None:
+def test_another_server_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes, rule: str) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -171,11 +141,15 @@ def test_another_server_is_refused(tmp_path: Path, answer: bytes, rule: str) -> 
                 connection.recv(4096)
                 connection.sendall(answer)
 
-        thread = threading.Thread(target=reply)
-        thread.start()
+        if answer:
+            thread = threading.Thread(target=reply)
+            thread.start()
+        else:
+            monkeypatch.setattr(tracking, "PROBE_TIMEOUT_S", 0.3)
         with pytest.raises(TrackingUnavailableError, match=rule):
             Tracker(f"http://127.0.0.1:{listener.getsockname()[1]}", tmp_path).check()
-        thread.join()
+        if answer:
+            thread.join()
 
 
 def test_artifacts_are_found_where_the_folder_was_moved_to(
@@ -218,14 +192,10 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
             Tracker(f"sqlite:///{name}", tmp_path).prepare()
     with pytest.raises(TrackingUnavailableError, match="is not a file"):
         Tracker(f"sqlite:///{tmp_path}", tmp_path).check()
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_file_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir(mode=0o500)
-    with pytest.raises(TrackingUnavailableError, match="cannot be written"):
-        Tracker(f"sqlite:///{folder}/mlflow.db", tmp_path).check()
+    if os.geteuid() != 0:  # root may write everywhere
+        tmp_path.chmod(0o500)
+        with pytest.raises(TrackingUnavailableError, match="cannot be written"):
+            Tracker(f"sqlite:///{tmp_path}/mlflow.db", tmp_path).check()
 
 
 def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from triaccel_ray.service.mlflow_ui import require_store
 from triaccel_ray.service.mlflow_ui import show as show_ui
 from triaccel_ray.service.next_steps import point_to
 from triaccel_ray.service.replay import reasons_grid, verdict
-from triaccel_ray.service.report.view import show
-from triaccel_ray.service.report.views import view_at
+from triaccel_ray.service.report.report import show
+from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.session import open_tracker, tracking_uri_of
 from triaccel_ray.service.tracking.tracking import Tracker

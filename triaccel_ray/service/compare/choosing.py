@@ -8,9 +8,13 @@ from dataclasses import replace
 from triaccel_ray.config import require
 from triaccel_ray.measure.score import quality
 from triaccel_ray.service.compare.comparison import CHOICES, REFERENCE, TRIALS, Choices, Tuned, read_choices
-from triaccel_ray.service.compare.fixed import FixedSetting, precisions_where_it_runs, sampled_settings
 from triaccel_ray.service.compare.spec import ComparisonSpec
-from triaccel_ray.service.compare.tuning import recipe_samples
+from triaccel_ray.service.compare.tried import (
+    FixedSetting,
+    precisions_where_it_runs,
+    recipe_samples,
+    sampled_settings,
+)
 from triaccel_ray.service.failures import RESULTS, cause_of
 from triaccel_ray.service.runs.methods import FIXED
 from triaccel_ray.service.runs.objective import Objective

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from triaccel_ray.records.events import LogError
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.compare.fixed import FixedSetting
 from triaccel_ray.service.compare.spec import ComparisonSpec
-from triaccel_ray.service.compare.tuning import RecipeSample
+from triaccel_ray.service.compare.tried import FixedSetting, RecipeSample
 from triaccel_ray.service.runs.methods import FIXED
 from triaccel_ray.service.runs.record import RunRecord, read_if_begun
 from triaccel_ray.service.runs.spec import RunSpec

@@ -19,11 +19,10 @@ class Difference:
 
     num_pairs: int
     mean: float
-    """Mean of the differences; nan without pairs."""
+    """nan without pairs."""
     low: float = math.nan
-    """Lower end of the mean's confidence interval; nan with fewer than MIN_PAIRS pairs."""
+    """Ends of the mean's confidence interval; nan with fewer than MIN_PAIRS pairs."""
     high: float = math.nan
-    """Upper end, likewise."""
     p_value: float = math.nan
     """Of the two-sided paired t-test; nan with fewer than MIN_PAIRS pairs, and for differences that are all the same
     but not zero: without any spread there is nothing to measure them by."""
@@ -35,11 +34,7 @@ class Difference:
 
 
 def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Difference:
-    """Returns the difference `values - reference`, both by seed.
-
-    With n pairs, d their differences and s the standard deviation of d, t = mean(d) / (s / sqrt(n)) follows Student's
-    distribution of n - 1 degrees of freedom when the methods do not differ and d is normal.
-    """
+    """Returns the difference `values - reference`, both by seed."""
     pairs = [(values[seed], reference[seed]) for seed in sorted(values.keys() & reference.keys())]
     if not pairs:
         return Difference(num_pairs=0, mean=math.nan)
@@ -50,27 +45,21 @@ def paired_difference(values: Mapping[int, float], reference: Mapping[int, float
         mean = 0.0
     if count < MIN_PAIRS:
         return Difference(num_pairs=count, mean=mean)
-    error = statistics.stdev(differences) / math.sqrt(count)
-    if error <= rounding:
+    if statistics.stdev(differences) <= rounding * math.sqrt(count):
         p_value = 1.0 if mean == 0.0 else math.nan
         return Difference(num_pairs=count, mean=mean, low=mean, high=mean, p_value=p_value)
-    from scipy.special import stdtr  # here: it takes most of a second, which other commands need not spend
+    from scipy import stats  # here: it takes most of a second, which other commands need not spend
 
-    half = quantile(count) * error
-    p_value = float(2.0 * stdtr(count - 1, -abs(mean) / error))
-    return Difference(num_pairs=count, mean=mean, low=mean - half, high=mean + half, p_value=p_value)
-
-
-def quantile(num_pairs: int) -> float:
-    """Returns the t that a test of `num_pairs` pairs has to exceed at LEVEL, two-sided."""
-    from scipy.special import stdtrit
-
-    return float(stdtrit(num_pairs - 1, 0.5 + LEVEL / 2))
+    test = stats.ttest_1samp(differences, 0.0)
+    low, high = test.confidence_interval(LEVEL)
+    return Difference(num_pairs=count, mean=mean, low=float(low), high=float(high), p_value=float(test.pvalue))
 
 
 def smallest_effect(num_pairs: int) -> float:
     """Returns the mean difference, in standard deviations of the differences, from which p falls below 1 - LEVEL."""
-    return quantile(num_pairs) / math.sqrt(num_pairs)
+    from scipy import stats
+
+    return float(stats.t.ppf(0.5 + LEVEL / 2, num_pairs - 1)) / math.sqrt(num_pairs)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

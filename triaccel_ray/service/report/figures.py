@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,18 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.records.events import Epoch, Event, Start, Tick, read_events
 from triaccel_ray.records.plan import Precision
-from triaccel_ray.service.report.figure_style import (
+from triaccel_ray.service.report.drawing import (
+    ABOVE,
     DASHED,
     DEPTH,
     GREY,
     INK,
+    PLAIN,
     PRECISION_COLOURS,
     RED,
     legend,
@@ -34,6 +35,7 @@ from triaccel_ray.service.report.figure_style import (
     shorten,
 )
 from triaccel_ray.service.report.overview import overview, step_edges
+from triaccel_ray.service.storage.layout import EVENTS, FIGURES
 
 PICTURES = ("overview", "precision", "curvature_and_lr")
 """What there is of a run, in the order in which it is looked at."""
@@ -42,12 +44,19 @@ MOST_ROW_LABELS = 32
 """Layers named one by one; of more, every second, third, ... is named."""
 
 
-def save_run_figures(events: Iterable[Event], folder: Path) -> list[Path]:
-    """Draws what the events have data for, as PNG files in `folder`, and returns their paths."""
+def run_figures(folder: Path) -> list[Path]:
+    """Returns the paths of a run's pictures, drawn again only where the event log in `folder` is newer."""
+    log, pictures = folder / EVENTS, folder / FIGURES
+    drawn = [path for name in PICTURES if (path := pictures / f"{name}.png").exists()]
+    if drawn and min(path.stat().st_mtime for path in drawn) >= log.stat().st_mtime:
+        return drawn
+    return [save(figure, pictures / f"{name}.png") for name, figure in draw_run(read_events(log)).items()]
+
+
+def draw_run(events: Iterable[Event]) -> dict[str, Figure]:
+    """Returns the pictures, by name, that the events of a run have data for."""
     records = [event.record for event in events]
-    start = next((record for record in records if isinstance(record, Start)), None)
-    if start is None:
-        return []
+    start = next(record for record in records if isinstance(record, Start))
     ticks = [record for record in records if isinstance(record, Tick)]
     epochs = [record for record in records if isinstance(record, Epoch)]
     about = ", ".join(
@@ -55,25 +64,13 @@ def save_run_figures(events: Iterable[Event], folder: Path) -> list[Path]:
         for name in ("task", "method", "seed")
         if (value := start.info.get(name))
     )
-    pictures: dict[str, Callable[[], Figure]] = {}
+    pictures = {}
     if epochs:
-        pictures["overview"] = partial(overview, epochs, ticks, start.control.batch, start.goal, about=about)
+        pictures["overview"] = overview(epochs, ticks, start.control.batch, start.goal, about=about)
     if ticks:
-        pictures["precision"] = partial(precision_heatmap, ticks, about=about)
-        pictures["curvature_and_lr"] = partial(curvature_and_lr, ticks, start.control.curvature, about=about)
-    paths = [folder / f"{name}.png" for name in pictures]
-    for path, draw in zip(paths, pictures.values(), strict=True):
-        save(draw(), path)
-    return paths
-
-
-def run_figures(log: Path, folder: Path) -> list[Path]:
-    """Returns the paths of a run's pictures in `folder`, drawn again only where the event log is newer."""
-    drawn = [path for name in PICTURES if (path := folder / f"{name}.png").exists()]
-    is_whole = bool(drawn) and drawn[0].stem == PICTURES[0]  # not by a version that drew others
-    if is_whole and min(path.stat().st_mtime for path in drawn) >= log.stat().st_mtime:
-        return drawn
-    return save_run_figures(read_events(log), folder)
+        pictures["precision"] = precision_heatmap(ticks, about=about)
+        pictures["curvature_and_lr"] = curvature_and_lr(ticks, start.control.curvature, about=about)
+    return pictures
 
 
 def precision_heatmap(ticks: Sequence[Tick], *, about: str = "") -> Figure:
@@ -99,8 +96,7 @@ def precision_heatmap(ticks: Sequence[Tick], *, about: str = "") -> Figure:
         spine.set_visible(False)
     shares = [f"{level.name}  {100 * (ranks == level.rank).mean():.0f}%" for level in levels]
     handles = [Patch(color=PRECISION_COLOURS[level], label=text) for level, text in zip(levels, shares, strict=True)]
-    above = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.4}
-    legend(axes, handles=handles, ncols=3, columnspacing=1.6, handlelength=1.2, **above)
+    legend(axes, handles=handles, ncols=3, columnspacing=1.6, handlelength=1.2, **ABOVE)
     return figure
 
 
@@ -134,7 +130,7 @@ def curvature_and_lr(ticks: Sequence[Tick], curvature: CurvatureConfig, *, about
     highest = largest[drawn].max()
     few = highest < 300.0 * largest[drawn].min()
     upper.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
-    upper.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    upper.yaxis.set_major_formatter(PLAIN)
     upper.yaxis.set_minor_formatter(NullFormatter())
     if curvature.tau_curv < 10.0 * highest:
         upper.axhline(curvature.tau_curv, color=RED, linewidth=1.2, linestyle=DASHED)

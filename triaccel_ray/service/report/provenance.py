@@ -1,11 +1,12 @@
-"""Where results come from: when, on what, by which command and settings; and which runs failed or are missing."""
+"""What a page says besides figures: where results come from, what failed or is missing, what to know of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
 from triaccel_ray.records.events import parse_event
+from triaccel_ray.records.plan import FaultKind
 from triaccel_ray.service.report.report import Section
 from triaccel_ray.service.runs.environment import COMMIT
 from triaccel_ray.service.runs.record import RunRecord
@@ -14,58 +15,105 @@ from triaccel_ray.service.storage.layout import ERROR, EVENTS
 from triaccel_ray.service.units import format_bytes
 
 _VERSIONS = ("triaccel-ray", "torch", "triton", "python")
+_SLOWER = {
+    (FaultKind.DATA_STREAMED, "data"): "the data set did not fit on the GPU and was read from the host",
+    (FaultKind.CAPTURE_FAILED, "capture"): "steps ran eagerly, without CUDA graphs",
+    (FaultKind.CAPTURE_FAILED, "optimizer"): "the optimizer stepped by itself, without its kernel",
+    (FaultKind.CAPTURE_FAILED, "curvature"): "curvature was measured without CUDA graphs",
+    (FaultKind.CURVATURE_OFF, "curvature"): "curvature was switched off",
+    (FaultKind.CURVATURE_WAITS, "curvature"): "curvature was measured later than asked for",
+    (FaultKind.CURVATURE_FALLBACK, "curvature"): "curvature took one pass of the model per sample",
+    (FaultKind.FUSION_REFUSED, "fuse"): "batch normalisation ran apart from what follows it",
+}
 
 
-def about(spec: RunSpec, runs: Sequence[RunRecord], facts: Mapping[str, str], command: str) -> list[Section]:
+def about(spec: RunSpec, runs: Sequence[RunRecord], facts: Mapping[str, str], command: str) -> Section:
     """Returns the top of a page: date, hardware, versions, commit, settings, and the command that does it again.
 
     `spec` is what the runs have in common, `facts` what is said of them besides; where runs differ, all is named.
     """
     infos = [run.start.info for run in runs]
-    versions = [", ".join(f"{name} {info[name]}" for name in _VERSIONS if name in info) for info in infos]
-    hosts = [f" (host {info['host']})" if "host" in info else "" for info in infos]
-    hardware = [f"{info['hardware']}{host}" for info, host in zip(infos, hosts, strict=True) if "hardware" in info]
     package = [f"none recorded: triaccel-ray {info['triaccel-ray']}" for info in infos if "triaccel-ray" in info]
-    commits = [info[COMMIT] for info in infos if COMMIT in info]
     rows = {
         "task": spec.task,
         **facts,
         "date": _span(runs),
-        "hardware": _distinct(hardware),
-        "versions": _distinct(versions),
-        "commit": _distinct(commits or package),
+        "hardware": _distinct(_hardware(info) for info in infos),
+        "versions": _distinct(
+            ", ".join(f"{name} {info[name]}" for name in _VERSIONS if name in info) for info in infos
+        ),
+        "commit": _distinct(info.get(COMMIT, "") for info in infos) or _distinct(package),
         "settings": _settings(spec, runs),
         "to repeat": command,
     }
-    return [Section(about=[(name, value) for name, value in rows.items() if value])]
+    return Section(facts={name: value for name, value in rows.items() if value})
 
 
 def troubles(
     runs: Mapping[str, RunRecord], missing: Sequence[str] = (), damaged: Mapping[str, str] | None = None
-) -> list[Section]:
-    """Returns a section on what failed, was interrupted or is not there; none where all is well."""
-    rows = [*_failures(runs), *_interruptions(runs)]
-    rows += [[name, "is left out", problem] for name, problem in (damaged or {}).items()]
-    rows += [[name, "is missing", "it was asked for and has not begun"] for name in missing]
-    if not rows:
-        return []
-    title, header = "Failures, interruptions and missing runs", ("run", "what", "why")
-    return [Section(title=title, header=header, rows=rows, has_sentences=True)]
+) -> dict[str, str]:
+    """Returns what failed, was interrupted or is not there, and why, by the run's name."""
+    found = {name: "; ".join(_troubles_of(run)) for name, run in runs.items()}
+    found |= {name: f"is left out: {problem}" for name, problem in (damaged or {}).items()}
+    found |= dict.fromkeys(missing, "is missing: it was asked for and has not begun")
+    return {name: said for name, said in found.items() if said}
 
 
-def _failures(runs: Mapping[str, RunRecord]) -> Iterator[list[str]]:
-    for name, run in runs.items():
-        epoch = f" after epoch {run.epochs[-1].epoch}" if run.epochs else " before its first epoch ended"
-        if run.end is None:
-            yield [name, f"is unfinished{epoch}", "it still trains, or its process was lost"]
-        elif run.end.status == "failed":
-            trace = f" (traceback: {run.folder / ERROR})" if (run.folder / ERROR).exists() else ""
-            yield [name, f"{run.status}{epoch}", f"{run.end.message or 'no message was recorded'}{trace}"]
+def trouble_lines(found: Mapping[str, str]) -> list[str]:
+    """Returns the troubles as paragraphs for a terminal; none where all is well."""
+    return ["\n".join(["", *(f"{name} {said}" for name, said in found.items())])] if found else []
 
 
-def _interruptions(runs: Mapping[str, RunRecord]) -> Iterator[list[str]]:
-    for name, run in runs.items():
-        yield from ([name, f"was interrupted ({each.cause})", each.message] for each in run.interruptions)
+def trouble_sections(found: Mapping[str, str]) -> list[Section]:
+    """Returns the troubles as a section of a page; none where all is well."""
+    return [Section(title="Failures, interruptions and missing runs", facts=found)] if found else []
+
+
+def sharing_note(spec: RunSpec) -> str:
+    """Returns whose timings these are where GPUs are shared; empty where each run has one to itself."""
+    if spec.trials_per_gpu == 1:
+        return ""
+    return f"times and scores are those of GPUs shared by {spec.trials_per_gpu} runs each, not of a GPU of one's own"
+
+
+def run_notes(run: RunRecord) -> Iterator[str]:
+    """Yields one sentence each: on sharing, adapting, memory that ran out, and what ran slower than it might."""
+    if note := sharing_note(run.spec):
+        yield note
+    seconds = sum(tick.applied.adapt_ms for tick in run.ticks) / 1e3
+    if seconds > 0:
+        num_dropped = sum(len(tick.applied.evicted) for tick in run.ticks)
+        yield (
+            f"adapting took {seconds:.1f} s of the run: first steps of new plans, compilation, captures; "
+            f"{num_dropped} captured steps were dropped"
+        )
+    faults = [fault for tick in run.ticks for fault in tick.observation.faults]
+    num_out_of_memory = sum(fault.kind is FaultKind.OUT_OF_MEMORY for fault in faults)
+    if num_out_of_memory:
+        yield f"{num_out_of_memory} times memory ran out; no sample was lost"
+    not_captured = [fault.batch_size for fault in faults if fault.kind is FaultKind.CAPTURE_OUT_OF_MEMORY]
+    if not_captured:
+        sizes = ", ".join(map(str, sorted(set(not_captured))))
+        yield f"{len(not_captured)} times a step of batch {sizes} found no memory as a CUDA graph and ran eagerly"
+    for which, text in _SLOWER.items():
+        reasons = dict.fromkeys(fault.detail for fault in faults if (fault.kind, fault.phase) == which)
+        yield from (f"{text}: {reason}" for reason in reasons)
+
+
+def _troubles_of(run: RunRecord) -> Iterator[str]:
+    epoch = f" after epoch {run.epochs[-1].epoch}" if run.epochs else " before its first epoch ended"
+    if run.end is None:
+        yield f"is unfinished{epoch}: it still trains, or its process was lost"
+    elif run.end.status == "failed":
+        trace = f" (traceback: {run.folder / ERROR})" if (run.folder / ERROR).exists() else ""
+        yield f"{run.status}{epoch}: {run.end.message or 'no message was recorded'}{trace}"
+    for each in run.interruptions:
+        yield f"was interrupted ({each.cause}): {each.message}"
+
+
+def _hardware(info: Mapping[str, str]) -> str:
+    host = f" (host {info['host']})" if "host" in info else ""
+    return f"{info['hardware']}{host}" if "hardware" in info else ""
 
 
 def _span(runs: Sequence[RunRecord]) -> str:
@@ -89,22 +137,16 @@ def _settings(spec: RunSpec, runs: Sequence[RunRecord]) -> str:
     # Of a search the trials have a limit of their own, and what baselines might hold is of no interest.
     limited = [run for run in runs if run.spec.method not in ("fp32", "amp", "probe")] or runs
     limits = [value for run in limited if isinstance(value := run.start.parameters.get("memory_limit_bytes"), int)]
-    memory = " to ".join(dict.fromkeys(format_bytes(end) for end in (min(limits), max(limits)))) if limits else ""
-    ladder = f", elastic from {batch.minimum} to {batch.maximum}" if batch.enabled else ""
-    return "; ".join(
-        filter(
-            None,
-            (
-                f"{recipe.epochs} epochs, {recipe.warmup_epochs:g} of them warm-up",
-                f"learning rate {recipe.lr:.4g}, weight decay {recipe.weight_decay:.4g}",
-                f"batch {batch.start}{ladder}",
-                f"memory limit {memory}" if memory else "",
-                f"judged on {'test' if spec.purpose.value == 'final' else 'validation'} samples",
-            ),
-        )
+    memory = " to ".join(dict.fromkeys(map(format_bytes, (min(limits), max(limits))))) if limits else ""
+    parts = (
+        f"{recipe.epochs} epochs, {recipe.warmup_epochs:g} of them warm-up",
+        f"learning rate {recipe.lr:.4g}, weight decay {recipe.weight_decay:.4g}",
+        f"batch {batch.start}" + (f", elastic from {batch.minimum} to {batch.maximum}" if batch.enabled else ""),
+        f"memory limit {memory}" if memory else "",
+        f"judged on {'test' if spec.purpose.value == 'final' else 'validation'} samples",
     )
+    return "; ".join(filter(None, parts))
 
 
-def _distinct(values: Sequence[str]) -> str:
-    """Returns the values that differ, each once."""
+def _distinct(values: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(filter(None, values)))

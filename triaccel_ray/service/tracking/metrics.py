@@ -52,11 +52,12 @@ def params_of(start: Start) -> dict[str, str]:
     A baseline is trained without the control loop. What stands for many runs has no settings of a single one.
     """
     method = start.info.get("method")
-    control = {} if method is None else encode(start.control)
+    settings: dict[str, Any] = {name: start.info[name] for name in NAMED if name in start.info}
     if method in ("fp32", "amp"):
-        control = {"batch": {"start": start.control.batch.start}}
-    told = {name: start.info[name] for name in NAMED if name in start.info}
-    settings = {**told, **_flatten(_acting(control)), **start.parameters}
+        settings["batch.start"] = start.control.batch.start
+    elif method is not None:
+        settings |= _acting(encode(start.control))
+    settings |= start.parameters
     if method != "amp":
         settings.pop("recipe.amp", None)
     return {legal_name(name): _text(value) for name, value in settings.items()}
@@ -117,22 +118,19 @@ def _epoch_metrics(epoch: Epoch) -> dict[str, float | None]:
     }
 
 
-def _acting(control: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings without those of parts that are switched off."""
-    acting = dict(control)
-    for name, part in control.items():
-        if isinstance(part, Mapping) and part.get("enabled") is False:
-            acting[name] = {key: part[key] for key in ("enabled", *_ACTING_WHEN_OFF.get(name, ()))}
-    return acting
+def _acting(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the settings, with dots between levels, without those of parts that are switched off."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if not isinstance(value, Mapping):
+            flat[f"{prefix}{name}"] = value
+            continue
+        is_off = value.get("enabled") is False
+        kept = {key: value[key] for key in ("enabled", *_ACTING_WHEN_OFF.get(name, ()))} if is_off else value
+        flat |= _acting(kept, f"{prefix}{name}.")
+    return flat
 
 
 def _text(value: Any) -> str:
     """Whole numbers have no decimals, however they were read."""
     return f"{value:.0f}" if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else str(value)
-
-
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat

@@ -6,16 +6,16 @@ import json
 import logging
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
-from triaccel_ray.records.events import End, Event, Interruption, LogError, Start, parse_event
+from triaccel_ray.records.events import End, Event, Interruption, LogError, Start, parse_event, read_events
 from triaccel_ray.service.report.figures import run_figures
-from triaccel_ray.service.report.run_page import write_run_page
+from triaccel_ray.service.report.run import write_run_page
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import ERROR, EVENTS, FIGURES, SPEC, write_value
 from triaccel_ray.service.tracking.log_tail import LogTail
@@ -24,15 +24,8 @@ from triaccel_ray.service.tracking.shipped import SHIPPED, Shipped, read_shipped
 from triaccel_ray.service.tracking.tracking import Tracker
 
 ARTIFACTS = (
-    EVENTS,
-    SPEC,
-    "found.json",
-    "comparison.json",
-    "choices.json",
-    "comparison.md",
-    "report.html",
-    ERROR,
-    FIGURES,
+    *(EVENTS, SPEC, "found.json", "comparison.json", "choices.json"),
+    *("comparison.md", "report.html", ERROR, FIGURES),
 )
 """What is uploaded of a run's folder when the run ends."""
 
@@ -61,9 +54,7 @@ class Label:
     """What the run is found by again, once completed by the time at which it began."""
     tags: Mapping[str, str] = field(default_factory=dict)
     is_parent: bool = False
-    """Whether other runs are shown under it: it has no epochs of its own."""
-    has_page: bool = True
-    """Whether it gets a page of its own; what is below another is on that one's page."""
+    """Whether other runs are shown under it: it has no epochs of its own, and whoever made it draws its page."""
     is_pruned: Callable[[], bool] = bool
     """Returns whether a run that was stopped was stopped by its search."""
     closing_tags: Callable[[], Mapping[str, str]] = dict
@@ -93,7 +84,6 @@ class Shipment:
         self._tail = LogTail(folder / EVENTS)
         self._shipped: Shipped | None = None
         self._verified = False
-        self._settled = False
 
     def open(self) -> str:
         """Returns the id of the MLflow run, created if need be before there is any event: for a run of runs."""
@@ -110,26 +100,24 @@ class Shipment:
             LogError: the log is damaged.
             Exception: whatever MLflow, its store or the network raise; nothing is lost by it.
         """
-        if self._settled and not self._tail.changed:
+        if not self._tail.changed:
             return 0
-        self._settled = False
         try:
             with self._lock():
                 self._load()
                 try:
-                    num_events = self._ship_log(parent_id)
+                    return self._ship_log(parent_id)
                 except _CutBackError:
                     self._begin_anew()
-                    num_events = self._ship_log(parent_id)
+                    return self._ship_log(parent_id)
         except Exception:
             self.verify_again()
             raise
-        self._settled = True
-        return num_events
 
     def verify_again(self) -> None:
-        """Makes the next shipment ask whether the run is still there: a failed call may mean that it is not."""
+        """Makes the next shipment read the log again and ask whether the run is there: a failure may mean it is not."""
         self._verified = False
+        self._tail.restart()
 
     def _lock(self) -> FileLock:
         """Two drivers may follow one folder: one that was given up, and the one that took over."""
@@ -162,33 +150,40 @@ class Shipment:
                 events.append(event)
                 arrived = number, checksum
         if events:
-            step, resumed = self._ship_events(events, parent_id)
-            self._save(num_records=arrived[0], checksum=arrived[1], step=step, resumed=resumed)
+            self._ship_events(events, parent_id)
+            self._save(num_records=arrived[0], checksum=arrived[1])
         return len(events)
 
-    def _ship_events(self, events: Sequence[Event], parent_id: str | None) -> tuple[int, tuple[int, ...]]:
-        """Returns the step of the last tick or epoch so far, and the steps from which the run was resumed."""
-        if isinstance(events[0].record, Start):
-            self._open(parent_id, events[0].time_ms)
-            self._ship_start(events[0].record)
-        shipped = self._started()
-        step, resumed = shipped.step, shipped.resumed
+    def _ship_events(self, events: Sequence[Event], parent_id: str | None) -> None:
+        first = events[0]
+        if isinstance(first.record, Start):
+            self._open(parent_id, first.time_ms)
+            # Params are for ever: those of a run of runs that begins again stay.
+            known = self._tracker.client.get_run(self._run_id).data.params
+            params = {name: value for name, value in params_of(first.record).items() if name not in known}
+            self._log(params=params, tags=tags_of(first.record))
         for event in events:
             if isinstance(event.record, Interruption):
-                resumed = (*resumed, step)
-                self._ship_interruption(event.record, resumed)
-            elif not isinstance(event.record, Start):
+                resumed = ", ".join(map(str, self._resumed_from()))
+                text = f"{event.record.cause}: {event.record.message}"
+                self._log(tags={"interrupted": text, "resumed_from_step": resumed})
+        self._log(metrics_of_events=events)
+
+    def _resumed_from(self) -> Iterator[int]:
+        """Yields the steps from which the run was resumed: of the last tick or epoch before each interruption."""
+        step = 0
+        for event in read_events(self._tail.path):
+            if isinstance(event.record, Interruption):
+                yield step
+            elif not isinstance(event.record, Start | End):
                 step = step_of(event.record)
-        self._log_metrics(events)
-        return step, resumed
 
     def _begin_anew(self) -> None:
         """Notes that the log as it is now belongs in another MLflow run; a run of other runs stays the same."""
         assert self._shipped is not None
         fresh = Shipped(store=self._shipped.store, key=self._shipped.key, experiment=self._shipped.experiment)
         run_id = self._shipped.run_id
-        is_parent = self._label.is_parent
-        self._write(replace(fresh, run_id=run_id) if is_parent else replace(fresh, replaces=run_id))
+        self._write(replace(fresh, run_id=run_id) if self._label.is_parent else replace(fresh, replaces=run_id))
         self._tail.restart()
 
     def _settle(self) -> int:
@@ -202,18 +197,17 @@ class Shipment:
         shipped_ms = None if self._shipped is None else self._shipped.end_ms
         if end_ms == shipped_ms:
             return 0
-        if shipped_ms is not None and not self._label.is_parent and self._has_results():
+        client = self._tracker.client
+        has_lost_its_end = shipped_ms is not None and not self._label.is_parent
+        if has_lost_its_end and any(name.startswith(RESULT) for name in client.get_run(self._run_id).data.metrics):
             raise _CutBackError
         if end_ms is not None:
             self._finish(parse_event(self._tail.last_line, f"event log {self._tail.path}, last line"))
             return 1
-        self._tracker.client.update_run(self._run_id, status="RUNNING")
-        self._log_tags({"outcome": "running"})
+        client.update_run(self._run_id, status="RUNNING")
+        self._log(tags={"outcome": "running"})
         self._save(end_ms=None)
         return 0
-
-    def _has_results(self) -> bool:
-        return any(name.startswith(RESULT) for name in self._tracker.client.get_run(self._run_id).data.metrics)
 
     def _open(self, parent_id: str | None, start_ms: int) -> str:
         """Returns the id of the run; a new one bears a key that a lost `mlflow.json` would lead to again."""
@@ -232,81 +226,69 @@ class Shipment:
         self._verified = True
         return run_id
 
-    def _ship_start(self, start: Start) -> None:
-        """Logs settings and tags; params are for ever, and those of a run of runs that begins again stay."""
-        from mlflow.entities import Param
-
-        known = self._tracker.client.get_run(self._run_id).data.params
-        params = {name: value[:LONGEST_PARAM] for name, value in params_of(start).items()}
-        self._log(params=[Param(name, value) for name, value in params.items() if name not in known])
-        self._log_tags(tags_of(start))
-
-    def _ship_interruption(self, interruption: Interruption, resumed: Sequence[int]) -> None:
-        self._log_tags(
-            {
-                "interrupted": f"{interruption.cause}: {interruption.message}",
-                "resumed_from_step": ", ".join(map(str, resumed)),
-            }
-        )
-
-    def _log_metrics(self, events: Sequence[Event]) -> None:
-        from mlflow.entities import Metric
-
-        metrics = [
-            Metric(name, value, event.time_ms, step_of(event.record))
-            for event in events
-            if not isinstance(event.record, Start | Interruption)
-            for name, value in metrics_of(event.record).items()
-        ]
-        self._log(metrics=metrics)
-
-    def _log_tags(self, tags: Mapping[str, str]) -> None:
-        from mlflow.entities import RunTag
-
-        self._log(tags=[RunTag(name, value) for name, value in tags.items()])
-
     def _finish(self, event: Event) -> None:
-        end = event.record
+        end, client, run_id = event.record, self._tracker.client, self._run_id
         assert isinstance(end, End)
-        self._log_metrics([event])
         outcome = "pruned" if end.status == "stopped" and self._label.is_pruned() else end.status
         failure = ": ".join(filter(None, (end.cause, end.message)))
-        self._log_tags({"outcome": outcome, **({"failure": failure} if failure else {}), **self._label.closing_tags()})
-        client = self._tracker.client
-        if not failure and "failure" in client.get_run(self._run_id).data.tags:  # of an earlier end
-            client.delete_tag(self._run_id, "failure")
+        tags = {"outcome": outcome, **({"failure": failure} if failure else {}), **self._label.closing_tags()}
+        self._log(tags=tags, metrics_of_events=[event])
+        if not failure and "failure" in client.get_run(run_id).data.tags:  # of an earlier end
+            client.delete_tag(run_id, "failure")
         self._draw()
         for path in (self.folder / name for name in ARTIFACTS):
             if path.is_dir():
-                client.log_artifacts(self._run_id, str(path), artifact_path=path.name)
+                client.log_artifacts(run_id, str(path), artifact_path=path.name)
             elif path.exists():
-                client.log_artifact(self._run_id, str(path))
-        self._tracker.delete_twins(self._run_id, self._started().key)
-        client.set_terminated(self._run_id, _STATUS.get(outcome, "FAILED"), end_time=event.time_ms)
+                client.log_artifact(run_id, str(path))
+        self._tracker.delete_twins(run_id, self._started.key)
+        client.set_terminated(run_id, _STATUS.get(outcome, "FAILED"), end_time=event.time_ms)
         self._save(end_ms=event.time_ms)
 
     def _draw(self) -> None:
+        if self._label.is_parent:
+            return
         try:
-            pictures = run_figures(self.folder / EVENTS, self.folder / FIGURES)
-            if self._label.has_page and (self.folder / SPEC).exists():
-                write_run_page(read_run(self.folder), pictures)
+            run_figures(self.folder)
+            if (self.folder / SPEC).exists():
+                write_run_page(read_run(self.folder))
         except Exception as error:  # whatever a picture fails at, the run has ended and is to be closed
             _logger.warning("%s: no pictures: %s", self.folder, error)
 
     @property
     def _run_id(self) -> str:
-        run_id = self._started().run_id
-        assert run_id is not None
-        return run_id
+        assert self._started.run_id is not None
+        return self._started.run_id
 
+    @property
     def _started(self) -> Shipped:
         if self._shipped is None or self._shipped.run_id is None:
             raise LogError(f"event log {self._tail.path} does not begin with a start record: it is damaged or was cut")
         return self._shipped
 
-    def _log(self, **entities: Any) -> None:
+    def _log(
+        self,
+        *,
+        params: Mapping[str, str] | None = None,
+        tags: Mapping[str, str] | None = None,
+        metrics_of_events: Sequence[Event] = (),
+    ) -> None:
+        from mlflow.entities import Metric, Param, RunTag
+
+        metrics = [
+            Metric(name, value, event.time_ms, step_of(event.record))
+            for event in metrics_of_events
+            if not isinstance(event.record, Start | Interruption)
+            for name, value in metrics_of(event.record).items()
+        ]
         # The client itself cuts this into calls of the size that a server takes, and waits for each.
-        self._tracker.client.log_batch(self._run_id, **entities, synchronous=True)
+        self._tracker.client.log_batch(
+            self._run_id,
+            metrics=metrics,
+            params=[Param(name, value[:LONGEST_PARAM]) for name, value in (params or {}).items()],
+            tags=[RunTag(name, value) for name, value in (tags or {}).items()],
+            synchronous=True,
+        )
 
     def _load(self) -> None:
         """Reads what has arrived, and begins again where the store does not have it.
@@ -325,15 +307,10 @@ class Shipment:
             self._shipped = shipped
 
     def _has_run(self, shipped: Shipped) -> bool:
-        from mlflow.exceptions import MlflowException
-
         if shipped.run_id is None:
             return shipped.replaces is not None and shipped.store == self._tracker.display_uri
-        try:
-            run = self._tracker.client.get_run(shipped.run_id)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
+        run = self._tracker.find_run(shipped.run_id)
+        if run is None:
             return False
         if run.info.lifecycle_stage != "active":
             raise ValueError(

@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from triaccel_ray.records.codec import decode
-from triaccel_ray.service.storage.layout import EVENTS
-from triaccel_ray.service.tracking.log_tail import LogTail
 
 SHIPPED = "mlflow.json"
 
@@ -31,10 +29,6 @@ class Shipped:
     """The log's first records, as many as have arrived. An end does not count: a resumed run writes on in its place."""
     checksum: int = 0
     """CRC-32 of these records: other ones in their place are those of another attempt."""
-    step: int = 0
-    """Optimizer step of the last tick or epoch among them."""
-    resumed: tuple[int, ...] = ()
-    """Steps from which the run was resumed."""
     end_ms: int | None = None
     """Time of the end record shipped; None while the run goes on."""
 
@@ -55,20 +49,3 @@ def read_shipped(folder: Path) -> Shipped | None:
         return decode(Shipped, {name: value for name, value in json.loads(path.read_text()).items() if name in known})
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error}): delete it, the run is found by its tag") from error
-
-
-def num_waiting(folder: Path) -> int:
-    """Returns how many records of the log in `folder` have not arrived."""
-    tail = LogTail(folder / EVENTS)
-    for _ in tail.blocks():
-        pass
-    try:
-        shipped, last = read_shipped(folder), json.loads(tail.last_line or b"{}")
-    except ValueError:  # damaged
-        return tail.num_lines
-    has_end = bool(last.get("kind") == "end")
-    num_records = tail.num_lines - has_end
-    if shipped is None or shipped.run_id is None or num_records < shipped.num_records:
-        return tail.num_lines
-    end_waits = has_end and bool(last["time_ms"] != shipped.end_ms)
-    return num_records - shipped.num_records + end_waits

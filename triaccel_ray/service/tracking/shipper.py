@@ -14,13 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from triaccel_ray.service.failures import is_disk_full
 from triaccel_ray.service.storage.layout import BASELINES, EVENTS
 from triaccel_ray.service.tracking.shipment import Label, Shipment
-from triaccel_ray.service.tracking.shipped import num_waiting
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
 
 LONGEST_PAUSE_S = 60.0
@@ -82,16 +81,12 @@ class Shipper:
         has not arrived waits for the next process.
         """
         self._stopping.set()
-        flushed = threading.Event()
-
-        def flush() -> None:
-            self.flush(timeout_s)
-            flushed.set()
-
         began = time.monotonic()
         # A daemon, for a call to a server that hangs cannot be cut short.
-        threading.Thread(target=flush, name="mlflow-flush", daemon=True).start()
-        while not flushed.wait(0.1):
+        flushing = threading.Thread(target=self.flush, args=(timeout_s,), name="mlflow-flush", daemon=True)
+        flushing.start()
+        while flushing.is_alive():
+            flushing.join(0.1)
             asked_at = self._tracker.asked_at
             if asked_at is not None and time.monotonic() - max(asked_at, began) > timeout_s:
                 self.last_error = f"the store has not answered for {timeout_s:.0f} s"
@@ -99,11 +94,6 @@ class Shipper:
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self.last_error is None
-
-    def waiting(self) -> list[int]:
-        """Returns how many records of a run have not arrived, for each run of which there are any."""
-        counts = [num_waiting(folder) for folder in self._folders()]
-        return [count for count in counts if count]
 
     def flush(self, timeout_s: float) -> bool:
         """Ships everything written so far; returns whether that succeeded. A call under way may outlast the timeout."""
@@ -164,24 +154,16 @@ class Shipper:
     def _label(self, folder: Path) -> Label:
         root, parent = self._root, self._parent
         key = (root.name if folder == root else f"{root.name}/{folder.relative_to(root)}").replace("'", "_")
-        if parent is None or folder != root:
-            is_baseline = self._is_baseline(folder)
-            return Label(
-                experiment=self._experiment,
-                name=f"{root.name}/{folder.name}" if is_baseline else folder.name,
-                key=key,
-                tags={"kind": "baseline", "search": root.name} if is_baseline else {},
-                has_page=parent is None,
-                is_pruned=lambda: parent is not None and folder.name in parent.pruned(),
-            )
-        return Label(
-            experiment=self._experiment,
-            name=parent.name,
-            key=key,
-            tags=parent.tags,
-            is_parent=True,
-            closing_tags=parent.closing_tags,
-        )
+        label = Label(experiment=self._experiment, name=folder.name, key=key)
+        if parent is None:
+            return label
+        if folder == root:
+            closing = parent.closing_tags
+            return replace(label, name=parent.name, tags=parent.tags, is_parent=True, closing_tags=closing)
+        if self._is_baseline(folder):
+            tags = {"kind": "baseline", "search": root.name}
+            label = replace(label, name=f"{root.name}/{folder.name}", tags=tags)
+        return replace(label, is_pruned=lambda: folder.name in parent.pruned())
 
     def _is_baseline(self, folder: Path) -> bool:
         """Returns whether the run is one that a search is judged by: it is shown beside the search, not folded away."""

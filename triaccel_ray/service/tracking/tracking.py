@@ -8,6 +8,7 @@ use: a command that records nothing does not wait for it.
 from __future__ import annotations
 
 import base64
+import contextlib
 import errno
 import getpass
 import http.client
@@ -30,6 +31,7 @@ from triaccel_ray.service.tracking.sqlite_file import SQLITE, follow_artifacts, 
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 RUN_KEY_TAG = "triaccel.run_key"
 """Tag by which a run is found again when its id was lost between creation and the disk."""
@@ -125,7 +127,7 @@ class Tracker:
 
     @cached_property
     def client(self) -> MlflowClient:
-        """The client, whose calls are timed; see `asked_at`.
+        """The client, whose calls are timed (`asked_at`), its store created and of this MLflow's version.
 
         Raises:
             TrackingUnavailableError: the SQLite file cannot be opened, or was made by another version of MLflow.
@@ -133,11 +135,6 @@ class Tracker:
         return cast("MlflowClient", _Timed(self, self._connect()))
 
     def _connect(self) -> MlflowClient:
-        """The client, its store created and of this MLflow's version.
-
-        Raises:
-            TrackingUnavailableError: the SQLite file cannot be opened, or was made by another version of MLflow.
-        """
         _set_environment()
         # It announces new tables, and logs every error with its traceback before it raises it: whoever catches it has a
         # line of its own for the user.
@@ -196,6 +193,17 @@ class Tracker:
         except MlflowException:  # what troubles the store is told by whoever records in it
             return None
 
+    def find_run(self, run_id: str) -> Run | None:
+        """Returns the run, deleted ones too; None where the store does not have it."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return self.client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return None
+
     def open_run(
         self,
         experiment: str,
@@ -223,8 +231,7 @@ class Tracker:
         given = {**(tags or {}), RUN_KEY_TAG: key, "mlflow.user": _user(), "mlflow.source.name": "triaccel"}
         if parent_id is not None:
             given["mlflow.parentRunId"] = parent_id
-        start = time.time_ns() // 1_000_000 if start_ms is None else start_ms
-        run = self.client.create_run(experiment_id, start_time=start, tags=given, run_name=name)
+        run = self.client.create_run(experiment_id, start_time=start_ms, tags=given, run_name=name)
         return str(run.info.run_id)
 
     def retire(self, run_id: str, name: str, tags: Mapping[str, str]) -> tuple[str, dict[str, str]]:
@@ -235,12 +242,8 @@ class Tracker:
         """
         from mlflow.exceptions import MlflowException
 
-        tags = {**tags, "replaces": run_id}
-        try:
-            old = self.client.get_run(run_id)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
+        tags, old = {**tags, "replaces": run_id}, self.find_run(run_id)
+        if old is None:
             return name, tags
         if old.info.lifecycle_stage == "active":
             self.client.set_tag(run_id, SUPERSEDED_TAG, "cut off by an interruption; the run of this name goes on")
@@ -271,37 +274,26 @@ class Tracker:
 
     def _check_file(self, path: Path) -> None:
         try:
-            if not path.exists():
-                parent = next(each for each in path.parents if each.exists())
-                if not parent.is_dir():
-                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-                writable = os.access(parent, os.W_OK)
-            elif path.is_file():
-                writable = os.access(path, os.W_OK)
-            else:
-                raise self._unavailable("is not a file; name a file in that folder")
+            existing = next(each for each in (path, *path.parents) if each.exists())
+            if existing != path and not existing.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         except OSError as error:
             raise self._unavailable(
                 f"cannot be created ({error.strerror}); name a file in a folder of yours"
             ) from error
-        if not writable:
+        if existing == path and not path.is_file():
+            raise self._unavailable("is not a file; name a file in that folder")
+        if not os.access(existing, os.W_OK):
             raise self._unavailable("cannot be written; name a file in a folder of yours")
-        if path.exists():
-            tables = self._tables(path)
-            if tables and "experiments" not in tables:
-                raise self._unavailable(
-                    f"is a database of something else (tables {', '.join(sorted(tables)[:3])}, ...)"
-                )
+        tables = self._tables(path) if existing == path else set()
+        if tables and "experiments" not in tables:
+            raise self._unavailable(f"is a database of something else (tables {', '.join(sorted(tables)[:3])}, ...)")
 
     def _tables(self, path: Path) -> set[str]:
+        query = "SELECT name FROM sqlite_master WHERE type = 'table'"
         try:
-            connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
-            try:
-                return {
-                    str(row[0]) for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-                }
-            finally:
-                connection.close()
+            with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+                return {str(name) for (name,) in connection.execute(query)}
         except sqlite3.DatabaseError as error:
             raise self._unavailable(f"is not a SQLite database ({error}); name another file") from error
 

@@ -1,4 +1,4 @@
-"""One fixed precision and batch size in place of everything that adapts, and which of them are tried."""
+"""What is tried on validation samples: fixed settings in place of all that adapts, and factors on the recipe."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.runs.methods import FIXED
 from triaccel_ray.service.runs.spec import RunSpec
+from triaccel_ray.trainables.task import Recipe
+
+WIDEST = 4.0
+"""Samples of the recipe lie within this factor of its values, both ways."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,27 @@ class FixedSetting:
             batch=replace(batch, start=self.batch_size),
         )
         return replace(spec, method=FIXED, control=fixed, recipe=replace(spec.recipe, lr=lr))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeSample:
+    """Factors on the recipe's learning rate and weight decay."""
+
+    lr: float = 1.0
+    weight_decay: float = 1.0
+
+    def onto(self, recipe: Recipe) -> Recipe:
+        """Returns `recipe` with both factors applied."""
+        return replace(recipe, lr=recipe.lr * self.lr, weight_decay=recipe.weight_decay * self.weight_decay)
+
+
+def recipe_samples(count: int, seed: int) -> list[RecipeSample]:
+    """Returns `count` samples, uniform on a logarithmic scale; the first is the recipe as it is."""
+    chance = random.Random(seed)
+    samples = [RecipeSample()]
+    while len(samples) < count:
+        samples.append(RecipeSample(lr=WIDEST ** chance.uniform(-1, 1), weight_decay=WIDEST ** chance.uniform(-1, 1)))
+    return samples
 
 
 def sampled_settings(spec: RunSpec, precisions: Sequence[Precision], count: int) -> list[FixedSetting]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter
 
 from triaccel_ray.records.plan import Precision
 
@@ -50,21 +51,21 @@ PRECISION_COLOURS: Final = {Precision.FP16: AMBER, Precision.BF16: SKY, Precisio
 DEPTH: Final = ListedColormap(colormaps["viridis"](np.linspace(0.0, 0.88, 256)))
 """Viridis without the yellow that is lost on white."""
 
-TRIALS: Final = ListedColormap(colormaps["Blues"](np.linspace(0.35, 0.8, 256)))
-"""From the worst trial to the best; navy, above it, is the best trial's own."""
-
-DPI: Final = 120
 DASHED: Final = (0, (5, 3))
-LOG_FROM: Final = 30.0
+ABOVE: Final[dict[str, Any]] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
+"""Where legends stand: above the axes, beside the title, never on data."""
+PLAIN: Final = FuncFormatter(lambda value, _: f"{value:,.10g}")
+"""Writes numbers on axes without exponents."""
+_LOG_FROM: Final = 30.0
 """Ratio of the largest loss to the smallest from which a linear axis would show a flat line."""
-SHORTEST_WORD: Final = 6
+_SHORTEST_WORD: Final = 6
 """Characters of a word that has lost its middle."""
 
 
 def new_figure(width: float, height: float) -> Figure:
     """Returns an empty white figure of that many inches, laid out so that nothing overlaps."""
     layout = ConstrainedLayoutEngine(w_pad=0.10, h_pad=0.08)
-    return Figure(figsize=(width, height), dpi=DPI, facecolor="white", layout=layout)
+    return Figure(figsize=(width, height), dpi=120, facecolor="white", layout=layout)
 
 
 def save(figure: Figure, path: Path) -> Path:
@@ -108,10 +109,17 @@ def legend(axes: Axes, **options: Any) -> None:
     axes.legend(**{"frameon": False, "fontsize": 9, "labelcolor": INK, **options})
 
 
+def scale_losses(axes: Axes, losses: Sequence[float]) -> None:
+    """Gives the axes a logarithmic scale where losses fall far."""
+    if min(losses) > 0.0 and max(losses) > _LOG_FROM * min(losses):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(PLAIN)
+
+
 def shorten(name: str, longest: int = 24) -> str:
     """Returns a dotted name in about `longest` characters: its longest words lose their middle, numbers stay."""
     words = name.split(".")
-    while len(".".join(words)) > longest and max(map(len, words)) > SHORTEST_WORD:
+    while len(".".join(words)) > longest and max(map(len, words)) > _SHORTEST_WORD:
         index = max(range(len(words)), key=lambda i: len(words[i]))
         words[index] = f"{words[index][:3]}…{words[index][-2:]}"
     return ".".join(words)

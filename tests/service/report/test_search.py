@@ -1,0 +1,236 @@
+"""What is said of a search: its table, what it recommends, which threshold mattered, and its page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.service.browser import Tags, needs_chromium, num_colours, screenshot
+from tests.service.records import RUN_SPEC, run_of, search_of
+from tests.service.search_folder import controls, simulated_search
+from triaccel_ray.records.events import End
+from triaccel_ray.service.report.report import show
+from triaccel_ray.service.report.search import (
+    MIN_TRIALS,
+    importance,
+    missing_runs,
+    outcomes,
+    recommendation,
+    search_grid,
+    view_search,
+)
+from triaccel_ray.service.report.view import view_at
+from triaccel_ray.service.runs.objective import Objective
+from triaccel_ray.service.runs.record import RunRecord
+from triaccel_ray.service.search.search import SearchRecord, best_trial, ranked, read_search
+from triaccel_ray.service.storage.storage_path import StoragePath
+
+REFERENCE = (90.0, 90.0)
+BY_ACCURACY = Objective(name="accuracy", reference=REFERENCE)
+
+
+def search(accuracy: float, *, objective: str = "score", peak_bytes: int = 500_000_000) -> SearchRecord:
+    """Baselines of 90 %, 10 s and 0.5 GB, hence a score of 18, and one finished trial."""
+    run = run_of("trial-000", accuracy=accuracy)
+    run = replace(run, epochs=tuple(replace(epoch, peak_bytes=peak_bytes) for epoch in run.epochs))
+    return search_of(run, objective=Objective(name=objective, reference=REFERENCE))
+
+
+def search_by_rho(num_trials: int, num_epochs: Sequence[int] = (4,), *, slope: float = 40.0) -> SearchRecord:
+    """Trials whose accuracy is rho_low's doing alone."""
+
+    def trial(index: int) -> RunRecord:
+        control, ended = controls(num_trials)[index], num_epochs[index % len(num_epochs)]
+        accuracy = 50.0 + slope * control.batch.rho_low
+        status = "finished" if ended == 4 else "stopped"
+        run = run_of(f"trial{index}", accuracy=accuracy, num_epochs=ended, status=status)
+        return replace(run, spec=replace(run.spec, control=control))
+
+    return search_of(*map(trial, range(num_trials)))
+
+
+def test_a_search_lists_baselines_then_trials_best_first() -> None:
+    trials = (run_of("bad", accuracy=80.0), run_of("good", accuracy=91.0), run_of("best", accuracy=92.0))
+    stopped = run_of("stopped", accuracy=99.0, num_epochs=1, status="stopped")
+    diverged = run_of("diverged", num_epochs=0, status="failed")
+    record = search_of(diverged, stopped, *trials, objective=BY_ACCURACY)
+    assert [run.name for _, run in ranked(record)] == ["best", "good", "bad", "stopped"]
+    best = best_trial(record)
+    assert best is not None
+    assert best.name == "best"
+    grid = search_grid(record)
+    assert [row[0] for row in grid.rows] == ["FP32", "AMP", "best", "good", "bad", "stopped", "diverged"]
+    assert {len(row) for row in grid.rows} == {len(grid.header)}
+    assert [row[7] for row in grid.rows[:5]] == ["90.00", "90.00", "92.00", "91.00", "80.00 *"]
+    assert (grid.rows[5][6], grid.rows[6][1]) == ("1 of 30", "failed (non_finite)")
+    assert "at least 89.00 % (AMP 90.00 %, margin 1 points)" in grid.note
+    assert "stopped: pruned before its last epoch" in grid.note
+
+
+def test_baselines_have_no_thresholds_and_trials_have() -> None:
+    grid = search_grid(search_of(run_of("trial")))
+    assert list(grid.rows[0][2:6]) == [""] * 4
+    assert list(grid.rows[-1][2:6]) == ["3.00e-07", "2.00e-05", "0.600", "0.850"]
+    assert list(grid.rows[-1][6:]) == ["2 of 30", "90.00", "10.000", "0.500", "18.00"]
+    assert grid.note == "figures are those of the epoch named beside them"
+    record = search_by_rho(3)
+    spec = replace(record.spec, optional=("alpha", "tau_curv", "t_ctrl", "batch_steps"))
+    spec = replace(spec, base=replace(RUN_SPEC, trials_per_gpu=2))
+    grid = search_grid(replace(record, spec=spec))
+    assert list(grid.header[6:11]) == ["alpha", "tau_curv", "t_ctrl", "step_up", "step_down"]
+    assert {len(row) for row in grid.rows} == {len(grid.header)}
+    assert "GPUs shared by 2 runs each" in grid.note
+
+
+def test_without_a_feasible_finished_trial_there_is_no_best() -> None:
+    bad, stopped = run_of("bad", accuracy=50.0), run_of("stopped", num_epochs=1, status="stopped")
+    assert best_trial(search_of(bad, stopped, objective=Objective(reference=REFERENCE))) is None
+    assert best_trial(search_of()) is None
+
+
+def test_a_best_trial_above_the_baselines_is_recommended() -> None:
+    record = search(91.0)
+    advice = recommendation(record)
+    said = "The best trial, trial-000, scores 18.2 (AMP 18, FP32 18). To train with its thresholds (tau_low "
+    assert advice.sentence.startswith(said)
+    assert advice.command == f"triaccel run --from {record.trials[0].folder.absolute()}"
+    assert advice.beaten_by == ""
+
+
+@pytest.mark.parametrize(
+    ("objective", "said"),
+    [
+        ("score", "scores 17.9, below AMP's 18"),
+        ("accuracy", "reaches 89.50 %, below AMP's 90.00 %"),
+        ("memory", "peaks at 0.6 GB, above AMP's 0.5 GB"),
+        ("pareto", "scores 14.92, below AMP's 18"),
+    ],
+)
+def test_a_best_trial_behind_amp_is_not_recommended(objective: str, said: str) -> None:
+    record = search(89.5, objective=objective, peak_bytes=500_000_000 if objective == "score" else 600_000_000)
+    advice = recommendation(record)
+    way_out = "on this task and hardware train with AMP."
+    assert advice.sentence == f"The best trial, trial-000, {said}: {way_out}"
+    assert advice.command == f"triaccel run --from {record.baselines['amp'].folder.absolute()}"
+    assert (advice.best, advice.beaten_by) == (record.trials[0], "AMP")
+
+
+def test_the_better_one_of_the_baselines_is_named() -> None:
+    record = search(91.0)
+    fp32 = record.baselines["fp32"]
+    fast = tuple(replace(epoch, seconds=5.0) for epoch in fp32.epochs)
+    poor = tuple(replace(epoch, held_out_metrics={"accuracy": 80.0}) for epoch in fast)  # beyond the margin
+    for epochs, status, beaten_by in ((fast, "finished", "FP32"), (poor, "finished", ""), (fast, "failed", "")):
+        run = replace(fp32, epochs=epochs, end=End(status=status))
+        assert recommendation(replace(record, baselines={**record.baselines, "fp32": run})).beaten_by == beaten_by
+
+
+def test_without_a_trial_within_the_margin_the_reason_is_said() -> None:
+    failed = run_of("trial-001", num_epochs=0, status="failed")
+    record = search(50.0)
+    advice = recommendation(replace(record, trials=(*record.trials, failed)))
+    assert (advice.command, advice.best) == ("", None)
+    assert "None of the 1 finished trials reaches 89.00 % (AMP with a margin of 1 points)" in advice.sentence
+    assert "larger --margin. 1 failed; the page lists the reasons." in advice.sentence
+
+
+@pytest.mark.parametrize(
+    ("ends", "text"),
+    [
+        ([("failed", "out_of_memory")] * 2, r"\(2 failed \(out_of_memory\)\): give more --memory-headroom"),
+        ([("failed", "non_finite")], "give a smaller --lr"),
+        ([("failed", "bug")], "triaccel resume"),
+        ([("stopped", "")], r"\(1 stopped\): all were pruned, .*--margin"),
+        ([], "none has begun"),
+    ],
+)
+def test_a_search_without_a_trial_to_its_end_says_what_ended_them(ends: Sequence[tuple[str, str]], text: str) -> None:
+    runs = [replace(run_of(f"t{i}"), end=End(status=status, cause=why)) for i, (status, why) in enumerate(ends)]
+    said = recommendation(search_of(*runs)).sentence
+    assert re.match(f"No trial ran to its end .*{text}", said)
+
+
+def test_what_decides_is_found_important_among_trials_at_the_same_epoch() -> None:
+    said = importance(search_by_rho(24))
+    name, share = said.split(",")[0].split()
+    assert name == "rho_low"
+    assert float(share.rstrip("%")) > 60
+    assert "between 24 trials" in said
+    assert said == importance(search_by_rho(24))
+    pruned = importance(search_by_rho(40, num_epochs=(1, 2, 3, 4)))
+    assert "between 20 trials" in pruned
+    assert "after epoch 3" in pruned
+    assert importance(search_by_rho(MIN_TRIALS - 1)) == ""
+    assert "no threshold mattered" in importance(search_by_rho(MIN_TRIALS, slope=0.0))
+
+
+def test_thresholds_without_a_place_on_a_scale_are_left_out_of_importance() -> None:
+    record = search_by_rho(MIN_TRIALS)
+    first, *others = record.trials
+    control = replace(first.spec.control, precision=replace(first.spec.control.precision, tau_low=0.0))
+    zero = replace(first, spec=replace(first.spec, control=control))
+    assert importance(replace(record, trials=(zero, *others))) == ""
+
+
+def test_the_picture_of_outcomes_has_trials_the_best_and_baselines() -> None:
+    trials = (run_of("poor", accuracy=60.0), run_of("good", accuracy=91.0), run_of("cut", status="stopped"))
+    record = search_of(*trials, objective=BY_ACCURACY)
+    found = {each.label: [point.metric for point in each.points] for each in outcomes(record)}
+    assert found == {
+        "trial beyond the margin": [60.0],
+        "trial": [91.0],
+        "beaten by no other trial": [91.0],
+        "best score 18.2: good": [91.0],
+        "FP32": [90.0],
+        "AMP": [90.0],
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A search with its page; one trial is damaged."""
+    folder = simulated_search(tmp_path_factory.mktemp("a") / "hunt", 32, has_pictures=True)
+    (folder / "trials" / "trial31" / "events.jsonl").write_text("no event\n")
+    (folder / "trials" / "trial00").rename(folder / "trials" / "trial-000")
+    return folder
+
+
+def test_a_page_has_table_pictures_and_what_is_missing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = read_search(folder)
+    record = replace(record, spec=replace(record.spec, num_trials=3))
+    assert missing_runs(record) == ["baseline probe", "trial-001", "trial-002"]
+    view = view_search(record)
+    show(view)
+    said, text = capsys.readouterr().out, view.page.read_text()
+    assert "trial-002 is missing: it was asked for and has not begun" in said
+    assert "trial31 is left out: event log" in said
+    assert search_grid(record).rows[-1][:2] == ["trial31", "damaged"]
+    assert "<th>trial-002</th><td>is missing: it was asked for" in text
+    assert "<th>trial31</th><td>is left out: event log" in text
+    assert view.rows[0]["behind AMP"] is False
+    tags = Tags(text)
+    for heading in (
+        *("Accuracy against time and memory", "Trials, best first", "Learning curves and time"),
+        *("Importance of each threshold", "tau_low", "rho_high"),
+        f"What the loop did in a trial is on a page of its own: triaccel report {folder}/trials/NAME",
+    ):
+        assert heading in tags.texts
+    assert [attributes["alt"] for tag, attributes in tags.tags if tag == "img"] == ["pareto", "curves"]
+    # It needs nothing from elsewhere.
+    assert not re.search(r"https?:|//[a-z]|url\(|@import", re.sub(r"base64,[^']*", "", text))
+    assert not {"link", "iframe", "object", "script"} & {tag for tag, _ in tags.tags}
+    (policy,) = [attributes["content"] for tag, attributes in tags.tags if "http-equiv" in attributes]
+    assert policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1200, 700])
+def test_a_browser_shows_the_pictures(folder: Path, tmp_path: Path, width: int) -> None:
+    page = view_at(StoragePath.of(folder)).page
+    seen = screenshot(f"file://{page}", tmp_path / "page.png", width=width, height=3000)
+    assert seen.shape == (3000, width, 3)
+    assert num_colours(seen) > 500

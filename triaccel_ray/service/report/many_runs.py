@@ -1,0 +1,135 @@
+"""Pictures of many runs beside each other: learning curves, and the metric against what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from triaccel_ray.records.events import Epoch
+from triaccel_ray.records.goal import Goal
+from triaccel_ray.service.report.drawing import DASHED, GREY, INK, PLAIN, mark_level, new_figure, panel, scale_losses
+from triaccel_ray.service.runs.objective import Figures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One run, and how it is drawn."""
+
+    label: str
+    """Runs of the same label have one entry in the legend."""
+    colour: str
+    epochs: Sequence[Epoch]
+    """At least one."""
+    width: float = 1.8
+    opacity: float = 0.8
+    pruned: bool = False
+    """Whether a cross ends the curve."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """Points of one label and look."""
+
+    label: str
+    points: Sequence[Figures]
+    look: Mapping[str, Any]
+    """Options of `Axes.errorbar`."""
+    spread: Figures | None = None
+    """Standard deviations, drawn as bars; None: none."""
+    is_front: bool = False
+    """Whether only the points that no other one beats in a panel are drawn, joined."""
+
+
+def learning_curves(curves: Sequence[Curve], goal: Goal, *, about: str = "") -> Figure:
+    """Returns four panels: what was learned over epochs and over seconds, seconds and samples per second by epoch.
+
+    The goal's metric is drawn where every run was judged on validation samples, the training loss elsewhere. The curves
+    given last lie on top.
+    """
+    judged = all(epoch.held_out(goal) is not None for curve in curves for epoch in curve.epochs)
+    title, unit = (f"Validation {goal.words}", goal.axis_unit) if judged else ("Training loss", "mean over the samples")
+    figure = new_figure(11.0, 7.4)
+    by_epoch, by_seconds, time, speed = figure.subplots(2, 2).flat
+    panel(by_epoch, f"{title} over epochs", about, x_label="epoch", y_label=unit)
+    panel(by_seconds, f"{title} over time", " " if about else "", x_label="seconds of training", y_label=unit)
+    panel(time, "Time", x_label="epoch", y_label="seconds per epoch")
+    panel(speed, "Speed", x_label="epoch", y_label="samples per second")
+    for curve in curves:
+        numbers, seconds = [epoch.epoch for epoch in curve.epochs], [epoch.seconds for epoch in curve.epochs]
+        learned = [epoch.held_out(goal) if judged else epoch.train_loss for epoch in curve.epochs]
+        look: dict[str, Any] = {"color": curve.colour, "linewidth": curve.width, "alpha": curve.opacity}
+        if len(numbers) <= 12:  # one epoch is a point, which a line does not show
+            look |= {"marker": "o", "markersize": 3.0}
+        for axes, at, values in (
+            (by_epoch, numbers, learned),
+            (by_seconds, np.cumsum(seconds).tolist(), learned),
+            (time, numbers, seconds),
+            (speed, numbers, [epoch.images_per_second for epoch in curve.epochs]),
+        ):
+            axes.plot(at, values, label=curve.label, **look)
+            if curve.pruned:
+                axes.plot(at[-1:], values[-1:], linestyle="none", marker="x", markersize=6.5, color=curve.colour)
+    if not judged:
+        for axes in (by_epoch, by_seconds):
+            scale_losses(axes, [epoch.train_loss for curve in curves for epoch in curve.epochs])
+    for axes in (by_epoch, time, speed):
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    by_seconds.set_xlim(left=0.0)
+    for axes in (time, speed):
+        axes.set_ylim(bottom=0.0)
+        axes.yaxis.set_major_formatter(PLAIN)
+    _legend_below(figure)
+    return figure
+
+
+def metric_against_cost(
+    series: Sequence[Series], goal: Goal, *, limit: float | None = None, about: str = "", samples: str = ""
+) -> Figure:
+    """Returns the goal's metric on `samples` against seconds per epoch and against peak memory, two panels.
+
+    `limit` is the metric of a trial that is barely feasible.
+    """
+    figure = new_figure(11.0, 4.8)
+    left, right = figure.subplots(1, 2, sharey=True)
+    words, y_label = goal.words.capitalize(), f"{samples} {goal.axis}".lstrip()
+    panel(left, f"{words} against time", about, x_label="seconds per epoch", y_label=y_label)
+    panel(right, f"{words} against memory", " " if about else "", x_label="peak memory of the process, GB")
+    costs: dict[Any, Callable[[Figures], float]] = {left: lambda of: of.seconds, right: lambda of: of.peak_gb}
+    for axes, cost in costs.items():
+        if limit is not None:
+            axes.axhline(limit, color=GREY, linewidth=1.1, linestyle=DASHED)
+        for each in series:
+            points = front(each.points, cost, goal) if each.is_front else each.points
+            bars = {} if each.spread is None else {"xerr": cost(each.spread), "yerr": each.spread.metric}
+            look = {"linestyle": "none", "elinewidth": 1.0, "capsize": 2.0, "label": each.label, **bars, **each.look}
+            axes.errorbar([cost(point) for point in points], [point.metric for point in points], **look)
+        axes.margins(0.1)
+    if limit is not None:
+        mark_level(right, limit, "margin")
+    _legend_below(figure)
+    return figure
+
+
+def front(points: Sequence[Figures], cost: Callable[[Figures], float], goal: Goal) -> list[Figures]:
+    """Returns the points, by rising cost, that no other one beats: at no more cost none has a better metric."""
+    sign = 1.0 if goal.maximize else -1.0
+    best: list[Figures] = []
+    for point in sorted(points, key=lambda each: (cost(each), -sign * each.metric)):
+        if not best or sign * point.metric > sign * best[-1].metric:
+            best.append(point)
+    return best
+
+
+def _legend_below(figure: Figure) -> None:
+    """Names every label once, in the order in which it is first drawn."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    first = dict(zip(reversed(labels), reversed(handles), strict=True))
+    names = list(dict.fromkeys(labels))
+    below: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": 9, "labelcolor": INK}
+    if names:
+        figure.legend([first[name] for name in names], names, ncols=6, **below)

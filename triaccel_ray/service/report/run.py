@@ -1,0 +1,95 @@
+"""A run for people: its epochs, its result, pictures of what the loop did, and a page of all that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from triaccel_ray.records.events import Epoch
+from triaccel_ray.records.goal import Goal
+from triaccel_ray.service.cli.options import settings_text, to_repeat
+from triaccel_ray.service.compare.comparison import FIGURES
+from triaccel_ray.service.report.figures import run_figures
+from triaccel_ray.service.report.provenance import about, run_notes, trouble_lines, trouble_sections, troubles
+from triaccel_ray.service.report.report import Section, View, write_page
+from triaccel_ray.service.report.tables import VIEWS_NOTE, Grid, metric_headings
+from triaccel_ray.service.runs.methods import METHODS
+from triaccel_ray.service.runs.record import ONE_VIEW, OWN_CODE, RunRecord
+
+
+def view_run(run: RunRecord) -> View:
+    """Returns a run's epochs and result, and writes its pictures and page."""
+    epochs = run_grid(run)
+    shown: list[str | Grid] = [epochs if epochs.rows else epochs.title]
+    if run.end is not None and run.end.results:
+        shown.append(result_grid(run.end.results, run.start.goal))
+    notes = "\n".join(run_notes(run))
+    return View(
+        folder=run.folder,
+        shown=[*shown, *([f"\n{notes}"] if notes else []), *trouble_lines(troubles({run.name: run}))],
+        rows=epochs.as_dicts(),
+        page=write_run_page(run),
+        command=_command(run),
+        control=run.spec.method_control,
+    )
+
+
+def write_run_page(run: RunRecord) -> Path:
+    """Draws the pictures, writes the page into the run's folder and returns its path."""
+    spec, results = run.spec, run.end.results if run.end else {}
+    facts = {"method": f"{spec.method}: {METHODS[spec.method]}", "status": run.status, "seed": str(spec.seed)}
+    sections = [
+        about(spec, [run], facts, _command(run)),
+        *([Section(title="Result", table=result_grid(results, run.start.goal))] if results else []),
+        *trouble_sections(troubles({run.name: run})),
+        Section(title="What the loop did", text="\n".join(run_notes(run)), pictures=run_figures(run.folder)),
+        Section(title="Epochs", table=run_grid(run)),
+        Section(title="All settings", command=settings_text(spec), folded=True),
+    ]
+    return write_page(run.folder, f"{run.name}: {spec.task}", sections)
+
+
+def run_grid(run: RunRecord) -> Grid:
+    """Returns one run's epochs."""
+    goal = run.start.goal
+    headings = metric_headings((name for epoch in run.epochs for name in epoch.held_out_metrics), goal)
+    rows = [
+        [
+            str(epoch.epoch),
+            f"{epoch.train_loss:.4f}",
+            *(_metric_cell(epoch, name, goal) for name in headings),
+            f"{epoch.seconds:.3f}",
+            f"{epoch.images_per_second:,.0f}",
+            str(epoch.batch_size),
+            f"{epoch.peak_bytes / 1e9:.3f}",
+            "" if epoch.num_skipped is None else str(epoch.num_skipped),
+            "" if epoch.score is None else f"{epoch.score:.2f}",
+        ]
+        for epoch in run.epochs
+    ]
+    header = ("epoch", "train loss", *headings.values(), "seconds", "samples/s", "batch", "peak GB", "skipped", "score")
+    return Grid(
+        header=header, rows=rows, title=f"{run.name}: {run.spec.task}, {METHODS[run.spec.method]}, {run.status}"
+    )
+
+
+def result_grid(results: Mapping[str, float], goal: Goal) -> Grid:
+    """Returns a run's final figures."""
+    names = {**metric_headings(results, goal), **FIGURES}
+    note, one_view = "", f"{ONE_VIEW}{goal.name}"
+    if one_view in results:
+        names[one_view], note = f"by one view {goal.unit}".rstrip(), VIEWS_NOTE
+    cells = [f"{results[name]:.4g}" if name in results else "" for name in names]
+    return Grid(header=list(names.values()), rows=[cells], title="result", note=note)
+
+
+def _metric_cell(epoch: Epoch, name: str, goal: Goal) -> str:
+    value = epoch.held_out(goal) if name == goal.name else epoch.held_out_metrics.get(name)
+    if value is None:
+        return ""
+    return goal.cell(value) if name == goal.name else f"{value:.4g}"
+
+
+def _command(run: RunRecord) -> str:
+    """Returns the command that trains the same again; empty for a run of a user's own code."""
+    return "" if run.spec.task == OWN_CODE else to_repeat("run", run.folder)
