@@ -29,9 +29,9 @@ from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, MODEL, SPEC
 from triaccel_ray.service.storage.mirror import pull_all
-from triaccel_ray.service.storage.mirroring import RunCopy
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Store
+from triaccel_ray.service.storage.training_folder import WRITER, TrainingFolder
 from triaccel_ray.service.tracking.tracking import Tracker
 
 pytestmark = pytest.mark.timeout(1800)  # several commands each, a minute a command where two CPUs have other work
@@ -130,7 +130,7 @@ def test_a_search_reaches_the_store_and_is_reported_and_resumed_elsewhere(desk: 
     assert len(record.trials) == 2
     assert (desk.store / "hunt" / "trials.jsonl").read_text().count("sample") == 2
     for trial in record.trials:  # nothing was lost while the store was out of reach
-        (log,) = (desk.folder / "a" / "triaccel-ray").glob(f"*/hunt/trials/{trial.name}/{EVENTS}")
+        (log,) = (desk.folder / "a" / "triaccel-ray").glob(f"*/.training/hunt/trials/{trial.name}/{EVENTS}")
         assert log.read_bytes() == (trial.folder / EVENTS).read_bytes()
     before = {path: path.read_bytes() for path in desk.store.rglob(EVENTS)}
     page = desk.store / "hunt" / "report.html"
@@ -246,7 +246,7 @@ def test_a_run_goes_on_from_a_bucket(
     second = local_run(spec, place)
     assert second.step()["epoch"] == 2
     trained(second)
-    assert sorted(Store(bucket).files("one", recursive=True)) == sorted([CHECKPOINT, EVENTS, SPEC])
+    assert sorted(Store(bucket).files("one", recursive=True)) == sorted([CHECKPOINT, EVENTS, SPEC, WRITER])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "c"))
     with pytest.raises(SystemExit) as ended:
         main(["report", "one", "--storage-path", bucket])
@@ -269,6 +269,6 @@ def test_an_s3_server_that_nobody_has_started(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(StoreError, match="NETWORK_CONNECTION") as refusal:
             Store(uri).check(writable=True)
         with pytest.raises(StoreError, match="NETWORK_CONNECTION"):
-            RunCopy(StoragePath(uri, "run"), patience_s=0.0).open()
+            TrainingFolder(StoragePath(uri, "run"), patience_s=0.0).open()
     assert "\n" not in str(refusal.value)
     assert "s3cr3t" not in str(refusal.value)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from triaccel_ray.service.cli.options import to_repeat
 from triaccel_ray.service.compare.comparison import COMPARISON, read_comparison
-from triaccel_ray.service.console import err
-from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.report.comparison_view import view_comparison
 from triaccel_ray.service.report.curves import Curve, learning_curves
 from triaccel_ray.service.report.figure_style import BLUE, GREY, METHOD_LOOKS, NAVY, save
@@ -29,8 +27,9 @@ from triaccel_ray.service.runs.record import RunRecord, read_run
 from triaccel_ray.service.search.finding import FOUND, found_in
 from triaccel_ray.service.search.search import SEARCH, SearchRecord, ranked, read_search
 from triaccel_ray.service.search.suggestions import trial_name
+from triaccel_ray.service.storage.copies import PAGES
 from triaccel_ray.service.storage.layout import EVENTS, FIGURES
-from triaccel_ray.service.storage.mirror import push_commands
+from triaccel_ray.service.storage.mirror import bring
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 
@@ -47,10 +46,7 @@ def view_at(place: StoragePath) -> View:
         view = view_comparison(read_comparison(folder))
     else:
         view = view_run(read_run(folder))
-    try:
-        push_commands(place)
-    except StoreError as error:  # reading was allowed, and all that was asked for
-        err.print(f"the page stays on this machine: {error}", style="yellow", soft_wrap=True)
+    bring(place, PAGES)  # reading alone may be allowed
     return view
 
 
