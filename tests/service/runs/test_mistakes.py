@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from tests.service.local_trial import local_run, trained
 from tests.service.own_task import MODULE, own_spec
+from triaccel_ray.config import ControlConfig
 from triaccel_ray.model.dry_run import IN_YOUR_CODE, UserCodeError
 from triaccel_ray.service.failures import RunFailedError, cause_of
 from triaccel_ray.service.runs.record import read_run
@@ -286,31 +286,6 @@ def test_a_task_may_be_given_by_tensors_and_judged_its_own_way(
 
 
 @pytest.mark.parametrize(
-    ("task", "kind", "message"),
-    [
-        (
-            "Undecided",
-            ValueError,
-            "Undecided.objective = 'accuracy': must be one of Undecided.metrics, which has",
-        ),
-        ("Misnamed", ValueError, "name of a metric = 'loss': must be an identifier, and none of"),
-        ("Plain", TypeError, "must be a Metric, not a function"),
-        ("Counting", ValueError, "Counting.num_correct = 'a method': is asked no more; set metrics"),
-    ],
-)
-def test_metrics_that_are_none_are_refused_with_the_task(
-    mistakes: str, task: str, kind: type[Exception], message: str
-) -> None:
-    with pytest.raises(kind, match=re.escape(message)):
-        load_task(f"{mistakes}:{task}", None)
-
-
-def test_a_run_is_not_resumed_under_another_objective(mistakes: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="objective of the task = 'loss': the run is judged by accuracy"):
-        Worker(own_spec(f"{mistakes}:LossAlone"), tmp_path / "run")
-
-
-@pytest.mark.parametrize(
     ("task", "message"),
     [
         ("ExitsLater", "the task's code called sys.exit(3): raise an error that says what is wrong"),
@@ -331,17 +306,22 @@ def test_what_fails_later_shows_the_users_lines_across_processes(
     assert (tmp_path / "run" / EVENTS).exists()
 
 
-def test_a_batch_larger_than_the_data_is_refused(mistakes: str, tmp_path: Path) -> None:
-    spec = own_spec(f"{mistakes}:Blobs")
-    large = own_spec(f"{mistakes}:Blobs", control=type(spec.control)())  # batches of 96, and of 512 at most
-    Worker(large, tmp_path / "a").close()
+def test_settings_that_do_not_fit_the_task_are_refused(mistakes: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="objective of the task = 'loss': the run is judged by accuracy"):
+        Worker(own_spec(f"{mistakes}:LossAlone"), tmp_path / "run")
+    usual = ControlConfig()  # batches of 96, and of 512 at most
+    Worker(own_spec(f"{mistakes}:Blobs", control=usual), tmp_path / "a").close()
     with pytest.raises(ValueError, match=r"batch size = 96: must be .* samples, 40; give --batch-size 40"):
-        Worker(own_spec(f"{mistakes}:Few", control=large.control), tmp_path / "b")
+        Worker(own_spec(f"{mistakes}:Few", control=usual), tmp_path / "b")
 
 
 @pytest.mark.parametrize(
     ("task", "message"),
     [
+        ("Undecided", "Undecided.objective = 'accuracy': must be one of Undecided.metrics, which has"),
+        ("Misnamed", "name of a metric = 'loss': must be an identifier, and none of"),
+        ("Plain", "must be a Metric, not a function"),
+        ("Counting", "Counting.num_correct = 'a method': is asked no more; set metrics"),
         ("ControlDict", r"ControlDict.control = .*: must be a ControlConfig, not a dict; write ControlConfig\(\*\*"),
         ("RecipeDict", "RecipeDict.recipe = .*: must be a Recipe, not a dict"),
         ("NamedByNumber", "must set the attribute name to a text"),

@@ -29,8 +29,8 @@ from triaccel_ray.service.failures import (
     StoreError,
     failed,
 )
-from triaccel_ray.service.runs.end_record import end_run
 from triaccel_ray.service.runs.record import read_if_begun
+from triaccel_ray.service.runs.run_log import end_run
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trial import NAME, RunContext, RunTrial

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,8 @@ class SharedSplits:
 
     def get(self) -> Splits:
         """Returns the samples; their tensors are the store's own memory, which all trials of a machine read."""
-        return cast(Splits, ray.get(self._reference))
+        splits: Splits = ray.get(self._reference)
+        return splits
 
 
 def share_splits(spec: RunSpec) -> SharedSplits:

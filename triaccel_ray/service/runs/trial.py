@@ -23,10 +23,10 @@ from ray import tune
 from triaccel_ray.measure.score import quality
 from triaccel_ray.records.events import End, LogError, TakenOverError
 from triaccel_ray.service.failures import RESULTS, DiskFullError, StoreError, cause_of, failed, write_traceback
-from triaccel_ray.service.runs.end_record import end_run
 from triaccel_ray.service.runs.objective import Figures, Objective, grace_epochs
 from triaccel_ray.service.runs.pace import Pace
 from triaccel_ray.service.runs.record import read_if_begun
+from triaccel_ray.service.runs.run_log import end_run
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Worker
@@ -207,7 +207,7 @@ class RunTrial(tune.Trainable):
             self._broken = True
             return result
         is_alone = self._context.objective is None
-        is_refused = is_alone and cause == "bug" and (worker is None or not worker.begun)
+        is_refused = is_alone and cause == "bug" and (worker is None or not worker.log.begun)
         if not is_refused:  # bad input must not use up the run's name
             self._note(error, folder)
         if is_alone:
@@ -216,10 +216,10 @@ class RunTrial(tune.Trainable):
 
     def _note(self, error: Exception, folder: TrainingFolder) -> None:
         """Puts a failure on record, also one that came before there was a run."""
-        if self._worker is None or not self._worker.begun:
+        if self._worker is None or not self._worker.log.begun:
             write_traceback(folder.path, error)
             end_run(folder.path, self._spec, failed(error))
-        elif not self._worker.ended:
+        elif not self._worker.log.ended:
             self._worker.fail(error)
         _bring(folder)
 
@@ -229,7 +229,7 @@ class RunTrial(tune.Trainable):
         # What ends the search has been said, and the log can do without.
         if worker is not None:
             with contextlib.suppress(DiskFullError, TakenOverError):
-                if not worker.ended and not self._broken:
+                if not worker.log.ended and not self._broken:
                     worker.stop()
             with contextlib.suppress(DiskFullError):
                 worker.close()
