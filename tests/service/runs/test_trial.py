@@ -33,7 +33,7 @@ from triaccel_ray.service.runs.pace import Pace
 from triaccel_ray.service.runs.record import read_run, runs_below
 from triaccel_ray.service.runs.run_log import end_run
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.runs.trial import FAILED_OBJECTIVE, NAME, RunContext, RunTrial, _portable, reopen
+from triaccel_ray.service.runs.trial import FAILED_OBJECTIVE, NAME, RunContext, RunTrial, reopen
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, SPEC
 from triaccel_ray.service.storage.storage_path import StoragePath
@@ -329,19 +329,6 @@ def test_bad_input_leaves_nothing_behind(
     assert (type(result["error"]), result["is_refused"], result["unfinished"]) == (kind, True, "bug")
     assert message in str(result["error"])
     assert not (tmp_path / "run").exists()
-
-
-class UntravelledError(Exception):
-    """Cannot be made anew from its message."""
-
-    def __init__(self, one: int, other: int) -> None:
-        super().__init__(f"{one} of {other}")
-
-
-def test_an_error_that_cannot_travel_is_told_by_one_that_can() -> None:
-    told = _portable(UntravelledError(1, 2))
-    assert (type(told), str(told)) == (RuntimeError, "UntravelledError: 1 of 2")
-    assert "UntravelledError: 1 of 2" in told.__notes__[0]
 
 
 def test_checkpoints_that_take_long_wait_but_for_the_last(
