@@ -96,7 +96,6 @@ def test_trials_run_side_by_side_each_on_its_own_gpu_and_reuse_their_actors(tmp_
         ).fit()
     assert not results.errors
     ends = [result.metrics for result in results]
-    assert len(ends) == 4
     assert {end["gpu"] for end in ends} == {"0", "1"}
     assert len({end["pid"] for end in ends}) == 2  # four trials, two actors
     assert len({(end["gpu"], end["pid"]) for end in ends}) == 2  # and each keeps its GPU

@@ -185,6 +185,13 @@ def test_a_run_that_is_stopped_is_brought_to_the_store_unless_another_process_ha
     trial.cleanup()
 
 
+def test_a_run_that_the_store_has_never_seen_is_found_where_it_trained(machines: Machines) -> None:
+    write(machines.move_to("a").path, {SPEC: "s", EVENTS: "1\n", CHECKPOINT: "after 1"})
+    pull_all(machines.place)
+    assert held(machines.place.folder) == {SPEC: "s", EVENTS: "1\n"}
+    assert held(machines.kept)[CHECKPOINT] == "after 1"
+
+
 def test_a_run_that_was_refused_has_not_used_its_name(machines: Machines) -> None:
     folder = machines.move_to("a")
     folder.open()

@@ -68,12 +68,12 @@ def mirrored(place: StoragePath, *, patience_s: float = PATIENCE_S) -> Iterator[
                 following.stop(5.0)
             if cause_of(error) != "taken_over":
                 try:  # not for long: who waits for a message should not wait for the store
-                    with saying_where(place, place.folder):
+                    with saying_where(place, StoragePath(place.storage).folder):
                         insist(settle, min(patience_s, 5.0))
                 except (StoreError, DiskFullError) as failure:
                     _logger.warning("%s", failure)
             raise
-        with saying_where(place, place.folder):
+        with saying_where(place, StoragePath(place.storage).folder):
             following.stop(patience_s)
             insist(settle, patience_s)
 
@@ -93,7 +93,11 @@ def pull_all(place: StoragePath) -> None:
     Raises:
         StoreError: the store cannot be reached.
     """
-    if place.uri is not None and (folders := _folders(place)):
+    if place.uri is None:
+        return
+    if not place.folder.exists():
+        _push_runs(place)  # one that began here, and of which nothing has come to the store yet
+    if folders := _folders(place):
         with contextlib.suppress(Timeout), _lock(place).acquire(timeout=0.0):
             for folder, there in folders:
                 pull(folder, folder.folder, (*COMMAND, *LOG), there)
