@@ -2,7 +2,7 @@
 
 A run is written in its training folder, on the machine where it trains (`training_folder`). A command writes into its
 working copy, on the machine where it was typed, and takes the logs of runs there (`mirror`). A copy has the size
-and time of its original: what has the same is not copied again, and of two others the newer counts.
+and time of its original, and what has the same is not copied again.
 
 A checkpoint counts records of its log. So that whoever takes both finds at least as many in the log, a log is brought
 to the store before the checkpoint, but opened after it, and taken from the store after the checkpoint. The trained
@@ -59,7 +59,9 @@ def push(place: StoragePath, folder: Path, files: Sequence[str], there: Mapping[
 
 
 def pull(place: StoragePath, folder: Path, files: Sequence[str], there: Mapping[str, Stamp]) -> None:
-    """Takes those files from the store that are missing in `folder`, or older; an empty one stands for none.
+    """Takes those files from the store of which `folder` has another version, or none; an empty one stands for none.
+
+    What a command has written here stays where it is newer: the command was killed, perhaps, before it could bring it.
 
     Raises:
         StoreError: the store cannot be reached.
@@ -67,8 +69,10 @@ def pull(place: StoragePath, folder: Path, files: Sequence[str], there: Mapping[
     """
     for file in reversed(files):
         path, stamp = folder / file, there.get(file)
+        if stamp is None:
+            continue
         here = Stamp.of(path.stat()) if path.exists() else None
-        if stamp is None or here == stamp or (here is not None and here.mtime_ns > stamp.mtime_ns):
+        if here == stamp or (here is not None and file in COMMAND and here.mtime_ns > stamp.mtime_ns):
             continue
         if stamp.size == 0:
             path.unlink(missing_ok=True)
