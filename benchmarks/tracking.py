@@ -77,7 +77,7 @@ def train(task: str, folder: Path, data_dir: Path | None, device: str) -> None:
     EventLog.append = timed  # type: ignore[method-assign, assignment]  # timed without a word in the product
     spec = run_spec(task, data_dir=data_dir, recipe={}, device=device)
     worker = Worker(spec, folder)
-    worker.start()
+    worker.resume()
     for line in sys.stdin:
         recorded = line.strip() == "on"
         spent, num_ticks, began, cpu = 0.0, 0, time.perf_counter(), time.process_time()

@@ -25,7 +25,7 @@ task, num_epochs, headroom, folder = sys.argv[1:]
 recipe = {"epochs": int(num_epochs)}
 spec = run_spec(task, data_dir=None, recipe=recipe, trials_per_gpu=2, memory_headroom_bytes=int(headroom))
 worker = Worker(spec, Path(folder))
-worker.start()
+worker.resume()
 Path(folder, "started").touch()
 deadline = time.monotonic() + 200
 while len(list(Path(folder).parent.glob("*/started"))) < 2:  # so that both train side by side

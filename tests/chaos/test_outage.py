@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import contextlib
 import shutil
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
+from tests.chaos.desk import fill
 from tests.service.build import SimulatedRun
 from tests.service.stores import Server, assert_equals_log, free_port, only_run, runs
 from tests.service.waiting import DEADLINE_S, wait_until
@@ -118,14 +114,12 @@ def test_a_full_disk_is_named(sqlite_tracker: Tracker, root: Path, experiment: s
     shutil.copy(sqlite_tracker.uri.removeprefix("sqlite:///"), small_disk / "mlflow.db")
     tracker = Tracker(f"sqlite:///{small_disk}/mlflow.db", small_disk / "artifacts")
     tracker.experiment_id(experiment)
-    with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as filler:
-        while True:
-            filler.write(bytes(4096))
+    filler = fill(small_disk)
     SimulatedRun(root / "trial").complete(epochs=1)
     shipper = Shipper(tracker, root, experiment=experiment)
     shipper.ship_once()
     assert shipper.last_error == f"trial: the disk of sqlite:///{small_disk}/mlflow.db is full: make room there"
-    (small_disk / "filler").unlink()
+    filler.unlink()
     assert shipper.flush(DEADLINE_S)
 
 
@@ -134,24 +128,12 @@ def test_a_full_disk_of_artifacts_is_named(
 ) -> None:
     run = SimulatedRun(root / "trial")
     run.complete(epochs=1)
-    (run.folder / "report.html").write_bytes(bytes(20 * 2**20))
+    (run.folder / "report.html").write_bytes(bytes(80 * 2**20))
     shipper = Shipper(Tracker(sqlite_tracker.uri, small_disk), root, experiment=experiment)
     shipper.ship_once()
     assert shipper.last_error is not None
     assert f"the disk of {small_disk}" in shipper.last_error
     assert "is full: make room there" in shipper.last_error
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 16 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounting = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True)
-    if mounting.returncode != 0:
-        pytest.skip("needs the right to mount a small file system")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def test_an_end_that_failed_is_made_up_for(

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
+from tests.chaos.desk import Desk, alive, done, kill, still_runs
 from tests.service.own_task import MODULE
 from tests.service.stores import assert_equals_log, history, only_run, runs
-from tests.service.waiting import COMMAND_S, DEADLINE_S, end, wait_until
+from tests.service.waiting import DEADLINE_S, wait_until
 from triaccel_ray.records.events import Epoch, Interruption, Tick, read_events
 from triaccel_ray.service.tracking.tracking import Tracker
 
@@ -54,12 +52,10 @@ class Pressed(Blobs):
 
 
 @dataclass(frozen=True)
-class Desk:
-    """A folder with a task module and storage, and the commands that were typed there."""
+class PressedDesk(Desk):
+    """With storage, and a cluster that trains."""
 
-    folder: Path
-    address: str
-    commands: list[subprocess.Popen[str]] = field(default_factory=list)
+    address: str = ""
 
     @property
     def tracker(self) -> Tracker:
@@ -69,19 +65,8 @@ class Desk:
     def log(self) -> Path:
         return self.folder / "storage" / "r" / "events.jsonl"
 
-    def type(self, *words: str) -> subprocess.Popen[str]:
-        where = ("--storage-path", str(self.folder / "storage"), "--address", self.address)
-        paths = os.pathsep.join([str(self.folder), os.getcwd()])
-        command = subprocess.Popen(
-            [sys.executable, "-m", "triaccel_ray.service", *words, *where],
-            cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": paths},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.commands.append(command)
-        return command
+    def record(self, *words: str) -> subprocess.Popen[str]:
+        return self.type(*words, "--storage-path", str(self.folder / "storage"), "--address", self.address)
 
 
 @pytest.fixture
@@ -97,31 +82,21 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
 
 
 @pytest.fixture
-def desk(tmp_path: Path, cluster: Cluster) -> Iterator[Desk]:
+def desk(tmp_path: Path, cluster: Cluster) -> Iterator[PressedDesk]:
     (tmp_path / "pressed_task.py").write_text(MODULE + PRESSED)
     (tmp_path / "hold").touch()
-    made = Desk(tmp_path, cluster.address)
+    made = PressedDesk(tmp_path, address=cluster.address)
     (tmp_path / "log").symlink_to(made.log)
     yield made
-    (tmp_path / "hold").unlink(missing_ok=True)
-    for command in made.commands:
-        end(command)
-        assert command.stdout is not None
-        command.stdout.close()
-
-
-def done(command: subprocess.Popen[str]) -> None:
-    said, _ = command.communicate(timeout=COMMAND_S)
-    assert command.returncode == 0, said
+    made.clear()
 
 
 @pytest.mark.parametrize("lost", ["actor", "raylet", "driver"])
-def test_mlflow_holds_the_log_value_by_value_after_a_loss(desk: Desk, cluster: Cluster, lost: str) -> None:
+def test_mlflow_holds_the_log_value_by_value_after_a_loss(desk: PressedDesk, cluster: Cluster, lost: str) -> None:
     words = ("--name", "r", "--device", "cpu", "--memory-headroom", "400MiB")
-    command = desk.type("run", "pressed_task:Pressed", *words)
+    command = desk.record("run", "pressed_task:Pressed", *words)
     held = desk.folder / "held"
-    wait_until(lambda: held.exists() or command.poll() is not None)
-    assert command.poll() is None, command.communicate()[0]
+    still_runs(command, held.exists)
     first = [event.record for event in read_events(desk.log)]
     assert isinstance(first[-1], Tick)
     last_step = first[-1].observation.step
@@ -131,17 +106,17 @@ def test_mlflow_holds_the_log_value_by_value_after_a_loss(desk: Desk, cluster: C
 
     actor = int(held.read_text())
     if lost == "driver":
-        os.kill(command.pid, signal.SIGKILL)
+        kill(command.pid)
         command.wait(DEADLINE_S)
     elif lost == "raylet":
         (node,) = cluster.worker_nodes
-        os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+        kill(node.all_processes["raylet"][0].process.pid)
         cluster.add_node(num_cpus=1, num_gpus=0)
     else:
-        os.kill(actor, signal.SIGKILL)
-    wait_until(lambda: not psutil.pid_exists(actor) or psutil.Process(actor).status() == psutil.STATUS_ZOMBIE)
-    (desk.folder / "hold").unlink()
-    done(desk.type("resume", "r") if lost == "driver" else command)
+        kill(actor)
+    wait_until(lambda: not alive(actor))
+    desk.release()
+    done(desk.record("resume", "r") if lost == "driver" else command)
 
     found = only_run(desk.tracker, "triaccel-runs")
     assert found.id != old.id

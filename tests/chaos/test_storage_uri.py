@@ -7,21 +7,21 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from pyarrow import fs
 
-from tests.chaos.test_crashes import HELD, done
+from tests.chaos.desk import Desk, alive, done, still_runs
+from tests.chaos.test_crashes import HELD
 from tests.service.local_trial import local_run, trained
 from tests.service.own_task import MODULE, own_spec
 from tests.service.stores import runs
-from tests.service.waiting import DEADLINE_S, end, wait_until
+from tests.service.waiting import wait_until
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.jobs.jobs import submission
@@ -29,9 +29,9 @@ from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, MODEL, SPEC
 from triaccel_ray.service.storage.mirror import pull_all
-from triaccel_ray.service.storage.mirroring import RunCopy
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Store
+from triaccel_ray.service.storage.training_folder import WRITER, TrainingFolder
 from triaccel_ray.service.tracking.tracking import Tracker
 
 pytestmark = pytest.mark.timeout(1800)  # several commands each, a minute a command where two CPUs have other work
@@ -39,11 +39,8 @@ CPU = ("--device", "cpu", "--memory-budget", "8GiB")
 
 
 @dataclass(frozen=True)
-class Desk:
-    """A folder with a task module, a store, and machines from which commands are typed."""
-
-    folder: Path
-    commands: list[subprocess.Popen[str]] = field(default_factory=list)
+class StoreDesk(Desk):
+    """With a store, and machines from which commands are typed."""
 
     @property
     def store(self) -> Path:
@@ -51,58 +48,38 @@ class Desk:
 
     @property
     def where(self) -> tuple[str, ...]:
-        return ("--storage-path", self.store.as_uri(), "--tracking-uri", f"sqlite:///{self.folder / 'mlflow.db'}")
+        return ("--storage-path", self.store.as_uri(), "--tracking-uri", self.tracker.uri)
 
     @property
     def tracker(self) -> Tracker:
         return Tracker(f"sqlite:///{self.folder / 'mlflow.db'}", self.folder / "artifacts")
 
-    def type(self, machine: str, *words: str) -> subprocess.Popen[str]:
-        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-        paths = os.pathsep.join([str(self.folder), os.getcwd()])
-        command = subprocess.Popen(
-            [sys.executable, "-m", "triaccel_ray.service", *words],
-            cwd=self.folder,
-            env={**environment, "PYTHONPATH": paths, "XDG_CACHE_HOME": str(self.folder / machine)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.commands.append(command)
-        return command
-
-    def clear(self) -> None:
-        """Ends what a test has left."""
-        (self.folder / "hold").unlink(missing_ok=True)
-        for command in self.commands:
-            end(command)
-            assert command.stdout is not None
-            command.stdout.close()
+    def at(self, machine: str, *words: str) -> subprocess.Popen[str]:
+        return self.type(*words, XDG_CACHE_HOME=str(self.folder / machine))
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
+def desk(tmp_path: Path) -> Iterator[StoreDesk]:
     (tmp_path / "held_task.py").write_text(MODULE + HELD)
     (tmp_path / "store").mkdir()
     (tmp_path / "held").mkdir()
-    made = Desk(tmp_path)
+    made = StoreDesk(tmp_path)
     yield made
     made.clear()
 
 
-def test_a_run_whose_machine_is_lost_goes_on_on_another_one(desk: Desk) -> None:
+def test_a_run_whose_machine_is_lost_goes_on_on_another_one(desk: StoreDesk) -> None:
     (desk.folder / "hold").touch()
     words = ("run", "held_task:Held", "--name", "one", "--epochs", "3", "--tau-low", "0", "--register", "mine", *CPU)
-    command = desk.type("a", *words, *desk.where)
-    wait_until(lambda: (desk.store / "one" / CHECKPOINT).exists() or command.poll() is not None)
-    assert command.poll() is None, command.communicate(timeout=DEADLINE_S)[0]
+    command = desk.at("a", *words, *desk.where)
+    still_runs(command, (desk.store / "one" / CHECKPOINT).exists)
     command.kill()
     command.wait()
     for pid in map(int, os.listdir(desk.folder / "held")):
-        wait_until(lambda pid=pid: not os.path.exists(f"/proc/{pid}"))  # Ray ends them with their driver
-    (desk.folder / "hold").unlink()
+        wait_until(lambda pid=pid: not alive(pid))  # Ray ends them with their driver
+    desk.release()
     shutil.rmtree(desk.folder / "a")
-    said = done(desk.type("b", "resume", "one", *desk.where))
+    said = done(desk.at("b", "resume", "one", *desk.where))
     assert "one: held_task:Held, the full control loop, finished" in said
     assert f"model:    {desk.store.as_uri()}/one/{MODEL} (epoch 3, the last)" in said
     assert (desk.store / "one" / MODEL).stat().st_size > 0
@@ -112,13 +89,13 @@ def test_a_run_whose_machine_is_lost_goes_on_on_another_one(desk: Desk) -> None:
     assert [(each.cause, each.epoch) for each in run.interruptions] == [("preempted", 1)]
     (recorded,) = runs(desk.tracker, "triaccel-runs")
     assert recorded.status == "FINISHED"
-    said = done(desk.type("c", "replay", "one", *desk.where))
+    said = done(desk.at("c", "replay", "one", *desk.where))
     assert "every decision is the same" in said
 
 
-def test_a_search_reaches_the_store_and_is_reported_and_resumed_elsewhere(desk: Desk) -> None:
+def test_a_search_reaches_the_store_and_is_reported_and_resumed_elsewhere(desk: StoreDesk) -> None:
     words = ("search", "held_task:Blobs", "--name", "hunt", "--trials", "2", "--epochs", "2", "--margin", "100", *CPU)
-    command = desk.type("a", *words, *desk.where)
+    command = desk.at("a", *words, *desk.where)
     wait_until(lambda: (desk.store / "hunt" / "prepared.json").exists() or command.poll() is not None)
     desk.store.rename(desk.folder / "out-of-reach")
     time.sleep(3.0)  # whatever is done meanwhile, nothing may be lost; how much it is does not matter
@@ -130,15 +107,15 @@ def test_a_search_reaches_the_store_and_is_reported_and_resumed_elsewhere(desk: 
     assert len(record.trials) == 2
     assert (desk.store / "hunt" / "trials.jsonl").read_text().count("sample") == 2
     for trial in record.trials:  # nothing was lost while the store was out of reach
-        (log,) = (desk.folder / "a" / "triaccel-ray").glob(f"*/hunt/trials/{trial.name}/{EVENTS}")
+        (log,) = (desk.folder / "a" / "triaccel-ray").glob(f"*/.training/hunt/trials/{trial.name}/{EVENTS}")
         assert log.read_bytes() == (trial.folder / EVENTS).read_bytes()
     before = {path: path.read_bytes() for path in desk.store.rglob(EVENTS)}
     page = desk.store / "hunt" / "report.html"
     page.unlink()
-    said = done(desk.type("b", "report", "hunt", "--storage-path", desk.store.as_uri()))
+    said = done(desk.at("b", "report", "hunt", "--storage-path", desk.store.as_uri()))
     assert "The best trial" in said
     assert page.exists()
-    done(desk.type("b", "resume", "hunt", *desk.where))
+    done(desk.at("b", "resume", "hunt", *desk.where))
     after = {path: path.read_bytes() for path in desk.store.rglob(EVENTS)}
     own = desk.store / "hunt" / EVENTS
     assert {path: text for path, text in after.items() if path != own} == {
@@ -246,7 +223,7 @@ def test_a_run_goes_on_from_a_bucket(
     second = local_run(spec, place)
     assert second.step()["epoch"] == 2
     trained(second)
-    assert sorted(Store(bucket).files("one", recursive=True)) == sorted([CHECKPOINT, EVENTS, SPEC])
+    assert sorted(Store(bucket).files("one", recursive=True)) == sorted([CHECKPOINT, EVENTS, SPEC, WRITER])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "c"))
     with pytest.raises(SystemExit) as ended:
         main(["report", "one", "--storage-path", bucket])
@@ -269,6 +246,6 @@ def test_an_s3_server_that_nobody_has_started(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(StoreError, match="NETWORK_CONNECTION") as refusal:
             Store(uri).check(writable=True)
         with pytest.raises(StoreError, match="NETWORK_CONNECTION"):
-            RunCopy(StoragePath(uri, "run"), patience_s=0.0).open()
+            TrainingFolder(StoragePath(uri, "run"), patience_s=0.0).open()
     assert "\n" not in str(refusal.value)
     assert "s3cr3t" not in str(refusal.value)

@@ -106,26 +106,8 @@ def hunt(starting_server: Server, tmp_path_factory: pytest.TempPathFactory) -> I
             log = place / f"{name}.log"
             stack.enter_context(ray_node(*words, *own, env=environment, log=log))
         uri = f"http://somebody:{IN_THE_URI}@127.0.0.1:{starting_server.port}"
-        typed = (
-            "--trials",
-            str(NUM_TRIALS),
-            "--epochs",
-            "2",
-            "--objective",
-            "pareto",
-            "--space",
-            "thresholds-absolute",
-        )
-        places = (
-            "--name",
-            "hunt",
-            "--storage-path",
-            str(place / "storage"),
-            "--tracking-uri",
-            uri,
-            "--address",
-            address,
-        )
+        typed = f"--trials {NUM_TRIALS} --epochs 2 --objective pareto --space thresholds-absolute --name hunt".split()
+        places = ("--storage-path", str(place / "storage"), "--tracking-uri", uri, "--address", address)
         with (place / "said.txt").open("wb") as said:
             command = subprocess.Popen(
                 [sys.executable, "-m", "triaccel_ray.service", "search", "meeting:Meeting", *typed, *places],

@@ -32,7 +32,7 @@ from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.search.finding import FOUND
 from triaccel_ray.service.search.search import best_trial, read_search
-from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, MODEL, SPEC, claimed
+from triaccel_ray.service.storage.layout import ERROR, EVENTS, MODEL, SPEC, claimed
 from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.trainables.task import Purpose
 
@@ -299,9 +299,9 @@ def test_an_interrupted_run_of_a_users_own_task_ends_as_if_it_had_not_been(
 
     cut = desk.storage / "cut"
     worker = Worker(whole.spec, cut)
-    worker.start()
+    worker.resume()
     worker.train_epoch()
-    worker.save(cut / CHECKPOINT)
+    worker.checkpoint()
     worker.close()
     assert desk.type("resume", "cut") == 0
 

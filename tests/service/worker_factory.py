@@ -24,7 +24,7 @@ class WorkerFactory:
 
     def start(self, spec: RunSpec, folder: Path) -> Worker:
         worker = self.build(spec, folder)
-        worker.start()
+        worker.resume()
         return worker
 
     def close(self) -> None:

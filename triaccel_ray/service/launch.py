@@ -61,6 +61,7 @@ from triaccel_ray.service.search.search import (
 )
 from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.session import new_name, open_tracker, recording, require_experiment
+from triaccel_ray.service.storage.copies import PAGES
 from triaccel_ray.service.storage.layout import (
     BASELINES,
     ERROR,
@@ -70,8 +71,7 @@ from triaccel_ray.service.storage.layout import (
     write_atomically,
     write_value,
 )
-from triaccel_ray.service.storage.mirror import push_commands, require_unused
-from triaccel_ray.service.storage.mirroring import mirrored
+from triaccel_ray.service.storage.mirror import bring, mirrored, require_unused
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.shipper import Parent
 from triaccel_ray.service.tracking.tracking import Tracker
@@ -192,7 +192,7 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
         say_how_it_ended(before)
         _write_settings(spec, folder)
         if before.status != "failed (out_of_memory)":
-            with mirrored(place, has_own_log=False), recording(tracker, folder, words, experiment=experiment):
+            with mirrored(place), recording(tracker, folder, words, experiment=experiment):
                 out.print(f"{folder.name} is {before.status}; recording in MLflow what is missing")
             is_handed_over = deliver_model(before, place, tracker, words)
             is_complete = before.status == "finished" and is_handed_over
@@ -200,7 +200,7 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
     with (
         contextlib.nullcontext() if context.resume else claimed(folder),
         resumable(words, place),
-        mirrored(place, has_own_log=False),
+        mirrored(place),
         _ray(where, words),
         recording(tracker, folder, words, experiment=experiment),
     ):
@@ -214,7 +214,7 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
     _write_settings(spec, folder)
     view = view_run(run)
     context.show(view)
-    push_commands(place)
+    bring(place, PAGES)
     is_handed_over = deliver_model(run, place, tracker, words)
     return Outcome(context=context, view=view, is_complete=is_handed_over)
 
@@ -230,7 +230,7 @@ def _search(spec: SearchSpec, context: Context) -> Outcome:
     if not context.resume:
         begin_search(spec, folder)
     parent = search_parent(spec, folder)
-    mirror = mirrored(place, has_own_log=True)
+    mirror = mirrored(place)
     with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, parent) as log:
         with _ray(where, words):
             num_gpus, shared = _num_gpus(spec.base, where.address), _shared(spec.base)
@@ -278,7 +278,7 @@ def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
         begin_comparison(spec, folder)
     info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
     parent = Parent(name=folder.name, tags=info)
-    mirror = mirrored(place, has_own_log=True)
+    mirror = mirrored(place)
     with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, parent) as log:
         with _ray(where, words):
             num_gpus = _num_gpus(spec.base, where.address)

@@ -1,33 +1,12 @@
 from triaccel_ray.service.runs.pace import Pace
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def pace_after(took: float) -> tuple[Pace, Clock]:
-    clock = Clock()
-    pace = Pace(clock)
-    assert pace.is_due
-    with pace.timed():
-        clock.now += took
-    return pace, clock
-
-
-def test_what_takes_a_moment_is_always_due() -> None:
-    pace, _ = pace_after(0.2)
-    assert pace.is_due
-
-
 def test_what_takes_long_waits_until_it_is_a_twentieth_of_the_time() -> None:
-    pace, clock = pace_after(1.0)
-    clock.now += 18.9
-    assert not pace.is_due
-    clock.now += 0.2
+    now = [100.0]
+    pace = Pace(lambda: now[0])
     assert pace.is_due
-    with pace.timed():
-        clock.now += 0.1
-    assert pace.is_due
+    for took, waited, is_due in ((0.2, 0.0, True), (1.0, 18.9, False), (0.1, 0.0, True), (1.0, 19.1, True)):
+        with pace.timed():
+            now[0] += took
+        now[0] += waited
+        assert pace.is_due == is_due

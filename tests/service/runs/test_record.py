@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from triaccel_ray.records.codec import encode
 from triaccel_ray.records.events import LogError
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.runs.objective import Figures
-from triaccel_ray.service.runs.record import read_run, read_spec, runs_below
+from triaccel_ray.service.runs.record import read_run, runs_below
 from triaccel_ray.service.storage.layout import EVENTS, SPEC
 
 
@@ -32,67 +32,42 @@ def test_a_run_is_read_back_from_its_folder(tmp_path: Path) -> None:
     assert len(run.ticks) == 8
     assert run.end is not None
     assert run.end.results["accuracy"] == 91.5
+    with (tmp_path / "mine" / EVENTS).open("ab") as file:
+        file.write(b'{"sequence": 99, "kind": "ep')  # still being written
+    assert read_run(tmp_path / "mine") == run
 
 
-def test_figures_are_those_of_the_last_epoch(tmp_path: Path) -> None:
+def test_figures_are_those_after_an_epoch_and_at_the_end_what_the_run_ended_with(tmp_path: Path) -> None:
     run = read_run(simulated(tmp_path).complete(epochs=7))
-    figures, last = run.figures, run.epochs[-1]
     seconds = sum(epoch.seconds for epoch in run.epochs[2:]) / 5
-    assert figures is not None
-    assert figures.metric == 91.5  # what the run ended with
-    assert (figures.seconds, figures.peak_gb) == pytest.approx((seconds, last.peak_bytes / 1e9))
-    assert figures.score == pytest.approx(91.5 / (seconds * last.peak_bytes / 1e9))
-
-
-def test_figures_can_be_had_as_they_were_after_any_epoch(tmp_path: Path) -> None:
-    run = read_run(simulated(tmp_path).complete(epochs=7))
+    peak_gb = run.epochs[-1].peak_bytes / 1e9
+    expected = Figures(metric=91.5, seconds=seconds, peak_gb=peak_gb, score=91.5 / (seconds * peak_gb))
+    assert run.figures is not None
+    assert astuple(run.figures) == pytest.approx(astuple(expected))
     early, before = run.figures_after(2), run.epochs[1]
     assert early is not None
-    assert (early.metric, early.score) == (before.held_out(Goal()), pytest.approx(before.score, rel=0.5))
+    assert (early.metric, early.peak_gb) == (before.held_out(Goal()), before.peak_bytes / 1e9)
     assert early.seconds == pytest.approx((run.epochs[0].seconds + before.seconds) / 2)
-    assert early.peak_gb == before.peak_bytes / 1e9
     assert run.figures_after(0) is None
 
 
-def test_a_run_under_way_has_the_figures_of_its_last_epoch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_final", [False, True])
+def test_a_run_under_way_has_figures_once_it_was_judged(tmp_path: Path, is_final: bool) -> None:
     run = simulated(tmp_path)
     run.start()
     assert read_run(tmp_path).figures is None
-    run.train(1)
+    unjudged = {"held_out_metrics": {}, "held_out_loss": None, "score": None} if is_final else {}
+    run.append(run.make_tick(), replace(run.make_epoch(), **unjudged))
     read = read_run(tmp_path)
     assert read.status == "unfinished"
-    assert isinstance(read.figures, Figures)
-    assert read.figures.metric == read.epochs[-1].held_out(Goal())
-
-
-def test_a_final_run_under_way_has_no_figures(tmp_path: Path) -> None:
-    run = simulated(tmp_path)
-    run.start()
-    run.append(run.make_tick(), replace(run.make_epoch(), held_out_metrics={}, held_out_loss=None, score=None))
-    assert read_run(tmp_path).figures is None
-
-
-@pytest.mark.parametrize(
-    ("end", "status"),
-    [
-        (("finished", ""), "finished"),
-        (("stopped", ""), "stopped"),
-        (("failed", "out_of_memory"), "failed (out_of_memory)"),
-    ],
-)
-def test_how_a_run_ended(tmp_path: Path, end: tuple[str, str], status: str) -> None:
-    run = simulated(tmp_path)
-    run.start()
-    run.end(*end)
-    assert read_run(tmp_path).status == status
-
-
-def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path) -> None:
-    simulated(tmp_path).complete()
-    complete = read_run(tmp_path)
-    with (tmp_path / EVENTS).open("ab") as file:
-        file.write(b'{"sequence": 99, "kind": "ep')
-    assert read_run(tmp_path) == complete
+    assert (read.figures is None) == is_final
+    assert is_final or read.figures.metric == read.epochs[-1].held_out(Goal())  # type: ignore[union-attr]
+    for status, cause, told in (
+        ("stopped", "", "stopped"),
+        ("failed", "out_of_memory", "failed (out_of_memory)"),
+    ):
+        run.end(status, cause)
+        assert read_run(tmp_path).status == told
 
 
 def cut_start(folder: Path) -> None:
@@ -130,11 +105,6 @@ def test_damage_is_named(tmp_path: Path, damage: str) -> None:
     with pytest.raises(LogError, match=re.escape(message)) as caught:
         read_run(tmp_path)
     assert str(tmp_path) in str(caught.value)
-
-
-def test_the_spec_alone_can_be_read(tmp_path: Path) -> None:
-    simulated(tmp_path)
-    assert read_spec(tmp_path) == RUN_SPEC
 
 
 def test_runs_are_found_at_any_depth_in_name_order(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,17 @@ import psutil
 import pytest
 import ray
 import torch
-from torch import Tensor
 
-from tests.build import CPU, blobs
+from tests.build import blobs
 from tests.service.local_trial import local_run, trained
 from tests.service.own_task import own_spec
 from triaccel_ray.data.sources import DatasetSource, TensorSource
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
-from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.images import ImageSource, Preparation
-from triaccel_ray.trainables.task import Purpose, Splits
+from triaccel_ray.trainables.task import Purpose, Recipe, Splits
 
 MIB = 2**20
 FORTY_MIB = 40 * MIB
@@ -39,14 +38,6 @@ def same(one: TensorSource, other: TensorSource) -> bool:
 def elsewhere(function: Callable[..., Any], *arguments: Any) -> Any:
     """What the function returns in another process of the cluster."""
     return ray.get(ray.remote(max_calls=1)(function).remote(*arguments))
-
-
-def test_a_task_s_samples_arrive_as_they_were_read() -> None:
-    shared = share_splits(own_spec("digits"))
-    read, arrived = Digits().data(Purpose.SEARCH), shared.get()
-    assert same(read.train, arrived.train)  # type: ignore[arg-type]
-    assert same(read.held_out, arrived.held_out)  # type: ignore[arg-type]
-    assert len(arrived.train) + len(arrived.held_out) == 1797 - 359  # none of the test samples
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.float64])
@@ -109,10 +100,6 @@ def test_trials_map_the_samples_and_touch_them_before_anything_is_measured() -> 
     assert reading < 0.5 * FORTY_MIB
 
 
-def on_cuda_or_meta() -> Tensor:
-    return torch.zeros(4, 2, device="meta")
-
-
 class Unpicklable(TensorSource):
     def __init__(self) -> None:
         super().__init__(*blobs(4))
@@ -123,7 +110,10 @@ class Unpicklable(TensorSource):
     ("make", "needle"),
     [
         (lambda: DatasetSource(torch.utils.data.TensorDataset(*blobs(4))), "train is a DatasetSource"),
-        (lambda: TensorSource(on_cuda_or_meta(), torch.zeros(4)), "tensor on meta: only dense ones on the CPU"),
+        (
+            lambda: TensorSource(torch.zeros(4, 2, device="meta"), torch.zeros(4)),
+            "tensor on meta: only dense ones on the CPU",
+        ),
         (Unpicklable, "something in it cannot travel"),
     ],
 )
@@ -139,14 +129,6 @@ def test_files_that_are_not_here_and_test_samples_are_not_shared(tmp_path: Path)
         share_splits(own_spec("digits", purpose=Purpose.FINAL))
 
 
-def test_a_run_is_the_same_whether_it_reads_its_samples_or_shares_them(module: str, tmp_path: Path) -> None:
-    spec = own_spec(f"{module}:Blobs", seed=3)
-    trained(local_run(spec, StoragePath.of(tmp_path / "read")))
-    trained(local_run(spec, StoragePath.of(tmp_path / "shared"), share_splits(spec)))
-    read, shared = (read_run(tmp_path / name) for name in ("read", "shared"))
-    assert [epoch.train_loss for epoch in read.epochs] == [epoch.train_loss for epoch in shared.epochs]
-
-
 class Drawing(Digits):
     """Reading the samples draws from the global generator."""
 
@@ -155,9 +137,14 @@ class Drawing(Digits):
         return super().data(purpose)
 
 
-def test_the_model_does_not_depend_on_who_read_the_samples(tmp_path: Path) -> None:
-    spec = own_spec("tests.service.runs.test_shared_data:Drawing")
-    workers = [Worker(spec, tmp_path / "a"), Worker(spec, tmp_path / "b", Digits().data(Purpose.SEARCH))]
-    weights = [worker.loop.model.state_dict()["conv1.weight"] for worker in workers]
-    assert torch.equal(*weights)
-    assert weights[0].device == CPU
+def test_a_run_does_not_depend_on_who_read_the_samples(tmp_path: Path) -> None:
+    spec = replace(own_spec("tests.service.runs.test_shared_data:Drawing"), recipe=Recipe(epochs=1))
+    shared = share_splits(spec)
+    read, arrived = Digits().data(Purpose.SEARCH), shared.get()
+    assert same(read.train, arrived.train)  # type: ignore[arg-type]
+    assert same(read.held_out, arrived.held_out)  # type: ignore[arg-type]
+    assert len(arrived.train) + len(arrived.held_out) == 1797 - 359  # none of the test samples
+    trained(local_run(spec, StoragePath.of(tmp_path / "read")))
+    trained(local_run(spec, StoragePath.of(tmp_path / "shared"), shared))
+    losses = [read_run(tmp_path / name).epochs[0].train_loss for name in ("read", "shared")]
+    assert losses[0] == losses[1]

@@ -19,7 +19,7 @@ from triaccel_ray.records.events import End, TakenOverError
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trained_model import is_better
-from triaccel_ray.service.storage.layout import CHECKPOINT, MODEL
+from triaccel_ray.service.storage.layout import CHECKPOINT, MODEL, PREVIOUS
 from triaccel_ray.trainables.task import Purpose, Recipe
 
 PASSING = """
@@ -136,15 +136,12 @@ def test_a_run_that_cannot_leave_its_weights_has_not_finished(
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_a_trial_leaves_none(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
-    train(worker_factory.start(own_spec(f"{module}:Blobs"), tmp_path)).finish()
-    assert not (tmp_path / MODEL).exists()
-    assert last_of(tmp_path).kept_epoch is None
-
-
-def test_a_final_run_leaves_its_last_weights(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
-    train(worker_factory.start(own_spec(f"{module}:Blobs", purpose=Purpose.FINAL, keep="last"), tmp_path)).finish()
-    assert (last_of(tmp_path).kept_epoch, (tmp_path / MODEL).exists()) == (3, True)
+@pytest.mark.parametrize(("purpose", "keep", "kept"), [(Purpose.SEARCH, None, None), (Purpose.FINAL, "last", 3)])
+def test_a_trial_leaves_no_weights_and_a_final_run_its_last(
+    worker_factory: WorkerFactory, module: str, tmp_path: Path, purpose: Purpose, keep: str | None, kept: int | None
+) -> None:
+    train(worker_factory.start(own_spec(f"{module}:Blobs", purpose=purpose, keep=keep), tmp_path)).finish()
+    assert (last_of(tmp_path).kept_epoch, (tmp_path / MODEL).exists()) == (kept, kept is not None)
 
 
 @pytest.mark.parametrize(
@@ -187,11 +184,8 @@ def test_the_best_epochs_weights_are_there_at_once_and_stay(
     ("saved", "lost", "left"),
     [
         (2, 1, "as it was"),
-        (2, 3, "as it was"),
         (BEST - 1, 3, "torn"),
-        (BEST, 0, "gone"),
         (BEST, 2, "as it was"),
-        (BEST + 1, 1, "torn"),
         (BEST + 2, 0, "gone"),
     ],
 )
@@ -222,37 +216,23 @@ def test_a_run_that_goes_on_leaves_what_it_would_have_left(
     assert not list(folder.glob("*.partial"))
 
 
-def test_the_checkpoint_before_has_its_own_best(worker_factory: WorkerFactory, tasks: str, tmp_path: Path) -> None:
-    spec = passing(tasks)
-    first, kept = worker_factory.start(spec, tmp_path), []
+@pytest.mark.parametrize(("torn", "epoch"), [((CHECKPOINT,), 2), ((CHECKPOINT, PREVIOUS), 0)])
+def test_an_older_checkpoint_has_its_own_best_and_none_forgets_it(
+    worker_factory: WorkerFactory, tasks: str, tmp_path: Path, torn: tuple[str, ...], epoch: int
+) -> None:
+    first, kept = worker_factory.start(passing(tasks), tmp_path), []
     for _ in range(3):
         first.train_epoch()
         first.checkpoint()
         kept.append(weight(tmp_path))
     first.close()
-    (tmp_path / CHECKPOINT).write_bytes(b"torn")
-    second = worker_factory.build(spec, tmp_path)
-    assert second.resume() == 2
-    assert weight(tmp_path) == kept[1]
+    for name in torn:
+        (tmp_path / name).write_bytes(b"torn")
+    second = worker_factory.build(passing(tasks), tmp_path)
+    assert second.resume() == epoch
+    assert weight(tmp_path) == kept[epoch - 1]
     second.train_epoch()
-    assert weight(tmp_path) == kept[2]
-
-
-def test_a_run_that_begins_again_forgets_what_was_best(
-    worker_factory: WorkerFactory, tasks: str, tmp_path: Path
-) -> None:
-    spec = passing(tasks)
-    first = worker_factory.start(spec, tmp_path)
-    first.train_epoch()
-    expected = weight(tmp_path)
-    first.train_epoch()
-    first.checkpoint()
-    first.close()
-    (tmp_path / CHECKPOINT).write_bytes(b"torn")
-    second = worker_factory.build(spec, tmp_path)
-    assert second.resume() == 0
-    second.train_epoch()
-    assert weight(tmp_path) == expected
+    assert weight(tmp_path) == kept[epoch]
 
 
 @pytest.mark.parametrize("keep", ["last", "best"])

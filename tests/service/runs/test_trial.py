@@ -28,14 +28,14 @@ from triaccel_ray.records.events import End
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.search_spaces.thresholds import calibration, thresholds
-from triaccel_ray.service.runs.end_record import end_run
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.pace import Pace
 from triaccel_ray.service.runs.record import read_run, runs_below
+from triaccel_ray.service.runs.run_log import end_run
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.runs.trial import FAILED_OBJECTIVE, NAME, RunContext, RunTrial, _portable, reopen
+from triaccel_ray.service.runs.trial import FAILED_OBJECTIVE, NAME, RunContext, RunTrial, reopen
 from triaccel_ray.service.runs.worker import Worker
-from triaccel_ray.service.storage.layout import DAMAGED, ERROR, EVENTS, SPEC
+from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, SPEC
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose, Splits, Task
 
@@ -96,7 +96,6 @@ def test_trials_run_side_by_side_each_on_its_own_gpu_and_reuse_their_actors(tmp_
         ).fit()
     assert not results.errors
     ends = [result.metrics for result in results]
-    assert len(ends) == 4
     assert {end["gpu"] for end in ends} == {"0", "1"}
     assert len({end["pid"] for end in ends}) == 2  # four trials, two actors
     assert len({(end["gpu"], end["pid"]) for end in ends}) == 2  # and each keeps its GPU
@@ -124,6 +123,10 @@ def test_a_trial_is_a_run_with_the_sampled_thresholds(module: str, tmp_path: Pat
     assert run.status == "finished"
     assert run.spec.control.precision.tau_low == pytest.approx(1e-8)
     assert results[-1]["objective"] == results[-1]["quality"] == run.epochs[-1].held_out(Goal())
+    with pytest.raises(RuntimeError, match="the trial has been cleaned up"):
+        trial.step()
+    with pytest.raises(TypeError, match=r"context = None: pass one by tune.with_parameters"):
+        RunTrial({})
 
 
 def test_a_process_that_is_used_again_gives_the_memory_of_each_run_back(module: str, tmp_path: Path) -> None:
@@ -142,36 +145,6 @@ def test_a_process_that_is_used_again_gives_the_memory_of_each_run_back(module: 
     assert left[-1] - left[0] < 0.5 * LARGE_BYTES
 
 
-def test_a_trial_that_is_cut_short_says_so_in_its_log(module: str, tmp_path: Path) -> None:
-    trial = local_trial(context_of(f"{module}:Blobs", tmp_path), {"alpha": 0.1})
-    trial.step()
-    trial.cleanup()
-    (folder,) = runs_below(tmp_path)
-    assert read_run(folder).status == "stopped"
-    with pytest.raises(RuntimeError, match="the trial has been cleaned up"):
-        trial.step()
-
-
-def test_a_restored_trial_goes_on(module: str, tmp_path: Path) -> None:
-    context = context_of(f"{module}:Blobs", tmp_path / "trials")
-    config = {"alpha": 0.1, "trial": "mine"}
-    first = local_trial(context, config)
-    results = [first.step() for _ in range(2)]
-    first.cleanup()
-    second = local_trial(context, config)
-    told = [second.step() for _ in range(2)]
-    assert told == [pytest.approx(result) for result in results]  # from the log
-    assert second._worker is None
-    last = second.step()
-    second.cleanup()
-    whole = local_trial(context, {"alpha": 0.1, "trial": "whole"})
-    assert [whole.step()["quality"] for _ in range(3)] == [result["quality"] for result in (*told, last)]
-    whole.cleanup()
-    run = read_run(tmp_path / "trials" / "mine")
-    assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", [1, 2, 3])
-    assert [(each.cause, each.epoch) for each in run.interruptions] == [("stopped", 2)]
-
-
 def test_a_trial_that_has_ended_is_told_and_not_touched(module: str, tmp_path: Path) -> None:
     context = context_of(f"{module}:Blobs", tmp_path)
     for name, num_epochs in (("finished", 3), ("stopped", 2), ("lost", 2)):
@@ -181,6 +154,8 @@ def test_a_trial_that_has_ended_is_told_and_not_touched(module: str, tmp_path: P
         if name == "lost":  # before its end was written
             path = tmp_path / name / EVENTS
             path.write_bytes(path.read_bytes().rpartition(b'{"sequence"')[0])
+        elif name == "stopped":
+            (tmp_path / name / CHECKPOINT).unlink()  # which is not needed
         second = local_trial(context, {"trial": name, "ended": name != "finished"})
         told = [second.step()]
         before = (tmp_path / name / EVENTS).read_bytes()
@@ -190,6 +165,29 @@ def test_a_trial_that_has_ended_is_told_and_not_touched(module: str, tmp_path: P
         assert told[-1]["done"]
         assert (tmp_path / name / EVENTS).read_bytes() == before
         assert read_run(tmp_path / name).status == ("finished" if name == "finished" else "stopped")
+
+
+def test_a_trial_that_has_not_ended_goes_on_also_with_a_damaged_spec(module: str, tmp_path: Path) -> None:
+    context = context_of(f"{module}:Blobs", tmp_path)
+    first = local_trial(context, {"trial": "mine"})
+    results = [first.step() for _ in range(2)]
+    first.cleanup()
+    second = local_trial(context, {"trial": "mine"})
+    assert [second.step() for _ in range(2)] == [pytest.approx(result) for result in results]  # from the log
+    assert second._worker is None
+    second.cleanup()
+    (tmp_path / "mine" / SPEC).write_text("{")
+    reopen(tmp_path / "mine")
+    third = local_trial(context, {"trial": "mine"})
+    last = third.step()
+    third.cleanup()
+    whole = local_trial(context, {"trial": "whole"})
+    assert [whole.step()["quality"] for _ in range(3)] == [result["quality"] for result in (*results, last)]
+    whole.cleanup()
+    run = read_run(tmp_path / "mine")
+    assert run.spec == own_spec(f"{module}:Blobs")
+    assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", [1, 2, 3])
+    assert [(each.cause, each.epoch) for each in run.interruptions] == [("stopped", 2)]
 
 
 def test_a_trial_whose_log_is_damaged_goes_on_from_before_the_damage(module: str, tmp_path: Path) -> None:
@@ -218,20 +216,6 @@ def test_a_trial_whose_log_is_damaged_goes_on_from_before_the_damage(module: str
             f"its log is damaged after {num_whole} records; all of it is in {DAMAGED}" in run.interruptions[0].message
         )
         assert (path.parent / DAMAGED).read_bytes() == damaged
-
-
-def test_a_trial_whose_spec_is_damaged_writes_it_again(module: str, tmp_path: Path) -> None:
-    context, config = context_of(f"{module}:Blobs", tmp_path), {"trial": "mine"}
-    for _ in range(2):
-        trial = local_trial(context, config)
-        trial.step()
-        trial.cleanup()
-        (tmp_path / "mine" / SPEC).write_text("{")
-    reopen(tmp_path / "mine")
-    trial = local_trial(context, config)
-    assert trial.step()["epoch"] == 3
-    trial.cleanup()
-    assert read_run(tmp_path / "mine").spec == own_spec(f"{module}:Blobs")
 
 
 @pytest.mark.parametrize(
@@ -296,21 +280,12 @@ def test_a_trial_with_which_another_process_goes_on_ends_and_writes_nothing(modu
     run = read_run(tmp_path / "mine")
     assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", [1, 2, 3])
     assert [each.cause for each in run.interruptions] == ["preempted"]
-
-
-def test_a_trial_that_is_ended_from_outside_ends_without_a_record(module: str, tmp_path: Path) -> None:
-    context = context_of(f"{module}:Blobs", tmp_path)
-    given_up = local_trial(context, {"trial": "mine"})
-    given_up.step()
-    end_run(tmp_path / "mine", None, End(status="failed", cause="preempted"))
-    before = (tmp_path / "mine" / EVENTS).read_bytes()
-    given_up.cleanup()
-    assert (tmp_path / "mine" / EVENTS).read_bytes() == before
-
-
-def test_a_trial_without_its_context_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"context = None: pass one by tune.with_parameters"):
-        RunTrial({})
+    other = local_trial(context, {"trial": "other"})
+    other.step()
+    end_run(tmp_path / "other", None, End(status="failed", cause="preempted"))  # by somebody who gave it up for lost
+    before = {path: path.read_bytes() for path in (tmp_path / "other").iterdir()}
+    other.cleanup()
+    assert {path: path.read_bytes() for path in (tmp_path / "other").iterdir()} == before
 
 
 def test_a_run_of_its_own_goes_on_from_its_checkpoint_and_is_not_trained_twice(module: str, tmp_path: Path) -> None:
@@ -330,15 +305,12 @@ def test_a_run_of_its_own_goes_on_from_its_checkpoint_and_is_not_trained_twice(m
     assert third._worker is None
     assert (tmp_path / "run" / EVENTS).read_bytes() == before
     first.cleanup()
-
-
-def test_a_run_of_its_own_that_failed_is_tried_again(module: str, tmp_path: Path) -> None:
-    spec, place = own_spec(f"{module}:Broken"), StoragePath.of(tmp_path / "run")
-    for _ in range(2):
-        result = trained(local_run(spec, place))
+    mistaken, place = own_spec(f"{module}:Broken"), StoragePath.of(tmp_path / "mistaken")
+    for _ in range(2):  # a failure is tried again
+        result = trained(local_run(mistaken, place))
         assert (type(result["error"]), result["is_refused"]) == (KeyError, False)
         assert "in forward" in "".join(traceback.format_exception(result["error"]))
-    run = read_run(tmp_path / "run")
+    run = read_run(place.folder)
     assert (run.status, [each.cause for each in run.interruptions]) == ("failed (bug)", ["bug"])
 
 
@@ -356,19 +328,6 @@ def test_bad_input_leaves_nothing_behind(
     assert (type(result["error"]), result["is_refused"], result["unfinished"]) == (kind, True, "bug")
     assert message in str(result["error"])
     assert not (tmp_path / "run").exists()
-
-
-class UntravelledError(Exception):
-    """Cannot be made anew from its message."""
-
-    def __init__(self, one: int, other: int) -> None:
-        super().__init__(f"{one} of {other}")
-
-
-def test_an_error_that_cannot_travel_is_told_by_one_that_can() -> None:
-    told = _portable(UntravelledError(1, 2))
-    assert (type(told), str(told)) == (RuntimeError, "UntravelledError: 1 of 2")
-    assert "UntravelledError: 1 of 2" in told.__notes__[0]
 
 
 def test_checkpoints_that_take_long_wait_but_for_the_last(

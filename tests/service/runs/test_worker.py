@@ -5,6 +5,7 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from tests.build import same, values
 from tests.service.own_task import own_spec
 from tests.service.worker_factory import WorkerFactory, last_of, records, train
 from triaccel_ray.config import ControlConfig
+from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.memory import MIB
 from triaccel_ray.records.checkpoint import OtherFormatError
 from triaccel_ray.records.codec import decode
 from triaccel_ray.records.events import End, Epoch, Start, Tick
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.failures import DiskFullError, NonFiniteLossError, PreemptedError, cause_of, needing_room
+from triaccel_ray.service.failures import DiskFullError, NonFiniteLossError, cause_of, needing_room
 from triaccel_ray.service.runs.building import fitted_control
 from triaccel_ray.service.runs.spec import RunSpec, run_spec
 from triaccel_ray.service.runs.worker import Worker
@@ -66,18 +68,6 @@ def test_a_final_run_judged_by_several_views_also_tells_what_one_yields(
     )
 
 
-@pytest.mark.parametrize("purpose", Purpose)
-def test_a_run_whose_model_holds_what_is_no_number_has_diverged(
-    worker_factory: WorkerFactory, module: str, tmp_path: Path, purpose: Purpose
-) -> None:
-    worker = worker_factory.start(own_spec(f"{module}:Poisoned", purpose=purpose), tmp_path)
-    with pytest.raises(NonFiniteLossError, match="the loss on held-out samples is nan"):
-        train(worker).finish()
-    end = last_of(tmp_path)
-    assert isinstance(end, End)
-    assert (end.status, end.cause) == ("failed", "non_finite")
-
-
 def test_a_tasks_own_loss_may_be_no_number_on_held_out_samples(
     worker_factory: WorkerFactory, module: str, tmp_path: Path
 ) -> None:
@@ -121,9 +111,9 @@ def test_a_search_run_is_judged_after_every_epoch(worker_factory: WorkerFactory,
 def test_the_log_tells_the_whole_run(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
     spec = own_spec(f"{module}:Blobs", method="dynamic-batch")
     worker = train(worker_factory.start(spec, tmp_path))
-    assert not worker.ended
+    assert not worker.log.ended
     worker.finish()
-    assert worker.ended
+    assert worker.log.ended
     start, *between, end = records(tmp_path)
     assert isinstance(start, Start)
     assert start.control == fitted_control(spec, 160)
@@ -137,17 +127,35 @@ def test_the_log_tells_the_whole_run(worker_factory: WorkerFactory, module: str,
     assert decode(RunSpec, json.loads((tmp_path / SPEC).read_text())) == spec
 
 
-@pytest.mark.parametrize("method", ["triaccel", "amp"])
-def test_a_loss_that_is_no_number_ends_the_run(
-    worker_factory: WorkerFactory, module: str, tmp_path: Path, method: str
+@pytest.mark.parametrize(
+    ("task", "settings", "message"),
+    [
+        ("Diverging", {"method": "triaccel"}, "the training loss of epoch 1 is nan"),
+        ("Diverging", {"method": "amp"}, "the training loss of epoch 1 is nan"),
+        ("Poisoned", {"purpose": Purpose.SEARCH}, "the loss on held-out samples is nan"),
+        ("Poisoned", {"purpose": Purpose.FINAL}, "the loss on held-out samples is nan"),
+    ],
+)
+def test_a_run_with_what_is_no_number_has_diverged(
+    worker_factory: WorkerFactory, module: str, tmp_path: Path, task: str, settings: dict[str, Any], message: str
 ) -> None:
-    worker = worker_factory.start(own_spec(f"{module}:Diverging", method=method), tmp_path)
-    with pytest.raises(NonFiniteLossError, match="the training loss of epoch 1 is nan"):
-        worker.train_epoch()
+    worker = worker_factory.start(own_spec(f"{module}:{task}", **settings), tmp_path)
+    with pytest.raises(NonFiniteLossError, match=message):
+        train(worker).finish()
     end = last_of(tmp_path)
     assert (end.status, end.cause) == ("failed", "non_finite")
     assert "nan" in end.message
-    assert worker.ended
+    assert worker.log.ended
+
+
+def test_a_run_without_an_epoch_can_be_stopped_and_not_finished(
+    worker_factory: WorkerFactory, module: str, tmp_path: Path
+) -> None:
+    worker = worker_factory.start(own_spec(f"{module}:Blobs"), tmp_path)
+    with pytest.raises(ValueError, match="epochs = 0: a run is finished after at least one epoch"):
+        worker.finish()
+    worker.stop()
+    assert last_of(tmp_path) == End(status="stopped")
 
 
 @pytest.mark.parametrize(
@@ -167,63 +175,35 @@ def test_a_failure_is_in_the_log_with_its_cause(
     assert not (tmp_path / ERROR).exists()
 
 
-def test_a_run_that_is_cut_short_says_so(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
-    worker = worker_factory.start(own_spec(f"{module}:Blobs"), tmp_path)
-    worker.train_epoch()
-    worker.stop()
-    assert last_of(tmp_path) == End(status="stopped")
-
-
-def test_a_folder_with_a_run_is_left_as_it_is(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
-    spec = own_spec(f"{module}:Blobs")
-    worker_factory.start(spec, tmp_path).train_epoch()
-    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    with pytest.raises(ValueError, match=r"folder .* holds a run already: resume it, or choose another name"):
-        worker_factory.start(replace(spec, seed=1), tmp_path)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
-
-
-def test_a_run_that_died_before_its_first_checkpoint_begins_again(
+def test_the_budget_or_headroom_is_the_limit_and_one_below_the_idle_process_is_refused(
     worker_factory: WorkerFactory, module: str, tmp_path: Path
 ) -> None:
-    spec = own_spec(f"{module}:Blobs")
-    worker_factory.start(spec, tmp_path).train_epoch()
-    worker = worker_factory.build(spec, tmp_path)
-    worker.start(replace_existing=True)
-    (record,) = records(tmp_path)
-    assert isinstance(record, Start)
-
-
-def test_a_run_without_an_epoch_cannot_be_finished(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="epochs = 0: a run is finished after at least one epoch"):
-        worker_factory.start(own_spec(f"{module}:Blobs"), tmp_path).finish()
-
-
-def test_the_budget_or_headroom_is_the_limit(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
     spec = own_spec(f"{module}:Blobs")
     budget = worker_factory.build(replace(spec, memory_budget_bytes=2**33), tmp_path).loop.memory
     assert budget.limit_bytes == 2**33
     headroom = worker_factory.build(replace(spec, memory_headroom_bytes=2**26), tmp_path).loop.memory
     assert headroom.limit_bytes == pytest.approx(headroom.idle_bytes + 2**26, abs=2**25)
-
-
-def test_a_budget_below_the_idle_process_is_refused(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="memory budget = 1 MiB: the process already holds"):
-        worker_factory.build(own_spec(f"{module}:Blobs", memory_budget_bytes=2**20), tmp_path)
+        worker_factory.build(replace(spec, memory_budget_bytes=2**20), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "num_samples", "t_ctrl", "t_curv", "largest"),
+    [(1, 96, 1, 1, 96), (10, 960, 5, 20, 240), (100, 9600, 50, 200, 512)],
+)
+def test_intervals_and_batch_fit_a_short_run(
+    epochs: int, num_samples: int, t_ctrl: int, t_curv: int, largest: int
+) -> None:
+    spec = own_spec("digits", recipe=Recipe(epochs=epochs), control=ControlConfig())
+    control = fitted_control(spec, num_samples)
+    assert (control.every_steps, control.curvature.every_steps) == (t_ctrl, t_curv)
+    assert control.batch.maximum == largest
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     write_atomically(tmp_path / "file", "old")
     write_atomically(tmp_path / "file", "new")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "new")]
-
-
-def test_causes() -> None:
-    assert cause_of(MemoryError()) == "out_of_memory"
-    assert cause_of(NonFiniteLossError(str(math.nan))) == "non_finite"
-    assert cause_of(PreemptedError()) == "preempted"
-    assert cause_of(DiskFullError()) == "disk_full"
-    assert cause_of(RuntimeError("a bug")) == "bug"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -238,28 +218,13 @@ def test_a_full_disk_is_told_from_other_errors(tmp_path: Path) -> None:
         (tmp_path / "nowhere").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("epochs", "num_samples", "t_ctrl", "t_curv"), [(1, 96, 1, 1), (10, 960, 5, 20), (100, 9600, 50, 200)]
-)
-def test_intervals_fit_a_short_run(epochs: int, num_samples: int, t_ctrl: int, t_curv: int, module: str) -> None:
-    spec = own_spec(f"{module}:Blobs", recipe=Recipe(epochs=epochs), control=ControlConfig())
-    control = fitted_control(spec, num_samples)
-    assert (control.every_steps, control.curvature.every_steps) == (t_ctrl, t_curv)
-
-
-@pytest.mark.parametrize(("num_samples", "largest"), [(100, 96), (960, 240), (9600, 512)])
-def test_the_batch_does_not_grow_to_a_data_set(num_samples: int, largest: int, module: str) -> None:
-    control = fitted_control(own_spec(f"{module}:Blobs", control=ControlConfig()), num_samples)
-    assert control.batch.maximum == largest
-
-
 def test_what_a_process_has_done_before_is_no_batchs_memory(tmp_path: Path) -> None:
     taken = []
     for number in range(2):
         spec = run_spec("digits", data_dir=None, recipe={"epochs": 2}, memory_headroom_bytes=64 * MIB, device="cpu")
         batch = replace(spec.control.batch, start=192, enabled=False)
         worker = Worker(replace(spec, control=replace(spec.control, batch=batch)), tmp_path / str(number))
-        worker.start()
+        worker.resume()
         for _ in range(2):
             worker.train_epoch()
         worker.close()
@@ -267,3 +232,22 @@ def test_what_a_process_has_done_before_is_no_batchs_memory(tmp_path: Path) -> N
         assert all(memory.limit_bytes - memory.idle_bytes == 64 * MIB for memory in shares)
         taken.append(max(memory.window_peak_bytes - memory.idle_bytes for memory in shares))
     assert abs(taken[0] - taken[1]) < 8 * MIB
+
+
+def test_a_worker_whose_loop_fails_while_it_closes_has_its_log_closed(tmp_path: Path) -> None:
+    worker = Worker(run_spec("digits", data_dir=None, recipe={}, device="cpu"), tmp_path)
+    worker.resume()
+    worker.fail(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+    log = worker.log._log
+    assert log is not None
+
+    def broken() -> Any:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    assert isinstance(worker.loop, ControlLoop)
+    worker.loop._pending.observing(broken, step=0)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        worker.close()
+    assert log._file.closed
+    assert not hasattr(worker, "loop")
+    assert last_of(tmp_path).status == "failed"

@@ -18,7 +18,7 @@ from tests.service.worker_factory import WorkerFactory, decided, last_of, record
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.records.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from triaccel_ray.records.codec import encode
-from triaccel_ray.records.events import End, Interruption, LogError, Tick, read_events
+from triaccel_ray.records.events import End, Interruption, Tick, read_events
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, PREVIOUS, REPLACED
 
@@ -42,11 +42,11 @@ def test_a_restored_run_equals_an_uninterrupted_one(
 
     first = worker_factory.start(spec, tmp_path / "parts")
     first.train_epoch()
-    first.save(tmp_path / "parts" / CHECKPOINT)
+    first.checkpoint()
     first.train_epoch()  # lost: written after the checkpoint
     first.close()
     second = worker_factory.build(spec, tmp_path / "parts")
-    second.restore(tmp_path / "parts" / CHECKPOINT)
+    assert second.resume() == 1
     results = train(second).finish()
 
     assert same(values(second.loop.model), weights)
@@ -57,48 +57,6 @@ def test_a_restored_run_equals_an_uninterrupted_one(
     assert [results[name] for name in ("accuracy", "loss", "epochs")] == [
         expected[name] for name in ("accuracy", "loss", "epochs")
     ]
-    assert [event.sequence for event in read_events(tmp_path / "parts" / EVENTS)] == list(
-        range(len(records(tmp_path / "whole")))
-    )
-
-
-def saved(worker_factory: WorkerFactory, spec: RunSpec, folder: Path) -> Path:
-    worker = worker_factory.start(spec, folder)
-    worker.train_epoch()
-    worker.save(folder / CHECKPOINT)
-    worker.close()
-    return folder / CHECKPOINT
-
-
-def test_a_checkpoint_of_other_settings_is_refused(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
-    spec = own_spec(f"{module}:Blobs")
-    path = saved(worker_factory, spec, tmp_path)
-    before = (tmp_path / EVENTS).read_bytes()
-    with pytest.raises(CheckpointError, match="belongs to a run with other settings"):
-        worker_factory.build(replace(spec, seed=1), tmp_path).restore(path)
-    assert (tmp_path / EVENTS).read_bytes() == before
-
-
-def test_a_log_shorter_than_the_checkpoint_is_refused(
-    worker_factory: WorkerFactory, module: str, tmp_path: Path
-) -> None:
-    spec = own_spec(f"{module}:Blobs")
-    path = saved(worker_factory, spec, tmp_path)
-    lines = (tmp_path / EVENTS).read_bytes().splitlines(keepends=True)
-    (tmp_path / EVENTS).write_bytes(b"".join(lines[:-1]))
-    with pytest.raises(CheckpointError, match=r"does not fit its run: event log .* it was cut") as caught:
-        worker_factory.build(spec, tmp_path).restore(path)
-    assert isinstance(caught.value.__cause__, LogError)
-
-
-def test_a_missing_or_damaged_checkpoint_is_refused(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
-    spec = own_spec(f"{module}:Blobs")
-    path = saved(worker_factory, spec, tmp_path)
-    with pytest.raises(CheckpointError, match="does not exist"):
-        worker_factory.build(spec, tmp_path).restore(tmp_path / "elsewhere.pt")
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="is damaged"):
-        worker_factory.build(spec, tmp_path).restore(path)
 
 
 def lost(worker_factory: WorkerFactory, spec: RunSpec, folder: Path, *, epochs: int) -> None:
@@ -115,12 +73,17 @@ def cut(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("torn", "epoch"),
-    [((), 2), ((CHECKPOINT,), 1), ((CHECKPOINT, PREVIOUS), 0)],
-    ids=["whole", "newest torn", "both torn"],
+    ("torn", "missing", "epoch"),
+    [((), (), 2), ((CHECKPOINT,), (), 1), ((CHECKPOINT, PREVIOUS), (), 0), ((), (CHECKPOINT,), 1)],
+    ids=["whole", "newest torn", "both torn", "newest missing"],
 )
 def test_a_torn_checkpoint_is_never_loaded(
-    worker_factory: WorkerFactory, module: str, tmp_path: Path, torn: tuple[str, ...], epoch: int
+    worker_factory: WorkerFactory,
+    module: str,
+    tmp_path: Path,
+    torn: tuple[str, ...],
+    missing: tuple[str, ...],
+    epoch: int,
 ) -> None:
     spec = own_spec(f"{module}:Blobs")
     train(worker_factory.start(spec, tmp_path / "whole"))
@@ -128,6 +91,8 @@ def test_a_torn_checkpoint_is_never_loaded(
     lost(worker_factory, spec, folder, epochs=2)
     for name in torn:
         cut(folder / name)
+    for name in missing:
+        (folder / name).unlink()
     (folder / f".{CHECKPOINT}.123.partial").write_bytes(b"half a checkpoint")
     before = (folder / EVENTS).read_bytes()
     worker = worker_factory.build(spec, folder)
@@ -141,13 +106,6 @@ def test_a_torn_checkpoint_is_never_loaded(
     train(worker)
     assert decided(folder) == decided(tmp_path / "whole")
     assert not list(folder.glob("*.partial"))
-
-
-def test_a_missing_checkpoint_falls_back_too(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
-    spec = own_spec(f"{module}:Blobs")
-    lost(worker_factory, spec, tmp_path, epochs=2)
-    (tmp_path / CHECKPOINT).unlink()
-    assert worker_factory.build(spec, tmp_path).resume() == 1
 
 
 def test_every_interruption_stays_on_record(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
@@ -179,7 +137,7 @@ from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Worker
 
 worker = Worker(decode(RunSpec, json.loads(sys.argv[1])), Path(sys.argv[2]))
-worker.start()
+worker.resume()
 worker.train_epoch()
 worker.checkpoint()
 print("trained", flush=True)
@@ -187,18 +145,26 @@ step = sys.stdin.readline().strip()
 try:
     getattr(worker, step)()
 except TakenOverError as error:
-    print(cause_of(error), worker.ended or step == "checkpoint", flush=True)
+    print(cause_of(error), worker.log.ended or step == "checkpoint", flush=True)
 worker.close()
 """
 
 
-def test_settings_that_were_changed_are_refused_when_resumed(
-    worker_factory: WorkerFactory, module: str, tmp_path: Path
+@pytest.mark.parametrize("log", ["shorter", "another run's"])
+def test_a_checkpoint_that_does_not_follow_its_log_is_not_loaded(
+    worker_factory: WorkerFactory, module: str, tmp_path: Path, log: str
 ) -> None:
-    spec = own_spec(f"{module}:Blobs")
-    lost(worker_factory, spec, tmp_path, epochs=1)
-    with pytest.raises(CheckpointError, match="belongs to a run with other settings"):
-        worker_factory.build(replace(spec, seed=1), tmp_path).resume()
+    spec, folder = own_spec(f"{module}:Blobs"), tmp_path / "run"
+    lost(worker_factory, spec, folder, epochs=2)
+    lines = (folder / EVENTS).read_bytes().splitlines(keepends=True)
+    if log == "shorter":
+        (folder / EVENTS).write_bytes(b"".join(lines[:-1]))
+    else:  # as one that is put in place while the run is taken over
+        lost(worker_factory, spec, tmp_path / "other", epochs=2)
+        shutil.copy(tmp_path / "other" / CHECKPOINT, folder)
+    assert worker_factory.build(spec, folder).resume() == 1
+    (told,) = (record for record in records(folder) if isinstance(record, Interruption))
+    assert ("it was cut" if log == "shorter" else "are not those that the checkpoint follows") in told.message
 
 
 def test_a_run_that_begins_again_does_not_hold_two_models(
@@ -223,9 +189,13 @@ def test_a_checkpoint_from_before_a_setting_was_added_is_this_runs(
     worker = worker_factory.build(spec, tmp_path)
     assert worker.resume() == 1
     worker.close()
-    save_checkpoint(tmp_path / CHECKPOINT, {**state, "spec": json.dumps({**fields, "of_a_later_version": 1})})
-    with pytest.raises(CheckpointError, match="belongs to a run with other settings"):
-        worker_factory.build(spec, tmp_path).resume()
+    later = {**fields, "of_a_later_version": 1}
+    for changed, checkpoint in ((spec, later), (replace(spec, seed=1), fields)):
+        save_checkpoint(tmp_path / CHECKPOINT, {**state, "spec": json.dumps(checkpoint)})
+        before = (tmp_path / EVENTS).read_bytes()
+        with pytest.raises(CheckpointError, match="belongs to a run with other settings"):
+            worker_factory.build(changed, tmp_path).resume()
+        assert (tmp_path / EVENTS).read_bytes() == before
 
 
 @pytest.mark.parametrize("step", ["train_epoch", "checkpoint", "stop"])
@@ -254,22 +224,6 @@ def test_a_process_that_outlives_its_run_writes_nothing_more(
     train(worker).finish()
     assert decided(folder) == decided(tmp_path / "whole")
     assert [record.cause for record in records(folder) if isinstance(record, Interruption)] == ["preempted"]
-
-
-def test_a_checkpoint_that_a_run_did_not_write_in_its_log_is_not_loaded(
-    worker_factory: WorkerFactory, module: str, tmp_path: Path
-) -> None:
-    spec = own_spec(f"{module}:Blobs")
-    lost(worker_factory, spec, tmp_path / "run", epochs=1)
-    lost(worker_factory, spec, tmp_path / "other", epochs=2)  # as one that is put in place while the run is taken over
-    (tmp_path / "run" / CHECKPOINT).rename(tmp_path / "run" / PREVIOUS)
-    shutil.copy(tmp_path / "other" / CHECKPOINT, tmp_path / "run")
-    lines = (tmp_path / "other" / EVENTS).read_bytes().splitlines(keepends=True)
-    with (tmp_path / "run" / EVENTS).open("ab") as file:
-        file.writelines(lines)
-    assert worker_factory.build(spec, tmp_path / "run").resume() == 1
-    (told,) = (record for record in records(tmp_path / "run") if isinstance(record, Interruption))
-    assert "are not those that the checkpoint follows" in told.message
 
 
 @pytest.mark.parametrize("recorded", [False, True])

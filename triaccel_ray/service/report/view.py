@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from triaccel_ray.service.compare.comparison import COMPARISON, read_comparison
-from triaccel_ray.service.console import err
-from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.report.comparison import view_comparison
 from triaccel_ray.service.report.report import View
 from triaccel_ray.service.report.run import view_run
 from triaccel_ray.service.report.search import view_search
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import SEARCH, read_search
-from triaccel_ray.service.storage.mirror import push_commands
+from triaccel_ray.service.storage.copies import PAGES
+from triaccel_ray.service.storage.mirror import bring
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 
@@ -28,8 +27,5 @@ def view_at(place: StoragePath) -> View:
         view = view_comparison(read_comparison(folder))
     else:
         view = view_run(read_run(folder))
-    try:
-        push_commands(place)
-    except StoreError as error:  # reading was allowed, and all that was asked for
-        err.print(f"the page stays on this machine: {error}", style="yellow", soft_wrap=True)
+    bring(place, PAGES)  # reading alone may be allowed
     return view

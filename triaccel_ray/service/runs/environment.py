@@ -1,4 +1,4 @@
-"""Where a run trains, for its record: hardware, versions, the commit; and whether its memory budget can be enough."""
+"""A run's first record: what was asked for, hardware, versions, the commit; and whether a budget can be enough."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from triaccel_ray.measure.memory import memory_meter
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.measure.memory import MemoryMeter, memory_meter
+from triaccel_ray.records.codec import encode
+from triaccel_ray.records.events import Start
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.units import format_bytes
 
@@ -43,6 +47,21 @@ def require_budget(spec: RunSpec) -> None:
             f"memory budget = {format_bytes(budget)}: {holder} alone takes {format_bytes(floor)}; give more, or "
             "--memory-headroom 500MiB for memory on top of that"
         )
+
+
+def start_record(spec: RunSpec, control: ControlConfig, device: torch.device, memory: MemoryMeter) -> Start:
+    """Returns what was asked for, and where the run trains: on `device`, by `control`, within the limit of `memory`."""
+    info = {"task": spec.task, "method": spec.method, "seed": str(spec.seed), "purpose": spec.purpose.value}
+    recipe: dict[str, Any] = {f"recipe.{name}": value for name, value in encode(spec.recipe).items()}
+    if spec.trials_per_gpu > 1:
+        info["trials_per_gpu"] = str(spec.trials_per_gpu)
+    info["memory_source"] = memory.source
+    return Start(
+        control=control,
+        goal=spec.goal,
+        info={**info, **environment(device)},
+        parameters={**recipe, "memory_limit_bytes": memory.limit_bytes},
+    )
 
 
 def environment(device: torch.device) -> dict[str, str]:

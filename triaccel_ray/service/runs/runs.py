@@ -29,13 +29,14 @@ from triaccel_ray.service.failures import (
     StoreError,
     failed,
 )
-from triaccel_ray.service.runs.end_record import end_run
 from triaccel_ray.service.runs.record import read_if_begun
+from triaccel_ray.service.runs.run_log import end_run
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trial import NAME, RunContext, RunTrial
-from triaccel_ray.service.storage.mirroring import catch_up, edited
+from triaccel_ray.service.storage.mirror import catch_up
 from triaccel_ray.service.storage.storage_path import StoragePath
+from triaccel_ray.service.storage.training_folder import edited
 
 _ENDS_ALL: Mapping[str, type[ValueError]] = {"disk_full": DiskFullError, "taken_over": TakenOverError}
 """Why a trial did not go on -> what all of them then end with."""
@@ -115,8 +116,8 @@ def fit(
             raise _ENDS_ALL[last["unfinished"]](last["message"])
         if result.error is not None:
             outcomes[name] = error = _reason(result.error)
-            with edited(context.place / name):
-                end_run((context.place / name).folder, context.spec_of(config_of), failed(error))
+            with edited(context.place / name) as folder:
+                end_run(folder, context.spec_of(config_of), failed(error))
     # Tune's cycles hold handles of Ray's: freed by another thread while Ray shuts down, they would end the process.
     del tuner, results
     gc.collect()
@@ -197,11 +198,8 @@ def _reason(error: Any) -> Exception:
 
 def _end_if_cut_off(place: StoragePath) -> None:
     """Ends the log of a run whose process was not given the time to; in a store it stays as it is, and can go on."""
-    with contextlib.suppress(StoreError):
-        catch_up(place, patience_s=0.0)
     with contextlib.suppress(LogError, DiskFullError):
-        run = read_if_begun(place.folder)
-        if place.uri is None and run is not None and run.end is None:
+        if place.uri is None and (run := read_if_begun(place.folder)) is not None and run.end is None:
             end_run(place.folder, None, End(status="stopped"))
 
 

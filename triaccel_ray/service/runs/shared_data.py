@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import warnings
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import ray
 import torch
-from ray.cloudpickle import CloudPickler
 from torch import Tensor
 
 from triaccel_ray.config import require
@@ -40,17 +37,18 @@ class SharedSplits:
         for name, source in (("train", splits.train), ("held_out", splits.held_out)):
             if not isinstance(source, TensorSource):
                 raise NotSharedError(f"{name} is a {type(source).__name__}: only a TensorSource has what can be shared")
-        self._reference = ray.put(_take_apart(splits))
+        ray.util.register_serializer(Tensor, serializer=_stored, deserializer=_restored)
+        try:
+            self._reference = ray.put(splits)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise NotSharedError(f"something in it cannot travel ({error.__cause__ or error})") from error
+        finally:
+            ray.util.deregister_serializer(Tensor)
 
     def get(self) -> Splits:
-        """Returns the samples; their tensors are the store's own memory, which all trials of a machine read.
-
-        All of it is touched: what a page-wise mapping brings in later would pass for the memory of the first batches.
-        """
-        parts: _Parts = ray.get(self._reference)
-        for tensor in parts.tensors:
-            tensor.data[::_PAGE_BYTES].max(initial=0)
-        return cast(Splits, _Joiner(parts).load())
+        """Returns the samples; their tensors are the store's own memory, which all trials of a machine read."""
+        splits: Splits = ray.get(self._reference)
+        return splits
 
 
 def share_splits(spec: RunSpec) -> SharedSplits:
@@ -70,63 +68,17 @@ def share_splits(spec: RunSpec) -> SharedSplits:
     return SharedSplits(splits)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Stored:
-    """A tensor as the object store takes it without a copy: bytes, whatever the type."""
-
-    data: npt.NDArray[np.uint8]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def tensor(self) -> Tensor:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the array cannot be written to, as the task's documentation says
-            return torch.from_numpy(self.data).view(self.dtype).reshape(self.shape)
+def _stored(tensor: Tensor) -> tuple[npt.NDArray[np.uint8], tuple[int, ...], torch.dtype]:
+    """Returns a tensor as the object store takes it without a copy: bytes, whatever the type."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+        raise NotSharedError(f"a {tensor.layout} tensor on {tensor.device}: only dense ones on the CPU can be shared")
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy(), tuple(tensor.shape), tensor.dtype
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Parts:
-    """Splits with numbers in place of their tensors, and the tensors."""
-
-    rest: bytes
-    tensors: tuple[_Stored, ...]
-
-
-class _Parter(CloudPickler):
-    """Pickles everything but tensors."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)  # type: ignore[no-untyped-call]  # Ray's copy has no annotations
-        self.tensors: list[_Stored] = []
-
-    def persistent_id(self, value: Any) -> int | None:
-        """Returns the number of a tensor, None for what is not one."""
-        if type(value) is not Tensor:
-            return None
-        if value.device.type != "cpu" or value.layout is not torch.strided or value.is_quantized:
-            raise NotSharedError(f"a {value.layout} tensor on {value.device}: only dense ones on the CPU can be shared")
-        data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        self.tensors.append(_Stored(data=data, shape=tuple(value.shape), dtype=value.dtype))
-        return len(self.tensors) - 1
-
-
-class _Joiner(pickle.Unpickler):
-    """Puts the tensors back."""
-
-    def __init__(self, parts: _Parts) -> None:
-        super().__init__(io.BytesIO(parts.rest))
-        self._tensors = parts.tensors
-
-    def persistent_load(self, number: int) -> Tensor:
-        """Returns the tensor of that number."""
-        return self._tensors[number].tensor()
-
-
-def _take_apart(splits: Splits) -> _Parts:
-    file = io.BytesIO()
-    parter = _Parter(file)
-    try:
-        parter.dump(splits)  # type: ignore[no-untyped-call]  # likewise
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise NotSharedError(f"something in it cannot travel ({error})") from error
-    return _Parts(rest=file.getvalue(), tensors=tuple(parter.tensors))
+def _restored(stored: tuple[Any, tuple[int, ...], torch.dtype]) -> Tensor:
+    """Returns the tensor, all of it touched: a page mapped later would pass for the memory of the first batches."""
+    data, shape, dtype = stored
+    data[::_PAGE_BYTES].max(initial=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the array cannot be written to, as the task's documentation says
+        return torch.from_numpy(data).view(dtype).reshape(shape)

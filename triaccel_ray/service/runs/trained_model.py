@@ -18,9 +18,6 @@ from triaccel_ray.service.failures import needing_room
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import MODEL
 
-Confirm = Callable[[], None]
-"""Raises TakenOverError where another process goes on with the run: then nothing is written."""
-
 
 class TrainedModel:
     """The file MODEL of one run, and the epoch that it is of.
@@ -30,31 +27,26 @@ class TrainedModel:
     would keep weights of an epoch that is no longer on record. The weights of the epoch before it would be lost.)
     """
 
-    def __init__(self, spec: RunSpec, folder: Path) -> None:
-        """Nothing is written yet."""
+    def __init__(self, spec: RunSpec, folder: Path, confirm: Callable[[], None]) -> None:
+        """Nothing is written yet.
+
+        Each method that writes raises DiskFullError where there is no room, and TakenOverError, before it does, where
+        `confirm` has it that another process goes on with the run.
+        """
+        self._confirm = confirm
         self._keep, self._goal, self._path = spec.keep, spec.goal, folder / MODEL
         self._best: Epoch | None = None
 
-    def after_epoch(self, epoch: Epoch, model: nn.Module, confirm: Confirm | None) -> None:
-        """Writes the weights if the epoch is the best so far, and they are wanted.
-
-        Raises:
-            DiskFullError: there is no room.
-            TakenOverError: as `confirm` has it.
-        """
+    def after_epoch(self, epoch: Epoch, model: nn.Module) -> None:
+        """Writes the weights if the epoch is the best so far, and they are wanted."""
         if self._keep == "best" and (self._best is None or is_better(epoch, self._best, self._goal)):
-            self._write(model.state_dict(), confirm)
+            self._write(model.state_dict())
             self._best = epoch
 
-    def finish(self, last: Epoch, model: nn.Module, confirm: Confirm | None) -> int | None:
-        """Returns the epoch whose weights are there, the last one's written now; None where none are wanted.
-
-        Raises:
-            DiskFullError: there is no room.
-            TakenOverError: as `confirm` has it.
-        """
+    def finish(self, last: Epoch, model: nn.Module) -> int | None:
+        """Returns the epoch whose weights are there, the last one's written now; None where none are wanted."""
         if self._keep == "last":
-            self._write(model.state_dict(), confirm)
+            self._write(model.state_dict())
             return last.epoch
         return None if self._best is None else self._best.epoch
 
@@ -66,22 +58,17 @@ class TrainedModel:
         weights = None if is_last else torch.load(self._path, mmap=True, weights_only=True)
         return {"epoch": encode(self._best), "weights": weights}
 
-    def load_state_dict(self, state: Mapping[str, Any] | None, model: nn.Module, confirm: Confirm | None) -> None:
-        """Goes on from what `state_dict` returned, with the model of that time; the file is as it was then.
-
-        Raises:
-            DiskFullError: there is no room.
-            TakenOverError: as `confirm` has it.
-        """
+    def load_state_dict(self, state: Mapping[str, Any] | None, model: nn.Module) -> None:
+        """Goes on from what `state_dict` returned, with the model of that time; the file is as it was then."""
         if state is not None:
-            self._write(model.state_dict() if state["weights"] is None else state["weights"], confirm)
+            self._write(model.state_dict() if state["weights"] is None else state["weights"])
             self._best = decode(Epoch, state["epoch"])
 
-    def _write(self, weights: dict[str, Any], confirm: Confirm | None) -> None:
+    def _write(self, weights: dict[str, Any]) -> None:
         for name, value in weights.items():  # in place: the mapping itself knows the versions of its modules
             weights[name] = value.cpu() if isinstance(value, Tensor) else value
         with needing_room(self._path.parent):
-            save_durably(self._path, weights, confirm=confirm)
+            save_durably(self._path, weights, confirm=self._confirm)
 
 
 def is_better(epoch: Epoch, earlier: Epoch, goal: Goal) -> bool:

@@ -23,15 +23,15 @@ from ray import tune
 from triaccel_ray.measure.score import quality
 from triaccel_ray.records.events import End, LogError, TakenOverError
 from triaccel_ray.service.failures import RESULTS, DiskFullError, StoreError, cause_of, failed, write_traceback
-from triaccel_ray.service.runs.end_record import end_run
 from triaccel_ray.service.runs.objective import Figures, Objective, grace_epochs
 from triaccel_ray.service.runs.pace import Pace
 from triaccel_ray.service.runs.record import read_if_begun
+from triaccel_ray.service.runs.run_log import end_run
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Worker
-from triaccel_ray.service.storage.mirroring import RunCopy
 from triaccel_ray.service.storage.storage_path import StoragePath
+from triaccel_ray.service.storage.training_folder import TrainingFolder
 
 _logger = logging.getLogger(__name__)
 
@@ -78,9 +78,9 @@ class RunTrial(tune.Trainable):
     """
 
     _worker: Worker | None = None
-    _place: StoragePath | None = None
-    _copy: RunCopy | None = None
-    _told: deque[dict[str, Any]]
+    _folder: TrainingFolder | None = None
+    _told: deque[dict[str, Any]] | None = None
+    """Results on record that Tune does not know yet; None before the first step."""
 
     def setup(self, config: dict[str, Any], context: RunContext | None = None) -> None:
         """Remembers which run the configuration means; the first step that trains builds it."""
@@ -104,16 +104,18 @@ class RunTrial(tune.Trainable):
 
         So are a full disk and a trial with which another process goes on: they end everything.
         """
-        if self._place is None:
+        folder = self._folder
+        if folder is None:
             raise RuntimeError("the trial has been cleaned up")
         try:
-            if self._copy is None:
-                self._open(self._place)
-            return self._told.popleft() if self._told else self._train(self._place.folder)
+            if self._told is None:
+                folder.open()
+                self._told = deque(self._on_record(folder.path))
+            return self._told.popleft() if self._told else self._train(folder)
         except StoreError:  # tried again by Tune, wherever there is room: nothing is wrong with the run
             raise
         except Exception as error:
-            result = self._failure(error, self._place.folder)
+            result = self._failure(error, folder)
             if result is None:
                 raise
             return result
@@ -124,15 +126,10 @@ class RunTrial(tune.Trainable):
 
     def _take(self, config: dict[str, Any]) -> None:
         self._spec = self._context.spec_of(config)
-        self._place = self._context.place / config.get(NAME, self.trial_id)
+        self._folder = TrainingFolder(self._context.place / config.get(NAME, self.trial_id))
+        self._told = None
         self._ended = config.get(ENDED, False)
         self._broken = False
-
-    def _open(self, place: StoragePath) -> None:
-        copy = RunCopy(place)
-        copy.open()
-        self._copy = copy
-        self._told = deque(self._on_record(place.folder))
 
     def _on_record(self, folder: Path) -> list[dict[str, Any]]:
         """Returns the results that the folder's log holds; the last says so where the trial has ended."""
@@ -156,14 +153,14 @@ class RunTrial(tune.Trainable):
                 end_run(folder, None, End(status="stopped"))
         return told
 
-    def _train(self, folder: Path) -> dict[str, Any]:
-        assert self._copy is not None
+    def _train(self, folder: TrainingFolder) -> dict[str, Any]:
         worker = self._worker
         if worker is None:
             shared = self._context.shared
             splits = None if shared is None else shared.get()
-            worker = self._worker = Worker(self._spec, folder, splits)
+            worker = self._worker = Worker(self._spec, folder.path, splits)
             worker.resume()
+            folder.push_soon()
         if not worker.finished:
             worker.train_epoch()
             if worker.finished or self._saving.is_due:
@@ -173,8 +170,8 @@ class RunTrial(tune.Trainable):
         result["done"] = result[FINISHED] = worker.finished
         if worker.finished:
             worker.finish()
-            self._copy.close()
-        self._copy.push_soon()
+            folder.close()
+        folder.push_soon()
         return result
 
     def _result(self, epoch: int, figures: Figures | None) -> dict[str, Any]:
@@ -192,7 +189,7 @@ class RunTrial(tune.Trainable):
             "hopeless": epoch >= grace_epochs(self._spec.recipe.epochs) and objective.is_hopeless(epoch, figures),
         }
 
-    def _failure(self, error: Exception, folder: Path) -> dict[str, Any] | None:
+    def _failure(self, error: Exception, folder: TrainingFolder) -> dict[str, Any] | None:
         """Puts a failure on record and returns the trial's last result; None where Tune is to have the exception.
 
         That is a bug in a search, for its process is not used again then; the trial that Tune begins in its place finds
@@ -207,40 +204,37 @@ class RunTrial(tune.Trainable):
             "message": str(error),
         }
         if isinstance(error, DiskFullError | TakenOverError):
-            if isinstance(error, TakenOverError) and self._copy is not None:
-                self._copy.abandon()
             self._broken = True
             return result
         is_alone = self._context.objective is None
-        is_refused = is_alone and cause == "bug" and (worker is None or not worker.begun)
+        is_refused = is_alone and cause == "bug" and (worker is None or not worker.log.begun)
         if not is_refused:  # bad input must not use up the run's name
             self._note(error, folder)
         if is_alone:
             return {**result, "error": _portable(error), "is_refused": is_refused}
         return result if cause in RESULTS else None
 
-    def _note(self, error: Exception, folder: Path) -> None:
+    def _note(self, error: Exception, folder: TrainingFolder) -> None:
         """Puts a failure on record, also one that came before there was a run."""
-        if self._worker is None or not self._worker.begun:
-            write_traceback(folder, error)
-            end_run(folder, self._spec, failed(error))
-        elif not self._worker.ended:
+        if self._worker is None or not self._worker.log.begun:
+            write_traceback(folder.path, error)
+            end_run(folder.path, self._spec, failed(error))
+        elif not self._worker.log.ended:
             self._worker.fail(error)
-        if self._copy is not None:
-            _bring(self._copy)
+        _bring(folder)
 
     def _leave(self) -> None:
-        worker, copy = self._worker, self._copy
-        self._worker, self._copy, self._place = None, None, None
+        worker, folder = self._worker, self._folder
+        self._worker, self._folder = None, None
         # What ends the search has been said, and the log can do without.
-        with contextlib.suppress(DiskFullError):
-            if worker is not None and not worker.ended and not self._broken:
-                _stop(worker, copy)
-        with contextlib.suppress(DiskFullError):
-            if worker is not None:
+        if worker is not None:
+            with contextlib.suppress(DiskFullError, TakenOverError):
+                if not worker.log.ended and not self._broken:
+                    worker.stop()
+            with contextlib.suppress(DiskFullError):
                 worker.close()
-        if copy is not None:
-            _bring(copy)
+        if folder is not None:
+            _bring(folder)
 
 
 def reopen(folder: Path) -> None:
@@ -254,20 +248,11 @@ def reopen(folder: Path) -> None:
         end_run(folder, None, replace(end, status="stopped"))
 
 
-def _stop(worker: Worker, copy: RunCopy | None) -> None:
-    """Ends the log of a run that is broken off, unless another process goes on with it."""
-    try:
-        worker.stop()
-    except TakenOverError:
-        if copy is not None:
-            copy.abandon()
-
-
-def _bring(copy: RunCopy) -> None:
+def _bring(folder: TrainingFolder) -> None:
     """Brings everything to the store; a failure is logged alone, for there is more to say or another run to begin."""
     try:
-        copy.close()
-    except StoreError as failure:
+        folder.close()
+    except (StoreError, TakenOverError) as failure:
         _logger.warning("%s", failure)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,26 +20,25 @@ from triaccel_ray.measure.score import BYTES_PER_GB, EpochTimes, efficiency_scor
 from triaccel_ray.model.dry_run import refusing_exits, users_lines
 from triaccel_ray.records.checkpoint import CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
 from triaccel_ray.records.codec import decode, encode
-from triaccel_ray.records.events import End, Epoch, EventLog, Interruption, LogError, Record, TakenOverError
+from triaccel_ray.records.events import End, Epoch, LogError, TakenOverError
 from triaccel_ray.records.goal import LOSS
 from triaccel_ray.service.failures import (
     DiskFullError,
     NonFiniteLossError,
-    broken_off,
     failed,
     keep_replaced,
     needing_room,
-    set_damage_aside,
     write_traceback,
 )
 from triaccel_ray.service.runs.building import build_loop, fitted_control, is_finite, seed_everything, splits_of
+from triaccel_ray.service.runs.environment import start_record
 from triaccel_ray.service.runs.gpu_share import hold_to_part
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import ONE_VIEW, figures_of
+from triaccel_ray.service.runs.run_log import RunLog
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.runs.start_record import start_record
 from triaccel_ray.service.runs.trained_model import TrainedModel
-from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, REPLACED, SPEC, write_value
+from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, REPLACED
 from triaccel_ray.trainables.task import Purpose, Splits
 
 
@@ -59,7 +57,7 @@ class Worker:
         Raises:
             ValueError, FileNotFoundError: the spec cannot be carried out; the message says why.
         """
-        self.spec, self.folder = spec, folder
+        self.spec, self.folder, self.log = spec, folder, RunLog(folder, spec)
         self.device = spec.torch_device
         data_on = spec.method_control.execution.data_on
         # Both before the first tensor, which would stay as it is; not even a model may take a neighbour's memory.
@@ -77,15 +75,11 @@ class Worker:
         self._held_out = delivered(self._splits.held_out, self.device, data_on)
         self._control = fitted_control(spec, len(self._splits.train))
         self.loop = self._build_loop()
-        self._log: EventLog | None = None
-        self._writing = threading.Lock()
         self._times = EpochTimes()
-        self._trained = TrainedModel(spec, folder)
+        self._trained = TrainedModel(spec, folder, self.log.confirm)
         self._one_view: Mapping[str, float] = {}
         self.last: Epoch | None = None
         """The last epoch's record."""
-        self.ended = False
-        """Whether the log takes no more records: it has its last one, or another process has taken the run over."""
 
     @property
     def figures(self) -> Figures | None:
@@ -93,31 +87,12 @@ class Worker:
         return None if self.last is None else figures_of([self.last], self.spec.goal)
 
     @property
-    def begun(self) -> bool:
-        """Whether there is a log that this worker writes."""
-        return self._log is not None
-
-    @property
     def finished(self) -> bool:
         """Whether all epochs are done."""
         return self.loop.sampler.epoch >= self.spec.recipe.epochs
 
-    def start(self, *, replace_existing: bool = False) -> None:
-        """Begins a new event log, with the spec beside it.
-
-        `replace_existing` is for a run that died before its first checkpoint and begins again.
-
-        Raises:
-            ValueError: the folder holds a run already.
-        """
-        if (self.folder / EVENTS).exists() and not replace_existing:
-            raise ValueError(f"folder {self.folder} holds a run already: resume it, or choose another name")
-        self._write_spec()
-        self._open_log(keep=0)
-        self._append(start_record(self.spec, self._control, self.device, self.loop.memory))
-
     def resume(self) -> int:
-        """Goes on from the newest checkpoint that is whole, or begins anew where there is none; the log says which.
+        """Goes on from the newest checkpoint that is whole, or begins where there is none; the log says which.
 
         The log of a run that begins anew because its checkpoints are damaged is kept, as REPLACED.
 
@@ -127,21 +102,14 @@ class Worker:
         Raises:
             CheckpointError: the checkpoint belongs to a run with other settings, or another version has written it.
         """
-        damage = set_damage_aside(self.folder / EVENTS)
-        if (self.folder / EVENTS).exists():
-            with needing_room(self.folder):
-                EventLog(self.folder / EVENTS, keep=None).close()
-        earlier, latest = broken_off(self.folder / EVENTS)
-        if damage:
-            latest = Interruption(cause="damaged", message=damage, epoch=0)
+        earlier, latest = self.log.take_over()
         for torn in self.folder.glob(".*.pt.*.partial"):
             torn.unlink()  # of a process that was lost while it wrote
         unusable = []
         for path in (self.folder / CHECKPOINT, self.folder / PREVIOUS):
             try:
                 if path.exists():
-                    self.restore(path)
-                    self._write_spec()  # as damaged as the log, perhaps
+                    self._restore(path)
                     break
             except DamagedCheckpointError as error:
                 unusable.append(str(error))
@@ -151,15 +119,16 @@ class Worker:
                 self.loop = self._build_loop()
             if keep_replaced(self.folder / EVENTS):
                 unusable.append(f"no checkpoint can be read, and what was recorded is in {REPLACED}")
-            self.start(replace_existing=True)
+            self.log.open()
+            self.log.append(start_record(self.spec, self._control, self.device, self.loop.memory))
         (self.folder / ERROR).unlink(missing_ok=True)  # of a failure that an interruption is about to stand for
-        epoch, num_kept = self.loop.sampler.epoch, self._log.num_records if self._log else 0
+        epoch, (num_kept, _) = self.loop.sampler.epoch, self.log.position() or (0, None)
         for place, record in earlier:
             if place >= num_kept:  # cut off with what came after the checkpoint
-                self._append(record)
+                self.log.append(record)
         if latest is not None:
             goes_on = f"goes on after epoch {epoch}" if epoch else "begins again"
-            self._append(replace(latest, message="; ".join([latest.message, goes_on, *unusable]), epoch=epoch))
+            self.log.append(replace(latest, message="; ".join([latest.message, goes_on, *unusable]), epoch=epoch))
         return epoch
 
     def train_epoch(self) -> Epoch:
@@ -202,9 +171,9 @@ class Worker:
             score=None if judged is None else self._score(judged.metrics, judged.loss, typical),
             typical_seconds=typical,
         )
-        self._append(record)
+        self.log.append(record)
         self.last = record
-        self._trained.after_epoch(record, self.loop.model, self._confirm)
+        self._trained.after_epoch(record, self.loop.model)
         return record
 
     def finish(self) -> dict[str, float]:
@@ -242,21 +211,21 @@ class Worker:
             "limit_gb": memory.limit_bytes / BYTES_PER_GB,
             "epochs": float(last.epoch),
         }
-        kept_epoch = self._trained.finish(last, self.loop.model, self._confirm)
-        self._append(End(status="finished", results=results, kept_epoch=kept_epoch))
+        kept_epoch = self._trained.finish(last, self.loop.model)
+        self.log.append(End(status="finished", results=results, kept_epoch=kept_epoch))
         return results
 
     def stop(self) -> None:
         """Ends the log of a run that is cut short on purpose; from another thread too, while it trains."""
-        self._append(End(status="stopped"))
+        self.log.append(End(status="stopped"))
 
     def fail(self, error: Exception) -> None:
         """Ends the log of a run that `error` has ended, and leaves the traceback beside it."""
         if lines := users_lines(error):
             error.add_note(lines)  # it travels to the driver, the traceback does not
-        if self.begun and not self.ended:
+        if self.log.begun and not self.log.ended:
             write_traceback(self.folder, error)
-        self._append(failed(error))
+        self.log.append(failed(error))
 
     def close(self) -> None:
         """Lets go of model, data and memory, and closes the log.
@@ -268,34 +237,21 @@ class Worker:
         try:
             self._drop_loop()
         finally:  # after an error of the device it raises again, and the log must end up whole all the same
-            log, self._log = self._log, None
-            if log is not None:
-                with needing_room(self.folder):
-                    log.close()
+            self.log.close()
 
     def checkpoint(self) -> None:
         """Writes the checkpoint that `resume` goes on from, and keeps the one before.
+
+        Nothing once the log has ended: `stop`, from another thread, may have ended it before the epoch was recorded.
 
         Raises:
             DiskFullError: there is no room; the checkpoint before stays.
             TakenOverError: another process goes on with the run; likewise.
         """
-        self.save(self.folder / CHECKPOINT, previous=self.folder / PREVIOUS)
-
-    def save(self, path: Path, *, previous: Path | None = None) -> None:
-        """Writes a checkpoint that `restore` goes on from; one that was there is kept as `previous`.
-
-        Nothing once the log has ended: `stop`, from another thread, may have ended it before the epoch was recorded.
-
-        Raises:
-            DiskFullError: there is no room.
-            TakenOverError: another process goes on with the run.
-        """
-        with self._writing:  # an end that is written from here on is none of the checkpoint's records
-            if self.ended:
-                return
-            log = self._log
-            num_records, checksum = (0, None) if log is None else (log.num_records, log.checksum)
+        position = self.log.position()  # an end that is written from here on is none of the checkpoint's records
+        if position is None:
+            return
+        num_records, checksum = position
         state = {
             "spec": json.dumps(encode(self.spec)),
             "loop": self.loop.state_dict(),
@@ -305,12 +261,12 @@ class Worker:
             "last": None if self.last is None else encode(self.last),
             "trained_model": self._trained.state_dict(self.last),
         }
-        with needing_room(path.parent):
-            if log is not None:
-                log.sync()  # a checkpoint must never count records that a power cut can take
-            save_checkpoint(path, state, previous=previous, confirm=None if log is None else log.claim.require)
+        with needing_room(self.folder):
+            self.log.sync()  # a checkpoint must never count records that a power cut can take
+            path, previous = self.folder / CHECKPOINT, self.folder / PREVIOUS
+            save_checkpoint(path, state, previous=previous, confirm=self.log.confirm)
 
-    def restore(self, path: Path) -> None:
+    def _restore(self, path: Path) -> None:
         """Goes on from the checkpoint at `path`; the event log is cut back to it, and the best weights are its own.
 
         Raises:
@@ -328,13 +284,13 @@ class Worker:
         try:
             self.loop.load_state_dict(state["loop"])
             # Cuts the log back, so last: a state that does not fit must not cost what was recorded.
-            self._open_log(keep=state["num_records"], checksum=state["log_checksum"])
+            self.log.open(keep=state["num_records"], checksum=state["log_checksum"])
         except (LogError, RuntimeError, ValueError, KeyError) as error:
             raise DamagedCheckpointError(f"checkpoint {path} does not fit its run: {error}") from error
         self._times.load_state_dict(state["epoch_times"])
         if state["last"] is not None:
             self.last = decode(Epoch, state["last"])
-        self._trained.load_state_dict(state.get("trained_model"), self.loop.model, self._confirm)
+        self._trained.load_state_dict(state.get("trained_model"), self.loop.model)
 
     def _is_own(self, spec: str) -> bool:
         """Returns whether a checkpoint's spec is this run's; one written before a field was added has its default."""
@@ -352,7 +308,7 @@ class Worker:
             control=self._control,
             device=self.device,
             budget_bytes=self._budget_bytes,
-            on_tick=self._append,
+            on_tick=self.log.append,
         )
 
     def _drop_loop(self) -> None:
@@ -382,11 +338,6 @@ class Worker:
         self._one_view = judged.one_view
         return judged
 
-    @property
-    def _confirm(self) -> Callable[[], None] | None:
-        """Raises where another process goes on with the run; None before this one writes a log."""
-        return None if self._log is None else self._log.claim.require
-
     def _way_out(self) -> str:
         in_fp16 = self.spec.method == "amp" and self.spec.recipe.amp == "fp16" and self.device.type == "cuda"
         return ": FP16 may be too narrow for this model, try --amp bf16" if in_fp16 else ""
@@ -395,23 +346,3 @@ class Worker:
         goal = self.spec.goal
         value = loss if goal.name == LOSS else metrics[goal.name]
         return efficiency_score(value, seconds, self.loop.memory.peak_bytes / BYTES_PER_GB, goal)
-
-    def _write_spec(self) -> None:
-        with needing_room(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_value(self.folder / SPEC, self.spec)
-
-    def _open_log(self, *, keep: int, checksum: int | None = None) -> None:
-        with needing_room(self.folder):
-            self._log = EventLog(self.folder / EVENTS, keep=keep, checksum=checksum)
-
-    def _append(self, record: Record) -> None:
-        with self._writing:
-            if self._log is not None and not self.ended:
-                try:
-                    with needing_room(self.folder):
-                        self._log.append(record)
-                except TakenOverError:
-                    self.ended = True
-                    raise
-                self.ended = isinstance(record, End)

@@ -24,8 +24,9 @@ from triaccel_ray.service.runs.trial import RunContext, reopen
 from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.search.suggestions import Directions, JournaledSearch, quiet_optuna
 from triaccel_ray.service.storage.layout import BASELINES, read_value, require_new, write_value
-from triaccel_ray.service.storage.mirroring import bring_notes, catch_up, edited
+from triaccel_ray.service.storage.mirror import bring, catch_up
 from triaccel_ray.service.storage.storage_path import StoragePath
+from triaccel_ray.service.storage.training_folder import edited
 
 _WAY_OUT = "restore it, or begin a new search"
 SEARCH = "search.json"
@@ -139,8 +140,8 @@ def tune_trials(
     context = RunContext(place=trials, spec_of=spec_of, objective=prepared.objective, shared=shared)
     if resume:
         for trial in trials.folder.glob("*"):
-            with edited(trials / trial.name):
-                reopen(trial)
+            with edited(trials / trial.name) as log:
+                reopen(log)
     with warnings.catch_warnings(), quiet_optuna():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         fit(context, _tune_config(spec, place, claim), num_gpus=num_gpus)
@@ -245,7 +246,7 @@ def _tune_config(spec: SearchSpec, place: StoragePath, claim: Claim | None) -> t
             sampler=partial(_sampler, spec),
             directions=several if pareto else {"objective": "maximize"},
             first={name: ANCHOR[name] for name in space},
-            noted=partial(bring_notes, place),
+            noted=partial(bring, place, [JOURNAL]),
         ),
         scheduler=scheduler,
         num_samples=spec.num_trials,

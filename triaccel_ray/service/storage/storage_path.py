@@ -18,7 +18,7 @@ class StoragePath:
     """A folder below the storage path, the same for all machines; as a value that travels between them.
 
     Runs need what a POSIX folder does: they append to logs, cut them and replace files at once. Where the storage is a
-    store that cannot, they are kept in a working copy, and `mirror` carries files to and fro.
+    store that cannot, each machine works on copies, and `mirror` carries files to and fro.
     """
 
     storage: str
@@ -49,6 +49,11 @@ class StoragePath:
         """The absolute path on this machine: of the folder, or of its working copy."""
         root = expanded(self.storage).absolute() if self.uri is None else working_copy(self.uri)
         return root / self.name
+
+    @property
+    def training_folder(self) -> Path:
+        """Where a run of this name is trained on this machine: of a store, another folder than commands work on."""
+        return self.folder if self.uri is None else working_copy(self.uri) / ".training" / self.name
 
     @property
     def base_name(self) -> str:

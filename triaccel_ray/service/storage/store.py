@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import shutil
 from collections.abc import Iterator
@@ -36,80 +37,73 @@ class Stamp:
     size: int
     mtime_ns: int
 
+    @classmethod
+    def of(cls, status: os.stat_result) -> Stamp:
+        """Returns that of a local file."""
+        return cls(status.st_size, status.st_mtime_ns)
+
 
 @dataclass(frozen=True)
 class Store:
-    """The folder that a URI names. pyarrow keeps connections, so this may be made anew at every use."""
+    """The folder that a URI names. pyarrow keeps connections, so this may be made anew at every use.
+
+    What cannot be done there raises StoreError, with the reason and the way out.
+    """
 
     uri: str
 
     def check(self, *, writable: bool) -> None:
-        """Returns if the store can be used; with `writable`, a small file was written, and the folder made.
-
-        Raises:
-            StoreError: it cannot.
-        """
-        with self._reaching():
-            filesystem, root = _open(self.uri)
-            if writable and not self._is_object_store and not self._exists(root):
+        """Returns if the store can be used; with `writable`, a small file was written, and the folder made."""
+        with self._reached(must_exist=not writable) as (filesystem, root):
+            if writable and not _exists(filesystem, root):
                 filesystem.create_dir(root, recursive=False)  # not more: a mount may be missing
-            self._require_root()
         if writable:
-            with open(os.devnull, "rb") as nothing:
-                self.write(_PROBE, nothing, 0)
+            self.write(_PROBE, io.BytesIO())
             with contextlib.suppress(Exception):  # nothing else is ever deleted, so that need not be allowed
                 filesystem.delete_file(f"{root}/{_PROBE}")
 
     def files(self, below: str, *, recursive: bool) -> dict[str, Stamp]:
-        """Returns the files in the folder `below`, which need not exist, by their paths within it.
-
-        Raises:
-            StoreError: they cannot be listed.
-        """
+        """Returns the files in the folder `below`, which need not exist, by their paths within it."""
         from pyarrow import fs
 
-        with self._reaching():
-            filesystem, root = _open(self.uri)
-            self._require_root()
+        with self._reached() as (filesystem, root):
             folder = f"{root}/{below}".rstrip("/")
             infos = filesystem.get_file_info(fs.FileSelector(folder, recursive=recursive, allow_not_found=True))
             files = [info for info in infos if info.type is fs.FileType.File]
             return {info.path[len(folder) :].lstrip("/"): _stamp(info) for info in files}
 
+    def read_text(self, name: str) -> str:
+        """Returns the text of a small file."""
+        with self._reached() as (filesystem, root), filesystem.open_input_stream(f"{root}/{name}") as source:
+            return str(source.read().decode())
+
     def read(self, name: str, target: Path) -> None:
         """Copies a file to `target`, which holds either what it held or all of it.
 
         Raises:
-            StoreError: it cannot be read.
             OSError: there is no room on this machine's disk.
         """
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
-            with self._reaching():
-                filesystem, root = _open(self.uri)
-                with (
-                    filesystem.open_input_stream(f"{root}/{name}", compression=None) as source,
-                    partial.open("wb") as file,
-                ):
-                    shutil.copyfileobj(source, file, BLOCK_BYTES)
-                partial.replace(target)
+            with (
+                self._reached() as (filesystem, root),
+                filesystem.open_input_stream(f"{root}/{name}", compression=None) as source,
+                partial.open("wb") as file,
+            ):
+                shutil.copyfileobj(source, file, BLOCK_BYTES)
+            partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
 
-    def write(self, name: str, source: BinaryIO, num_bytes: int) -> Stamp:
+    def write(self, name: str, source: BinaryIO, num_bytes: int = 0) -> Stamp:
         """Replaces the file `name` by the next `num_bytes` of `source`, and returns its new stamp.
 
         Whoever reads sees the old file or the new one: object stores replace a file as a whole; elsewhere it is written
         under another name and moved. Only HDFS has no file for a moment then, between deleting and renaming.
-
-        Raises:
-            StoreError: it cannot be written.
         """
-        with self._reaching(is_disk_theirs=True):
-            filesystem, root = _open(self.uri)
+        with self._reached(is_disk_theirs=True) as (filesystem, root):
             path = written = f"{root}/{name}"
-            if not self._is_object_store:
-                self._require_root()
+            if filesystem.type_name not in OBJECT_STORES:
                 folder, _, file_name = path.rpartition("/")
                 filesystem.create_dir(folder, recursive=True)
                 written = f"{folder}/.{file_name}.partial"
@@ -119,28 +113,24 @@ class Store:
                 filesystem.move(written, path)
             return _stamp(filesystem.get_file_info(path))
 
-    @property
-    def _is_object_store(self) -> bool:
-        return _open(self.uri)[0].type_name in OBJECT_STORES
-
-    def _exists(self, path: str) -> bool:
-        from pyarrow import fs
-
-        return bool(_open(self.uri)[0].get_file_info(path).type is not fs.FileType.NotFound)
-
-    def _require_root(self) -> None:
-        """Raises where the folder is gone: what is not there must not be taken for empty, nor made in a mount's place.
-
-        An object store is asked for the bucket once, when it is opened.
-        """
-        root = _open(self.uri)[1]
-        if not self._is_object_store and not self._exists(root):
-            raise FileNotFoundError(f"there is no {root}")
-
     @contextlib.contextmanager
-    def _reaching(self, *, is_disk_theirs: bool = False) -> Iterator[None]:
+    def _reached(self, *, must_exist: bool = True, is_disk_theirs: bool = False) -> Iterator[tuple[Any, str]]:
+        """Yields the file system and the folder in it, and explains what goes wrong meanwhile.
+
+        A folder that is gone must not be taken for empty, nor made in a mount's place.
+        """
+        filesystem, root = _open(self.uri)
         with _explained(self.uri, _WAY_OUT, is_disk_theirs=is_disk_theirs):
-            yield
+            if must_exist and not _exists(filesystem, root):
+                raise FileNotFoundError(f"there is no {root}")
+            yield filesystem, root
+
+
+def _exists(filesystem: Any, root: str) -> bool:
+    """Returns whether the folder is there; an object store has none, and was asked for its bucket when opened."""
+    from pyarrow import fs
+
+    return filesystem.type_name in OBJECT_STORES or filesystem.get_file_info(root).type is not fs.FileType.NotFound
 
 
 @functools.cache

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import shutil
+import threading
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from tests.service.storage.machines import Machines
+from tests.service.waiting import wait_until
+from triaccel_ray.records.events import TakenOverError
+from triaccel_ray.service.failures import StoreError
+from triaccel_ray.service.storage.background import Background, insist
+from triaccel_ray.service.storage.mirror import catch_up
+from triaccel_ray.service.storage.store import Store
+
+
+def test_a_store_that_cannot_be_used_says_so(tmp_path: Path) -> None:
+    store = Store((tmp_path / "store" / "runs").as_uri())
+    with pytest.raises(StoreError, match=r"storage path = 'file:///.*/runs': .*; see that bucket or folder exist"):
+        store.check(writable=True)  # whose parent is missing: a mount, perhaps
+    (tmp_path / "store").mkdir()
+    store.check(writable=True)
+    with pytest.raises(StoreError, match="7 bytes are missing"):  # a file that was cut meanwhile
+        store.write("x", BytesIO(b"123"), 10)
+    assert store.files("", recursive=True).keys() == {".x.partial"}
+    for uri, said in {
+        (tmp_path / "b").as_uri(): r"there is no .*/b; see that bucket or folder exist",
+        "ftp://host/x": "Unrecognized filesystem type in URI: ftp://host/x; must be a folder, or a URI",
+        "mock://": "storage path = 'mock://': names no folder",
+    }.items():
+        with pytest.raises(StoreError, match=said):
+            Store(uri).check(writable=False)
+    shutil.rmtree(tmp_path / "store")
+    for work in (
+        lambda: store.files("", recursive=True),
+        lambda: store.read("x", tmp_path / "x"),
+        lambda: store.write("x", BytesIO()),
+    ):
+        with pytest.raises(StoreError, match=r"there is no .*/store/runs"):
+            work()
+    assert not (tmp_path / "store").exists()  # what is gone is not made anew: a mount would be hidden by it
+
+
+def test_a_store_that_returns_in_time_was_never_away(machines: Machines) -> None:
+    with machines.unreachable():
+        with pytest.raises(StoreError, match="there is no"):
+            catch_up(machines.place, patience_s=0.3)
+        threading.Timer(0.5, (machines.root / "out-of-reach").rename, [machines.store]).start()
+        insist(lambda: Store(machines.place.storage).check(writable=False))
+        machines.store.rename(machines.root / "out-of-reach")
+
+
+def test_work_in_the_background_is_done_once_the_store_is_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("triaccel_ray.service.storage.background.RETRY_S", 0.05)
+    errors: list[Exception | None] = [StoreError("storage path = 'x': out of reach")]
+    done = threading.Event()
+
+    def work() -> None:
+        if errors[0] is not None:
+            raise errors[0]
+        done.set()
+
+    background = Background(work, "a run")
+    background.ask()
+    wait_until(lambda: caplog.records)
+    errors[0] = None
+    done.wait()
+    wait_until(lambda: len(caplog.records) == 2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a run: storage path = 'x': out of reach. Work goes on, and is brought there later",
+        "a run: the store answers again, and has everything",
+    ]
+    errors[0] = TakenOverError("another process goes on")
+    background.ask()
+    background._thread.join()
+    with pytest.raises(TakenOverError, match="another process goes on"):
+        background.ask()
+    hold = threading.Event()
+    slow = Background(hold.wait, "another run", interval_s=0.0)
+    with pytest.raises(StoreError, match="another run: the store has not answered for 0 s"):
+        slow.stop(0.1)
+    hold.set()

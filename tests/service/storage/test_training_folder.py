@@ -1,0 +1,246 @@
+"""Runs that are trained on one machine and go on on another."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.build import same
+from tests.service.local_trial import local_run, trained
+from tests.service.own_task import own_spec
+from tests.service.storage.machines import Machines, held, write
+from tests.service.waiting import wait_until
+from triaccel_ray.records.events import EventLog, TakenOverError, read_events
+from triaccel_ray.service.failures import StoreError
+from triaccel_ray.service.runs.record import read_run
+from triaccel_ray.service.runs.worker import Worker
+from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, MODEL, PREVIOUS, SPEC
+from triaccel_ray.service.storage.mirror import catch_up, mirrored, pull_all, require_unused
+from triaccel_ray.service.storage.storage_path import StoragePath
+from triaccel_ray.service.storage.store import Store
+from triaccel_ray.service.storage.training_folder import WRITER, edited
+
+
+def test_a_run_goes_on_from_the_store_unless_its_own_folder_is_ahead(machines: Machines) -> None:
+    first = machines.move_to("a")
+    first.open()
+    state = {SPEC: "s", EVENTS: "1\n2\n", CHECKPOINT: "after 2", MODEL: "of 2"}
+    write(first.path, {**state, PREVIOUS: "after 1", f".{CHECKPOINT}.1.partial": "torn", "mlflow.db": "a database"})
+    first.close()
+    first.close()
+    assert held(machines.kept) == state
+    before = {path.name: path.stat().st_ino for path in machines.kept.iterdir()}
+    first.push()
+    assert {path.name: path.stat().st_ino for path in machines.kept.iterdir()} == before  # nothing is copied again
+    write(first.path, {EVENTS: "1\n2\n3\n"})  # and the process is lost
+    first.open()
+    assert held(first.path) == {**state, EVENTS: "1\n2\n3\n", PREVIOUS: "after 1", "mlflow.db": "a database"}
+
+    second = machines.move_to("b")
+    second.open()
+    assert held(second.path) == state
+    write(second.path, {EVENTS: "1\n2\n3 elsewhere\n", CHECKPOINT: "after 3 elsewhere"})
+    second.push()
+    with pytest.raises(TakenOverError, match=r"another process has taken this run over"):
+        first.push()
+    with pytest.raises(TakenOverError, match=r"goes on with it \(.+\); this one has ended"):
+        first.close()
+    assert held(machines.kept)[EVENTS] == "1\n2\n3 elsewhere\n"
+    second.close()
+
+    again = machines.move_to("a")
+    again.open()  # what was never brought from here is of a way that the run has not taken
+    assert held(again.path) == {**held(machines.kept), "mlflow.db": "a database"}
+    again.close()
+
+
+def test_the_end_of_a_run_elsewhere_can_be_written_here_and_it_can_go_on_here(machines: Machines) -> None:
+    there = machines.move_to("b")
+    there.open()
+    write(there.path, {EVENTS: "1\n2\n", CHECKPOINT: "after 2"})
+    there.close()
+    here = machines.move_to("a")
+    with edited(machines.place) as folder:
+        assert held(folder) == {EVENTS: "1\n2\n"}
+        write(folder, {EVENTS: "1\nend\n"})
+    assert held(machines.kept) == {EVENTS: "1\nend\n", CHECKPOINT: "after 2"}
+    here.open()
+    assert held(here.path) == held(machines.kept)
+    here.close()
+
+
+@pytest.mark.parametrize(("first", "last"), [(EVENTS, CHECKPOINT), (MODEL, EVENTS)])
+def test_a_reader_never_finds_what_is_written_last_ahead_of_the_other(
+    machines: Machines, first: str, last: str
+) -> None:
+    """A run writes on while it is pushed, and another machine takes what is there, the last file first."""
+    here, stop = machines.move_to("a"), threading.Event()
+    here.open()
+    write(here.path, {EVENTS: "", SPEC: "s"})
+
+    def append(name: str, number: int) -> None:
+        if name == EVENTS:
+            with (here.path / name).open("a") as log:
+                log.write(f"{number}\n")
+        else:
+            (here.path / "new").write_text(str(number))
+            (here.path / "new").replace(here.path / name)
+
+    def train() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            append(first, number)
+            append(last, number)
+
+    def push() -> None:
+        while not stop.is_set():
+            here.push()
+
+    def number_in(name: str) -> int:
+        while True:  # unlike a store of objects, a folder is without a file while it is replaced
+            with suppress(StoreError):
+                Store(machines.place.storage).read(f"run/{name}", machines.root / name)
+                break
+        text = (machines.root / name).read_text()
+        return len(text.splitlines()) if name == EVENTS else int(text)
+
+    threads = [threading.Thread(target=work) for work in (train, push)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_until((machines.kept / last).exists)
+        counts: set[int] = set()
+
+        def look() -> bool:
+            count = number_in(last)
+            assert number_in(first) >= count
+            counts.add(count)
+            return len(counts) >= 20
+
+        wait_until(look)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    here.close()
+
+
+@pytest.fixture
+def task(module: str) -> str:
+    return f"{module}:Blobs"
+
+
+def losses(log: Path) -> list[float]:
+    return [event.record.train_loss for event in read_events(log) if hasattr(event.record, "train_loss")]
+
+
+def test_a_run_goes_on_on_another_machine_and_equals_an_undisturbed_one(machines: Machines, task: str) -> None:
+    spec = own_spec(task, keep="best")
+    trained(local_run(spec, StoragePath.of(machines.root / "whole")))
+
+    machines.move_to("a")
+    first = local_run(spec, machines.place)
+    assert first.step()["epoch"] == 1
+    wait_until((machines.kept / CHECKPOINT).exists)
+    there = machines.move_to("b")
+    second = local_run(spec, machines.place)
+    assert [second.step()["epoch"] for _ in range(2)] == [2, 3]
+    second.cleanup()
+    run = read_run(machines.kept)
+    assert (run.status, [each.epoch for each in run.interruptions]) == ("finished", [1])
+    assert losses(machines.kept / EVENTS) == losses(machines.root / "whole" / EVENTS)
+    assert (machines.kept / EVENTS).read_bytes() == (there.path / EVENTS).read_bytes()
+    kept, undisturbed = (torch.load(folder / MODEL) for folder in (machines.kept, machines.root / "whole"))
+    assert same(kept, undisturbed)
+
+    before = {path.name: path.read_bytes() for path in machines.kept.iterdir()}
+    machines.move_to("a")  # whose process was given up for lost, and is not
+    first.step()
+    assert first._folder is not None
+    assert first._folder._pushing is not None
+    first._folder._pushing._thread.join()
+    result = first.step()
+    assert result["done"]
+    assert "another process has taken this run over" in result["message"]
+    first.cleanup()
+    assert {path.name: path.read_bytes() for path in machines.kept.iterdir()} == before
+
+
+def test_a_run_that_is_stopped_is_brought_to_the_store_unless_another_process_has_it(
+    machines: Machines, task: str
+) -> None:
+    trial = local_run(own_spec(task), machines.place)
+    trial.step()
+    trial.cleanup()
+    assert read_run(machines.kept).status == "stopped"
+    trial = local_run(own_spec(task), machines.place)
+    trial.step()
+    EventLog(machines.place.training_folder / EVENTS, keep=1).close()
+    assert "another process has taken this run over" in trial.step()["message"]
+    trial.cleanup()
+
+
+def test_a_run_that_the_store_has_never_seen_is_found_where_it_trained(machines: Machines) -> None:
+    write(machines.move_to("a").path, {SPEC: "s", EVENTS: "1\n", CHECKPOINT: "after 1"})
+    pull_all(machines.place)
+    assert held(machines.place.folder) == {SPEC: "s", EVENTS: "1\n"}
+    assert held(machines.kept)[CHECKPOINT] == "after 1"
+
+
+def test_a_run_that_was_refused_has_not_used_its_name(machines: Machines) -> None:
+    folder = machines.move_to("a")
+    folder.open()
+    folder.close()
+    assert not (machines.kept / WRITER).exists()
+    require_unused(machines.place)
+
+
+def test_a_traceback_is_in_the_store_as_long_as_its_failure_counts(machines: Machines, module: str) -> None:
+    spec, here = own_spec(f"{module}:Broken"), machines.move_to("a")
+    trained(local_run(spec, machines.place))
+    assert read_run(machines.kept).status == "failed (bug)"
+    (here.path / DAMAGED).write_text("set aside")
+    here.push()
+    machines.move_to("b")
+    pull_all(machines.place)
+    assert "KeyError" in held(machines.place.folder)[ERROR]
+    assert held(machines.place.folder)[DAMAGED] == "set aside"
+    machines.move_to("a")
+    here.open()
+    again = Worker(spec, here.path)
+    again.resume()  # the failure is an interruption from here on
+    again.stop()
+    again.close()
+    here.close()
+    assert held(machines.kept)[ERROR] == ""
+    machines.move_to("b")
+    catch_up(machines.place)
+    assert ERROR not in held(machines.place.folder)
+    assert read_run(machines.place.folder).status == "stopped"
+
+
+def test_a_store_out_of_reach_loses_nothing(machines: Machines, task: str) -> None:
+    here = machines.move_to("a")
+    trial = local_run(own_spec(task), machines.place)
+    trial.step()
+    wait_until((machines.kept / CHECKPOINT).exists)
+    assert trial._folder is not None
+    trial._folder._patience_s = 0.3
+    with machines.unreachable():
+        trial.step()
+        with pytest.raises(
+            StoreError, match=rf"not everything of file://.*/run is in the store \(.*{here.path} on this machine"
+        ):
+            trial.step()
+        trial.cleanup()
+    assert read_run(machines.kept).status == "unfinished"
+    with mirrored(machines.place):  # as `triaccel resume` does
+        pass
+    for name in (SPEC, EVENTS, CHECKPOINT):
+        assert (machines.kept / name).read_bytes() == (here.path / name).read_bytes()
+    assert read_run(machines.kept).status == read_run(machines.place.folder).status == "finished"

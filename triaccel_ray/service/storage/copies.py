@@ -1,0 +1,103 @@
+"""Copies of what a store holds: each file has one writer, who brings it there as a whole; all others take it.
+
+A run is written in its training folder, on the machine where it trains (`training_folder`). A command writes into its
+working copy, on the machine where it was typed, and takes the logs of runs there (`mirror`). A copy has the size
+and time of its original, and what has the same is not copied again.
+
+A checkpoint counts records of its log. So that whoever takes both finds at least as many in the log, a log is brought
+to the store before the checkpoint, but opened after it, and taken from the store after the checkpoint. The trained
+model is brought before the log and opened after it: a log that says how the run ended has the model beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from triaccel_ray.service.failures import StoreError, needing_room
+from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, MODEL, REPLACED, SETTINGS, SPEC
+from triaccel_ray.service.storage.storage_path import StoragePath
+from triaccel_ray.service.storage.store import Stamp, Store
+
+LOG = (SPEC, ERROR, DAMAGED, REPLACED, EVENTS)
+"""What is needed to look at a run, not to go on with it; the log last, which says what the others hold."""
+RUN = (MODEL, *LOG, CHECKPOINT)
+"""What a run writes, in the order in which it is brought to the store. Everything else stays on its machine."""
+PAGES = (SETTINGS, "found.json", "comparison.md", "report.html")
+SETS = ("search.json", "comparison.json")
+COMMAND = (*SETS, "prepared.json", "choices.json", "trials.jsonl", "mlflow.json", *PAGES)
+"""What a command writes: what was asked for, found, suggested, recorded and reported; of one of SETS also its log."""
+
+
+def push(place: StoragePath, folder: Path, files: Sequence[str], there: Mapping[str, Stamp]) -> None:
+    """Brings those files of `folder` to the store, in this order, of which it has another version, or none.
+
+    `there` is what the store has at `place`. A traceback that is gone is empty there: nothing is deleted in a store.
+
+    Raises:
+        StoreError: the store cannot be reached.
+    """
+    store = store_of(place)
+    with contextlib.ExitStack() as open_files:
+        opened = {}
+        for file in reversed(files):  # a checkpoint first: what the log then holds is enough for it
+            with contextlib.suppress(FileNotFoundError):
+                source = open_files.enter_context((folder / file).open("rb"))
+                opened[file] = source, Stamp.of(os.fstat(source.fileno()))  # what a log gets from here on comes later
+        for file in files:
+            if file in opened:
+                source, here = opened[file]
+                if here != there.get(file):
+                    stamp = store.write(f"{place.name}/{file}", source, here.size)
+                    os.utime(source.fileno(), ns=(stamp.mtime_ns, stamp.mtime_ns))
+            elif file == ERROR and file in there and there[file].size:
+                store.write(f"{place.name}/{file}", io.BytesIO())
+
+
+def pull(place: StoragePath, folder: Path, files: Sequence[str], there: Mapping[str, Stamp]) -> None:
+    """Takes those files from the store of which `folder` has another version, or none; an empty one stands for none.
+
+    What a command has written here stays where it is newer: the command was killed, perhaps, before it could bring it.
+
+    Raises:
+        StoreError: the store cannot be reached.
+        DiskFullError: there is no room for them.
+    """
+    for file in reversed(files):
+        path, stamp = folder / file, there.get(file)
+        if stamp is None:
+            continue
+        here = Stamp.of(path.stat()) if path.exists() else None
+        if here == stamp or (here is not None and file in COMMAND and here.mtime_ns > stamp.mtime_ns):
+            continue
+        if stamp.size == 0:
+            path.unlink(missing_ok=True)
+            continue
+        with needing_room(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            store_of(place).read(f"{place.name}/{file}", path)
+        os.utime(path, ns=(stamp.mtime_ns, stamp.mtime_ns))
+
+
+def store_of(place: StoragePath) -> Store:
+    """Returns the store of a place that is in one."""
+    assert place.uri is not None
+    return Store(place.uri)
+
+
+@contextlib.contextmanager
+def saying_where(place: StoragePath, folder: Path) -> Iterator[None]:
+    """Has a StoreError say that everything is in `folder`, and how to bring it to the store."""
+    try:
+        yield
+    except StoreError as error:
+        whole = place.name.partition("/")[0]  # of a search's trial, the search
+        words = shlex.join(["triaccel", "resume", whole, "--storage-path", place.storage])
+        raise StoreError(
+            f"not everything of {place} is in the store ({error}). Nothing is lost: it is in {folder} on this "
+            f"machine, and `{words}` typed here brings it there once the store answers"
+        ) from error

@@ -1,0 +1,123 @@
+"""Where a run is trained on this machine, and its way from and to the store.
+
+The store's file WRITER names the training folder that a run goes on in. That folder is ahead of the store; whoever
+trains in another one takes all files first, puts that one's name there with the first files that it brings, and so
+fences off whoever trained before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import platform
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from filelock import FileLock
+
+from triaccel_ray.records.events import TakenOverError
+from triaccel_ray.service.storage.background import PATIENCE_S, Background, insist
+from triaccel_ray.service.storage.copies import LOG, RUN, pull, push, saying_where, store_of
+from triaccel_ray.service.storage.layout import EVENTS, PREVIOUS, write_atomically
+from triaccel_ray.service.storage.storage_path import StoragePath
+from triaccel_ray.service.storage.store import Stamp
+
+WRITER = ".writer"
+
+
+class TrainingFolder:
+    """A run's folder while it trains; a place that is a folder is that itself, and nothing is copied."""
+
+    def __init__(self, place: StoragePath, *, patience_s: float = PATIENCE_S) -> None:
+        """Does nothing yet; later, a store may be out of reach for `patience_s`."""
+        self.path, self._place, self._patience_s = place.training_folder, place, patience_s
+        self._writer_before: str | None = None
+        self._pushing: Background | None = None
+
+    def open(self, files: Sequence[str] = RUN) -> None:
+        """Takes what the store has of the run, which may have begun on another machine: `files`, or all.
+
+        Raises:
+            StoreError: the store cannot be reached.
+        """
+        if self._place.uri is not None:
+            insist(lambda: self._take(files), self._patience_s)
+            self._pushing = Background(self.push, str(self._place))
+
+    def push_soon(self) -> None:
+        """Has what is new brought to the store, while training goes on.
+
+        Raises:
+            TakenOverError: the run goes on in another training folder.
+        """
+        if self._pushing is not None:
+            self._pushing.ask()
+
+    def close(self) -> None:
+        """Brings everything to the store; may be called again.
+
+        Raises:
+            StoreError: the store cannot be reached; the message says where everything is, and how to bring it there.
+            TakenOverError: the run goes on in another training folder.
+        """
+        pushing, self._pushing = self._pushing, None
+        if pushing is not None:
+            with saying_where(self._place, self.path):
+                pushing.stop(self._patience_s)
+                insist(self.push, self._patience_s)
+
+    def push(self) -> None:
+        """Brings what has changed here to the store.
+
+        Raises:
+            StoreError: the store cannot be reached.
+            TakenOverError: the run goes on in another training folder.
+        """
+        if not any((self.path / file).exists() for file in RUN):
+            return  # a run that is refused must not use up its name
+        with FileLock(self.path / ".push.lock"):
+            there = store_of(self._place).files(self._place.name, recursive=False)
+            own, writer = self._own_name(), self._writer(there)
+            if writer not in (None, own, self._writer_before):
+                raise TakenOverError(
+                    f"{self._place}: another process has taken this run over, and goes on with it ({writer}); this one "
+                    "has ended and brings nothing more there"
+                )
+            if writer != own:
+                store_of(self._place).write(f"{self._place.name}/{WRITER}", io.BytesIO(own.encode()), len(own.encode()))
+            self._writer_before = None
+            push(self._place, self.path, RUN, there)
+
+    def _take(self, files: Sequence[str]) -> None:
+        there = store_of(self._place).files(self._place.name, recursive=False)
+        writer = self._writer_before = self._writer(there)
+        if writer is not None and writer != self._own_name():
+            for file in (EVENTS, *RUN, PREVIOUS):  # of the other way that the run has not taken
+                (self.path / file).unlink(missing_ok=True)
+        pull(self._place, self.path, [file for file in files if not (self.path / file).exists()], there)
+
+    def _writer(self, there: Mapping[str, Stamp]) -> str | None:
+        return store_of(self._place).read_text(f"{self._place.name}/{WRITER}") if WRITER in there else None
+
+    def _own_name(self) -> str:
+        path = self.path / WRITER
+        if not path.exists():
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, f"{platform.node()} {uuid.uuid4().hex}")
+        return path.read_text()
+
+
+@contextlib.contextmanager
+def edited(place: StoragePath) -> Iterator[Path]:
+    """Its body writes to the log of a run that nobody trains, in the folder that it gets.
+
+    Raises:
+        StoreError: the store cannot be reached.
+    """
+    folder = TrainingFolder(place)
+    folder.open(LOG)
+    try:
+        yield folder.path
+    finally:
+        folder.close()
