@@ -34,7 +34,7 @@ UNUSUAL = replace(
     recipe=replace(BASE.recipe, epochs=5, lr=0.03, nesterov=True, amp="bf16", label_smoothing=0.05),
     control=ControlConfig(
         every_steps=6,
-        do_no_harm=False,
+        revert_slowdowns=False,
         clip_norm=0.5,
         precision=PrecisionConfig(
             tau_low=1e-6, tau_high=1e-6 * (1 + 1e-6), initial_layers={"conv1": Precision.FP32, "a=b": Precision.FP16}
