@@ -37,7 +37,7 @@ from triaccel_ray.service.failures import RunFailedError, cause_of, needing_room
 from triaccel_ray.service.lookup import find, storage_of
 from triaccel_ray.service.model_delivery import deliver_model
 from triaccel_ray.service.next_steps import ONCE_IT_IS_BACK, resumable, resume_words, say_how_it_ended
-from triaccel_ray.service.progress import RunProgress, TrialProgress
+from triaccel_ray.service.progress import Progress
 from triaccel_ray.service.recorded import experiment_of, in_its_store, search_parent
 from triaccel_ray.service.report.comparison_view import view_comparison
 from triaccel_ray.service.report.view import View
@@ -205,7 +205,7 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
     ):
         specs, num_gpus = {folder.name: spec}, _num_gpus(spec, where.address)
         title = f"{spec.task}: {METHODS[spec.method]}"
-        with RunProgress(title, folder.parent, specs, goal=spec.goal, each_epoch=True):
+        with Progress(title, folder.parent, specs, goal=spec.goal, each_epoch=True):
             failures = run_all(specs, place.parent, num_gpus=num_gpus)
     if failures:  # or input that only the run's own process could judge
         raise failures[folder.name]
@@ -234,10 +234,10 @@ def _search(spec: SearchSpec, context: Context) -> Outcome:
         with _ray(where, words):
             num_gpus, shared = _num_gpus(spec.base, where.address), _shared(spec.base)
             title = f"{spec.base.task}: baselines and probe"
-            with RunProgress(title, folder / BASELINES, goal=spec.base.goal):
+            with Progress(title, folder / BASELINES, goal=spec.base.goal):
                 prepared = prepare(spec, place, num_gpus=num_gpus, shared=shared)
             title = f"{spec.base.task}: {spec.num_trials} trials"
-            with TrialProgress(title, spec.num_trials, folder / TRIALS, prepared.objective):
+            with Progress(title, folder / TRIALS, goal=spec.base.goal, num_trials=spec.num_trials):
                 tune_trials(
                     spec, prepared, place, num_gpus=num_gpus, resume=context.resume, shared=shared, claim=log.claim
                 )
@@ -284,7 +284,7 @@ def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
             if read_comparison(folder).choices is None:
                 _choose(spec, place, num_gpus)
             todo = read_comparison(folder).unfinished()
-            with RunProgress(f"{spec.base.task}: comparison", folder, todo, goal=spec.base.goal):
+            with Progress(f"{spec.base.task}: comparison", folder, todo, goal=spec.base.goal):
                 failures = run_all(todo, place, num_gpus=num_gpus)
         record = read_comparison(folder)
         if not record.runs and failures:
@@ -325,7 +325,7 @@ def _choose(spec: ComparisonSpec, place: StoragePath, num_gpus: float) -> None:
     """Runs the trials that choose settings; their samples leave the object store afterwards."""
     shared = _shared(trial_of(spec.base))
     trials = place.folder / comparison.TRIALS
-    with RunProgress(f"{spec.base.task}: trials on validation samples", trials, goal=spec.base.goal):
+    with Progress(f"{spec.base.task}: trials on validation samples", trials, goal=spec.base.goal):
         choose(spec, place, num_gpus=num_gpus, shared=shared)
 
 
