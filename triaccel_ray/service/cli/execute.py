@@ -10,7 +10,7 @@ from triaccel_ray.service.cli import specs
 from triaccel_ray.service.cli.translation import replayed_control
 from triaccel_ray.service.console import out, rich_table
 from triaccel_ray.service.doctor import show_findings
-from triaccel_ray.service.jobs import job_commands
+from triaccel_ray.service.jobs import commands as job_commands
 from triaccel_ray.service.launch import carry_out
 from triaccel_ray.service.lookup import find, find_run
 from triaccel_ray.service.mlflow_ui import require_store
