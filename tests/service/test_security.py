@@ -27,8 +27,9 @@ from triaccel_ray.records.codec import encode
 from triaccel_ray.service.cli.credentials import hide_credentials
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.options import Where, to_repeat
-from triaccel_ray.service.cluster.cluster import display_address, is_loopback
+from triaccel_ray.service.cluster.cluster import display_address
 from triaccel_ray.service.console import SafeConsole
+from triaccel_ray.service.mlflow_ui import is_loopback
 from triaccel_ray.service.next_steps import resume_words
 from triaccel_ray.service.report.report import REPORT
 from triaccel_ray.service.search.search import SEARCH

@@ -30,7 +30,7 @@ from triaccel_ray.service.cluster.cluster import (
 )
 from triaccel_ray.service.compare import comparison
 from triaccel_ray.service.compare.choosing import choose, trial_of
-from triaccel_ray.service.compare.comparison import COMPARISON, begin_comparison, read_comparison, summary_metrics
+from triaccel_ray.service.compare.comparison import COMPARISON, read_comparison, summary_metrics
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.console import err, out
 from triaccel_ray.service.failures import RunFailedError, cause_of, needing_room
@@ -48,12 +48,12 @@ from triaccel_ray.service.runs.record import RunRecord, has_begun, read_if_begun
 from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.search.finding import FOUND, found_in
 from triaccel_ray.service.search.search import (
+    FOUND,
     SEARCH,
     TRIALS,
-    begin_search,
     best_trial,
+    found_in,
     prepare,
     read_search,
     tune_trials,
@@ -65,6 +65,7 @@ from triaccel_ray.service.storage.layout import (
     ERROR,
     EVENTS,
     SETTINGS,
+    begin,
     claimed,
     write_atomically,
     write_value,
@@ -227,7 +228,7 @@ def _search(spec: SearchSpec, context: Context) -> Outcome:
     place, where, folder = context.place, context.where, context.place.folder
     tracker, experiment, words = _prepare(spec.base, context, Search.experiment)
     if not context.resume:
-        begin_search(spec, folder)
+        begin(folder, SEARCH, spec)
     parent = search_parent(spec, folder)
     mirror = mirrored(place, has_own_log=True)
     with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, parent) as log:
@@ -274,7 +275,7 @@ def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
     place, where, folder = context.place, context.where, context.place.folder
     tracker, experiment, words = _prepare(spec.base, context, Compare.experiment)
     if not context.resume:
-        begin_comparison(spec, folder)
+        begin(folder, COMPARISON, spec)
     info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
     parent = Parent(name=folder.name, tags=info)
     mirror = mirrored(place, has_own_log=True)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import os
-import shlex
 import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import gettempdir
 
-import psutil
 import ray
 import torch
 from ray._private import ray_constants
 from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
-from ray._raylet import Config, setproctitle  # type: ignore[attr-defined]  # compiled, without annotations
+from ray._raylet import Config  # type: ignore[attr-defined]  # compiled, without annotations
 
 from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
@@ -75,7 +72,6 @@ def _token_meanwhile() -> Iterator[None]:
 
 def _connect(address: str | None, num_cpus: int | None) -> None:
     require_reachable(address)
-    _hide_passwords()
     # Ray's workers start elsewhere: a user's own task has to be importable from where the command was given.
     paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
@@ -119,17 +115,6 @@ def joined_address(given: str | None) -> str | None:
             "or call ray.shutdown() first"
         )
     return running
-
-
-def _hide_passwords() -> None:
-    """Takes users and passwords of URIs out of this process's title, which is its command line.
-
-    Ray copies it into the job's record, for everybody who may list the cluster's jobs, and `ps` shows it.
-    """
-    words = psutil.Process().cmdline()
-    shown = [without_passwords(word) for word in words]
-    if shown != words:
-        setproctitle(shlex.join(shown))
 
 
 @contextlib.contextmanager
@@ -189,14 +174,6 @@ def require_gpu_to_share(address: str | None, spec: RunSpec) -> None:
     require(found, "trials-per-gpu", spec.trials_per_gpu, rule)
 
 
-def is_loopback(host: str) -> bool:
-    """Returns whether a server on `host` can be reached from this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def require_reachable(address: str | None) -> None:
     """Returns if something listens at the address; tries the port alone, for Ray itself would wait for minutes.
 
@@ -231,9 +208,3 @@ def _message(address: str, reason: str) -> str:
         "one with `ray start --head`, or leave --address out to run on this machine. Where it asks for a token, copy "
         "its head node's ~/.ray/auth_token to the same place here and set RAY_AUTH_MODE=token"
     )
-
-
-def describe() -> str:
-    """Returns the connected cluster's version and resources in one line."""
-    resources = ray.cluster_resources()
-    return f"{ray.__version__}, {resources.get('CPU', 0):.0f} CPUs, {resources.get('GPU', 0):.0f} GPUs"

@@ -26,8 +26,7 @@ from triaccel_ray.service.report.tables import STAR, Grid, result_grid, run_grid
 from triaccel_ray.service.report.view import View
 from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.runs.record import RunRecord, read_run
-from triaccel_ray.service.search.finding import FOUND, found_in
-from triaccel_ray.service.search.search import SEARCH, SearchRecord, ranked, read_search
+from triaccel_ray.service.search.search import FOUND, SEARCH, SearchRecord, found_in, ranked, read_search
 from triaccel_ray.service.search.suggestions import trial_name
 from triaccel_ray.service.storage.layout import EVENTS, FIGURES
 from triaccel_ray.service.storage.mirror import push_commands
