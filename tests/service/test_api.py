@@ -27,8 +27,7 @@ from triaccel_ray import ControlLoop, Report, RunFailedError, compare, run, sear
 from triaccel_ray.service.cli.keywords import command_of
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.parsing import parse
-from triaccel_ray.service.cli.specs import Compare, Run, Search, Ui
-from triaccel_ray.service.launch import carry_out
+from triaccel_ray.service.cli.specs import Compare, Run, Search
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.storage.layout import EVENTS
@@ -184,11 +183,6 @@ def test_a_log_of_code_of_your_own_has_settings_and_no_command(tmp_path: Path) -
     report = Report(folder / EVENTS)
     assert (report.folder, report.control, report.command) == (folder, CONTROL, "")
     assert "triaccel run" not in report.page.read_text()
-
-
-def test_only_what_trains_is_carried_out() -> None:
-    with pytest.raises(TypeError, match="Ui trains nothing"):
-        carry_out(Ui())
 
 
 def test_what_is_not_there_cannot_be_reported(tmp_path: Path) -> None:

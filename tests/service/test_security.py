@@ -24,8 +24,7 @@ from tests.service.records import RUN_SPEC
 from tests.service.search_folder import simulated_search
 from tests.service.stores import Server, free_port
 from triaccel_ray.records.codec import encode
-from triaccel_ray.service.cli.credentials import hide_credentials
-from triaccel_ray.service.cli.main import main
+from triaccel_ray.service.cli.main import hide_credentials, main
 from triaccel_ray.service.cli.options import Where, to_repeat
 from triaccel_ray.service.cluster.cluster import display_address
 from triaccel_ray.service.console import SafeConsole
@@ -325,7 +324,7 @@ def test_the_words_of_a_process_keep_their_lengths_and_all_but_the_password() ->
     words = ["--tracking-uri", "http://ann:s\u00e9cret@host:1/x", "--tracking-uri=http://u:pw@host", "sqlite:///a@b.db"]
     code = """
 import sys
-from triaccel_ray.service.cli.credentials import hide_credentials
+from triaccel_ray.service.cli.main import hide_credentials
 hide_credentials()
 print(sys.argv[1:])
 print(open("/proc/self/cmdline").read().split("\\0")[3:-1])

@@ -20,6 +20,7 @@ from ray._raylet import Config  # type: ignore[attr-defined]  # compiled, withou
 from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.service.cluster.head_watch import watching
+from triaccel_ray.service.console import err
 from triaccel_ray.service.runs.environment import COMMIT_VARIABLE, commit_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.signals import as_interrupt, never_lost
@@ -153,6 +154,25 @@ def gpu_fraction(num_sharing: int) -> float:
     Rounded down: Ray counts in ten-thousandths, and of six parts rounded up only five would fit.
     """
     return (10_000 // num_sharing) / 10_000
+
+
+def gpus_of_a_run(spec: RunSpec, address: str | None) -> float:
+    """Returns what each run asks Ray for: a GPU or its part of one, or none.
+
+    `--device cuda` asks for one also where no machine of the cluster has any: Ray lets the runs wait for a machine that
+    joins, and tells an autoscaler of them. `auto` uses what is there now, to the end.
+    """
+    if spec.device == "cpu":
+        return 0.0
+    if not gpus_available():
+        if address is None or spec.device == "auto":
+            if address is not None:
+                text = "the cluster has no GPU now: everything trains on CPUs; with --device cuda it waits for a GPU"
+                err.print(text, style="yellow", markup=False, soft_wrap=True)
+            return 0.0
+        text = "the cluster has no GPU yet: runs wait until a machine with one joins"
+        err.print(text, style="yellow", markup=False, soft_wrap=True)
+    return gpu_fraction(spec.trials_per_gpu)
 
 
 def require_gpu_to_share(address: str | None, spec: RunSpec) -> None:
