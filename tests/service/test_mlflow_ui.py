@@ -38,22 +38,21 @@ def test_a_mistyped_path_is_named_and_nothing_is_made_there(
     assert not mistyped.exists()
 
 
-def test_a_port_in_use_is_named(sqlite_tracker: Tracker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_no_server_can_listen_is_named(sqlite_tracker: Tracker, capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere = "192.0.2.7"  # documentation's own network: no machine has it
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(SystemExit) as ended:
-            main(["ui", "--port", str(port), "--tracking-uri", sqlite_tracker.uri])
-    assert ended.value.code == 2
-    said = capsys.readouterr()
-    assert f"port = {port}: another program listens there; choose another --port" in " ".join(said.err.split())
-    assert said.out == ""
-
-
-def test_an_address_of_another_machine_is_named(sqlite_tracker: Tracker, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:  # documentation's own network: no machine has it
-        main(["ui", "--host", "192.0.2.7", "--tracking-uri", sqlite_tracker.uri])
-    assert ended.value.code == 2
-    assert "host, port = '192.0.2.7', 5000: cannot be listened on" in " ".join(capsys.readouterr().err.split())
+        for words, why in (
+            (["--port", str(port)], f"port = {port}: another program listens there; choose another --port"),
+            (["--host", elsewhere], f"host, port = '{elsewhere}', 5000: cannot be listened on"),
+        ):
+            with pytest.raises(SystemExit) as ended:
+                main(["ui", *words, "--tracking-uri", sqlite_tracker.uri])
+            assert ended.value.code == 2
+            said = capsys.readouterr()
+            assert why in " ".join(said.err.split())
+            assert said.out == ""
+            assert ("everybody who reaches this machine can read and delete runs" in said.err) == (elsewhere in words)
 
 
 def test_experiments_with_runs_have_pages_the_latest_first(

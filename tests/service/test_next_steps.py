@@ -35,12 +35,9 @@ def test_ctrl_c_says_what_there_is_to_go_on_with(tmp_path: Path, begun: bool) ->
     said = str(ended.value)
     assert said.startswith("stopped; ")
     assert ("triaccel resume hunt" in said) == begun == ("nothing was trained" not in said)
-
-
-def test_a_lost_head_says_it_too(tmp_path: Path) -> None:
-    with pytest.raises(HeadLostError) as ended, resumable("triaccel resume hunt", StoragePath.of(tmp_path)):
+    with pytest.raises(HeadLostError) as lost, resumable("triaccel resume hunt", StoragePath.of(tmp_path)):
         raise HeadLostError("the head is lost")
-    assert str(ended.value) == "the head is lost; once it is there again:\ntriaccel resume hunt"
+    assert str(lost.value) == "the head is lost; once it is there again:\ntriaccel resume hunt"
 
 
 def test_what_could_not_be_recorded_comes_with_the_whole_command_that_records_it(
