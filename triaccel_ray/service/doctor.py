@@ -134,27 +134,18 @@ def _triton() -> Finding:
 def _ray(address: str | None) -> Finding:
     import ray
 
-    from triaccel_ray.service.cluster.cluster import cluster
+    from triaccel_ray.service.cluster.cluster import cluster, environment
 
-    with _leaving_nothing() if address is None else contextlib.nullcontext(), cluster(address):
+    with contextlib.ExitStack() as stack:
+        if address is None:  # its files lie in a folder that goes, and its token not in ~/.ray
+            folder = TemporaryDirectory(prefix="d", dir=os.environ.get("RAY_TMPDIR"), ignore_cleanup_errors=True)
+            token = os.environ.get("RAY_AUTH_TOKEN", token_hex(32))
+            own = {"RAY_TMPDIR": stack.enter_context(folder), "RAY_AUTH_TOKEN": token}
+            stack.enter_context(environment(own))
+        stack.enter_context(cluster(address))
         resources = ray.cluster_resources()
         cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
         return Verdict.OK, f"{ray.__version__}, {cpus:.0f} CPUs, {gpus:.0f} GPUs"
-
-
-@contextlib.contextmanager
-def _leaving_nothing() -> Iterator[None]:
-    """Has a Ray that starts meanwhile keep its files in a temporary folder, and its token out of ~/.ray."""
-    before = {name: os.environ.get(name) for name in ("RAY_TMPDIR", "RAY_AUTH_TOKEN")}
-    with TemporaryDirectory(prefix="d", dir=before["RAY_TMPDIR"], ignore_cleanup_errors=True) as folder:
-        os.environ["RAY_TMPDIR"] = folder
-        os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                del os.environ[name]
-                os.environ |= {} if value is None else {name: value}
 
 
 def _tracking(storage: StoragePath, tracking_uri: str | None) -> Finding:

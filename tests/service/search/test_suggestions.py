@@ -66,8 +66,8 @@ def test_a_search_that_begins_again_suggests_what_an_undisturbed_one_does(tmp_pa
     with (tmp_path / "cut" / "trials.jsonl").open("ab") as file:
         file.write(torn)
     assert len(read_suggestions(tmp_path / "cut" / "trials.jsonl").samples) == 4
-    assert torn == b"" or torn not in (tmp_path / "cut" / "trials.jsonl").read_bytes().splitlines()
     resumed = carry_out(search(tmp_path / "cut"), 6, ids="r")
+    assert len(read_suggestions(tmp_path / "cut" / "trials.jsonl").samples) == 6  # the torn line was cut off
     assert without_end(resumed) == without_end(whole)
     assert resumed[3] == begun
     assert [sample["ended"] for sample in resumed] == [True] * 3 + [False] * 3

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -75,7 +75,7 @@ def _connect(address: str | None, num_cpus: int | None) -> None:
     require_reachable(address)
     # Ray's workers start elsewhere: a user's own task has to be importable from where the command was given.
     paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
+    variables = {
         "PYTHONPATH": os.pathsep.join(paths),
         "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0",
         "PL_DISABLE_FORK": "1",  # this and the next as Tune's trials have them, so that they get a worker that is there
@@ -90,7 +90,7 @@ def _connect(address: str | None, num_cpus: int | None) -> None:
                 include_dashboard=False if address is None else None,
                 logging_level=logging.ERROR,
                 log_to_driver=False,
-                runtime_env={"env_vars": environment},
+                runtime_env={"env_vars": variables},
             )
     except Exception as error:  # Ray raises a bare Exception where a node is slow to start
         if address is not None:
@@ -129,18 +129,24 @@ def _started_here() -> Iterator[None]:
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     variables = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", ray_constants.RAY_WORKER_NICENESS: "0"}
-    given = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)  # for the processes that Ray starts
     try:
-        with never_lost():
+        with environment(variables), never_lost():
             yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
-        for name, value in given.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets these variables meanwhile, also for processes that start; what they were is put back."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ |= {} if value is None else {name: value}
 
 
 def gpus_available() -> bool:

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import re
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -22,6 +21,7 @@ from triaccel_ray.service.cluster.cluster import (
     CONNECT_TIMEOUT_S,
     ClusterUnavailableError,
     display_address,
+    environment,
     require_reachable,
 )
 from triaccel_ray.service.console import err, out, rich_table
@@ -184,30 +184,22 @@ def _connect(address: str) -> JobSubmissionClient:
     from ray.job_submission import JobSubmissionClient
 
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    before = os.environ.get(_SERVER)
-    os.environ[_SERVER] = address  # Ray puts the environment above the address that its client is given
     try:
-        return JobSubmissionClient()
+        with environment({_SERVER: address}):  # which Ray puts above the address that its client is given
+            return JobSubmissionClient()
     except (RuntimeError, ValueError, KeyError) as error:  # what answers is no Ray, or Ray without an API server
         raise ConnectionError(str(error)) from error
-    finally:
-        del os.environ[_SERVER]
-        os.environ |= {} if before is None else {_SERVER: before}
 
 
 def _reachable(address: str) -> str:
     """Returns the address, as http:// where an API server listens at HOST:PORT; Ray itself would wait for long.
 
     Raises:
-        ClusterUnavailableError, OSError: nothing listens there.
+        ClusterUnavailableError: nothing listens there.
     """
     if address.startswith(("http://", "https://")):
-        try:
-            parts = urlsplit(address)
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-            socket.create_connection((parts.hostname or "", port), timeout=CONNECT_TIMEOUT_S).close()
-        except (ValueError, OverflowError) as error:
-            raise ConnectionError(str(error)) from error
+        host = urlsplit(address).netloc.rpartition("@")[2]
+        require_reachable(host if ":" in host else f"{host}:{443 if address.startswith('https') else 80}")
         return address
     require_reachable(address)
     return f"http://{address}" if address != "auto" and "://" not in address and _speaks_http(address) else address
