@@ -35,9 +35,9 @@ from triaccel_ray.service.cluster.cluster import cluster
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import runs_below
 from triaccel_ray.service.runs.spec import run_spec
-from triaccel_ray.service.search.search import TRIALS, Prepared, begin_search, tune_trials
+from triaccel_ray.service.search.search import SEARCH, TRIALS, Prepared, tune_trials
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.storage.layout import EVENTS
+from triaccel_ray.service.storage.layout import EVENTS, begin
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose
 
@@ -108,7 +108,7 @@ def ours(folder: Path, num_trials: int) -> list[tuple[float, float]]:
     """Runs the trials as `triaccel search` does; returns when each began and ended."""
     base = run_spec(TASK, data_dir=None, recipe={}, device="cpu", memory_headroom_bytes=HEADROOM_BYTES)
     spec = SearchSpec(base=base, space="thresholds-absolute", num_trials=num_trials, objective="accuracy")
-    begin_search(spec, folder)
+    begin(folder, SEARCH, spec)
     prepared = Prepared(objective=Objective(name="accuracy"), calibration=None, headroom_bytes=HEADROOM_BYTES)
     tune_trials(spec, prepared, StoragePath.of(folder), num_gpus=0)
     logs = [[event.time_ms / 1e3 for event in read_events(run / EVENTS)] for run in runs_below(folder / TRIALS)]

@@ -207,11 +207,11 @@ def plain(tree: Any) -> Any:
     return [plain(value) for value in tree] if isinstance(tree, list | tuple) else tree
 
 
-PRECISION = PrecisionConfig(tau_low=6e-4, tau_high=2.5e-3, dwell_ticks=0, patience_ticks=1, offer_useless=True)
+PRECISION = PrecisionConfig(tau_low=6e-4, tau_high=2.5e-3, dwell_ticks=0, patience_ticks=1, allow_slow_precisions=True)
 CURVATURE = CurvatureConfig(every_steps=8, num_samples=8, tau_curv=0.45, alpha=0.1)
 BATCH = BatchConfig(
-    start=8, minimum=4, maximum=16, granularity=4, step_up=4, step_down=4, dwell_ticks=0, cap_ticks=3, rho_low=0.95,
-    rho_high=1.0, lr_rule="sqrt",
+    start=8, minimum=4, maximum=16, granularity=4, step_up=4, step_down=4, dwell_ticks=0, oom_cooldown_ticks=3,
+    rho_low=0.95, rho_high=1.0, lr_rule="sqrt",
 )  # fmt: skip
 CONFIG = ControlConfig(every_steps=4, precision=PRECISION, curvature=CURVATURE, batch=BATCH)
 QUIET = replace(

@@ -49,7 +49,7 @@ class Wrapped(nn.Module):
 def config_of(level: Precision = FP32, batch: int = 8, **changes: Any) -> ControlConfig:
     return ControlConfig(
         every_steps=changes.pop("every_steps", 5),
-        precision=PrecisionConfig(enabled=False, initial=level, offer_useless=True),
+        precision=PrecisionConfig(enabled=False, initial=level, allow_slow_precisions=True),
         curvature=CurvatureConfig(enabled=False),
         batch=BatchConfig(enabled=False, start=batch, minimum=batch, maximum=batch, granularity=1),
         **changes,

@@ -25,9 +25,10 @@ BOUNDS = {
     "batch_size": "[1, inf)", "batch_min": "[1, inf)", "batch_max": "[1, inf)", "accumulate": "[1, inf)",
     "granularity": "[1, inf)", "step_up": "[1, inf)", "step_down": "[1, inf)", "rho_low": "[0, 1]",
     "rho_high": "[0, 1]",
-    "batch_dwell_ticks": "[0, inf)", "cap_ticks": "[1, inf)", "noise_share": "(0, inf)", "noise_smoothing": "[0, 1)",
+    "batch_dwell_ticks": "[0, inf)", "oom_cooldown_ticks": "[1, inf)", "noise_share": "(0, inf)",
+    "noise_smoothing": "[0, 1)",
     "loss_scale": "[1, 16777216]", "loss_scale_growth_interval": "[1, inf)", "t_ctrl": "[1, inf)",
-    "control_share": "(0, 1]", "clip_norm": "(0, inf]", "max_skipped_steps": "[1, inf)",
+    "max_overhead": "(0, 1]", "clip_norm": "(0, inf]", "max_skipped_steps": "[1, inf)",
 }  # fmt: skip
 """Of every number, by its option."""
 
@@ -71,7 +72,7 @@ def test_a_bad_value_is_refused_with_name_value_and_rule(config, field, name, ru
     [
         (BatchConfig, "rho_low", "must lie in [0, 1]", [BELOW_ZERO, ABOVE_ONE, INF, NAN]),
         (PrecisionConfig, "beta", "must lie in [0, 1)", [BELOW_ZERO, 1.0, NAN, "0.9"]),
-        (ControlConfig, "control_share", "must lie in (0, 1]", [0.0, ABOVE_ONE, NAN]),
+        (ControlConfig, "max_overhead", "must lie in (0, 1]", [0.0, ABOVE_ONE, NAN]),
     ],
 )
 def test_a_number_outside_its_interval_is_told_both_ends(config, field, rule, values):

@@ -90,7 +90,7 @@ def _conv_net(width: int) -> nn.Sequential:
 def _config(**batch: object) -> ControlConfig:
     return ControlConfig(
         every_steps=5,
-        control_share=1.0,
+        max_overhead=1.0,
         precision=PrecisionConfig(tau_low=1e-6, tau_high=1e-3),
         curvature=CurvatureConfig(every_steps=10, num_samples=16),
         batch=replace(BatchConfig(), **batch),  # type: ignore[arg-type]  # names checked by the dataclass

@@ -59,7 +59,7 @@ def test_a_net_learns_with_every_strategy_on() -> None:
 def test_a_suspended_loop_leaves_the_model_to_compute_in_fp32() -> None:
     model, (inputs, _) = mlp(), blobs(8)
     expected = model(inputs)
-    fixed = replace(QUIET.precision, enabled=False, initial=BF16, offer_useless=True)
+    fixed = replace(QUIET.precision, enabled=False, initial=BF16, allow_slow_precisions=True)
     loop, _ = loop_of(model, blobs(24), replace(QUIET, precision=fixed))
     assert model(inputs).dtype is torch.bfloat16
     with loop.suspended():

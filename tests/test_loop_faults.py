@@ -69,7 +69,7 @@ class Tight(GraphPool):
 @pytest.mark.parametrize("elastic", [True, False])
 def test_a_step_that_cannot_be_captured_for_want_of_memory_becomes_one_that_can(elastic: bool) -> None:
     model = nn.Sequential(mlp(), Limited(1000))
-    batch = replace(QUIET.batch, start=12, cap_ticks=4, enabled=elastic)
+    batch = replace(QUIET.batch, start=12, oom_cooldown_ticks=4, enabled=elastic)
     config = replace(QUIET, batch=batch)
     loop, ticks = loop_of(model, blobs(2400), config)
     loop._training.pool.__class__ = Tight
@@ -142,7 +142,7 @@ def test_an_evaluation_that_does_not_fit_is_a_fault_of_the_next_tick() -> None:
 def test_overflows_are_skipped_and_counted() -> None:
     config = replace(
         CONFIG,
-        precision=PrecisionConfig(enabled=False, initial=FP16, offer_useless=True),
+        precision=PrecisionConfig(enabled=False, initial=FP16, allow_slow_precisions=True),
         curvature=CurvatureConfig(enabled=False),
     )
     model = nn.Sequential(nn.Linear(8, 4))

@@ -18,12 +18,14 @@ from triaccel_ray.records.plan import Plan
 
 CONFIG = ControlConfig(
     every_steps=5,
-    do_no_harm=False,  # time differs from run to run
-    precision=PrecisionConfig(tau_low=9e-3, tau_high=3.2e-2, dwell_ticks=0, patience_ticks=1, offer_useless=True),
+    revert_slowdowns=False,  # time differs from run to run
+    precision=PrecisionConfig(
+        tau_low=9e-3, tau_high=3.2e-2, dwell_ticks=0, patience_ticks=1, allow_slow_precisions=True
+    ),
     curvature=CurvatureConfig(every_steps=7, num_samples=8, tau_curv=15.0, alpha=0.1),
     batch=BatchConfig(
-        start=8, minimum=4, maximum=20, granularity=4, step_up=4, step_down=4, dwell_ticks=1, cap_ticks=2, rho_low=0.95,
-        rho_high=1.0, lr_rule="adascale",
+        start=8, minimum=4, maximum=20, granularity=4, step_up=4, step_down=4, dwell_ticks=1, oom_cooldown_ticks=2,
+        rho_low=0.95, rho_high=1.0, lr_rule="adascale",
     ),
     loss_scale=LossScaleConfig(initial=2.0**24, growth_interval=4),
 )  # fmt: skip

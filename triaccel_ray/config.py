@@ -140,7 +140,7 @@ class PrecisionConfig(_Checked):
     tau_high: float = knob(math.inf, "[0, inf]")
     """Gradient variance from which a layer computes in FP32; > tau_low. Infinite: none does for its variance. FP32
     takes time and memory, and was worth neither where we looked; a search on your own task may find otherwise."""
-    offer_useless: bool = False
+    allow_slow_precisions: bool = False
     """Whether layers may compute in a precision that gains nothing: one that the device merely emulates (FP16 on most
     CPUs, at a tenth of FP32's speed), or FP16 where compiled code is as fast in BF16."""
     beta: float = knob(0.9, "[0, 1)")
@@ -217,7 +217,7 @@ class BatchConfig(_Checked):
     """Share of the memory limit above which the batch shrinks; in (rho_low, 1]."""
     dwell_ticks: int = knob(1, "[0, inf)", option="batch_dwell_ticks")
     """Ticks a batch size is kept before it grows again. Shrinking never waits."""
-    cap_ticks: int = knob(20, "[1, inf)")
+    oom_cooldown_ticks: int = knob(20, "[1, inf)")
     """Ticks for which a size that ran out of memory stays excluded."""
     lr_rule: LrRule = "sqrt"
     """How the lr follows the batch size B from B_0, the first: not at all, sqrt(B/B_0), B/B_0, or AdaScale's gain."""
@@ -321,12 +321,12 @@ class ControlConfig(_Checked):
 
     every_steps: int = knob(50, "[1, inf)", option="t_ctrl")
     """T_ctrl: optimizer steps between ticks."""
-    do_no_harm: bool = True
+    revert_slowdowns: bool = True
     """Whether a lower precision, or a larger batch, is undone where steps then take over 25 % longer per sample. Time
     differs from run to run: without this rule two equal runs on a CPU decide alike."""
-    control_share: float = knob(0.02, "(0, 1]")
+    max_overhead: float = knob(0.02, "(0, 1]")
     """Share of the training time that control may take on a GPU: a measurement of curvature, or a lower
-    precision, waits until what they have taken so far is within it. Without effect where `do_no_harm` is off."""
+    precision, waits until what they have taken so far is within it. Without effect where `revert_slowdowns` is off."""
     clip_norm: float | None = knob(None, "(0, inf]")
     """Global L2 norm to which larger gradients are scaled down. None: no bound."""
     max_skipped_steps: int = knob(50, "[1, inf)")

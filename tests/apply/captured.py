@@ -42,7 +42,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def fixed(level: Precision, *, capture: bool, fuse: bool = True, batch: int = 64) -> ControlConfig:
     return ControlConfig(
         every_steps=5,
-        do_no_harm=False,  # curvature is measured when it is due, whatever it costs
+        revert_slowdowns=False,  # curvature is measured when it is due, whatever it costs
         precision=PrecisionConfig(enabled=False, initial=level),
         curvature=CurvatureConfig(enabled=False),
         batch=BatchConfig(enabled=False, start=batch, minimum=batch, maximum=batch, granularity=1),

@@ -12,7 +12,7 @@ from tests.service.own_task import write_module
 from tests.service.ray_head import ray_head
 from tests.service.waiting import wait_until
 from triaccel_ray.records.events import read_events
-from triaccel_ray.service.jobs.job_api import JobApi
+from triaccel_ray.service.jobs.commands import job_client
 from triaccel_ray.service.runs.record import read_run
 
 
@@ -62,7 +62,8 @@ def test_work_is_handed_over_looked_after_and_stopped(
     rows = [line.split() for line in out.splitlines()[1:]]
     assert [(row[0], row[1], row[3]) for row in rows] == [("long", "run", "RUNNING"), ("short", "run", "SUCCEEDED")]
 
-    known = repr(JobApi(cluster)._client.list_jobs())  # all that Ray tells of them
+    with job_client(cluster) as client:
+        known = repr(client.list_jobs())  # all that Ray tells of them
     assert "run digits" in known
     assert not any(secret in known for secret in secrets.values())
 

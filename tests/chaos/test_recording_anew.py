@@ -35,7 +35,8 @@ class Pressed(Blobs):
     # third tick that no checkpoint holds; its number lies in `held`.
     name = "pressed"
     recipe = Recipe(epochs=5, lr=0.05, warmup_epochs=1.0)
-    control = replace(Blobs.control, batch=replace(Blobs.control.batch, rho_low=0.5, rho_high=0.7, cap_ticks=1))
+    batch = replace(Blobs.control.batch, rho_low=0.5, rho_high=0.7, oom_cooldown_ticks=1)
+    control = replace(Blobs.control, batch=batch)
 
     def loss(self, outputs, targets, recipe):
         if (HERE / "hold").exists():

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.proxy import Answer, proxy_to
 from tests.service.build import SimulatedRun
-from tests.service.proxy import Answer, proxy_to
 from tests.service.stores import Server, assert_equals_log, runs
 from tests.service.waiting import DEADLINE_S, wait_until
 from triaccel_ray.records.events import End, EventLog

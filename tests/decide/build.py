@@ -205,7 +205,7 @@ def batch_configs(draw: st.DrawFn, **fixed: Any) -> BatchConfig:
             "rho_low": rho_low,
             "rho_high": draw(st.floats(rho_low + 0.05, 1.0)),
             "dwell_ticks": draw(st.integers(0, 3)),
-            "cap_ticks": draw(st.integers(1, 12)),
+            "oom_cooldown_ticks": draw(st.integers(1, 12)),
             "lr_rule": draw(st.sampled_from(["none", "sqrt", "linear", "adascale"])),
             "bound_by_noise_scale": draw(st.booleans()),
             **fixed,

@@ -83,16 +83,16 @@ def test_growth_waits_for_the_dwell_and_shrinking_never_does(dwell_ticks, waits)
     assert decided(config, 160, HIGH, decision.state).batch_size == 96
 
 
-@pytest.mark.parametrize("cap_ticks", [1, 2, 5])
-def test_a_size_that_took_too_much_is_closed_for_exactly_the_cap(cap_ticks):
-    config = replace(CONFIG, cap_ticks=cap_ticks, step_down=32)
+@pytest.mark.parametrize("oom_cooldown_ticks", [1, 2, 5])
+def test_a_size_that_took_too_much_is_closed_for_exactly_the_cap(oom_cooldown_ticks):
+    config = replace(CONFIG, oom_cooldown_ticks=oom_cooldown_ticks, step_down=32)
     decision = decided(config, 128, HIGH)
     assert decision.batch_size == 96
     sizes = []
-    for _ in range(cap_ticks):
+    for _ in range(oom_cooldown_ticks):
         decision = decided(config, decision.batch_size, LOW, decision.state)
         sizes.append(decision.batch_size)
-    assert sizes == [96] * (cap_ticks - 1) + [128]
+    assert sizes == [96] * (oom_cooldown_ticks - 1) + [128]
     assert decision.state.cap is None
 
 
@@ -206,7 +206,7 @@ def situations(draw: st.DrawFn) -> tuple[BatchConfig, int, BatchState]:
     size = draw(st.sampled_from(ladder(config)))
     cap = draw(st.none() | st.sampled_from([rung for rung in ladder(config) if rung >= size]))
     noise = draw(st.none() | st.builds(NoiseSignal, mean_square_norm=st.floats(0, 9), trace_covariance=st.floats(0, 9)))
-    left = draw(st.integers(1, config.cap_ticks)) if cap is not None else 0
+    left = draw(st.integers(1, config.oom_cooldown_ticks)) if cap is not None else 0
     return (
         config,
         size,

@@ -12,7 +12,7 @@ from triaccel_ray.decide.replay import first_state
 CONFIG = ControlConfig(
     precision=PrecisionConfig(tau_low=1e-6, tau_high=1e-4),
     curvature=CurvatureConfig(tau_curv=5.0),
-    batch=BatchConfig(lr_rule="adascale", cap_ticks=10),
+    batch=BatchConfig(lr_rule="adascale", oom_cooldown_ticks=10),
 )
 MACHINE = Machine(bytes_per_sample=15)
 TICKS = 200
@@ -49,7 +49,7 @@ def test_the_simulated_log_holds_every_kind_of_event():
         replace(CONFIG, curvature=replace(CONFIG.curvature, tau_curv=50.0)),
         replace(CONFIG, curvature=replace(CONFIG.curvature, alpha=0.5)),
         replace(CONFIG, batch=replace(CONFIG.batch, rho_high=0.8)),
-        replace(CONFIG, batch=replace(CONFIG.batch, cap_ticks=1)),
+        replace(CONFIG, batch=replace(CONFIG.batch, oom_cooldown_ticks=1)),
     ],
 )
 def test_replay_under_other_thresholds_stops_at_the_first_plan_that_differs(other):

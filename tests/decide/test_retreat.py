@@ -22,7 +22,7 @@ from triaccel_ray.decide import BatchState
 from triaccel_ray.decide.batch import ladder, retreat
 from triaccel_ray.records.plan import Fault, ReasonCode
 
-CONFIG = BatchConfig(rho_low=0.7, rho_high=0.9, cap_ticks=5)
+CONFIG = BatchConfig(rho_low=0.7, rho_high=0.9, oom_cooldown_ticks=5)
 FIXED = replace(CONFIG, enabled=False)
 """Start 96, rungs 32, 64, ..., 512."""
 
@@ -98,7 +98,7 @@ def test_a_capture_without_memory_is_left_as_it_is_where_no_smaller_batch_may_be
 def test_a_batch_of_fixed_size_that_finds_no_memory_to_be_captured_goes_in_halves():
     decision = retreated(97, capture_out_of_memory(97), config=FIXED)
     assert (decision.batch_size, decision.num_micro_batches) == (97, 2)
-    assert (decision.state.cap, decision.state.cap_ticks_left) == (97, FIXED.cap_ticks)
+    assert (decision.state.cap, decision.state.cap_ticks_left) == (97, FIXED.oom_cooldown_ticks)
     assert decision.reasons[0].text == "capture_out_of_memory in capture at batch 97: 97 -> 97 in 2 parts"
     stricter = out_of_memory(97, 25)
     assert retreated(97, capture_out_of_memory(97), stricter, config=FIXED) == retreated(97, stricter, config=FIXED)
@@ -153,23 +153,23 @@ def test_a_capture_without_memory_costs_an_elastic_batch_one_rung_and_any_other_
         assert decision is None
     else:
         assert (decision.batch_size, decision.num_micro_batches) == (rungs[rungs.index(size) - 1], parts)
-        assert (decision.state.cap, decision.state.cap_ticks_left) == (decision.batch_size, config.cap_ticks)
+        assert (decision.state.cap, decision.state.cap_ticks_left) == (decision.batch_size, config.oom_cooldown_ticks)
 
 
-@pytest.mark.parametrize("cap_ticks", [1, 2, 8])
+@pytest.mark.parametrize("oom_cooldown_ticks", [1, 2, 8])
 @pytest.mark.parametrize("enabled", [False, True])
-def test_the_cap_holds_for_its_ticks_and_is_then_lifted(enabled, cap_ticks):
-    config = replace(CONFIG, start=128, cap_ticks=cap_ticks, enabled=enabled)
+def test_the_cap_holds_for_its_ticks_and_is_then_lifted(enabled, oom_cooldown_ticks):
+    config = replace(CONFIG, start=128, oom_cooldown_ticks=oom_cooldown_ticks, enabled=enabled)
     run = Run(ControlConfig(batch=config), Machine(limit_bytes=100_000, capacity_bytes=3000))
     assert run.batch_sizes(1) == [64]
     run.machine = replace(run.machine, capacity_bytes=math.inf)
     expected = 96 if enabled else 128
-    assert run.batch_sizes(cap_ticks) == [64] * (cap_ticks - 1) + [expected]
+    assert run.batch_sizes(oom_cooldown_ticks) == [64] * (oom_cooldown_ticks - 1) + [expected]
 
 
 @pytest.mark.parametrize("capturable_bytes", [3000, 1])
 def test_a_batch_of_fixed_size_keeps_it_and_is_tried_whole_once_a_cap(capturable_bytes):
-    config = replace(CONFIG, start=128, enabled=False, cap_ticks=4)
+    config = replace(CONFIG, start=128, enabled=False, oom_cooldown_ticks=4)
     run = Run(ControlConfig(batch=config), Machine(limit_bytes=100_000, capturable_bytes=capturable_bytes))
     seen = []
     for _ in range(11):
@@ -215,20 +215,20 @@ def test_a_machine_with_too_little_memory_fails_once_a_cap_at_most(config, machi
             failed_at.append(tick)
             assert decision.plan != observation.plan
             assert run.machine.run(decision.plan)[1] == ()
-    assert all(later - earlier > config.cap_ticks for earlier, later in pairwise(failed_at))
+    assert all(later - earlier > config.oom_cooldown_ticks for earlier, later in pairwise(failed_at))
 
 
 @given(batch_configs(enabled=True), machines(fixed_bytes=0), st.floats(0.05, 1.0))
 def test_a_size_that_could_not_be_captured_is_closed_for_a_cap(config, machine, fraction):
     run = Run(ControlConfig(batch=config), replace(machine, capturable_bytes=machine.limit_bytes * fraction))
-    closed_at, closed = -config.cap_ticks, 0
+    closed_at, closed = -config.oom_cooldown_ticks, 0
     for tick in range(100):
         observation, decision = run.step()
         size = observation.plan.batch_size
         if observation.faults and size > config.minimum:
             closed_at, closed = tick, size
             assert decision.plan.batch_size == size - config.granularity
-        assert decision.plan.batch_size < closed or tick - closed_at >= config.cap_ticks
+        assert decision.plan.batch_size < closed or tick - closed_at >= config.oom_cooldown_ticks
         assert decision.plan.num_micro_batches == config.accumulate
 
 

@@ -23,10 +23,10 @@ def test_a_batch_that_took_too_much_does_not_come_back_within_the_cap(config, ma
         if after < size:
             closed.update({rung: tick for rung in ladder(config) if rung >= size})
         if after > size and after in closed:
-            assert tick - closed[after] >= config.cap_ticks
+            assert tick - closed[after] >= config.oom_cooldown_ticks
 
 
-@given(batch_configs(enabled=True, bound_by_noise_scale=False, cap_ticks=7), machines())
+@given(batch_configs(enabled=True, bound_by_noise_scale=False, oom_cooldown_ticks=7), machines())
 def test_constant_memory_settles_for_good_where_the_band_is_wider_than_a_step(config, machine):
     band = (config.rho_high - config.rho_low) * machine.limit_bytes
     assume(config.step_up * machine.bytes_per_sample * len(machine.names) * 2 < band)
@@ -36,7 +36,7 @@ def test_constant_memory_settles_for_good_where_the_band_is_wider_than_a_step(co
 
 
 def test_a_ladder_step_wider_than_the_band_swings_once_a_cap():
-    config = replace(CONFIG, cap_ticks=10, start=32)
+    config = replace(CONFIG, oom_cooldown_ticks=10, start=32)
     # 64 samples use 0.65 of the memory, 96 use 0.97: no size lies in the band.
     run = Run(ControlConfig(batch=config), Machine(fixed_bytes=100, bytes_per_sample=33, limit_bytes=10_000))
     assert run.batch_sizes(34) == [64, *[96, 32, *[64] * 9] * 3]

@@ -15,9 +15,9 @@ from triaccel_ray.records.signals import LayerSignal
 CONFIG = ControlConfig(
     precision=PrecisionConfig(tau_low=1e-6, tau_high=1e-3, dwell_ticks=0, patience_ticks=1, overflow_bar_ticks=6),
     curvature=CurvatureConfig(enabled=False),
-    batch=BatchConfig(enabled=False, cap_ticks=6),
+    batch=BatchConfig(enabled=False, oom_cooldown_ticks=6),
 )
-GROWING = replace(CONFIG, batch=BatchConfig(cap_ticks=6))
+GROWING = replace(CONFIG, batch=BatchConfig(oom_cooldown_ticks=6))
 LOW, MIDDLE, HIGH = (LayerSignal(name="conv", variance=value) for value in (1e-9, 1e-5, 1.0))
 
 
@@ -80,7 +80,7 @@ def test_the_bar_doubles_each_time():
 
 
 def test_without_the_rule_nothing_is_undone():
-    loop = Loop(replace(CONFIG, do_no_harm=False), slow_in_fp16, LOW)
+    loop = Loop(replace(CONFIG, revert_slowdowns=False), slow_in_fp16, LOW)
     loop.run(3)
     assert all(decision.plan.precision["conv"] is FP16 for decision in loop.run(20))
 

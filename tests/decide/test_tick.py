@@ -236,7 +236,9 @@ def test_every_tick_of_an_eventful_run_keeps_bounds_enlarges_once_and_gives_reas
         assert_variances_are_true(decision)
 
 
-@given(control_configs(enabled=True, bound_by_noise_scale=False, cap_ticks=6), machines(), st.floats(0.0, 1e-1))
+@given(
+    control_configs(enabled=True, bound_by_noise_scale=False, oom_cooldown_ticks=6), machines(), st.floats(0.0, 1e-1)
+)
 def test_constant_observations_bring_the_plan_to_rest(config, machine, variance):
     band = (config.batch.rho_high - config.batch.rho_low) * machine.limit_bytes
     # With a band wider than a step of the ladder in FP32 throughout, every size grown into lies in the band.

@@ -39,7 +39,7 @@ AS_IT_IS = ControlConfig(
 )
 ADAPTING = ControlConfig(
     every_steps=2,
-    do_no_harm=False,  # time differs from run to run
+    revert_slowdowns=False,  # time differs from run to run
     precision=PrecisionConfig(tau_low=1e-9, tau_high=1e-5, dwell_ticks=0, patience_ticks=1),
     curvature=CurvatureConfig(every_steps=3, num_samples=4),
 )

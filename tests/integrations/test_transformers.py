@@ -246,7 +246,7 @@ def test_callbacks_hear_the_same_events(tmp_path: Path) -> None:
 
 
 def test_a_model_is_judged_in_fp32_while_it_trains_in_another_precision(tmp_path: Path) -> None:
-    in_bf16 = ControlConfig(precision=PrecisionConfig(enabled=False, initial=BF16, offer_useless=True))
+    in_bf16 = ControlConfig(precision=PrecisionConfig(enabled=False, initial=BF16, allow_slow_precisions=True))
     trainer = trainer_of(TriAccelTrainer, tmp_path, control=in_bf16, eval_strategy="epoch", num_train_epochs=1)
     trainer.train()
     assert logged(trainer, "layers_bf16")[-1] > 10

@@ -31,7 +31,7 @@ SMALL = ("features.0", "features.2", "head")
 CONTROL = ControlConfig(
     precision=PrecisionConfig(tau_low=3e-7, tau_high=2e-5),
     curvature=CurvatureConfig(every_steps=200, alpha=0.05, tau_curv=30.0),
-    batch=BatchConfig(start=96, minimum=32, maximum=512, rho_low=0.6, rho_high=0.85, cap_ticks=8),
+    batch=BatchConfig(start=96, minimum=32, maximum=512, rho_low=0.6, rho_high=0.85, oom_cooldown_ticks=8),
 )
 
 LIMIT_BYTES = 4 * 2**30

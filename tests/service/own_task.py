@@ -43,7 +43,7 @@ class Blobs(Task):
     recipe = Recipe(epochs=3, lr=0.05, warmup_epochs=1.0)
     control = ControlConfig(
         every_steps=2,
-        do_no_harm=False,
+        revert_slowdowns=False,
         batch=BatchConfig(start=32, minimum=16, maximum=64, granularity=16, step_up=16, step_down=16),
     )
 
@@ -227,7 +227,7 @@ def own_spec(task: str, **settings: object) -> RunSpec:
     """The spec of a run of one of the tasks above."""
     control = ControlConfig(
         every_steps=2,
-        do_no_harm=False,
+        revert_slowdowns=False,
         batch=BatchConfig(start=32, minimum=16, maximum=64, granularity=16, step_up=16, step_down=16),
     )
     recipe = Recipe(epochs=3, lr=0.05, warmup_epochs=1.0)

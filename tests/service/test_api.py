@@ -27,8 +27,7 @@ from triaccel_ray import ControlLoop, Report, RunFailedError, compare, run, sear
 from triaccel_ray.service.cli.keywords import command_of
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.parsing import parse
-from triaccel_ray.service.cli.specs import Compare, Run, Search, Ui
-from triaccel_ray.service.launch import carry_out
+from triaccel_ray.service.cli.specs import Compare, Run, Search
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.storage.layout import EVENTS
@@ -61,14 +60,8 @@ def test_keywords_mean_what_the_options_mean() -> None:
         "--data-dir files --noise-bound on --fuse off --t-ctrl 5 --storage-path runs --address auto"
     )
     given: dict[str, Any] = {"trials": 3, "margin": 2, "also": ("alpha", "batch_steps"), "name": "hunt", "lr": 1}
-    given |= {
-        "memory_headroom": 1024,
-        "data_dir": "files",
-        "noise_bound": True,
-        "fuse": False,
-        "t_ctrl": 5,
-        "address": "auto",
-    }
+    given |= {"memory_headroom": 1024, "data_dir": "files", "noise_bound": True, "fuse": False, "t_ctrl": 5}
+    given |= {"address": "auto"}
     for storage in ("runs", Path("runs")):
         assert command_of(Search, "digits", {**given, "storage_path": storage}) == parse(words.split())
     from_text = command_of(Run, Digits, {"memory_budget": "2GiB", "final": True, "data_dir": Path("files")})
@@ -82,37 +75,26 @@ class Local(Digits):
         """Of a class."""
 
 
-@pytest.mark.parametrize(
-    ("function", "task", "options", "kind", "message"),
-    [
-        (
-            search,
-            "digits",
-            {"trails": 3},
-            TypeError,
-            r"search\(\) got an unexpected .* 'trails', did you mean trials\?",
-        ),
-        (search, "digits", {"tau_low": 3.0}, TypeError, r"argument 'tau_low'; help\(search\) lists all options"),
-        (run, "digits", {"training": 3}, TypeError, "unexpected keyword argument 'training'"),
-        (run, "digits", {"capture": 3}, ValueError, "capture = 3: must be one of on, off"),
-        (run, "digits", {"method": "probe"}, ValueError, "method = 'probe': must be one of fp32, amp"),
-        (run, "digits", {"epochs": "three"}, ValueError, "epochs = 'three': must be an integer"),
-        (run, "digits", {"epochs": 0}, ValueError, r"epochs = 0: must be an integer in \[1, 1000000\]"),
-        (run, "digits", {"memory_budget": 0}, ValueError, "amount of memory = '0B': must be a positive number"),
-        (run, "digits", {"memory_budget": True}, ValueError, "memory_budget = True: must be a str"),
-        (run, "digits", {"storage_path": 3}, ValueError, "storage_path = 3: must be a str"),
-        (run, "digits", {"storage_path": "s3://me:s3cr3t@b/x"}, ValueError, "must not hold a key or password"),
-        (search, "digits", {"also": "alpha"}, ValueError, "also = 'alpha': must be a list"),
-        (search, "digits", {"also": ["beta"]}, ValueError, r"also\[0\] = 'beta': must be one of alpha"),
-        (search, "digit", {}, ValueError, "task = 'digit': no such task, did you mean digits"),
-        (compare, "digits", {"methods": "amp,sgd"}, ValueError, "method = 'sgd': must be one of fp32, amp"),
-        (run, 3, {}, TypeError, "task = 3: must be a name, such as 'digits', or a class derived from Task"),
-        (run, ControlLoop, {}, TypeError, "ControlLoop'>: must be a name"),
-        (run, Local.Inner, {}, ValueError, "is defined inside of a function or class"),
-        (run, "digits", {"name": "../x"}, ValueError, "name = '../x': must begin with a letter or digit"),
-        (run, "digits", {"address": "127.0.0.1:1"}, ValueError, "no Ray cluster answers there"),
-    ],
-)
+MISTAKES: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
+    (search, "digits", {"trails": 3}, TypeError, r"search\(\) got an unexpected .* 'trails', did you mean trials\?"),
+    (search, "digits", {"tau_low": 3.0}, TypeError, r"argument 'tau_low'; help\(search\) lists all options"),
+    (run, "digits", {"capture": 3}, ValueError, "capture = 3: must be one of on, off"),
+    (run, "digits", {"method": "probe"}, ValueError, "method = 'probe': must be one of fp32, amp"),
+    (run, "digits", {"epochs": "three"}, ValueError, "epochs = 'three': must be an integer"),
+    (run, "digits", {"memory_budget": 0}, ValueError, "amount of memory = '0B': must be a positive number"),
+    (run, "digits", {"memory_budget": True}, ValueError, "memory_budget = True: must be a str"),
+    (run, "digits", {"storage_path": 3}, ValueError, "storage_path = 3: must be a str"),
+    (run, "digits", {"storage_path": "s3://me:s3cr3t@b/x"}, ValueError, "must not hold a key or password"),
+    (search, "digits", {"also": "alpha"}, ValueError, "also = 'alpha': must be a list"),
+    (search, "digit", {}, ValueError, "task = 'digit': no such task, did you mean digits"),
+    (run, 3, {}, TypeError, "task = 3: must be a name, such as 'digits', or a class derived from Task"),
+    (run, ControlLoop, {}, TypeError, "ControlLoop'>: must be a name"),
+    (run, Local.Inner, {}, ValueError, "is defined inside of a function or class"),
+    (run, "digits", {"name": "../x"}, ValueError, "name = '../x': must begin with a letter or digit"),
+]
+
+
+@pytest.mark.parametrize(("function", "task", "options", "kind", "message"), MISTAKES)
 def test_a_mistake_is_an_exception_before_anything_is_written(
     function: Any, task: Any, options: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
 ) -> None:
@@ -159,24 +141,19 @@ def test_a_report_holds_the_search_as_values(tmp_path: Path, capsys: pytest.Capt
     assert set(table.index[table["behind AMP"]]) == {run.name for run in record.trials if run.status == "stopped"}
 
 
-def test_in_a_notebook_a_report_is_its_page(tmp_path: Path) -> None:
+def test_in_a_notebook_a_report_is_its_page_and_of_a_trial_it_has_the_epochs(tmp_path: Path) -> None:
     report = Report(simulated_search(tmp_path / "hunt", 2, has_pictures=True))
-    shown = report._repr_html_()
-    before, _, inside = shown.partition("srcdoc='")
+    before, _, inside = report._repr_html_().partition("srcdoc='")
     assert before.startswith("<iframe sandbox ")
-    assert inside.endswith("'></iframe>")
-    assert "'" not in inside.removesuffix("'></iframe>")
+    assert inside.index("'") == inside.index("'></iframe>")
     assert "Trials, best first" in inside
     assert report.page == tmp_path / "hunt" / "report.html"
-
-
-def test_of_a_trial_a_report_has_its_epochs(tmp_path: Path) -> None:
-    folder = simulated_search(tmp_path / "hunt", 2, has_pictures=True) / "trials" / "trial00"
-    report = Report(folder)
+    trial = tmp_path / "hunt" / "trials" / "trial00"
+    report = Report(trial)
     assert [row["epoch"] for row in report.rows] == [1, 2, 3]
     assert {type(row["samples/s"]) for row in report.rows} == {int}
     assert report.best is None
-    assert report.control == read_run(folder).spec.control
+    assert report.control == read_run(trial).spec.control
 
 
 def test_a_log_of_code_of_your_own_has_settings_and_no_command(tmp_path: Path) -> None:
@@ -184,14 +161,6 @@ def test_a_log_of_code_of_your_own_has_settings_and_no_command(tmp_path: Path) -
     report = Report(folder / EVENTS)
     assert (report.folder, report.control, report.command) == (folder, CONTROL, "")
     assert "triaccel run" not in report.page.read_text()
-
-
-def test_only_what_trains_is_carried_out() -> None:
-    with pytest.raises(TypeError, match="Ui trains nothing"):
-        carry_out(Ui())
-
-
-def test_what_is_not_there_cannot_be_reported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="name = 'nobody': there is no folder"):
         Report("nobody", storage_path=tmp_path)
 

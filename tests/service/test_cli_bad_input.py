@@ -17,174 +17,90 @@ from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.storage.layout import SPEC
 from triaccel_ray.service.tracking.tracking import Tracker
 
-MESSAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
+ALL = ("run digits", "search digits", "compare digits")
+MESSAGES: tuple[tuple[str, str], ...] = (
     # tasks
-    ("run nothing", ("task = 'nothing'", "Bundled are digits", "package.module:Class")),
-    ("run digit", ("did you mean digits",)),
-    ("search no_such_module:Mine", ("task = 'no_such_module:Mine'", "there is no module no_such_module")),
-    ("run {module}:Mine", ("has no Mine", "Blobs")),
-    ("run {module}.py:Blobs", ("must be package.module:Class", "not its file")),
-    # thresholds
-    (
-        "run digits --tau-low 1 --tau-high 0.1",
-        ("tau_low, tau_high = (1.0, 0.1)", "exchange them", "--method engine-amp"),
-    ),
-    (
-        "run digits --rho-low 0.9 --rho-high 0.8",
-        ("rho_low, rho_high = (0.9, 0.8)", "--method dynamic-precision"),
-    ),
-    ("run digits --tau-low nan", ("tau_low = nan: must be a finite number >= 0",)),
-    ("run digits --rho-high inf", ("rho_high = inf: must lie in",)),
-    ("run digits --t-ctrl 0", ("every_steps (t_ctrl) = 0: must be",)),
-    *(
-        (
-            f"{command} digits {option} --curvature hessian",
-            (f"lr_rule, bound_by_noise_scale (noise_bound) = {values}", "curvature method 'fisher'"),
-        )
-        for command, option, values in (
-            ("search", "--noise-bound on", "('none', True)"),
-            ("compare", "--lr-rule adascale", "('adascale', False)"),
-        )
-    ),
-    ("replay run1 --rho-low 2", ("rho_low = 2.0: must lie in",)),
-    ("replay run1 --t-curv 100", ("--t-curv",)),
-    ("search digits --tau-low 1e-6", ("--tau-low",)),
-    ("replay run1 --reasons -1", ("reasons = -1: must be",)),
-    # training
-    ("run digits --epochs 0", ("epochs = 0: must be",)),
-    ("run digits --lr nan", ("lr = nan: must lie in (0, 1e6]",)),
-    ("run digits --norm-bias-lr-factor 0", ("norm_bias_lr_factor = 0.0: must lie in (0, 1e6]",)),
-    *(
-        (f"run digits --{name.replace('_', '-')} 1e9", (f"{name} = 1000000000.0: must lie in {range_}",))
-        for name, range_ in (("lr", "(0, 1e6]"), ("weight_decay", "[0, 1e6]"), ("norm_bias_lr_factor", "(0, 1e6]"))
-    ),
-    ("run digits --amp fp8", ("--amp", "fp16", "bf16")),
-    ("run digits --batch-size 0", ("start (batch_size) = 0: must be",)),
-    ("run digits --seed -1", ("seed = -1: must",)),
-    ("run digits --keep first", ("--keep", "last", "best")),
-    ("run digits --keep best --final", ("keep = 'best': a final run has", "leave out --final, or --keep best")),
-    *(
-        (f"run digits --register {name}", (f"register = {shown}: must name a model", "without '/' and ':'"))
-        for name, shown in (("''", "''"), ("a/b", "'a/b'"), ("models:mine", "'models:mine'"))
-    ),
-    ("run digits --memory-budget much", ("amount of memory = 'much'", "such as 2GiB")),
-    ("run digits --memory-budget 2", ("amount of memory = '2'", "with a unit, such as 2GiB")),
-    *(
-        (f"{command} digits --memory-budget 64MiB --device cpu", ("memory budget = 64 MiB", "--memory-headroom 500MiB"))
-        for command in ("run", "search", "compare")
-    ),
-    ("run digits --memory-budget 9999GiB --device cpu", ("memory budget = ", "at most the")),
-    ("run digits --memory-budget 0GiB", ("amount of memory = '0GiB'", "positive")),
-    ("run digits --memory-budget -1GiB", ("-1GiB",)),
-    ("run digits --memory-budget 1GiB --memory-headroom 1GiB", ("give a budget or a headroom, not both",)),
+    ("run nothing", "task = 'nothing'"),
+    ("run digit", "did you mean digits"),
+    ("search no_such_module:Mine", "there is no module no_such_module"),
+    ("run {module}:Mine", "has no Mine"),
+    ("run {module}.py:Blobs", "must be package.module:Class"),
+    # settings: those of the command, of a run, and of one beside another
+    ("run digits --tau-low 1 --tau-high 0.1", "tau_low, tau_high = (1.0, 0.1)"),
+    ("run digits --rho-low 0.9 --rho-high 0.8", "--method dynamic-precision"),
+    ("run digits --tau-low nan", "tau_low = nan: must be a finite number >= 0"),
+    ("run digits --t-ctrl 0", "every_steps (t_ctrl) = 0: must be"),
+    ("search digits --noise-bound on --curvature hessian", "(noise_bound) = ('none', True)"),
+    ("compare digits --lr-rule adascale --curvature hessian", "curvature method 'fisher'"),
+    ("replay run1 --rho-low 2", "rho_low = 2.0: must lie in"),
+    ("replay run1 --t-curv 100", "--t-curv"),
+    ("replay run1 --reasons -1", "reasons = -1: must be"),
+    ("search digits --tau-low 1e-6", "--tau-low"),
+    ("run digits --epochs 0", "epochs = 0: must be an integer in [1, 1000000]"),
+    ("run digits --weight-decay 1e9", "weight_decay = 1000000000.0: must lie in [0, 1e6]"),
+    ("run digits --seed -1", "seed = -1: must"),
+    ("run digits --batch-size 0", "start (batch_size) = 0: must be"),
+    ("run digits --keep best --final", "leave out --final, or --keep best"),
+    ("run digits --register a/b", "register = 'a/b': must name a model"),
+    ("run digits --memory-budget 2", "amount of memory = '2'"),
+    ("run digits --memory-budget 9999GiB --device cpu", "at most the"),
+    ("run digits --memory-budget 1GiB --memory-headroom 1GiB", "give a budget or a headroom, not both"),
+    *((f"{each} --memory-budget 64MiB --device cpu", "memory budget = 64 MiB") for each in ALL),
     # searches and comparisons
-    ("search digits --trials 0", ("num_trials (trials) = 0: must be",)),
-    ("search digits --trials 100001", ("num_trials (trials) = 100001: must be an integer in [1, 100000]",)),
-    ("compare digits --seeds 1001", ("num_seeds (seeds) = 1001: must be an integer in [1, 1000]",)),
-    ("run digits --epochs 1000001", ("epochs = 1000001: must be an integer in [1, 1000000]",)),
-    ("run digits --warmup-epochs inf", ("warmup_epochs = inf: must lie in [0, 1e6]",)),
-    *(
-        (f"{command} digits --trials-per-gpu {count}", (f"trials_per_gpu = {count}: must be an integer in [1, 16]",))
-        for command in ("search", "compare")
-        for count in (0, -1, 17)
-    ),
-    ("search digits --trials-per-gpu 2 --device cpu", ("trials-per-gpu = 2: a run on the CPU has no GPU to share",)),
-    ("search digits --also alpha --alpha 0.1", ("--alpha = 0.1: a search finds this one itself",)),
-    ("search digits --also batch_steps --step-up 64", ("--step-up = 64", "a search finds this one itself")),
-    ("search digits --also t_ctrl --t-ctrl 5", ("--t-ctrl = 5", "a search finds this one itself")),
-    ("search digits --margin nan", ("margin = nan: must lie in [0, 100]",)),
-    ("compare digits --seeds 0", ("num_seeds (seeds) = 0: must be",)),
-    ("compare digits --methods fp32,sgd", ("method = 'sgd': must be one of fp32, amp",)),
-    ("compare digits --methods fp32,probe", ("method = 'probe': must be one of fp32, amp",)),
-    ("compare digits --methods ,", ("methods = ''", "one or more")),
-    ("compare digits --methods amp,amp", ("methods = 'amp,amp'", "each once")),
-    ("compare digits --methods amp,fixed", ("methods = 'amp,fixed'", "give their number with --fixed")),
-    ("compare digits --fixed -1", ("num_fixed (fixed) = -1: must be an integer >= 0",)),
-    ("compare digits --tune-baselines -2", ("num_tuned (tune_baselines) = -2: must be an integer >= 0",)),
-    *(
-        (f"{command} digits --experiment ''", ("experiment = ''", "must name an MLflow experiment"))
-        for command in ("run", "search", "compare")
-    ),
-    *(
-        (f"{command} --tracking-uri ''", ("tracking uri = ''", "http://HOST:PORT", "leave it out"))
-        for command in ("run digits", "search digits", "compare digits", "resume run1", "ui")
-    ),
-    *(
-        (f"{command} --storage-path ''", ("storage path = ''", "must name a folder", "leave it out"))
-        for command in ("run digits", "search digits", "report run1", "ui", "doctor")
-    ),
-    *(
-        (f"{command} --storage-path nfs://host/folder", ("storage path = 'nfs://host/folder'", "s3"))
-        for command in ("run digits", "search digits", "compare digits", "resume run1", "report run1")
-    ),
-    ("ui --port 99999", ("port = 99999", "1 to 65535")),
-    # names
-    ("run digits --name run1", ("name = 'run1'", "exists already and is left as it is", "triaccel resume run1")),
-    ("search digits --name run1", ("name = 'run1'", "exists already and is left as it is", "triaccel resume run1")),
-    ("compare digits --name run1", ("name = 'run1'", "exists already and is left as it is", "triaccel resume run1")),
-    ("run digits --name ../elsewhere", ("name = '../elsewhere'", "must begin with a letter or digit")),
-    ("search digits --name a/b", ("name = 'a/b'", "must begin with a letter or digit")),
-    ("compare digits --name ''", ("name = ''", "must begin with a letter or digit")),
-    ("report nobody", ("name = 'nobody'", "there is no folder", "{storage}")),
-    ("replay nobody", ("name = 'nobody'", "there is no folder")),
-    ("resume nobody", ("name = 'nobody'", "there is no folder")),
-    ("resume ../nobody", ("name = '../nobody'", "there is no folder")),
-    ("report ..", ("name = '..'", "must begin with a letter or digit")),
-    # files
-    ("report badlog", ("badlog/events.jsonl, line 1", "the log is damaged")),
-    ("replay badlog", ("badlog/events.jsonl, line 1", "the log is damaged")),
-    ("resume badlog", ("badlog/events.jsonl, line 1", "the log is damaged")),
-    ("report badspec", ("badspec/spec.json cannot be read",)),
-    ("resume badspec", ("badspec/spec.json cannot be read",)),
-    ("report badsearch", ("badsearch/search.json cannot be read", "restore it, or begin a new search")),
-    ("resume badsearch", ("badsearch/search.json cannot be read", "restore it, or begin a new search")),
-    ("resume badtrials", ("(trials) = 0",)),
-    ("resume badcomparison", ("badcomparison/comparison.json cannot be read", "begin a new comparison")),
-    ("report empty", ("empty holds no run (events.jsonl is missing)",)),
-    ("resume empty", ("empty/spec.json cannot be read",)),
-    # storage
-    *(
-        (
-            f"{command} digits --storage-path {{storage}}/notes.txt{below}",
-            ("storage path = ", "notes.txt is not a folder"),
-        )
-        for command in ("run", "search", "compare")
-        for below in ("", "/runs")
-    ),
-    ("run digits --storage-path /dev/null/runs", ("storage path = '/dev/null/runs'", "give --storage-path a folder")),
+    ("search digits --trials 100001", "num_trials (trials) = 100001: must be an integer in [1, 100000]"),
+    ("search digits --trials-per-gpu 17", "trials_per_gpu = 17: must be an integer in [1, 16]"),
+    ("search digits --trials-per-gpu 2 --device cpu", "trials-per-gpu = 2: a run on the CPU has no GPU to share"),
+    ("search digits --also alpha --alpha 0.1", "--alpha = 0.1: a search finds this one itself"),
+    ("search digits --margin nan", "margin = nan: must lie in [0, 100]"),
+    ("compare digits --seeds 0", "num_seeds (seeds) = 0: must be"),
+    ("compare digits --methods fp32,sgd", "method = 'sgd': must be one of fp32, amp"),
+    ("compare digits --methods fp32,probe", "method = 'probe': must be one of fp32, amp"),
+    ("compare digits --methods ,", "methods = ''"),
+    ("compare digits --methods amp,amp", "each once"),
+    ("compare digits --methods amp,fixed", "give their number with --fixed"),
+    ("compare digits --tune-baselines -2", "num_tuned (tune_baselines) = -2: must be an integer >= 0"),
+    # stores, experiments, ports
+    *((f"{each} --experiment ''", "must name an MLflow experiment") for each in ALL),
+    *((f"{each} --tracking-uri ''", "tracking uri = ''") for each in (*ALL, "resume run1", "ui")),
+    *((f"{each} --storage-path ''", "must name a folder") for each in ("run digits", "report run1", "ui", "doctor")),
+    *((f"{each} --storage-path nfs://host/folder", "s3") for each in (*ALL, "resume run1", "report run1")),
+    *((f"{each} --storage-path {{storage}}/notes.txt/runs", "notes.txt is not a folder") for each in ALL),
+    ("run digits --storage-path /dev/null/runs", "give --storage-path a folder"),
+    ("ui --port 99999", "port = 99999: must lie in 1 to 65535"),
+    # names and files
+    *((f"{each} --name run1", "exists already and is left as it is") for each in ALL),
+    *((f"{each} --name ../elsewhere", "must begin with a letter or digit") for each in ALL),
+    *((f"{each} nobody", "name = 'nobody': there is no folder") for each in ("report", "replay", "resume")),
+    ("resume ../nobody", "there is no folder"),
+    ("report ..", "name = '..': must begin with a letter or digit"),
+    *((f"{each} badlog", "badlog/events.jsonl, line 1") for each in ("report", "replay", "resume")),
+    *((f"{each} badspec", "badspec/spec.json cannot be read") for each in ("report", "resume")),
+    *((f"{each} badsearch", "badsearch/search.json cannot be read") for each in ("report", "resume")),
+    ("resume badtrials", "(trials) = 0"),
+    ("resume badcomparison", "badcomparison/comparison.json cannot be read"),
+    ("report empty", "empty holds no run (events.jsonl is missing)"),
+    ("resume empty", "empty/spec.json cannot be read"),
     # addresses
-    (
-        "run digits --address 127.0.0.1:1",
-        ("address = '127.0.0.1:1'", "no Ray cluster answers", "ray start --head", "set RAY_AUTH_MODE=token"),
-    ),
-    ("search digits --address 127.0.0.1:1", ("address = '127.0.0.1:1'", "no Ray cluster answers")),
-    ("compare digits --address ray://127.0.0.1:1", ("address = 'ray://127.0.0.1:1'", "no Ray cluster answers")),
-    ("run digits --address nonsense", ("address = 'nonsense'", "host:port or auto")),
-    ("run digits --address 127.0.0.1:port", ("address = '127.0.0.1:port'", "no Ray cluster answers")),
-    ("run digits --address 127.0.0.1:99999", ("address = '127.0.0.1:99999'", "no Ray cluster answers")),
-    ("run digits --tracking-uri http://127.0.0.1:1", ("tracking uri = 'http://127.0.0.1:1'", "no MLflow server")),
-    (
-        "search digits --tracking-uri http://127.0.0.1:1",
-        ("tracking uri = 'http://127.0.0.1:1'", "record in a local file with --tracking-uri sqlite:///FILE"),
-    ),
-    ("ui --tracking-uri ftp://host", ("tracking uri = 'ftp://host'", "must begin with sqlite:///, http://")),
-    ("run digits --tracking-uri sqlite:///{storage}/notes.txt", ("notes.txt'", "is not a SQLite database")),
+    *((f"{each} --address 127.0.0.1:1", "address = '127.0.0.1:1': no Ray cluster answers") for each in ALL),
+    ("compare digits --address ray://127.0.0.1:1", "address = 'ray://127.0.0.1:1': no Ray cluster answers"),
+    ("run digits --address nonsense", "host:port or auto"),
+    ("run digits --address 127.0.0.1:port", "address = '127.0.0.1:port': no Ray cluster answers"),
+    ("run digits --address 127.0.0.1:99999", "set RAY_AUTH_MODE=token"),
+    *((f"{each} --tracking-uri http://127.0.0.1:1", "no MLflow server") for each in ALL),
+    ("ui --tracking-uri ftp://host", "tracking uri = 'ftp://host': must begin with sqlite:///, http://"),
+    ("run digits --tracking-uri sqlite:///{storage}/notes.txt", "is not a SQLite database"),
     # the argument parser's own
-    ("search digits --space quantiles", ("--space", "thresholds-absolute")),
-    ("search digits --objective speed", ("--objective", "pareto")),
-    ("search digits --also beta", ("--also", "tau_curv")),
-    ("run digits --method sgd", ("--method", "triaccel")),
-    ("run digits --lr None", ("--lr", "None")),
-    ("run digits --epochs three", ("--epochs", "three")),
-    ("run digits --precision fp8", ("--precision", "Expected one of ('fp16', 'bf16', 'fp32')")),
-    ("run digits --amp None", ("--amp", "Expected one of ('fp16', 'bf16')")),
-    ("run digits --noise-bound maybe", ("'maybe'", "--noise-bound", "'on'", "'off'")),
-    ("search digits --trials-per-gpu 2.5", ("--trials-per-gpu", "2.5")),
-    ("compare digits --fixed two", ("--fixed", "two")),
-    ("compare digits --tune-baselines x", ("--tune-baselines", "x")),
-    ("run digits --colour red", ("--colour",)),
-    ("run", ("TASK",)),
-    ("sing", ("sing",)),
+    ("search digits --also beta", "tau_curv"),
+    ("run digits --method sgd", "triaccel"),
+    ("run digits --lr None", "None"),
+    ("run digits --epochs three", "three"),
+    ("run digits --precision fp8", "Expected one of ('fp16', 'bf16', 'fp32')"),
+    ("run digits --amp None", "Expected one of ('fp16', 'bf16')"),
+    ("run digits --noise-bound maybe", "'maybe'"),
+    ("run digits --memory-budget -1GiB", "-1GiB"),
+    ("run digits --colour red", "--colour"),
+    ("run", "TASK"),
+    ("sing", "sing"),
 )
 
 
@@ -220,10 +136,10 @@ def snapshot(folder: Path) -> dict[Path, tuple[int, bytes]]:
     return {path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in paths}
 
 
-@pytest.mark.parametrize(("command", "needles"), MESSAGES, ids=[command for command, _ in MESSAGES])
+@pytest.mark.parametrize(("command", "needle"), MESSAGES, ids=[command for command, _ in MESSAGES])
 def test_bad_input_is_named_and_nothing_is_touched(
     command: str,
-    needles: tuple[str, ...],
+    needle: str,
     storage: Path,
     module: str,
     sqlite_tracker: Tracker,  # in existence, for the commands that reach for one before they find what is wrong
@@ -240,8 +156,7 @@ def test_bad_input_is_named_and_nothing_is_touched(
     said = capsys.readouterr()
     assert ended.value.code == 2
     assert said.out == ""
-    for needle in needles:
-        assert needle.format(**places) in " ".join(said.err.split()) or needle.format(**places) in said.err
+    assert needle.format(**places) in " ".join(said.err.split())
     assert "Traceback" not in said.err
     assert snapshot(storage.parent) == before
 

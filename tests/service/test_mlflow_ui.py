@@ -1,17 +1,14 @@
 from __future__ import annotations
 
 import socket
-import threading
-import webbrowser
 from pathlib import Path
 
 import pytest
 
 from tests.service.build import SimulatedRun
 from tests.service.stores import ship
-from tests.service.waiting import wait_until
 from triaccel_ray.service.cli.main import main
-from triaccel_ray.service.mlflow_ui import ALLOWED_HOSTS, ALLOWED_ORIGINS, exposure, open_once_up, runs_pages
+from triaccel_ray.service.mlflow_ui import ALLOWED_HOSTS, ALLOWED_ORIGINS, exposure, runs_pages
 from triaccel_ray.service.tracking.tracking import Tracker
 
 
@@ -41,22 +38,21 @@ def test_a_mistyped_path_is_named_and_nothing_is_made_there(
     assert not mistyped.exists()
 
 
-def test_a_port_in_use_is_named(sqlite_tracker: Tracker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_no_server_can_listen_is_named(sqlite_tracker: Tracker, capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere = "192.0.2.7"  # documentation's own network: no machine has it
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(SystemExit) as ended:
-            main(["ui", "--port", str(port), "--tracking-uri", sqlite_tracker.uri])
-    assert ended.value.code == 2
-    said = capsys.readouterr()
-    assert f"port = {port}: another program listens there; choose another --port" in " ".join(said.err.split())
-    assert said.out == ""
-
-
-def test_an_address_of_another_machine_is_named(sqlite_tracker: Tracker, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:  # documentation's own network: no machine has it
-        main(["ui", "--host", "192.0.2.7", "--tracking-uri", sqlite_tracker.uri])
-    assert ended.value.code == 2
-    assert "host, port = '192.0.2.7', 5000: cannot be listened on" in " ".join(capsys.readouterr().err.split())
+        for words, why in (
+            (["--port", str(port)], f"port = {port}: another program listens there; choose another --port"),
+            (["--host", elsewhere], f"host, port = '{elsewhere}', 5000: cannot be listened on"),
+        ):
+            with pytest.raises(SystemExit) as ended:
+                main(["ui", *words, "--tracking-uri", sqlite_tracker.uri])
+            assert ended.value.code == 2
+            said = capsys.readouterr()
+            assert why in " ".join(said.err.split())
+            assert said.out == ""
+            assert ("everybody who reaches this machine can read and delete runs" in said.err) == (elsewhere in words)
 
 
 def test_experiments_with_runs_have_pages_the_latest_first(
@@ -70,34 +66,3 @@ def test_experiments_with_runs_have_pages_the_latest_first(
     assert list(pages) == [f"{experiment} newer", f"{experiment} older"]
     number = sqlite_tracker.experiment_id(f"{experiment} newer")
     assert pages[f"{experiment} newer"] == f"http://x/#/experiments/{number}/runs?workflowType=machine_learning"
-
-
-class Recorder(webbrowser.BaseBrowser):
-    """A browser that notes what it is asked to open."""
-
-    def __init__(self) -> None:
-        super().__init__("recorder")
-        self.opened: list[str] = []
-
-    def open(self, url: str, new: int = 0, autoraise: bool = True) -> bool:
-        self.opened.append(url)
-        return True
-
-
-def test_the_page_is_opened_once_the_server_answers() -> None:
-    recorder, stopping = Recorder(), threading.Event()
-    webbrowser.register("recorder", None, recorder, preferred=True)
-    with socket.socket() as late:
-        late.bind(("127.0.0.1", 0))
-        host, port = late.getsockname()
-        thread = threading.Thread(target=open_once_up, args=("http://page", host, port, stopping))
-        thread.start()
-        assert recorder.opened == []
-        late.listen()
-        wait_until(lambda: recorder.opened == ["http://page"])
-        thread.join()
-    gone = threading.Thread(target=open_once_up, args=("http://other", host, port, stopping))
-    gone.start()
-    stopping.set()
-    gone.join()
-    assert recorder.opened == ["http://page"]

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.proxy import Answer, proxy_to
 from tests.build import same
 from tests.service.own_task import own_spec, write_module
-from tests.service.proxy import Answer, proxy_to
-from tests.service.stores import Server, free_port, only_run, ship
+from tests.service.stores import Server, free_port, only_run, runs, ship
 from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
 from tests.service.worker_factory import WorkerFactory, train
 from triaccel_ray.records.goal import Goal
@@ -95,43 +95,18 @@ def test_a_model_is_registered_once_under_its_run(
     assert same(dict(model.state_dict()), dict(trained.weights))
 
 
-def test_another_run_makes_another_version(
-    trained: Trained, sqlite_tracker: Tracker, worker_factory: WorkerFactory, tmp_path: Path
-) -> None:
-    train(worker_factory.start(replace(trained.run.spec, seed=1), tmp_path / "second")).finish()
-    second = Trained(run=read_run(tmp_path / "second"), name=trained.name)
-    for each in (trained, second):
-        ship(sqlite_tracker, each.run.folder, f"{trained.name} {each.run.name}")
-        each.deliver_model(sqlite_tracker)
-    ids = [only_run(sqlite_tracker, f"{trained.name} {each.run.name}").id for each in (trained, second)]
-    assert versions(sqlite_tracker, trained.name) == [(1, ids[0]), (2, ids[1])]
-
-
 def test_what_is_not_asked_for_is_neither_said_nor_done(
     trained: Trained, sqlite_tracker: Tracker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ship(sqlite_tracker, trained.run.folder, trained.name)
-    run = trained.run
+    run, place = replace(trained.run, spec=replace(trained.run.spec, register=None)), StoragePath.of(trained.run.folder)
     assert run.end is not None
-    spec = replace(run.spec, register=None)
-    deliver_model(replace(run, spec=spec), StoragePath.of(run.folder), sqlite_tracker, WORDS)
+    deliver_model(run, place, sqlite_tracker, WORDS)
     assert capsys.readouterr().out.splitlines() == [f"model:    {run.folder / MODEL} (epoch 3, the last)"]
     for end in (None, replace(run.end, kept_epoch=None)):  # of a run that goes on, and of a trial
-        deliver_model(replace(run, end=end), StoragePath.of(run.folder), sqlite_tracker, WORDS)
+        deliver_model(replace(run, end=end), place, sqlite_tracker, WORDS)
     assert capsys.readouterr() == ("", "")
     assert versions(sqlite_tracker, trained.name) == []
-
-
-def test_the_best_epoch_is_named_with_its_figure(
-    trained: Trained, sqlite_tracker: Tracker, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = trained.run
-    assert run.end is not None
-    best = replace(run, spec=replace(run.spec, keep="best", register=None), end=replace(run.end, kept_epoch=2))
-    deliver_model(best, StoragePath("s3://bucket/runs", "trained"), sqlite_tracker, WORDS)
-    figure = run.epochs[1].held_out(Goal())
-    said = f"model:    s3://bucket/runs/trained/{MODEL} (epoch 2, the best of 3: accuracy {figure:.2f} %)\n"
-    assert capsys.readouterr().out == said
 
 
 def assert_not_registered(capsys: pytest.CaptureFixture[str], trained: Trained, why: str) -> None:
@@ -157,8 +132,13 @@ def test_a_registry_out_of_reach_is_told_with_the_way_out(
     assert len(versions(sqlite_tracker, trained.name)) == 1
 
 
-def test_a_model_in_a_store_is_registered_from_there(
-    trained: Trained, sqlite_tracker: Tracker, load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_model_in_a_store_is_registered_from_there_and_another_run_makes_another_version(
+    trained: Trained,
+    sqlite_tracker: Tracker,
+    load: Any,
+    worker_factory: WorkerFactory,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     ship(sqlite_tracker, trained.run.folder, trained.name)
     (tmp_path / "store" / "trained").mkdir(parents=True)
@@ -167,6 +147,13 @@ def test_a_model_in_a_store_is_registered_from_there(
     assert f"{tmp_path}/store/trained/{MODEL} (epoch 3" in capsys.readouterr().out
     model = load(sqlite_tracker, trained.name)
     assert same(dict(model.state_dict()), dict(torch.load(tmp_path / "store" / "trained" / MODEL)))
+
+    train(worker_factory.start(replace(trained.run.spec, seed=1), tmp_path / "second")).finish()
+    second = Trained(run=read_run(tmp_path / "second"), name=trained.name)
+    ship(sqlite_tracker, second.run.folder, f"{trained.name} second")
+    second.deliver_model(sqlite_tracker)
+    ids = [only_run(sqlite_tracker, name).id for name in (trained.name, f"{trained.name} second")]
+    assert versions(sqlite_tracker, trained.name) == [(1, ids[0]), (2, ids[1])]
 
 
 @pytest.fixture
@@ -233,7 +220,7 @@ def test_a_command_trains_keeps_the_best_and_registers_it(
     assert f"model:    {folder / MODEL} ({best})\n" in said
     assert f"models:/of-blobs/1 in {desk.tracker.uri}\n" in said
     assert "keep = &quot;best&quot;" in (folder / "report.html").read_text()
-    recorded = only_run_called(desk.tracker, "kept")
+    (recorded,) = [each.id for each in runs(desk.tracker, "triaccel-runs") if each.name == "kept"]
     assert versions(desk.tracker, "of-blobs") == [(1, recorded)]
     assert same(dict(load(desk.tracker, "of-blobs").state_dict()), dict(torch.load(folder / MODEL)))
 
@@ -243,11 +230,3 @@ def test_a_command_trains_keeps_the_best_and_registers_it(
     desk.tracker.client.delete_registered_model("of-blobs")  # as if the registry had been out of reach
     assert desk.type("resume", "kept") == 0
     assert versions(desk.tracker, "of-blobs") == [(1, recorded)]
-
-
-def only_run_called(tracker: Tracker, name: str) -> str:
-    found = tracker.client.search_runs(
-        [tracker.experiment_id("triaccel-runs")], f"attributes.run_name = '{name}'", max_results=2
-    )
-    (run,) = found
-    return str(run.info.run_id)

@@ -11,7 +11,7 @@ from tests.build import CONFIG, blobs, cross_entropy, mlp
 from tests.service.build import CONTROL, SimulatedRun
 from tests.service.records import RUN_SPEC
 from triaccel_ray.loop import ControlLoop
-from triaccel_ray.records.events import End, EventLog, LogError, Start, Tick
+from triaccel_ray.records.events import End, EventLog, LogError, Start
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.replay import reasons_grid, verdict
@@ -58,71 +58,52 @@ def test_the_log_of_a_loop_of_ones_own_is_reported_and_replayed(
     assert (tmp_path / "figures" / "precision.png").exists()
 
 
-def test_other_thresholds_that_change_nothing_say_so(run: RunRecord) -> None:
-    other = replace(CONTROL, loss_scale=replace(CONTROL.loss_scale, growth_interval=7))
-    assert "under the other thresholds: every decision is the same" in next(verdict(run, other))
-
-
 def test_other_thresholds_say_where_and_why_they_differ(run: RunRecord) -> None:
-    other = replace(CONTROL, batch=replace(CONTROL.batch, rho_low=0.01, rho_high=0.02))
-    first, *details = verdict(run, other)
+    def under(**changes: dict[str, float]) -> list[str]:
+        parts = {name: replace(getattr(CONTROL, name), **values) for name, values in changes.items()}
+        return list(verdict(run, replace(CONTROL, **parts)))
+
+    (same,) = under(loss_scale={"growth_interval": 7})
+    assert "under the other thresholds: every decision is the same" in same
+    first, *details = under(batch={"rho_low": 0.01, "rho_high": 0.02})
     assert first.startswith("first difference at tick 0 (step 50)")
     assert not any("own configuration" in line for line in details)
     assert any(line.startswith("  batch size: recorded 96, now 32") for line in details)
     assert any("because batch" in line and "rho_high 0.02" in line for line in details)
-
-
-def test_another_precision_is_named_by_layer(run: RunRecord) -> None:
-    other = replace(CONTROL, precision=replace(CONTROL.precision, tau_low=1e-30, tau_high=1e-29))
-    lines = list(verdict(run, other))
-    assert any(line.endswith("now fp32") and "recorded" in line for line in lines)
-
-
-def test_another_alpha_differs_in_learning_rates(run: RunRecord) -> None:
-    other = replace(CONTROL, curvature=replace(CONTROL.curvature, alpha=0.5))
-    assert any("learning rate times" in line for line in verdict(run, other))
+    precise = under(precision={"tau_low": 1e-30, "tau_high": 1e-29})
+    assert any(line.endswith("now fp32") and "recorded" in line for line in precise)
+    assert any("learning rate times" in line for line in under(curvature={"alpha": 0.5}))
 
 
 def test_a_changed_log_is_noticed(run: RunRecord) -> None:
     tick = run.ticks[5]
     plan = replace(tick.decision.plan, precision=dict.fromkeys(tick.decision.plan.precision, Precision.FP32))
-    forged = replace(tick, decision=replace(tick.decision, plan=plan))
-    lines = list(verdict(replace(run, ticks=(*run.ticks[:5], forged, *run.ticks[6:])), CONTROL))
-    assert lines[0].startswith("first difference at tick 5")
-    assert "written by another version, or was changed" in lines[1]
-
-
-def test_a_run_without_ticks_cannot_be_replayed(run: RunRecord) -> None:
-    with pytest.raises(LogError, match=r"run run made no tick: method triaccel .* shorter than 50 steps"):
-        list(verdict(replace(run, ticks=()), CONTROL))
-
-
-def reasons_of(ticks: tuple[Tick, ...]) -> int:
-    return sum(len(tick.decision.reasons) for tick in ticks)
+    reason = next(reason for tick in run.ticks for reason in tick.decision.reasons)
+    for decision, said in (
+        (replace(tick.decision, plan=plan), "first difference at tick 5"),
+        (replace(tick.decision, reasons=(reason,)), "plans are the same, but at tick 5"),
+    ):
+        ticks = (*run.ticks[:5], replace(tick, decision=decision), *run.ticks[6:])
+        lines = list(verdict(replace(run, ticks=ticks), CONTROL))
+        assert lines[0].startswith(said)
+        assert "written by another version, or was changed" in lines[1]
 
 
 def test_reasons_are_listed_oldest_first_and_cut(run: RunRecord) -> None:
-    total = reasons_of(run.ticks)
-    assert total > 3
-    grid = reasons_grid(run, most=3)
-    assert len(grid.rows) == 3
-    assert grid.note == f"{total - 3} more; --reasons {total} shows all"
-    whole = reasons_grid(run, most=total)
+    total = sum(len(tick.decision.reasons) for tick in run.ticks)
+    grid, whole = reasons_grid(run, most=3), reasons_grid(run, most=total)
+    assert (len(grid.rows), grid.note) == (3, f"{total - 3} more; --reasons {total} shows all")
     assert (len(whole.rows), whole.note) == (total, "")
     steps = [int(row[0]) for row in whole.rows]
     assert steps == sorted(steps)
-
-
-def test_no_reasons_are_shown_on_request(run: RunRecord) -> None:
     assert list(reasons_grid(run, most=0).rows) == []
 
 
-def test_a_negative_number_of_reasons_is_refused(run: RunRecord) -> None:
-    with pytest.raises(ValueError, match="reasons = -1: must be"):
-        reasons_grid(run, most=-1)
-
-
-def test_a_search_is_no_run_to_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_holds_no_ticks_cannot_be_replayed(
+    run: RunRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(LogError, match=r"run run made no tick: method triaccel .* shorter than 50 steps"):
+        list(verdict(replace(run, ticks=()), CONTROL))
     trial = tmp_path / "hunt" / "trials" / "one"
     trial.mkdir(parents=True)
     (trial / "events.jsonl").write_text("")

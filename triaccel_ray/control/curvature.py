@@ -38,8 +38,8 @@ class ScheduledCurvature:
         self._reported: set[str] = set()
         # The noise scale is what the batch may wait for; on a CPU equal runs are to do equal work.
         needs_noise = config.batch.bound_by_noise_scale or config.batch.lr_rule == "adascale"
-        is_shared = config.do_no_harm and not needs_noise and self._device.type == "cuda"
-        self._share = TimeShare(self._device, config.control_share if is_shared else None)
+        is_shared = config.revert_slowdowns and not needs_noise and self._device.type == "cuda"
+        self._share = TimeShare(self._device, config.max_overhead if is_shared else None)
 
     def is_due(self, step: int) -> bool:
         """Whether a measurement follows the step."""

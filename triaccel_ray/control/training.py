@@ -120,7 +120,7 @@ class Training:
         """What steps are made of, what makes them slower than asked for, and what the loop leaves as it is."""
         self.steps = self._build_steps(waits)
         useless = useless_precisions(self.device.type, is_compiled=self.steps.step.is_compiled)
-        withheld = {} if config.precision.offer_useless else useless
+        withheld = {} if config.precision.allow_slow_precisions else useless
         self.supported = [(layer.name, supported_precisions(layer, without=withheld)) for layer in self.layers]
         """Each layer's name, and what it may compute in."""
         self._note_limitations(withheld)

@@ -34,9 +34,9 @@ def retreat(config: BatchConfig, observation: Observation, state: BatchState) ->
     """Returns the batch, smaller or in parts, that this interval's failures ask for; None when none asks for one.
 
     The new size is the largest rung that passed through the device, lies below the one that failed and does not exceed
-    the one in force; the ladder stays capped there for `cap_ticks`. A smallest rung that passed only in parts stays in
-    parts no larger than those that passed. A step that passed, but found no memory as a CUDA graph, counts as failed
-    where the batch is elastic and a smaller rung is left; one that is not elastic keeps its size, in halves. An
+    the one in force; the ladder stays capped there for `oom_cooldown_ticks`. A smallest rung that passed only in parts
+    stays in parts no larger than those that passed. A step that passed, but found no memory as a CUDA graph, counts as
+    failed where the batch is elastic and a smaller rung is left; one that is not elastic keeps its size, in halves. An
     out-of-memory error in the same interval decides alone.
     """
     plan = observation.plan
@@ -64,7 +64,7 @@ def retreat(config: BatchConfig, observation: Observation, state: BatchState) ->
     return BatchDecision(
         batch_size=size,
         num_micro_batches=parts,
-        state=replace(state, ticks_since_change=0, cap=size, cap_ticks_left=config.cap_ticks),
+        state=replace(state, ticks_since_change=0, cap=size, cap_ticks_left=config.oom_cooldown_ticks),
         reasons=(_reason(ReasonCode(smallest.kind.value), text, smallest.batch_size, size),),
     )
 
@@ -87,8 +87,8 @@ def decide_batch(
 
     `is_unjudged` says that the last change still has to show that it pays: growth waits. So it does where `enlarged`
     says that a precision was raised at this tick or could not be: the memory measured is not what the larger batch
-    would meet. A size left because it used too much memory is closed for `cap_ticks`, as after an out-of-memory error:
-    otherwise a ladder step wider than the band between rho_low and rho_high would swing forever.
+    would meet. A size left because it used too much memory is closed for `oom_cooldown_ticks`, as after an
+    out-of-memory error: otherwise a ladder step wider than the band between rho_low and rho_high would swing forever.
     """
     plan, memory = observation.plan, observation.memory
     state = replace(
@@ -166,7 +166,7 @@ def _shrink(config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchS
     else:
         outcome = f": {plan.batch_size} -> {size}"
         cap = min(plan.batch_size - config.granularity, state.cap or config.maximum)
-        state = replace(state, ticks_since_change=0, cap=cap, cap_ticks_left=config.cap_ticks)
+        state = replace(state, ticks_since_change=0, cap=cap, cap_ticks_left=config.oom_cooldown_ticks)
     text = f"memory {_share(memory)} > rho_high {config.rho_high:.3g}{outcome}"
     reason = _reason(ReasonCode.MEMORY_HIGH, text, memory.share, config.rho_high)
     return BatchDecision(batch_size=size, num_micro_batches=plan.num_micro_batches, state=state, reasons=(reason,))

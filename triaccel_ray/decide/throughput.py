@@ -1,4 +1,4 @@
-"""The do-no-harm rule: a lower precision or a larger batch that slows steps down is undone."""
+"""The rule that reverts slowdowns: a lower precision or a larger batch that slows steps down is undone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def judge(config: ControlConfig, observation: Observation, state: ThroughputStat
     failed = observation.apply_fault is not None
     if change is not None and not (failed or _is_in_force(change, observation.plan)):
         state, change = ThroughputState(), None  # the plan that held it could not be applied
-    if not config.do_no_harm or failed or observation.step_ms is None:
+    if not config.revert_slowdowns or failed or observation.step_ms is None:
         if change is not None and not failed:
             change = replace(change, num_waited=change.num_waited + 1)
             state = replace(state, change=change) if change.num_waited <= _PATIENCE_TICKS else ThroughputState()
@@ -76,7 +76,7 @@ def bar_undone(
             times_slow=layer.times_slow + 1,
         )
     if change.batch_size is not None:
-        ticks = config.batch.cap_ticks * 2**batch.times_slow
+        ticks = config.batch.oom_cooldown_ticks * 2**batch.times_slow
         batch = replace(batch, cap=change.batch_size, cap_ticks_left=ticks, times_slow=batch.times_slow + 1)
     return barred, batch
 

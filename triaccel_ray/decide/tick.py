@@ -84,7 +84,7 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
 def _is_affordable(config: ControlConfig, observation: Observation) -> bool:
     """Returns whether what new plans have cost is within its share of the time that steps have taken."""
     training_ms = observation.step * (observation.step_ms or 0.0)
-    return not config.do_no_harm or observation.adapting_ms <= config.control_share * training_ms
+    return not config.revert_slowdowns or observation.adapting_ms <= config.max_overhead * training_ms
 
 
 def _batch_lr_reasons(config: BatchConfig, old: Plan, new: Plan) -> list[Reason]:

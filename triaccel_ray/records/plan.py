@@ -133,7 +133,7 @@ class FaultKind(StrEnum):
     CURVATURE_FALLBACK = "curvature_fallback"
     """Layers whose curvature takes one pass of the whole model per sample, slower."""
     CURVATURE_WAITS = "curvature_waits"
-    """Measurements of curvature wait until their time is within `control_share`."""
+    """Measurements of curvature wait until their time is within `max_overhead`."""
 
 
 @dataclass(frozen=True, kw_only=True)

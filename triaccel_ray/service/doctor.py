@@ -9,13 +9,13 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from secrets import token_hex
 from tempfile import TemporaryDirectory
+from typing import TypeAlias
 
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.service.console import out
@@ -33,71 +33,67 @@ class Verdict(StrEnum):
     PROBLEM = "problem"
 
 
+Finding: TypeAlias = tuple[Verdict, str]
+"""One check's result, and what it saw."""
 _STYLES: Mapping[Verdict, str] = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One check's result."""
-
-    subject: str
-    verdict: Verdict
-    text: str
 
 
 def show_findings(storage: StoragePath, tracking_uri: str | None, address: str | None) -> int:
     """Shows the findings as they come, and returns the exit status: 1 where one is a problem."""
     status = 0
-    for finding in examine(storage, tracking_uri, address):
-        out.print(f"{finding.verdict.value:8}", style=_STYLES[finding.verdict], end="")
-        out.print(f" {finding.subject:22} {finding.text}", soft_wrap=True)
-        status = 1 if finding.verdict is Verdict.PROBLEM else status
+    for subject, verdict, text in examine(storage, tracking_uri, address):
+        out.print(f"{verdict.value:8}", style=_STYLES[verdict], end="")
+        out.print(f" {subject:22} {text}", soft_wrap=True)
+        status = 1 if verdict is Verdict.PROBLEM else status
     return status
 
 
-def examine(storage: StoragePath, tracking_uri: str | None, address: str | None) -> Iterator[Finding]:
-    """Yields one finding a check; none of them raises."""
-    checks: list[tuple[str, Callable[[], Finding]]] = [
-        ("python", _python),
-        *((name, partial(_package, name)) for name in PACKAGES),
-        ("gpu", _gpu),
-        ("nvml", _nvml),
-        ("triton runs", _triton),
-        ("ray starts", partial(_ray, address)),
-        ("mlflow store", partial(_tracking, storage, tracking_uri)),
-        ("disk", partial(_disk, storage.folder)),
-        *([] if storage.uri is None else [("storage", partial(_store, storage.uri))]),
-    ]
-    for subject, check in checks:
+def examine(storage: StoragePath, tracking_uri: str | None, address: str | None) -> Iterator[tuple[str, Verdict, str]]:
+    """Yields each check's subject, verdict and what it saw; none of them raises."""
+    checks: dict[str, Callable[[], Finding]] = {
+        "python": _python,
+        **{name: partial(_package, name) for name in PACKAGES},
+        "gpu": _gpu,
+        "nvml": _nvml,
+        "triton runs": _triton,
+        "ray starts": partial(_ray, address),
+        "mlflow store": partial(_tracking, storage, tracking_uri),
+        "disk": partial(_disk, storage.folder),
+        **({} if storage.uri is None else {"storage": partial(_store, storage.uri)}),
+    }
+    from triaccel_ray.service.cluster.cluster import ClusterUnavailableError
+    from triaccel_ray.service.failures import StoreError
+    from triaccel_ray.service.tracking.tracking import TrackingUnavailableError
+
+    for subject, check in checks.items():
         try:
-            yield check()
+            yield subject, *check()
+        except (ClusterUnavailableError, StoreError, TrackingUnavailableError) as error:
+            yield subject, Verdict.PROBLEM, str(error)
         except Exception as error:  # a check that breaks is a finding, not the end of the others
-            text = f"{type(error).__name__}: {first_line(error)}"
-            yield Finding(subject=subject, verdict=Verdict.PROBLEM, text=text)
+            yield subject, Verdict.PROBLEM, f"{type(error).__name__}: {first_line(error)}"
 
 
 def _python() -> Finding:
-    text = f"{platform.python_version()} at {sys.executable}"
-    return Finding(subject="python", verdict=Verdict.OK if sys.version_info >= (3, 11) else Verdict.PROBLEM, text=text)
+    verdict = Verdict.OK if sys.version_info >= (3, 11) else Verdict.PROBLEM
+    return verdict, f"{platform.python_version()} at {sys.executable}"
 
 
 def _package(name: str) -> Finding:
     try:
-        return Finding(subject=name, verdict=Verdict.OK, text=version(name))
+        return Verdict.OK, version(name)
     except PackageNotFoundError:
-        text = f"not installed; `pip install {name}`, or install this package anew"
-        return Finding(subject=name, verdict=Verdict.PROBLEM, text=text)
+        return Verdict.PROBLEM, f"not installed; `pip install {name}`, or install this package anew"
 
 
 def _gpu() -> Finding:
     import torch
 
     if not torch.cuda.is_available():
-        text = "none visible to PyTorch: everything runs on the CPU, where FP16 is emulated and slow"
-        return Finding(subject="gpu", verdict=Verdict.NOTE, text=text)
+        return Verdict.NOTE, "none visible to PyTorch: everything runs on the CPU, where FP16 is emulated and slow"
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     bf16 = "BF16 in hardware" if torch.cuda.is_bf16_supported(including_emulation=False) else "no BF16: FP16 and FP32"
-    return Finding(subject="gpu", verdict=Verdict.OK, text=f"{', '.join(names)}; {bf16}; CUDA {torch.version.cuda}")
+    return Verdict.OK, f"{', '.join(names)}; {bf16}; CUDA {torch.version.cuda}"
 
 
 def _nvml() -> Finding:
@@ -108,86 +104,66 @@ def _nvml() -> Finding:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         free = pynvml.nvmlDeviceGetMemoryInfo(handle).free
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        return Finding(subject="nvml", verdict=Verdict.OK, text=f"driver {driver}, {free / 2**30:.1f} GiB free")
+        return Verdict.OK, f"driver {pynvml.nvmlSystemGetDriverVersion()}, {free / 2**30:.1f} GiB free"
     except pynvml.NVMLError as error:
         return _no_nvml(error, has_gpu=torch.cuda.is_available())
 
 
 def _no_nvml(error: Exception, *, has_gpu: bool) -> Finding:
     if not has_gpu:
-        text = f"{first_line(error)}; on the CPU memory is the process's resident set"
-        return Finding(subject="nvml", verdict=Verdict.NOTE, text=text)
-    text = (
+        return Verdict.NOTE, f"{first_line(error)}; on the CPU memory is the process's resident set"
+    return Verdict.PROBLEM, (
         f"{first_line(error)}; a run on the GPU fails, for it cannot measure its memory: install the driver's "
         "libnvidia-ml, let a container have it (NVIDIA_DRIVER_CAPABILITIES=compute,utility), or use --device cpu"
     )
-    return Finding(subject="nvml", verdict=Verdict.PROBLEM, text=text)
 
 
 def _triton() -> Finding:
     import torch
 
     if importlib.util.find_spec("triton") is None:
-        return Finding(subject="triton runs", verdict=Verdict.NOTE, text="not on this platform: PyTorch's own kernels")
+        return Verdict.NOTE, "not on this platform: PyTorch's own kernels"
     if not torch.cuda.is_available():
-        return Finding(subject="triton runs", verdict=Verdict.NOTE, text="no GPU to run on; its interpreter is there")
+        return Verdict.NOTE, "no GPU to run on; its interpreter is there"
     import triton
 
     target = triton.runtime.driver.active.get_current_target()
-    return Finding(subject="triton runs", verdict=Verdict.OK, text=f"{target.backend} sm_{target.arch}")
+    return Verdict.OK, f"{target.backend} sm_{target.arch}"
 
 
 def _ray(address: str | None) -> Finding:
-    from triaccel_ray.service.cluster.cluster import ClusterUnavailableError, cluster, describe
+    import ray
 
-    try:
-        with _leaving_nothing() if address is None else contextlib.nullcontext(), cluster(address):
-            return Finding(subject="ray starts", verdict=Verdict.OK, text=describe())
-    except ClusterUnavailableError as error:
-        return Finding(subject="ray starts", verdict=Verdict.PROBLEM, text=str(error))
+    from triaccel_ray.service.cluster.cluster import cluster, environment
 
-
-@contextlib.contextmanager
-def _leaving_nothing() -> Iterator[None]:
-    """Has a Ray that starts meanwhile keep its files in a temporary folder, and its token out of ~/.ray."""
-    before = {name: os.environ.get(name) for name in ("RAY_TMPDIR", "RAY_AUTH_TOKEN")}
-    with TemporaryDirectory(prefix="d", dir=before["RAY_TMPDIR"], ignore_cleanup_errors=True) as folder:
-        os.environ["RAY_TMPDIR"] = folder
-        os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                del os.environ[name]
-                os.environ |= {} if value is None else {name: value}
+    with contextlib.ExitStack() as stack:
+        if address is None:  # its files lie in a folder that goes, and its token not in ~/.ray
+            folder = TemporaryDirectory(prefix="d", dir=os.environ.get("RAY_TMPDIR"), ignore_cleanup_errors=True)
+            token = os.environ.get("RAY_AUTH_TOKEN", token_hex(32))
+            own = {"RAY_TMPDIR": stack.enter_context(folder), "RAY_AUTH_TOKEN": token}
+            stack.enter_context(environment(own))
+        stack.enter_context(cluster(address))
+        resources = ray.cluster_resources()
+        cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
+        return Verdict.OK, f"{ray.__version__}, {cpus:.0f} CPUs, {gpus:.0f} GPUs"
 
 
 def _tracking(storage: StoragePath, tracking_uri: str | None) -> Finding:
     from triaccel_ray.service.session import tracker_of
-    from triaccel_ray.service.tracking.tracking import TrackingUnavailableError
 
-    try:
-        tracker = tracker_of(storage, tracking_uri)
-        tracker.check()
-    except TrackingUnavailableError as error:
-        return Finding(subject="mlflow store", verdict=Verdict.PROBLEM, text=str(error))
-    return Finding(subject="mlflow store", verdict=Verdict.OK, text=tracker.display_uri)
+    tracker = tracker_of(storage, tracking_uri)
+    tracker.check()
+    return Verdict.OK, tracker.display_uri
 
 
 def _store(uri: str) -> Finding:
-    from triaccel_ray.service.failures import StoreError
     from triaccel_ray.service.storage.store import Store
 
-    try:
-        Store(uri).check(writable=False)
-    except StoreError as error:
-        return Finding(subject="storage", verdict=Verdict.PROBLEM, text=str(error))
-    return Finding(subject="storage", verdict=Verdict.OK, text=f"{uri} can be listed and read; writing was not tried")
+    Store(uri).check(writable=False)
+    return Verdict.OK, f"{uri} can be listed and read; writing was not tried"
 
 
 def _disk(storage: Path) -> Finding:
     existing = next(path for path in [storage.absolute(), *storage.absolute().parents] if path.exists())
     free = shutil.disk_usage(existing).free
-    verdict = Verdict.OK if free > 2 * 2**30 else Verdict.NOTE
-    return Finding(subject="disk", verdict=verdict, text=f"{free / 2**30:.0f} GiB free at {existing}")
+    return Verdict.OK if free > 2 * 2**30 else Verdict.NOTE, f"{free / 2**30:.0f} GiB free at {existing}"

@@ -5,68 +5,64 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import singledispatch
 from pathlib import Path
-from typing import Any
 
 import ray
 
-from triaccel_ray.config import ControlConfig
-from triaccel_ray.records.events import End, EventLog, Start, TakenOverError
+from triaccel_ray.records.events import End
 from triaccel_ray.service.cli.options import Where, settings_text
 from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search
 from triaccel_ray.service.cli.translation import comparison_of, run_of, search_of
 from triaccel_ray.service.cluster.cluster import (
     cluster,
     display_address,
-    gpu_fraction,
-    gpus_available,
+    gpus_of_a_run,
     joined_address,
     require_gpu_to_share,
     require_reachable,
 )
 from triaccel_ray.service.compare import comparison
 from triaccel_ray.service.compare.choosing import choose, trial_of
-from triaccel_ray.service.compare.comparison import COMPARISON, begin_comparison, read_comparison, summary_metrics
+from triaccel_ray.service.compare.comparison import COMPARISON, read_comparison, summary_metrics
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.console import err, out
-from triaccel_ray.service.failures import RunFailedError, cause_of, needing_room
+from triaccel_ray.service.failures import RunFailedError, needing_room
 from triaccel_ray.service.lookup import find, storage_of
 from triaccel_ray.service.model_delivery import deliver_model
 from triaccel_ray.service.next_steps import ONCE_IT_IS_BACK, resumable, resume_words, say_how_it_ended
-from triaccel_ray.service.progress import RunProgress, TrialProgress
-from triaccel_ray.service.recorded import experiment_of, in_its_store, search_parent
+from triaccel_ray.service.progress import Progress
+from triaccel_ray.service.recording import experiment_of, in_its_store, recording, recording_parent, search_parent
 from triaccel_ray.service.report.comparison import view_comparison
 from triaccel_ray.service.report.report import View
 from triaccel_ray.service.report.run import view_run
 from triaccel_ray.service.report.search import view_search
 from triaccel_ray.service.runs.environment import require_budget
 from triaccel_ray.service.runs.methods import METHODS
-from triaccel_ray.service.runs.record import RunRecord, has_begun, read_if_begun, read_run, read_spec
+from triaccel_ray.service.runs.record import read_if_begun, read_run, read_spec
 from triaccel_ray.service.runs.runs import run_all
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.search.finding import FOUND, found_in
 from triaccel_ray.service.search.search import (
+    FOUND,
     SEARCH,
     TRIALS,
-    begin_search,
     best_trial,
+    found_in,
     prepare,
     read_search,
     tune_trials,
 )
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.session import new_name, open_tracker, recording, require_experiment
+from triaccel_ray.service.session import new_name, open_tracker, require_experiment
 from triaccel_ray.service.storage.copies import PAGES
 from triaccel_ray.service.storage.layout import (
     BASELINES,
     ERROR,
-    EVENTS,
     SETTINGS,
+    begin,
     claimed,
     write_atomically,
     write_value,
@@ -113,8 +109,7 @@ class Outcome:
     """Runs that are not in `failures`."""
 
 
-@singledispatch
-def carry_out(command: Any, show: Callable[[View], None] = ignore) -> Outcome:
+def carry_out(command: Run | Search | Compare | Resume, show: Callable[[View], None] = ignore) -> Outcome:
     """Trains what a command asks for, and returns what became of it; `show` gets the result as soon as there is one.
 
     Raises:
@@ -123,29 +118,16 @@ def carry_out(command: Any, show: Callable[[View], None] = ignore) -> Outcome:
         HeadLostError: the cluster's head was lost; the message has the command that goes on.
         KeyboardInterrupt: the user broke it off; likewise.
     """
-    raise TypeError(f"{type(command).__name__} trains nothing")
-
-
-@carry_out.register
-def _(command: Run, show: Callable[[View], None] = ignore) -> Outcome:
-    spec = run_of(command)
-    return _train(spec, _context(command, spec.task, spec.method, show))
-
-
-@carry_out.register
-def _(command: Search, show: Callable[[View], None] = ignore) -> Outcome:
-    spec = search_of(command)
-    return _search(spec, _context(command, spec.base.task, spec.space, show))
-
-
-@carry_out.register
-def _(command: Compare, show: Callable[[View], None] = ignore) -> Outcome:
-    spec = comparison_of(command)
-    return _compare(spec, _context(command, spec.base.task, "comparison", show))
-
-
-@carry_out.register
-def _(command: Resume, show: Callable[[View], None] = ignore) -> Outcome:
+    match command:
+        case Run():
+            spec = run_of(command)
+            return _train(spec, _context(command, spec.task, spec.method, show))
+        case Search():
+            searched = search_of(command)
+            return _search(searched, _context(command, searched.base.task, searched.space, show))
+        case Compare():
+            compared = comparison_of(command)
+            return _compare(compared, _context(command, compared.base.task, "comparison", show))
     place = find(command.name, command.where, writable=True)
     folder, where = place.folder, in_its_store(place.folder, _joined(command.where))
     context = Context(place=place, where=where, experiment=command.experiment, resume=True, show=show)
@@ -204,9 +186,9 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
         _ray(where, words),
         recording(tracker, folder, words, experiment=experiment),
     ):
-        specs, num_gpus = {folder.name: spec}, _num_gpus(spec, where.address)
+        specs, num_gpus = {folder.name: spec}, gpus_of_a_run(spec, where.address)
         title = f"{spec.task}: {METHODS[spec.method]}"
-        with RunProgress(title, folder.parent, specs, goal=spec.goal, each_epoch=True):
+        with Progress(title, folder.parent, specs, goal=spec.goal, each_epoch=True):
             failures = run_all(specs, place.parent, num_gpus=num_gpus)
     if failures:  # or input that only the run's own process could judge
         raise failures[folder.name]
@@ -228,17 +210,20 @@ def _search(spec: SearchSpec, context: Context) -> Outcome:
     place, where, folder = context.place, context.where, context.place.folder
     tracker, experiment, words = _prepare(spec.base, context, Search.experiment)
     if not context.resume:
-        begin_search(spec, folder)
+        begin(folder, SEARCH, spec)
     parent = search_parent(spec, folder)
-    mirror = mirrored(place)
-    with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, parent) as log:
+    with (
+        resumable(words, place),
+        mirrored(place),
+        recording_parent(tracker, folder, words, experiment, spec.base.control, parent) as log,
+    ):
         with _ray(where, words):
-            num_gpus, shared = _num_gpus(spec.base, where.address), _shared(spec.base)
+            num_gpus, shared = gpus_of_a_run(spec.base, where.address), _shared(spec.base)
             title = f"{spec.base.task}: baselines and probe"
-            with RunProgress(title, folder / BASELINES, goal=spec.base.goal):
+            with Progress(title, folder / BASELINES, goal=spec.base.goal):
                 prepared = prepare(spec, place, num_gpus=num_gpus, shared=shared)
             title = f"{spec.base.task}: {spec.num_trials} trials"
-            with TrialProgress(title, spec.num_trials, folder / TRIALS, prepared.objective):
+            with Progress(title, folder / TRIALS, goal=spec.base.goal, num_trials=spec.num_trials):
                 tune_trials(
                     spec, prepared, place, num_gpus=num_gpus, resume=context.resume, shared=shared, claim=log.claim
                 )
@@ -251,7 +236,10 @@ def _search(spec: SearchSpec, context: Context) -> Outcome:
         best = best_trial(record)
         results = {} if best is None or best.end is None else best.end.results
         log.append(_ending([run.name for run in mistakes], len(record.trials), results))
-    failures = [_said(run) for run in mistakes]
+    failures = []
+    for run in mistakes:
+        trace = f"; the traceback is in {run.folder / ERROR}" if (run.folder / ERROR).exists() else ""
+        failures.append(f"{run.name} {run.status}: {run.end.message if run.end is not None else ''}{trace}")
     for text in failures:
         err.print(text, style="red", markup=False, soft_wrap=True)
     if failures:
@@ -265,27 +253,24 @@ def _search(spec: SearchSpec, context: Context) -> Outcome:
     )
 
 
-def _said(run: RunRecord) -> str:
-    """Returns how a trial failed, and where its traceback is."""
-    trace = f"; the traceback is in {run.folder / ERROR}" if (run.folder / ERROR).exists() else ""
-    return f"{run.name} {run.status}: {run.end.message if run.end is not None else ''}{trace}"
-
-
 def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
     place, where, folder = context.place, context.where, context.place.folder
     tracker, experiment, words = _prepare(spec.base, context, Compare.experiment)
     if not context.resume:
-        begin_comparison(spec, folder)
+        begin(folder, COMPARISON, spec)
     info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
     parent = Parent(name=folder.name, tags=info)
-    mirror = mirrored(place)
-    with resumable(words, place), mirror, _parent(tracker, folder, words, experiment, spec.base.control, parent) as log:
+    with (
+        resumable(words, place),
+        mirrored(place),
+        recording_parent(tracker, folder, words, experiment, spec.base.control, parent) as log,
+    ):
         with _ray(where, words):
-            num_gpus = _num_gpus(spec.base, where.address)
+            num_gpus = gpus_of_a_run(spec.base, where.address)
             if read_comparison(folder).choices is None:
                 _choose(spec, place, num_gpus)
             todo = read_comparison(folder).unfinished()
-            with RunProgress(f"{spec.base.task}: comparison", folder, todo, goal=spec.base.goal):
+            with Progress(f"{spec.base.task}: comparison", folder, todo, goal=spec.base.goal):
                 failures = run_all(todo, place, num_gpus=num_gpus)
         record = read_comparison(folder)
         if not record.runs and failures:
@@ -324,9 +309,8 @@ def _ray(where: Where, words: str) -> AbstractContextManager[None]:
 
 def _choose(spec: ComparisonSpec, place: StoragePath, num_gpus: float) -> None:
     """Runs the trials that choose settings; their samples leave the object store afterwards."""
-    shared = _shared(trial_of(spec.base))
-    trials = place.folder / comparison.TRIALS
-    with RunProgress(f"{spec.base.task}: trials on validation samples", trials, goal=spec.base.goal):
+    shared, trials = _shared(trial_of(spec.base)), place.folder / comparison.TRIALS
+    with Progress(f"{spec.base.task}: trials on validation samples", trials, goal=spec.base.goal):
         choose(spec, place, num_gpus=num_gpus, shared=shared)
 
 
@@ -338,25 +322,6 @@ def _ending(failed: Sequence[str], num_runs: int, results: Mapping[str, float]) 
     return End(status="failed", cause="runs", message=message, results=results)
 
 
-def _num_gpus(spec: RunSpec, address: str | None) -> float:
-    """Returns what each run asks Ray for: a GPU or its part of one, or none.
-
-    `--device cuda` asks for one also where no machine of the cluster has any: Ray lets the runs wait for a machine that
-    joins, and tells an autoscaler of them. `auto` uses what is there now, to the end.
-    """
-    if spec.device == "cpu":
-        return 0.0
-    if not gpus_available():
-        if address is None or spec.device == "auto":
-            if address is not None:
-                text = "the cluster has no GPU now: everything trains on CPUs; with --device cuda it waits for a GPU"
-                err.print(text, style="yellow", markup=False, soft_wrap=True)
-            return 0.0
-        text = "the cluster has no GPU yet: runs wait until a machine with one joins"
-        err.print(text, style="yellow", markup=False, soft_wrap=True)
-    return gpu_fraction(spec.trials_per_gpu)
-
-
 def _shared(spec: RunSpec) -> SharedSplits | None:
     """Returns the samples in the object store; None, and says why, where every run has to read them itself."""
     try:
@@ -364,31 +329,3 @@ def _shared(spec: RunSpec) -> SharedSplits | None:
     except NotSharedError as error:
         err.print(f"every trial reads the samples itself: {error}", style="yellow", markup=False, soft_wrap=True)
         return None
-
-
-@contextlib.contextmanager
-def _parent(
-    tracker: Tracker, folder: Path, words: str, experiment: str, control: ControlConfig, parent: Parent
-) -> Iterator[EventLog]:
-    """Yields the log that stands for the whole of a search or comparison, everything below it being recorded.
-
-    Work that is broken off ends the log too, so that nothing stays "running" for ever; `resume`, of which `words` are
-    the command, cuts the end away.
-    """
-    with needing_room(folder):
-        log = EventLog(folder / EVENTS, keep=1 if has_begun(folder) else 0)
-        if log.num_records == 0:
-            log.append(Start(control=control, info=parent.tags))
-    with recording(tracker, folder, words, experiment=experiment, parent=parent):
-        try:
-            yield log
-        except BaseException as error:
-            stopped = isinstance(error, KeyboardInterrupt)
-            end = End(status="stopped") if stopped else End(status="failed", cause=cause_of(error), message=str(error))
-            # A full disk, perhaps, or another process that goes on: what is raised says it all.
-            with contextlib.suppress(OSError, TakenOverError):
-                log.append(end)
-            raise
-        finally:
-            with needing_room(folder):
-                log.close()

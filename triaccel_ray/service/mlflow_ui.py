@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
-import webbrowser
 from pathlib import Path
 
 import psutil
 
-from triaccel_ray.service.cluster.cluster import is_loopback
 from triaccel_ray.service.console import err, out
 from triaccel_ray.service.signals import as_interrupt
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
@@ -25,6 +23,14 @@ GRACE_S = 10.0
 """For a server that was asked to end, before it is killed."""
 ALLOWED_HOSTS = "MLFLOW_SERVER_ALLOWED_HOSTS"
 ALLOWED_ORIGINS = "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether a server on `host` can be reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def exposure(host: str, port: int) -> str:
@@ -84,20 +90,6 @@ def runs_pages(tracker: Tracker, base: str) -> dict[str, str]:
     return {name: page for name, (_, page) in sorted(latest.items(), key=lambda item: item[1], reverse=True)}
 
 
-def has_display() -> bool:
-    """Returns whether somebody at this machine would see a browser."""
-    shown = sys.platform in ("darwin", "win32") or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
-    return shown and sys.stdout.isatty()
-
-
-def open_once_up(page: str, host: str, port: int, stopping: threading.Event) -> None:
-    """Opens the page in a browser as soon as something answers at the port, unless `stopping` is set before."""
-    while not stopping.wait(0.5):
-        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1.0):
-            webbrowser.open(page)
-            return
-
-
 def show(tracker: Tracker, host: str, port: int) -> int:
     """Says where the runs of each experiment are shown, and shows them until Ctrl-C; returns the exit status.
 
@@ -116,29 +108,21 @@ def show(tracker: Tracker, host: str, port: int) -> int:
         return 0
     out.print("\n".join(["MLflow UI (Ctrl-C ends it)", *lines, f"store: {tracker.display_uri}"]), soft_wrap=True)
     sys.stdout.flush()
-    opening = next(iter(pages.values()), "") if has_display() and is_loopback(host) else ""
-    return serve(tracker.uri, host, port, opening=opening)
+    return serve(tracker.uri, host, port)
 
 
-def serve(store_uri: str, host: str, port: int, *, opening: str = "") -> int:
-    """Returns the exit status of the server once it has ended; 0 where a signal has asked for that.
-
-    The page `opening` is opened in a browser once the server answers.
-    """
+def serve(store_uri: str, host: str, port: int) -> int:
+    """Returns the exit status of the server once it has ended; 0 where a signal has asked for that."""
     # One worker and no job executor: a fifth of the memory, a third of the time to start.
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **os.environ}
     words = ["server", "--backend-store-uri", store_uri, "--host", host, "--port", str(port), "--workers", "1"]
     with as_interrupt(signal.SIGTERM, signal.SIGHUP):  # of a service manager, and of a terminal that is closed
         server = subprocess.Popen([sys.executable, "-m", "mlflow", *words], env=environment)
-        stopping = threading.Event()
-        if opening:
-            threading.Thread(target=open_once_up, args=(opening, host, port, stopping), daemon=True).start()
         try:
             return server.wait()
         except KeyboardInterrupt:
             return 0
         finally:
-            stopping.set()
             _end(server)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +14,6 @@ from typing import Self
 
 from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
 from triaccel_ray.measure.score import ACCURACY, BYTES_PER_GB
 from triaccel_ray.records.events import End, Epoch, Interruption, LogError, Record, Start, Tick, parse_event
@@ -23,68 +21,108 @@ from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service import console
 from triaccel_ray.service.console import plain_table
-from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.tracking.log_tail import LogTail
 from triaccel_ray.service.units import format_bytes
 
 MAX_LINES = 100
 """Epochs of a run that get a line; of more, every second, third, ... one does."""
+MAX_ROWS = 15
+"""Runs in the table: those under way first, then the best."""
 
 
-class Progress(ABC):
-    """A live table under a title on a terminal; elsewhere the title, and lines."""
+@dataclass
+class _Run:
+    """The last records of one run."""
 
-    def __init__(self, title: str) -> None:
-        """Begins empty."""
-        self._title, self._err = title, console.err
-        self._live = Live(console=self._err, refresh_per_second=4, transient=True) if self._err.is_terminal else None
+    start: Start | None = None
+    epoch: Epoch | None = None
+    end: End | None = None
+    tick_line: bytes = b""
+    """Read once it is shown: there are many, and each names every layer."""
 
-    def __enter__(self) -> Self:
-        """Shows the title at once."""
-        if self._live is not None:
-            self._live.start()
-            self._refresh()
-        else:
-            self.say(self._title)
-        return self
+    def take(self, record: Record) -> None:
+        self.start = record if isinstance(record, Start) else self.start
+        self.epoch = record if isinstance(record, Epoch) else self.epoch
+        self.end = record if isinstance(record, End) else None  # whatever follows an end means that the run goes on
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Takes the table away again."""
-        if self._live is not None:
-            self._live.stop()
+    @property
+    def tick(self) -> Tick | None:
+        with contextlib.suppress(LogError):  # none yet, or it is damaged, of which the report tells
+            record = parse_event(self.tick_line, "the last tick").record
+            return record if isinstance(record, Tick) else None
+        return None
 
-    def say(self, line: str) -> None:
-        """Shows a line where there is no terminal."""
-        if self._live is None:
-            self._err.print(line, soft_wrap=True)
+    @property
+    def state(self) -> str:
+        return self.end.status if self.end is not None else "starting" if self.start is None else "running"
 
-    def _refresh(self) -> None:
-        if self._live is not None:
-            table = self._table()
-            table.title = self._title
-            self._live.update(table, refresh=True)
+    def setting(self, name: str) -> int:
+        """Returns one of the numbers that the run was begun with; 0 where it is not known."""
+        value = self.start.parameters.get(name) if self.start is not None else None
+        return value if isinstance(value, int) else 0
 
-    @abstractmethod
-    def _table(self) -> Table: ...
+    def memory(self, used_bytes: int) -> str:
+        limit_bytes = self.setting("memory_limit_bytes")
+        return format_bytes(used_bytes) + (f" of {format_bytes(limit_bytes)}" if limit_bytes else "")
+
+    def judged(self, goal: Goal) -> float | None:
+        return None if self.epoch is None else self.epoch.held_out(goal)
+
+    def results(self, goal: Goal) -> str:
+        """Returns the run's figures in one line: final ones, or those of its last epoch; empty where it has none."""
+        last, judged = self.epoch, self.judged(goal)
+        figures = self.end.results if self.end is not None else {}
+        if "score" not in figures:
+            if last is None or judged is None:
+                return ""
+            seconds, peak_gb = last.seconds, last.peak_bytes / BYTES_PER_GB
+            figures = {"score": last.score or 0.0, goal.name: judged, "seconds_per_epoch": seconds, "peak_gb": peak_gb}
+        return (
+            f"score {figures['score']:.4g}, {goal.named(figures[goal.name])}, "
+            f"{figures['seconds_per_epoch']:.3g} s/epoch, {figures['peak_gb']:.4g} GB"
+        )
 
 
-class LogProgress(Progress):
+class Progress:
     """What the logs of runs say, while these train anywhere: a terminal has no part in what trains them."""
 
-    def __init__(self, title: str, folder: Path, names: Iterable[str] = ()) -> None:
-        """Follows the logs of the runs of these names below `folder`, one folder a run; without names, all there."""
-        super().__init__(title)
-        self._folder, self._names = folder, tuple(names)
+    def __init__(
+        self,
+        title: str,
+        folder: Path,
+        names: Iterable[str] = (),
+        *,
+        goal: Goal = ACCURACY,
+        each_epoch: bool = False,
+        num_trials: int = 0,
+    ) -> None:
+        """Follows the runs of these names below `folder`, one folder a run; without names, all there.
+
+        Without a terminal a run has a line at its end, and with `each_epoch` one for every epoch. `num_trials` is how
+        many runs there will be, where that is known.
+        """
+        self._title, self._folder, self._names = title, folder, tuple(names)
+        self._goal, self._each_epoch, self._num_trials = goal, each_epoch, num_trials
+        self._runs = {name: _Run() for name in self._names}
         self._tails: dict[Path, LogTail] = {}
-        self._stopping = threading.Event()
+        self._said: set[int] = set()
+        self._last_reason = ""
+        self._err = console.err
+        self._live: Live | None = None
+        if self._err.is_terminal:
+            self._live = Live(console=self._err, get_renderable=self._table, auto_refresh=False, transient=True)
+        self._has_begun, self._stopping = False, threading.Event()
         self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
 
     def __enter__(self) -> Self:
-        """Starts following."""
-        super().__enter__()
+        """Shows the title at once, and starts following; what the logs hold already is not said again."""
+        self._read()
+        self._has_begun = True
+        if self._live is None:
+            self._say(self._title)
+        else:
+            self._live.start(refresh=True)
         self._thread.start()
         return self
 
@@ -94,14 +132,16 @@ class LogProgress(Progress):
         """Reads the logs to their ends, and takes the table away."""
         self._stopping.set()
         self._thread.join()
-        super().__exit__(kind, error, trace)
+        if self._live is not None:
+            self._live.stop()
 
     def _follow(self) -> None:
         stopping = False
         while not stopping:
             stopping = self._stopping.wait(1.0)
             self._read()
-            self._refresh()
+            if self._live is not None:
+                self._live.refresh()
 
     def _read(self) -> None:
         paths = [self._folder / name / EVENTS for name in self._names] or sorted(self._folder.glob(f"*/{EVENTS}"))
@@ -112,240 +152,97 @@ class LogProgress(Progress):
                     for line in lines:
                         self._take(path.parent.name, line)
 
-    @abstractmethod
-    def _take(self, name: str, line: bytes) -> None: ...
-
-
-@dataclass
-class _Known:
-    """The last records of one run."""
-
-    start: Start | None = None
-    epoch: Epoch | None = None
-    end: End | None = None
-    tick_line: bytes = b""
-    """Read once it is shown: there are many, and each names every layer."""
-
-    def take(self, record: Record) -> None:
-        """Takes in a record; whatever follows an end means that the run goes on."""
-        self.end = None
-        if isinstance(record, Start):
-            self.start = record
-        elif isinstance(record, Epoch):
-            self.epoch = record
-        elif isinstance(record, End):
-            self.end = record
-
-    @property
-    def tick(self) -> Tick | None:
-        """The last one; None before there is one."""
-        with contextlib.suppress(LogError):  # likewise none where it is damaged, of which the report tells
-            record = parse_event(self.tick_line, "the last tick").record
-            return record if isinstance(record, Tick) else None
-        return None
-
-    def setting(self, name: str) -> int:
-        """Returns one of the numbers that the run was begun with; 0 where it is not known."""
-        value = self.start.parameters.get(name) if self.start is not None else None
-        return value if isinstance(value, int) else 0
-
-    @property
-    def num_epochs(self) -> int:
-        """How many there are to be."""
-        return self.setting("recipe.epochs")
-
-    @property
-    def limit(self) -> str:
-        """The memory that the run may take, for people."""
-        limit_bytes = self.setting("memory_limit_bytes")
-        return f" of {format_bytes(limit_bytes)}" if limit_bytes else ""
-
-    @property
-    def precisions(self) -> str:
-        """How many layers compute in which precision, as far as ticks have told."""
-        tick = self.tick
-        levels = Counter(tick.decision.plan.precision.values()) if tick is not None else {}
-        return " ".join(f"{levels[level]} {level.value}" for level in Precision if level in levels)
-
-
-class RunProgress(LogProgress):
-    """Epochs, samples per second, batch size, memory against the limit and precisions of a set of runs."""
-
-    def __init__(
-        self,
-        title: str,
-        folder: Path,
-        names: Iterable[str] = (),
-        *,
-        goal: Goal = ACCURACY,
-        each_epoch: bool = False,
-    ) -> None:
-        """Lists the runs of these names as waiting, or all that there are below `folder`.
-
-        Without a terminal a run has a line at its end, and with `each_epoch` one for every epoch.
-        """
-        super().__init__(title, folder, names)
-        self._runs = {name: _Known() for name in self._names}
-        self._goal, self._each_epoch = goal, each_epoch
-        self._said: set[int] = set()
-        self._is_new = False
-        self._last_reason = ""
-
-    def __enter__(self) -> Self:
-        """Starts following; what the logs hold already is not said again."""
-        self._read()
-        self._is_new = True
-        return super().__enter__()
-
     def _take(self, name: str, line: bytes) -> None:
-        known = self._runs.setdefault(name, _Known())
+        run = self._runs.setdefault(name, _Run())
         if b'"kind":"tick"' in line:
-            known.tick_line = line
+            run.tick_line = line
             return
         record, is_known = parse_event(line, name).record, hash(line) in self._said
-        known.take(record)
+        run.take(record)
         self._said.add(hash(line))
-        if is_known or not self._is_new:  # a log that was cut back is read once more
+        if is_known or not self._has_begun:  # a log that was cut back is read once more
             return
         if isinstance(record, Interruption):
-            self.say(f"{name}: {record.message}")
+            self._say(f"{name}: {record.message}")
         elif isinstance(record, Epoch) and self._each_epoch:
-            self._say_epoch(record, known)
-        elif isinstance(record, End) and record.status == "failed":
-            reason = record.message.partition("\n")[0]
-            self.say(f"{name} failed: {'likewise' if reason == self._last_reason else reason}")
-            self._last_reason = reason
-        elif isinstance(record, End) and record.status == "finished" and not self._each_epoch:
-            self.say(f"{name} finished: {_figures(record.results, self._goal)}")
+            self._say_epoch(record, run)
+        elif isinstance(record, End):
+            self._say_end(name, record, run)
 
-    def _say_epoch(self, epoch: Epoch, known: _Known) -> None:
-        num_epochs, judged = known.num_epochs, epoch.held_out(self._goal)
+    def _say(self, line: str) -> None:
+        if self._live is None:
+            self._err.print(line, soft_wrap=True)
+
+    def _say_epoch(self, epoch: Epoch, run: _Run) -> None:
+        num_epochs, judged = run.setting("recipe.epochs"), run.judged(self._goal)
         if epoch.epoch not in (1, num_epochs) and epoch.epoch % max(math.ceil(num_epochs / MAX_LINES), 1):
             return
         parts = [
             f"epoch {epoch.epoch}" + (f"/{num_epochs}" if num_epochs else ""),
             f"loss {epoch.train_loss:.4f}",
-            *([] if judged is None else [self._goal.named(judged)]),
+            "" if judged is None else self._goal.named(judged),
             f"batch {epoch.batch_size}",
-            *([known.precisions] if known.precisions else []),
-            format_bytes(epoch.peak_bytes) + known.limit,
+            _precisions(run.tick),
+            run.memory(epoch.peak_bytes),
             f"{epoch.seconds:.3g} s",
         ]
-        self.say(", ".join(parts))
+        self._say(", ".join(filter(None, parts)))
 
-    def _table(self) -> Table:
-        table = plain_table("run", "epoch", "", "samples/s", "batch", "memory", "layers", "validation")
-        for name, known in self._runs.items():
-            tick, epoch = known.tick, known.epoch
-            if known.end is not None and known.end.status == "failed":
-                table.add_row(name, Text("failed", style="red"), *[""] * 6)
-                continue
-            if known.start is None:
-                table.add_row(name, "starting", *[""] * 6)
-                continue
-            done = max(0 if tick is None else tick.observation.epoch, 0 if epoch is None else epoch.epoch)
-            rate, batch, used_bytes = 0.0, 0, 0
-            if epoch is not None:
-                rate, batch, used_bytes = epoch.images_per_second, epoch.batch_size, epoch.peak_bytes
-            if tick is not None:
-                seen = tick.observation
-                batch, used_bytes = tick.decision.plan.batch_size, seen.memory.window_peak_bytes
-                rate = 1e3 * seen.plan.batch_size / seen.step_ms if seen.step_ms else rate
-            judged = None if epoch is None else epoch.held_out(self._goal)
-            table.add_row(
-                name,
-                f"{done:.1f}/{known.num_epochs}",
-                _bar(done / max(known.num_epochs, 1)),
-                f"{rate:,.0f}" if rate else "",
-                str(batch or ""),
-                f"{format_bytes(used_bytes)}{known.limit}" if used_bytes else "",
-                known.precisions,
-                "" if judged is None else self._goal.text(judged),
-            )
-        return table
-
-
-class TrialProgress(LogProgress):
-    """The trials of a search."""
-
-    def __init__(self, title: str, num_trials: int, folder: Path, objective: Objective) -> None:
-        """Follows the logs below `folder`, one folder a trial, judged by `objective`."""
-        super().__init__(title, folder)
-        self._num_trials, self._objective = num_trials, objective
-        self._last: dict[str, Epoch] = {}
-        self._states: dict[str, str] = {}
-
-    def _take(self, name: str, line: bytes) -> None:
-        self._states.setdefault(name, "running")
-        if b'"kind":"epoch"' not in line and b'"kind":"end"' not in line:
-            return
-        record = parse_event(line, name).record
-        if isinstance(record, Epoch):
-            self._last[name], self._states[name] = record, "running"
-        elif isinstance(record, End):
-            self._states[name] = record.status
-            self.say(f"{self._num_ended}/{self._num_trials} {name} {self._outcome(name, record)}")
-
-    def _outcome(self, name: str, end: End) -> str:
-        """Returns how a trial ended, with its figures and the reason."""
-        last = self._last.get(name)
+    def _say_end(self, name: str, end: End, run: _Run) -> None:
+        number = f"{self._num_ended}/{self._num_trials} " if self._num_trials else ""
         if end.status == "failed":
-            return f"failed: {end.message}"
-        goal = self._objective.goal
-        metric = None if last is None else last.held_out(goal)
-        if last is None or metric is None:
-            return end.status
-        so_far = {
-            "score": last.score or 0.0,
-            goal.name: metric,
-            "seconds_per_epoch": last.seconds,
-            "peak_gb": last.peak_bytes / BYTES_PER_GB,
-        }
-        figures = f"{_figures(end.results or so_far, goal)}, batch {last.batch_size}"
-        shortfall = self._objective.shortfall(last.epoch, metric)
-        unit = "points" if goal.unit == "%" else "percent"
-        why = f"; {shortfall:.2f} {unit} of {goal.words} beyond the margin" if shortfall else ""
-        if end.status == "stopped":
-            why = why or f"; others had more at epoch {last.epoch}"
-            return f"stopped after epoch {last.epoch}: {figures}{why}"
-        return f"{end.status}: {figures}{why}"
+            reason = end.message.partition("\n")[0]
+            self._say(f"{number}{name} failed: {'likewise' if reason == self._last_reason else reason}")
+            self._last_reason = reason
+        elif not self._each_epoch:
+            when = f" after epoch {run.epoch.epoch}" if end.status == "stopped" and run.epoch is not None else ""
+            self._say(f"{number}{name} {end.status}{when}: {run.results(self._goal)}".removesuffix(": "))
 
     @property
     def _num_ended(self) -> int:
-        return sum(state != "running" for state in self._states.values())
+        return sum(run.end is not None for run in self._runs.values())
 
     def _table(self) -> Table:
-        table = plain_table(
-            "trial", "state", "epoch", self._objective.goal.heading, "seconds", "batch", "peak GB", "score"
-        )
-        # Running trials always, of the others the best that fit a small screen; a pruned one's score is an early one.
-        places = {"running": 0, "finished": 1}
-        order = sorted(self._states, key=lambda name: (places.get(self._states[name], 2), -self._score(name), name))
-        for name in order[:15]:
-            last = self._last.get(name)
-            cells = [""] * 6
-            if last is not None:
-                metric = last.held_out(self._objective.goal)
-                judged = "" if metric is None else self._objective.goal.cell(metric)
-                cells = [str(last.epoch), judged, f"{last.seconds:.2f}", str(last.batch_size)]
-                cells += [f"{last.peak_bytes / BYTES_PER_GB:.3f}", f"{last.score or 0.0:.2f}"]
-            table.add_row(name, self._states[name], *cells)
-        table.caption = f"{self._num_ended} of {self._num_trials} trials done"
+        table = plain_table("run", "state", "epoch", "samples/s", "batch", "memory", "layers", "validation", "score")
+        table.title = self._title
+        num_runs = self._num_trials or len(self._runs)
+        table.caption = f"{self._num_ended} of {num_runs} done" if num_runs > 1 else None
+        runs = list(self._runs.items())
+        if len(runs) > MAX_ROWS:
+            places = {"running": 0, "starting": 1, "finished": 2}  # a pruned trial's score is an early one
+            runs.sort(key=lambda pair: (places.get(pair[1].state, 3), -_score(pair[1]), pair[0]))
+        for name, run in runs[:MAX_ROWS]:
+            table.add_row(name, run.state, *([] if run.start is None else self._cells(run)))
         return table
 
-    def _score(self, name: str) -> float:
-        last = self._last.get(name)
-        return (last.score or 0.0) if last is not None else 0.0
+    def _cells(self, run: _Run) -> list[str]:
+        """Returns what the last tick says, where there is one, else the last epoch."""
+        tick, epoch = run.tick, run.epoch
+        done, rate, batch, used_bytes = 0.0, 0.0, 0, 0
+        if epoch is not None:
+            done, rate, batch, used_bytes = epoch.epoch, epoch.images_per_second, epoch.batch_size, epoch.peak_bytes
+        if tick is not None:
+            seen = tick.observation
+            done, batch = max(done, seen.epoch), tick.decision.plan.batch_size
+            used_bytes = seen.memory.window_peak_bytes
+            rate = 1e3 * seen.plan.batch_size / seen.step_ms if seen.step_ms else rate
+        judged = run.judged(self._goal)
+        return [
+            f"{done:.1f}/{run.setting('recipe.epochs')}",
+            f"{rate:,.0f}" if rate else "",
+            str(batch or ""),
+            run.memory(used_bytes) if used_bytes else "",
+            _precisions(tick),
+            "" if judged is None else self._goal.text(judged),
+            f"{_score(run):.2f}" if _score(run) else "",
+        ]
 
 
-def _figures(results: Mapping[str, float], goal: Goal) -> str:
-    """Returns a run's results in one line."""
-    return (
-        f"score {results['score']:.4g}, {goal.named(results[goal.name])}, "
-        f"{results['seconds_per_epoch']:.3g} s/epoch, {results['peak_gb']:.4g} GB"
-    )
+def _score(run: _Run) -> float:
+    return (run.epoch.score or 0.0) if run.epoch is not None else 0.0
 
 
-def _bar(share: float, width: int = 12) -> str:
-    filled = round(min(max(share, 0.0), 1.0) * width)
-    return "█" * filled + "░" * (width - filled)
+def _precisions(tick: Tick | None) -> str:
+    """Returns how many layers compute in which precision."""
+    levels = Counter(tick.decision.plan.precision.values()) if tick is not None else {}
+    return " ".join(f"{levels[level]} {level.value}" for level in Precision if level in levels)

@@ -1,8 +1,7 @@
-"""Where a command keeps what it does: the storage folder, the tracking store, and the thread that records there."""
+"""Where a command keeps what it does: the storage folder, the tracking store, and names in both."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -13,11 +12,7 @@ from pathlib import Path
 from triaccel_ray.config import require
 from triaccel_ray.service.console import err
 from triaccel_ray.service.storage.storage_path import StoragePath, is_plain_name
-from triaccel_ray.service.tracking.shipper import Parent, Shipper
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
-
-FLUSH_TIMEOUT_S = 15.0
-"""How long the end of a command waits for a store that does not answer."""
 
 
 def tracking_uri_of(storage: StoragePath, given: str | None) -> str:
@@ -133,30 +128,3 @@ def is_inside(path: Path, folder: Path) -> bool:
 def links_out_of(folder: Path) -> Iterator[Path]:
     """Yields the links in `folder` through which something outside it would be read, written or sent away."""
     yield from (path for path in folder.rglob("*") if path.is_symlink() and not is_inside(path, folder))
-
-
-@contextlib.contextmanager
-def recording(
-    tracker: Tracker, root: Path, words: str, *, experiment: str, parent: Parent | None = None
-) -> Iterator[None]:
-    """Ships the logs below `root` to the tracking store meanwhile, and whatever is left of them at the end.
-
-    A store that fails neither stops nor slows the work; at the end a message says so, and which
-    command, `words`, records the rest.
-    """
-    shipper = Shipper(tracker, root, experiment=experiment, parent=parent)
-    shipper.start()
-    timeout_s = FLUSH_TIMEOUT_S
-    try:
-        yield
-    except BaseException:
-        timeout_s = 5.0  # who is waiting for a message about what went wrong should not wait for the store
-        raise
-    finally:
-        if not shipper.finish(timeout_s):
-            err.print(
-                f"not everything is recorded in {tracker.display_uri}: {shipper.last_error}\n"
-                f"Some records still wait. Nothing is lost: `{words}` records them once the store answers.",
-                style="yellow",
-                soft_wrap=True,
-            )

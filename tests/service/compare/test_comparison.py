@@ -17,12 +17,12 @@ from triaccel_ray.records.events import End, LogError
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.compare.comparison import (
     CHOICES,
+    COMPARISON,
     FIGURES,
     Choices,
     Comparison,
     MethodResults,
     Tuned,
-    begin_comparison,
     final_runs,
     read_comparison,
     summary_metrics,
@@ -41,6 +41,7 @@ from triaccel_ray.service.report.report import show
 from triaccel_ray.service.report.tables import Grid
 from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.runs.record import RunRecord
+from triaccel_ray.service.storage.layout import begin
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose
 
@@ -134,7 +135,7 @@ def test_bad_comparisons_are_refused(settings: dict[str, Any], message: str) -> 
 
 def test_a_comparison_survives_its_file(tmp_path: Path) -> None:
     spec, folder = comparison(ablation=True, num_fixed=2, num_tuned=3), tmp_path / "versus"
-    begin_comparison(spec, folder)
+    begin(folder, COMPARISON, spec)
     read = read_comparison(folder)
     assert (read.spec, read.choices, read.runs, read.trials) == (spec, None, {}, {})
     (folder / CHOICES).write_text(json.dumps(encode(CHOSEN), allow_nan=False))
@@ -144,7 +145,7 @@ def test_a_comparison_survives_its_file(tmp_path: Path) -> None:
     with pytest.raises(LogError, match=r"choices\.json cannot be read"):
         read_comparison(folder)
     with pytest.raises(ValueError, match="exists already"):
-        begin_comparison(spec, folder)
+        begin(folder, COMPARISON, spec)
 
 
 def test_comparisons_of_earlier_versions_are_read() -> None:
@@ -306,6 +307,6 @@ def test_a_comparison_is_written_as_markdown_and_as_a_page(tmp_path: Path, capsy
 
 
 def test_a_comparison_that_has_just_begun_can_be_looked_at(tmp_path: Path) -> None:
-    begin_comparison(comparison(num_fixed=1), tmp_path / "versus")
+    begin(tmp_path / "versus", COMPARISON, comparison(num_fixed=1))
     assert view_at(StoragePath.of(tmp_path / "versus")).command == ""
     assert "Table 1" in (tmp_path / "versus" / "comparison.md").read_text()

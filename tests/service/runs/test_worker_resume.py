@@ -24,9 +24,9 @@ from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, PREVIOUS, RE
 
 PICTURES = ControlConfig(
     every_steps=2,
-    do_no_harm=False,  # time differs from run to run
+    revert_slowdowns=False,  # time differs from run to run
     # BF16 and FP32, on a CPU that emulates BF16, too
-    precision=PrecisionConfig(tau_low=0.0, tau_high=2e-2, dwell_ticks=0, patience_ticks=1, offer_useless=True),
+    precision=PrecisionConfig(tau_low=0.0, tau_high=2e-2, dwell_ticks=0, patience_ticks=1, allow_slow_precisions=True),
     curvature=CurvatureConfig(every_steps=4, num_samples=8),
     batch=BatchConfig(start=8, minimum=8, maximum=32, granularity=8, step_up=8, step_down=8),
 )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import singledispatch
-from typing import Any
-
 from triaccel_ray.config import require
 from triaccel_ray.service.cli import specs
 from triaccel_ray.service.cli.translation import replayed_control
 from triaccel_ray.service.console import out, rich_table
 from triaccel_ray.service.doctor import show_findings
-from triaccel_ray.service.jobs import job_commands
+from triaccel_ray.service.jobs import commands as job_commands
 from triaccel_ray.service.launch import carry_out
 from triaccel_ray.service.lookup import find, find_run
 from triaccel_ray.service.mlflow_ui import require_store
@@ -25,70 +22,43 @@ from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.trainables.registry import TASKS, load_task
 
 
-@singledispatch
-def execute(command: Any) -> int:
+def execute(command: specs.Command) -> int:
     """Carries out one command and returns its exit status."""
-    raise TypeError(f"{type(command).__name__} is not a command")
-
-
-@execute.register
-def _(command: specs.Run | specs.Search | specs.Compare | specs.Resume) -> int:
-    outcome = carry_out(command, show=show)
-    if outcome.view is not None:
-        point_to(outcome.context.place, outcome.context.where)
-    return int(not outcome.is_complete)
-
-
-@execute.register
-def _(command: specs.Report) -> int:
-    show(view_at(find(command.name, command.where)))
+    match command:
+        case specs.Run() | specs.Search() | specs.Compare() | specs.Resume():
+            outcome = carry_out(command, show=show)
+            if outcome.view is not None:
+                point_to(outcome.context.place, outcome.context.where)
+            return int(not outcome.is_complete)
+        case specs.Report():
+            show(view_at(find(command.name, command.where)))
+        case specs.Replay():
+            _replay(command)
+        case specs.Ui():
+            require(1 <= command.port <= 65535, "port", command.port, "must lie in 1 to 65535")
+            storage, given = command.where.storage_path, command.where.tracking_uri
+            require_store(Tracker(tracking_uri_of(storage, given), storage.folder))
+            return show_ui(open_tracker(storage, given), command.host, command.port)
+        case specs.Doctor(tasks=False, where=where):
+            return show_findings(where.storage_path, where.tracking_uri, where.address)
+        case specs.Doctor():
+            for name in TASKS:
+                task = load_task(name, None)
+                out.print(f"{name:40} {task.recipe.epochs} epochs, batch {task.control.batch.start}, {task.goal.words}")
+        case specs.Submit():
+            return job_commands.submit(command.words, name=command.name, address=command.address)
+        case specs.Jobs():
+            return job_commands.list_jobs(address=command.address)
+        case specs.Logs():
+            return job_commands.show_logs(command.job, follow=command.follow, address=command.address)
+        case specs.Stop():
+            return job_commands.stop(command.job, address=command.address)
     return 0
 
 
-@execute.register
-def _(command: specs.Replay) -> int:
+def _replay(command: specs.Replay) -> None:
     run = read_run(find_run(command.name, command.where))
-    control = replayed_control(command, run.start.control)
-    lines = list(verdict(run, control))
+    lines = list(verdict(run, replayed_control(command, run.start.control)))
     out.print(rich_table(reasons_grid(run, most=command.reasons)))
     for line in lines:
         out.print(line, soft_wrap=True)
-    return 0
-
-
-@execute.register
-def _(command: specs.Ui) -> int:
-    require(1 <= command.port <= 65535, "port", command.port, "must lie in 1 to 65535")
-    storage, given = command.where.storage_path, command.where.tracking_uri
-    require_store(Tracker(tracking_uri_of(storage, given), storage.folder))
-    return show_ui(open_tracker(storage, given), command.host, command.port)
-
-
-@execute.register
-def _(command: specs.Doctor) -> int:
-    if command.tasks:
-        for name in TASKS:
-            task = load_task(name, None)
-            out.print(f"{name:40} {task.recipe.epochs} epochs, batch {task.control.batch.start}, {task.goal.words}")
-        return 0
-    return show_findings(command.where.storage_path, command.where.tracking_uri, command.where.address)
-
-
-@execute.register
-def _(command: specs.Submit) -> int:
-    return job_commands.submit(command.words, name=command.name, address=command.address)
-
-
-@execute.register
-def _(command: specs.Jobs) -> int:
-    return job_commands.list_jobs(address=command.address)
-
-
-@execute.register
-def _(command: specs.Logs) -> int:
-    return job_commands.show_logs(command.job, follow=command.follow, address=command.address)
-
-
-@execute.register
-def _(command: specs.Stop) -> int:
-    return job_commands.stop(command.job, address=command.address)

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import os
-import shlex
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import gettempdir
 
-import psutil
 import ray
 import torch
 from ray._private import ray_constants
 from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
-from ray._raylet import Config, setproctitle  # type: ignore[attr-defined]  # compiled, without annotations
+from ray._raylet import Config  # type: ignore[attr-defined]  # compiled, without annotations
 
 from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.service.cluster.head_watch import watching
+from triaccel_ray.service.console import err
 from triaccel_ray.service.runs.environment import COMMIT_VARIABLE, commit_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.signals import as_interrupt, never_lost
@@ -75,10 +73,9 @@ def _token_meanwhile() -> Iterator[None]:
 
 def _connect(address: str | None, num_cpus: int | None) -> None:
     require_reachable(address)
-    _hide_passwords()
     # Ray's workers start elsewhere: a user's own task has to be importable from where the command was given.
     paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
+    variables = {
         "PYTHONPATH": os.pathsep.join(paths),
         "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0",
         "PL_DISABLE_FORK": "1",  # this and the next as Tune's trials have them, so that they get a worker that is there
@@ -93,7 +90,7 @@ def _connect(address: str | None, num_cpus: int | None) -> None:
                 include_dashboard=False if address is None else None,
                 logging_level=logging.ERROR,
                 log_to_driver=False,
-                runtime_env={"env_vars": environment},
+                runtime_env={"env_vars": variables},
             )
     except Exception as error:  # Ray raises a bare Exception where a node is slow to start
         if address is not None:
@@ -121,17 +118,6 @@ def joined_address(given: str | None) -> str | None:
     return running
 
 
-def _hide_passwords() -> None:
-    """Takes users and passwords of URIs out of this process's title, which is its command line.
-
-    Ray copies it into the job's record, for everybody who may list the cluster's jobs, and `ps` shows it.
-    """
-    words = psutil.Process().cmdline()
-    shown = [without_passwords(word) for word in words]
-    if shown != words:
-        setproctitle(shlex.join(shown))
-
-
 @contextlib.contextmanager
 def _started_here() -> Iterator[None]:
     """Has a Ray that starts meanwhile listen on this machine's loopback address alone, and its workers yield to nobody.
@@ -143,18 +129,24 @@ def _started_here() -> Iterator[None]:
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     variables = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", ray_constants.RAY_WORKER_NICENESS: "0"}
-    given = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)  # for the processes that Ray starts
     try:
-        with never_lost():
+        with environment(variables), never_lost():
             yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
-        for name, value in given.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets these variables meanwhile, also for processes that start; what they were is put back."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ |= {} if value is None else {name: value}
 
 
 def gpus_available() -> bool:
@@ -168,6 +160,25 @@ def gpu_fraction(num_sharing: int) -> float:
     Rounded down: Ray counts in ten-thousandths, and of six parts rounded up only five would fit.
     """
     return (10_000 // num_sharing) / 10_000
+
+
+def gpus_of_a_run(spec: RunSpec, address: str | None) -> float:
+    """Returns what each run asks Ray for: a GPU or its part of one, or none.
+
+    `--device cuda` asks for one also where no machine of the cluster has any: Ray lets the runs wait for a machine that
+    joins, and tells an autoscaler of them. `auto` uses what is there now, to the end.
+    """
+    if spec.device == "cpu":
+        return 0.0
+    if not gpus_available():
+        if address is None or spec.device == "auto":
+            if address is not None:
+                text = "the cluster has no GPU now: everything trains on CPUs; with --device cuda it waits for a GPU"
+                err.print(text, style="yellow", markup=False, soft_wrap=True)
+            return 0.0
+        text = "the cluster has no GPU yet: runs wait until a machine with one joins"
+        err.print(text, style="yellow", markup=False, soft_wrap=True)
+    return gpu_fraction(spec.trials_per_gpu)
 
 
 def require_gpu_to_share(address: str | None, spec: RunSpec) -> None:
@@ -187,14 +198,6 @@ def require_gpu_to_share(address: str | None, spec: RunSpec) -> None:
             found, where = gpus_available(), "the cluster"
     rule = f"{where} has no GPU to share; leave it out: on CPUs as many trials run at once as there are CPUs"
     require(found, "trials-per-gpu", spec.trials_per_gpu, rule)
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether a server on `host` can be reached from this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def require_reachable(address: str | None) -> None:
@@ -231,9 +234,3 @@ def _message(address: str, reason: str) -> str:
         "one with `ray start --head`, or leave --address out to run on this machine. Where it asks for a token, copy "
         "its head node's ~/.ray/auth_token to the same place here and set RAY_AUTH_MODE=token"
     )
-
-
-def describe() -> str:
-    """Returns the connected cluster's version and resources in one line."""
-    resources = ray.cluster_resources()
-    return f"{ray.__version__}, {resources.get('CPU', 0):.0f} CPUs, {resources.get('GPU', 0):.0f} GPUs"

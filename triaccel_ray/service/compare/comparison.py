@@ -14,7 +14,7 @@ from triaccel_ray.service.compare.tried import FixedSetting, RecipeSample
 from triaccel_ray.service.runs.methods import FIXED
 from triaccel_ray.service.runs.record import RunRecord, read_if_begun
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.storage.layout import read_value, require_new, write_value
+from triaccel_ray.service.storage.layout import read_value
 from triaccel_ray.trainables.task import Purpose
 
 _WAY_OUT = "begin a new comparison"
@@ -129,17 +129,6 @@ def final_runs(spec: ComparisonSpec, choices: Choices) -> dict[str, RunSpec]:
         for seed in range(spec.num_seeds)
         for method in spec.all_methods
     }
-
-
-def begin_comparison(spec: ComparisonSpec, folder: Path) -> None:
-    """Makes the comparison's folder and writes what was asked for.
-
-    Raises:
-        ValueError: the folder exists; nothing is touched.
-    """
-    require_new(folder)
-    folder.mkdir(parents=True)
-    write_value(folder / COMPARISON, spec)
 
 
 def read_comparison(folder: Path) -> Comparison:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from triaccel_ray.config import require
@@ -22,6 +23,9 @@ from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.tracking import TrackingUnavailableError, without_credentials
 from triaccel_ray.service.units import format_bytes
 
+if TYPE_CHECKING:
+    from ray.job_submission import JobDetails
+
 COMMANDS = ("run", "search", "compare", "resume")
 """The commands that train, and hence can be handed to a cluster."""
 
@@ -33,6 +37,9 @@ NEVER_TRAVELS = (
 
 LARGEST_FILE_BYTES = 20 * 2**20
 """A larger file is taken for data or weights and stays behind."""
+
+WHAT, RESUME = "triaccel.what", "triaccel.resume"
+"""Metadata of a job: command and task, and the words after `triaccel` that go on with it."""
 
 STOP_WAIT_S = 120
 """How long a job that is stopped may take to end by itself: its last records are shipped and its pictures drawn."""
@@ -83,7 +90,9 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
     require(command.where.address in (None, "auto"), "address", command.where.address, rule)
     rule = "is no folder of a project, and would travel whole; change into the project's folder"
     require(folder not in (Path.home(), Path(folder.anchor)), "working directory", str(folder), rule)
-    storage = _storage(command.where.storage_path, folder)
+    storage = command.where.storage_path
+    if storage.uri is None:
+        storage = StoragePath(str(folder / Path(storage.storage).expanduser()))
     if not isinstance(command, Resume):  # which finds the tracking store that was named then
         tracking_uri_of(storage, command.where.tracking_uri)
     tracking = _tracking_words(command.where, folder)
@@ -127,36 +136,17 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What a cluster knows of one job."""
-
-    id: str
-    status: str
-    """PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
-    what: str
-    resume: str | None
-    """Words after `triaccel` that go on with it; None for a job of another program."""
-    started_ms: int | None
-    """Unix time."""
-    ended_ms: int | None
-    """Unix time; None while it is under way."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more will come of it."""
-        return self.status in ("STOPPED", "SUCCEEDED", "FAILED")
-
-
-def jobs_grid(jobs: Sequence[Job], *, now_ms: int) -> Grid:
+def jobs_grid(jobs: Sequence[JobDetails], *, now_ms: int) -> Grid:
     """Returns the jobs, newest first, times in this machine's time zone."""
     rows = []
-    for job in sorted(jobs, key=lambda job: now_ms if job.started_ms is None else job.started_ms, reverse=True):
-        started = "" if job.started_ms is None else f"{datetime.fromtimestamp(job.started_ms / 1000):%Y-%m-%d %H:%M:%S}"
-        end_ms = now_ms if job.ended_ms is None else job.ended_ms
-        seconds = 0 if job.started_ms is None else max(end_ms - job.started_ms, 0) // 1000
-        what = job.what if len(job.what) <= 60 else f"{job.what[:57]}..."
-        rows.append([job.id, what, job.status, started, str(timedelta(seconds=seconds))])
+    for job in sorted(jobs, key=lambda job: now_ms if job.start_time is None else job.start_time, reverse=True):
+        started, seconds = "", 0
+        if job.start_time is not None:
+            started = f"{datetime.fromtimestamp(job.start_time / 1000):%Y-%m-%d %H:%M:%S}"
+            seconds = max((job.end_time or now_ms) - job.start_time, 0) // 1000
+        what = (job.metadata or {}).get(WHAT, job.entrypoint)
+        what = what if len(what) <= 60 else f"{what[:57]}..."
+        rows.append([job.submission_id or "", what, job.status.value, started, str(timedelta(seconds=seconds))])
     return Grid(header=("job", "what", "status", "started", "duration"), rows=rows)
 
 
@@ -169,11 +159,6 @@ def _require_sound(command: Run | Search | Compare) -> None:
         comparison_of(command)
     else:
         run_of(command)
-
-
-def _storage(given: StoragePath, folder: Path) -> StoragePath:
-    """Returns the place that `given` means in `folder`, as the cluster's machines are told of it."""
-    return given if given.uri is not None else StoragePath(str(folder / Path(given.storage).expanduser()))
 
 
 def _tracking_words(where: Where, folder: Path) -> list[str]:

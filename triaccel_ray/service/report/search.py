@@ -28,8 +28,7 @@ from triaccel_ray.service.report.tables import FIGURE_COLUMNS, STAR, Grid, figur
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.search.dimensions import dimensions
-from triaccel_ray.service.search.finding import FOUND, found_in
-from triaccel_ray.service.search.search import TRIALS, SearchRecord, best_trial, ranked
+from triaccel_ray.service.search.search import FOUND, TRIALS, SearchRecord, best_trial, found_in, ranked
 from triaccel_ray.service.search.suggestions import quiet_optuna, trial_name
 from triaccel_ray.service.storage.layout import FIGURES
 

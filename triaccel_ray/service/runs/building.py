@@ -184,7 +184,7 @@ def _rehearse(spec: RunSpec, control: ControlConfig, task: Task, train: DataSour
     levels = [control.precision.initial]
     if control.precision.enabled:
         is_compiled = control.execution.compile == "on"
-        useless = () if control.precision.offer_useless else useless_precisions("cpu", is_compiled=is_compiled)
+        useless = () if control.precision.allow_slow_precisions else useless_precisions("cpu", is_compiled=is_compiled)
         levels = [level for level in Precision if level not in useless]
     # What goes wrong here goes wrong in the run, too, which then has a log to say so.
     with contextlib.suppress(Exception), refusing_exits():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import optuna
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 
-from triaccel_ray.records.events import Claim, LogError
+from triaccel_ray.records.events import Claim, LogError, read_events
 from triaccel_ray.search_spaces.thresholds import ANCHOR, Calibration, calibration, search_space, thresholds
+from triaccel_ray.search_spaces.tuned import Result, TunedThresholds
+from triaccel_ray.service.cli.options import to_repeat
 from triaccel_ray.service.runs.objective import Objective, grace_epochs
 from triaccel_ray.service.runs.record import RunRecord, read_if_begun, read_run
 from triaccel_ray.service.runs.runs import fit, run_all
@@ -23,7 +26,7 @@ from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trial import RunContext, reopen
 from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.search.suggestions import Directions, JournaledSearch, quiet_optuna
-from triaccel_ray.service.storage.layout import BASELINES, read_value, require_new, write_value
+from triaccel_ray.service.storage.layout import BASELINES, EVENTS, read_value, write_value
 from triaccel_ray.service.storage.mirror import bring, catch_up
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.training_folder import edited
@@ -33,6 +36,7 @@ SEARCH = "search.json"
 PREPARED = "prepared.json"
 TRIALS = "trials"
 JOURNAL = "trials.jsonl"
+FOUND = "found.json"
 PROBE_EPOCHS = 10
 """The probe trains for half of the run's epochs, for this many at most: variances fall over time."""
 MIN_HEADROOM_BYTES = 64 * 2**20
@@ -69,17 +73,6 @@ class SearchRecord:
             if self.prepared is None
             else self.prepared.objective
         )
-
-
-def begin_search(spec: SearchSpec, folder: Path) -> None:
-    """Makes the search's folder and writes what was asked for.
-
-    Raises:
-        ValueError: the folder exists; nothing is touched.
-    """
-    require_new(folder)
-    folder.mkdir(parents=True)
-    write_value(folder / SEARCH, spec)
 
 
 def prepare(spec: SearchSpec, place: StoragePath, *, num_gpus: float, shared: SharedSplits | None = None) -> Prepared:
@@ -186,6 +179,48 @@ def ranked(record: SearchRecord) -> list[tuple[float, RunRecord]]:
 def best_trial(record: SearchRecord) -> RunRecord | None:
     """Returns the best finished trial that is feasible; None when there is none."""
     return next((run for value, run in ranked(record) if value > 0 and run.status == "finished"), None)
+
+
+def found_in(record: SearchRecord) -> TunedThresholds | None:
+    """Returns the best thresholds of a search; None while no trial that ran to its end is within the margin."""
+    best, amp = best_trial(record), record.baselines.get("amp")
+    if best is None or amp is None or record.prepared is None:
+        return None
+    control, searched = best.spec.control, record.spec.optional
+    batch, curvature = control.batch, control.curvature
+    steps = {"step_up": batch.step_up, "step_down": batch.step_down}
+    info = best.start.info
+    return TunedThresholds(
+        task=best.spec.task,
+        metric=best.spec.goal.name,
+        command=to_repeat("search", record.folder),
+        date=_day(best),
+        hardware=info.get("hardware", "unknown"),
+        versions={name: info[name] for name in ("triaccel-ray", "torch", "triton", "python") if name in info},
+        num_trials=len(record.trials),
+        num_finished=sum(run.status == "finished" for run in record.trials),
+        headroom_bytes=record.prepared.headroom_bytes,
+        precision={"tau_low": control.precision.tau_low, "tau_high": control.precision.tau_high},
+        batch={"rho_low": batch.rho_low, "rho_high": batch.rho_high, **(steps if "batch_steps" in searched else {})},
+        curvature={name: getattr(curvature, name) for name in ("alpha", "tau_curv") if name in searched},
+        every_steps=control.every_steps if "t_ctrl" in searched else None,
+        amp=_result(amp),
+        best=_result(best),
+        trials_per_gpu=best.spec.trials_per_gpu,
+    )
+
+
+def _result(run: RunRecord) -> Result:
+    figures = run.figures
+    assert figures is not None  # of a finished run on validation samples
+    return Result(
+        metric=figures.metric, seconds_per_epoch=figures.seconds, peak_gb=figures.peak_gb, score=figures.score
+    )
+
+
+def _day(run: RunRecord) -> str:
+    first = next(read_events(run.folder / EVENTS))
+    return datetime.fromtimestamp(first.time_ms / 1000, UTC).date().isoformat()
 
 
 def _prepared(spec: SearchSpec, runs: Mapping[str, RunRecord]) -> Prepared:

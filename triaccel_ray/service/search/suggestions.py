@@ -49,7 +49,7 @@ class JournaledSearch(Searcher):
         claim: Claim | None = None,
         noted: Callable[[], object] = lambda: None,
     ) -> None:
-        """Reads the journal, if there is one.
+        """Reads the journal, if there is one, and cuts off a last line that was not written to its end.
 
         Args:
             space: dimensions as for Ray Tune.
@@ -69,6 +69,8 @@ class JournaledSearch(Searcher):
         self._journal, self._sampler, self._first = journal, sampler, first
         self._claim, self._noted = claim, noted
         self._before = read_suggestions(journal)
+        if journal.exists():
+            os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
         self._study = optuna.create_study(directions=list(directions.values()))
         self._trials: dict[str, tuple[str, optuna.trial.Trial]] = {}
 
@@ -149,27 +151,22 @@ def trial_name(number: int) -> str:
 
 
 def ended_trials(journal: Path) -> frozenset[str]:
-    """Returns the names of the trials that ended by themselves or by the scheduler; while others write the journal."""
-    try:
-        lines = [json.loads(line) for line in journal.read_bytes().split(b"\n")[:-1]]
-    except (OSError, ValueError):  # not there yet, or damaged, which is told elsewhere
-        return frozenset()
-    return frozenset(line[NAME] for line in lines if line.get(ENDED))
+    """Returns the names of the trials that ended by themselves or by the scheduler; none of a damaged journal."""
+    with contextlib.suppress(LogError, OSError):  # of which others tell
+        return read_suggestions(journal).ended
+    return frozenset()
 
 
 def read_suggestions(journal: Path) -> Suggestions:
-    """Returns what the journal holds; a last line that was not written to its end is cut off.
+    """Returns what the journal holds, a last line left out that is not written to its end.
 
     Raises:
         LogError: it is damaged.
     """
     if not journal.exists():
         return Suggestions()
-    whole, _, torn = journal.read_bytes().rpartition(b"\n")
-    if torn:
-        os.truncate(journal, len(whole) + 1 if whole else 0)
     try:
-        lines = [json.loads(line) for line in whole.splitlines()]
+        lines = [json.loads(line) for line in journal.read_bytes().split(b"\n")[:-1]]
         samples = [line["sample"] for line in lines if "sample" in line]
         return Suggestions(samples=tuple(samples), ended=frozenset(line[NAME] for line in lines if ENDED in line))
     except (ValueError, KeyError, TypeError) as error:

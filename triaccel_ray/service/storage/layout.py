@@ -45,6 +45,13 @@ def require_new(folder: Path) -> None:
         raise name_in_use(folder.name, str(folder))
 
 
+def begin(folder: Path, file: str, spec: Any) -> None:
+    """Makes the folder of something new, with what was asked for in `file`; raises as `require_new`."""
+    require_new(folder)
+    folder.mkdir(parents=True)
+    write_value(folder / file, spec)
+
+
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Makes `folder`, for nobody else to begin something of its name, and removes it where nothing was put into it.

@@ -12,7 +12,7 @@ from tests.service.build import SimulatedRun
 from tests.service.stores import free_port, runs, ship
 from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
 from triaccel_ray.service.cli.options import Where
-from triaccel_ray.service.recorded import experiment_of, in_its_store
+from triaccel_ray.service.recording import experiment_of, in_its_store
 from triaccel_ray.service.search.search import SEARCH, read_search
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.shipment import SHIPPED
@@ -44,11 +44,6 @@ def test_the_experiment_is_that_of_the_run(run: Path, sqlite_tracker: Tracker, e
     assert experiment_of(sqlite_tracker, run, given=experiment, usual="usual") == experiment
     with pytest.raises(ValueError, match=r"experiment = 'other': run is recorded in .*; leave it out"):
         experiment_of(sqlite_tracker, run, given="other", usual="usual")
-    note(run, experiment=None)  # as in folders from before it was noted
-    assert experiment_of(sqlite_tracker, run, given=None, usual="usual") == experiment
-
-
-def test_an_experiment_that_was_renamed_stays_one(run: Path, sqlite_tracker: Tracker, experiment: str) -> None:
     sqlite_tracker.client.rename_experiment(sqlite_tracker.experiment_id(experiment), f"{experiment} renamed")
     assert experiment_of(sqlite_tracker, run, given=None, usual="usual") == f"{experiment} renamed"
 
@@ -85,20 +80,16 @@ def test_a_store_that_was_moved_or_copied_with_its_runs_is_theirs(
 
 
 def test_a_store_whose_password_is_not_kept_has_to_be_named(run: Path, where: Where) -> None:
+    bucket = Where(storage_path=StoragePath("s3://bucket/runs"))
     note(run, store="http://127.0.0.1:5000")
-    assert in_its_store(run, where).tracking_uri == "http://127.0.0.1:5000"
+    for each in (where, bucket):
+        assert in_its_store(run, each).tracking_uri == "http://127.0.0.1:5000"
     note(run, store="http://***@127.0.0.1:5000")
     with pytest.raises(TrackingUnavailableError, match="user and password are not kept; give --tracking-uri as before"):
         in_its_store(run, where)
-
-
-def test_a_storage_uri_needs_no_second_naming_of_the_store(run: Path) -> None:
-    where = Where(storage_path=StoragePath("s3://bucket/runs"))
-    note(run, store="http://127.0.0.1:5000")
-    assert in_its_store(run, where).tracking_uri == "http://127.0.0.1:5000"
     (run / SHIPPED).unlink()
     with pytest.raises(TrackingUnavailableError, match="tracking uri = None"):
-        in_its_store(run, where)
+        in_its_store(run, bucket)
 
 
 def test_a_search_that_goes_on_stays_one_tree(

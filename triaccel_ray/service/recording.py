@@ -1,22 +1,31 @@
-"""Finds the tracking store and experiment that a resumed run is recorded in: MLflow shows no tree across two."""
+"""Recording in MLflow while a command works: in the store and experiment in which a run is, a search as one tree."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from triaccel_ray.config import require
+from triaccel_ray.config import ControlConfig, require
+from triaccel_ray.records.events import End, EventLog, Start, TakenOverError
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.console import err
+from triaccel_ray.service.failures import cause_of, needing_room
+from triaccel_ray.service.runs.record import has_begun
 from triaccel_ray.service.search.search import JOURNAL, best_trial, read_search
 from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.search.suggestions import ended_trials
 from triaccel_ray.service.session import tracking_uri_of
+from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.tracking.shipped import Shipped, read_shipped
-from triaccel_ray.service.tracking.shipper import Parent
+from triaccel_ray.service.tracking.shipper import Parent, Shipper
 from triaccel_ray.service.tracking.sqlite_file import holds_run
 from triaccel_ray.service.tracking.tracking import HIDDEN, Tracker, TrackingUnavailableError
 from triaccel_ray.service.units import format_bytes
+
+FLUSH_TIMEOUT_S = 15.0
+"""How long the end of a command waits for a store that does not answer."""
 
 
 def in_its_store(folder: Path, where: Where) -> Where:
@@ -94,3 +103,58 @@ def search_parent(spec: SearchSpec, folder: Path) -> Parent:
 
     pruned = folder / JOURNAL
     return Parent(name=folder.name, tags=tags, pruned=lambda: ended_trials(pruned), closing_tags=closing_tags)
+
+
+@contextlib.contextmanager
+def recording(
+    tracker: Tracker, root: Path, words: str, *, experiment: str, parent: Parent | None = None
+) -> Iterator[None]:
+    """Ships the logs below `root` to the tracking store meanwhile, and whatever is left of them at the end.
+
+    A store that fails neither stops nor slows the work; at the end a message says what is still to be recorded, and
+    which command, `words`, does that.
+    """
+    shipper = Shipper(tracker, root, experiment=experiment, parent=parent)
+    shipper.start()
+    timeout_s = FLUSH_TIMEOUT_S
+    try:
+        yield
+    except BaseException:
+        timeout_s = 5.0  # who is waiting for a message about what went wrong should not wait for the store
+        raise
+    finally:
+        if not shipper.finish(timeout_s):
+            err.print(
+                f"not everything is recorded in {tracker.display_uri}: {shipper.last_error}\n"
+                f"Some records still wait. Nothing is lost: `{words}` records them once the store answers.",
+                style="yellow",
+                soft_wrap=True,
+            )
+
+
+@contextlib.contextmanager
+def recording_parent(
+    tracker: Tracker, folder: Path, words: str, experiment: str, control: ControlConfig, parent: Parent
+) -> Iterator[EventLog]:
+    """Yields the log that stands for the whole of a search or comparison, everything below it being recorded.
+
+    Work that is broken off ends the log too, so that nothing stays "running" for ever; `resume`, of which `words` are
+    the command, cuts the end away.
+    """
+    with needing_room(folder):
+        log = EventLog(folder / EVENTS, keep=1 if has_begun(folder) else 0)
+        if log.num_records == 0:
+            log.append(Start(control=control, info=parent.tags))
+    with recording(tracker, folder, words, experiment=experiment, parent=parent):
+        try:
+            yield log
+        except BaseException as error:
+            stopped = isinstance(error, KeyboardInterrupt)
+            end = End(status="stopped") if stopped else End(status="failed", cause=cause_of(error), message=str(error))
+            # A full disk, perhaps, or another process that goes on: what is raised says it all.
+            with contextlib.suppress(OSError, TakenOverError):
+                log.append(end)
+            raise
+        finally:
+            with needing_room(folder):
+                log.close()

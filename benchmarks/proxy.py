@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from tests.service.waiting import DEADLINE_S
+from benchmarks.stores import DEADLINE_S
 
 Answer = Literal["pass", "error", "lose"]
 """The server's own; 500, and the server hears nothing; or none at all to what the server has carried out."""

@@ -1,0 +1,224 @@
+"""`submit`, `jobs`, `logs` and `stop`: a cluster's jobs through Ray's own client, its errors in one message each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from ray.exceptions import AuthenticationError, RayError
+
+from triaccel_ray.service.cluster.cluster import (
+    CONNECT_TIMEOUT_S,
+    ClusterUnavailableError,
+    display_address,
+    environment,
+    require_reachable,
+)
+from triaccel_ray.service.console import err, out, rich_table
+from triaccel_ray.service.jobs.jobs import RESUME, STOP_WAIT_S, WHAT, jobs_grid, submission
+from triaccel_ray.service.tracking.tracking import without_passwords
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobDetails, JobSubmissionClient
+
+POLL_INTERVAL_S = 0.3
+STOP_TIMEOUT_S = STOP_WAIT_S + 15.0
+_SERVER = "RAY_API_SERVER_ADDRESS"
+_WAY_OUT = (
+    "name a cluster with --address http://HOST:8265 or HOST:PORT, or start one with `ray start --head`, on a machine "
+    "whose Ray is installed with its dashboard: `pip install 'ray[default]'`"
+)
+
+
+class JobError(ValueError):
+    """The cluster does not do what was asked for; the message says why, and what to do."""
+
+
+def submit(words: Sequence[str], *, name: str | None, address: str | None) -> int:
+    """Hands `triaccel WORDS` to the cluster and says how to look after it."""
+    work = submission(words, name=name, folder=Path.cwd())
+    with job_client(address) as client:
+        if any(job.submission_id == work.id for job in client.list_jobs()):
+            raise JobError(
+                f"name = {work.id!r}: the cluster has a job of that name; choose another with --name, or see "
+                f"`triaccel logs {work.id}`"
+            )
+        client.submit_job(
+            entrypoint=work.entrypoint,
+            submission_id=work.id,
+            runtime_env={
+                "working_dir": str(work.working_dir),
+                "excludes": list(work.excludes),
+                "env_vars": dict(work.env_vars),
+            },
+            metadata={WHAT: work.what, RESUME: work.resume},
+        )
+    for note in work.notes:
+        err.print(note, soft_wrap=True)
+    out.print(f"submitted: {work.id}", soft_wrap=True)
+    to = _to(address)
+    out.print(f"look: triaccel logs {work.id} --follow{to}    stop: triaccel stop {work.id}{to}", soft_wrap=True)
+    return 0
+
+
+def list_jobs(*, address: str | None) -> int:
+    """Shows the cluster's jobs."""
+    with job_client(address) as client:
+        jobs = [job for job in client.list_jobs() if job.submission_id]
+    if jobs:
+        out.print(rich_table(jobs_grid(jobs, now_ms=time.time_ns() // 1_000_000)))
+    else:
+        out.print("no jobs yet; `triaccel submit -- search digits` hands one over")
+    return 0
+
+
+def show_logs(job: str, *, follow: bool, address: str | None) -> int:
+    """Shows what a job has printed; following it, exits with 1 unless it succeeds."""
+    with job_client(address) as client:
+        _find(client, job)
+        if not follow:
+            out.print(client.get_job_logs(job), end="", soft_wrap=True)
+            return 0
+        try:
+            asyncio.run(_follow(client, job))
+        except KeyboardInterrupt:
+            err.print(f"no longer following; {job} goes on, `triaccel stop {job}{_to(address)}` stops it")
+            return 130
+        status = _find(client, job).status.value
+    err.print(f"{job}: {status}", soft_wrap=True)
+    return 0 if status == "SUCCEEDED" else 1
+
+
+async def _follow(client: JobSubmissionClient, job: str) -> None:
+    import aiohttp
+
+    try:
+        async for text in client.tail_job_logs(job):
+            out.print(text, end="", soft_wrap=True)
+    except aiohttp.ClientError as error:
+        raise ConnectionError(str(error)) from error
+
+
+def stop(job: str, *, address: str | None) -> int:
+    """Stops a job, as Ctrl-C would, and says how to go on with it."""
+    with job_client(address) as client:
+        found = _find(client, job)
+        if found.status.is_terminal():
+            raise JobError(
+                f"job = {job!r}: has ended already ({found.status.value}), there is nothing to stop; "
+                f"`triaccel logs {job}` shows what it did"
+            )
+        client.stop_job(job)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while not (found := _find(client, job)).status.is_terminal() and time.monotonic() < deadline:
+            time.sleep(POLL_INTERVAL_S)
+    if not found.status.is_terminal():
+        err.print(f"{job} was told to stop, and has not in {STOP_TIMEOUT_S:.0f} s; see `triaccel jobs`", style="red")
+        return 1
+    out.print(f"{job}: {found.status.value}", soft_wrap=True)
+    resume = (found.metadata or {}).get(RESUME)
+    if found.status.value == "STOPPED" and resume is not None:
+        out.print(f"go on, on the cluster: triaccel submit{_to(address)} -- {resume}", soft_wrap=True)
+        out.print(f"go on, on this machine: triaccel {resume}", soft_wrap=True)
+    return 0
+
+
+def _find(client: JobSubmissionClient, job: str) -> JobDetails:
+    found = {each.submission_id: each for each in client.list_jobs() if each.submission_id}
+    if job not in found:
+        names = ", ".join(list(found)[-3:]) or "none yet"
+        raise JobError(f"job = {job!r}: the cluster has no such job; `triaccel jobs` lists them, the last are {names}")
+    return found[job]
+
+
+def _to(address: str | None) -> str:
+    return "" if address is None else f" --address {display_address(address)}"
+
+
+@contextlib.contextmanager
+def job_client(address: str | None) -> Iterator[JobSubmissionClient]:
+    """Yields Ray's client of the cluster's jobs, its log lines kept from the terminal.
+
+    Args:
+        address: `http://HOST:8265`, `HOST:PORT` of Ray itself, or `auto`; the environment's RAY_API_SERVER_ADDRESS
+            or RAY_ADDRESS when None, else the cluster that runs on this machine.
+
+    Raises:
+        ClusterUnavailableError: no cluster is there, or none that serves jobs.
+        JobError: the cluster refuses.
+    """
+    address = address or os.environ.get(_SERVER) or os.environ.get("RAY_ADDRESS") or "auto"
+    named = f"address = {display_address(address)!r}"
+    logging.disable(logging.WARNING)
+    try:
+        yield _connect(_reachable(address))
+    except JobError:
+        raise
+    except AuthenticationError as error:
+        raise ClusterUnavailableError(
+            f"{named}: the cluster does not let you in ({_reason(error)}); copy its head node's ~/.ray/auth_token to "
+            "the same place here, or set RAY_AUTH_TOKEN, and set RAY_AUTH_MODE=token"
+        ) from error
+    except (OSError, RayError, ClusterUnavailableError) as error:  # what `requests` raises are OSErrors
+        reason = _reason(error.__cause__ if isinstance(error, ClusterUnavailableError) and error.__cause__ else error)
+        raise ClusterUnavailableError(f"{named}: no Ray cluster serves jobs there ({reason}); {_WAY_OUT}") from error
+    except (RuntimeError, ValueError) as error:
+        raise JobError(f"{named}: the cluster refuses: {_reason(error)}") from error
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _connect(address: str) -> JobSubmissionClient:
+    # As `ray.init` does where it connects; the client alone would send no token and be turned away.
+    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+    from ray.job_submission import JobSubmissionClient
+
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    try:
+        with environment({_SERVER: address}):  # which Ray puts above the address that its client is given
+            return JobSubmissionClient()
+    except (RuntimeError, ValueError, KeyError) as error:  # what answers is no Ray, or Ray without an API server
+        raise ConnectionError(str(error)) from error
+
+
+def _reachable(address: str) -> str:
+    """Returns the address, as http:// where an API server listens at HOST:PORT; Ray itself would wait for long.
+
+    Raises:
+        ClusterUnavailableError: nothing listens there.
+    """
+    if address.startswith(("http://", "https://")):
+        host = urlsplit(address).netloc.rpartition("@")[2]
+        require_reachable(host if ":" in host else f"{host}:{443 if address.startswith('https') else 80}")
+        return address
+    require_reachable(address)
+    return f"http://{address}" if address != "auto" and "://" not in address and _speaks_http(address) else address
+
+
+def _speaks_http(address: str) -> bool:
+    try:
+        urllib.request.urlopen(f"http://{address}/api/version", timeout=CONNECT_TIMEOUT_S).close()
+    except urllib.error.HTTPError:  # such as 401, where a token is needed
+        return True
+    except Exception:  # Ray's own port speaks something else, and the answer can be anything
+        return False
+    return True
+
+
+def _reason(error: BaseException) -> str:
+    """Returns the line of the error that says most: an answer can hold the server's traceback."""
+    lines = [line.strip() for line in without_passwords(str(error)).replace("\\n", "\n").splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    said = lines[-1] if "Traceback" in lines[0] else lines[0]
+    return re.sub(r"[.\s]+$", "", said)[:300]
