@@ -237,7 +237,7 @@ def next_token(outputs: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["fisher", "hessian"])
 def test_a_measurement_takes_no_more_memory_than_it_may(method: Any) -> None:
-    """Eagerly and as a graph, of 32 sequences whose measurement at once would take several times the budget."""
+    """Eagerly and as a graph, of 32 sequences whose measurement at once would take more than the budget."""
     device = torch.device("cuda")
     model = Gpt().to(device)
     inputs, targets = torch.randint(512, (2, 32, 256), device=device)
@@ -255,7 +255,7 @@ def test_a_measurement_takes_no_more_memory_than_it_may(method: Any) -> None:
         assert meter.is_captured, meter.not_captured_because
         meter.release()
     torch.testing.assert_close(found[2**29], found[None], rtol=1e-2, atol=1e-5)
-    assert peaks[None, 0] > 2 * 2**29
+    assert peaks[None, 0] > 2**29
     assert max(peaks[2**29, index] for index in range(3)) <= 2**29, peaks
 
 
