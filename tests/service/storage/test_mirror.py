@@ -13,7 +13,7 @@ from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.compare import comparison
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.report.report import REPORT
-from triaccel_ray.service.search import finding, search
+from triaccel_ray.service.search import search
 from triaccel_ray.service.storage import mirror
 from triaccel_ray.service.storage.copies import COMMAND, PAGES
 from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, SETTINGS, SPEC
@@ -24,7 +24,7 @@ from triaccel_ray.service.tracking import shipment
 
 def test_the_files_of_a_command_are_those_that_its_modules_write() -> None:
     written = (search.SEARCH, comparison.COMPARISON, search.PREPARED, comparison.CHOICES, search.JOURNAL)
-    assert set(COMMAND) == {*written, SETTINGS, finding.FOUND, shipment.SHIPPED, REPORT, "comparison.md"}
+    assert set(COMMAND) == {*written, SETTINGS, search.FOUND, shipment.SHIPPED, REPORT, "comparison.md"}
 
 
 def test_a_command_and_its_store_hold_the_same(machines: Machines, caplog: pytest.LogCaptureFixture) -> None:
