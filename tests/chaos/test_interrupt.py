@@ -148,7 +148,7 @@ def test_ctrl_c_and_sigterm_end_everything_and_say_how_to_go_on(
     assert set(statuses.values()) <= {"KILLED", "FINISHED"}
 
     second = terminal(tmp_path, *shlex.split(way_on)[1:])
-    second.wait_until(lambda: begun("trials/*") and "of 3 trials done" in second.shown)
+    second.wait_until(lambda: begun("trials/*") and "of 3 done" in second.shown)
     assert second.terminate() == 130
     assert way_on in second.shown
     assert "The best trial" not in second.shown

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -163,7 +164,7 @@ def test_a_report_needs_neither_the_cluster_nor_the_server(hunt: Hunt) -> None:
 
 def test_a_search_on_a_cluster_leaves_no_secret_anywhere(hunt: Hunt) -> None:
     assert "triaccel_ray.service search meeting:Meeting" in hunt.jobs
-    assert "http://***@127.0.0.1" in hunt.jobs
+    assert re.search(r"http://\*+@127\.0\.0\.1", hunt.jobs)
     files = [path for top in (hunt.place, hunt.server) for path in top.rglob("*") if path.is_file()]
     assert {"server.db", "events.jsonl", "mlflow.json", "said.txt", "search.json"} <= {path.name for path in files}
     assert any(path.name.startswith("gcs_server") for path in files)

@@ -36,7 +36,9 @@ def rich_table(grid: Grid, *, to: Console | None = None) -> Table:
     terminal = to or out
     for num_left_out in range(len(grid.spare) + 1):
         left_out = grid.spare[:num_left_out]
-        table = plain_table(*(name for name in grid.header if name not in left_out))
+        table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left", caption_justify="left")
+        for index, name in enumerate(name for name in grid.header if name not in left_out):
+            table.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)  # text, then numbers
         for row in grid.rows:
             table.add_row(*(cell for name, cell in zip(grid.header, row, strict=True) if name not in left_out))
         if terminal.measure(table, options=terminal.options.update_width(10_000)).maximum <= terminal.width:
@@ -44,12 +46,4 @@ def rich_table(grid: Grid, *, to: Console | None = None) -> Table:
     notes = [grid.note, f"left out for want of width: {', '.join(left_out)}; the page has them" if left_out else ""]
     table.min_width = min(len(grid.title), terminal.width)  # a title wraps at its table's width
     table.title, table.caption = grid.title or None, "\n".join(filter(None, notes)) or None
-    return table
-
-
-def plain_table(*columns: str) -> Table:
-    """Returns an empty table without a frame: text in its first two columns, numbers in the others."""
-    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left", caption_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < 2 else "right", no_wrap=True)
     return table

@@ -20,7 +20,8 @@ from triaccel_ray.records.events import End, Epoch, Interruption, LogError, Reco
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service import console
-from triaccel_ray.service.console import plain_table
+from triaccel_ray.service.console import rich_table
+from triaccel_ray.service.report.tables import Grid
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.tracking.log_tail import LogTail
 from triaccel_ray.service.units import format_bytes
@@ -203,20 +204,24 @@ class Progress:
         return sum(run.end is not None for run in self._runs.values())
 
     def _table(self) -> Table:
-        table = plain_table("run", "state", "epoch", "samples/s", "batch", "memory", "layers", "validation", "score")
-        table.title = self._title
         num_runs = self._num_trials or len(self._runs)
-        table.caption = f"{self._num_ended} of {num_runs} done" if num_runs > 1 else None
         runs = list(self._runs.items())
         if len(runs) > MAX_ROWS:
             places = {"running": 0, "starting": 1, "finished": 2}  # a pruned trial's score is an early one
             runs.sort(key=lambda pair: (places.get(pair[1].state, 3), -_score(pair[1]), pair[0]))
-        for name, run in runs[:MAX_ROWS]:
-            table.add_row(name, run.state, *([] if run.start is None else self._cells(run)))
-        return table
+        grid = Grid(
+            header=("run", "state", "epoch", "samples/s", "batch", "memory", "layers", "validation", "score"),
+            rows=[(name, run.state, *self._cells(run)) for name, run in runs[:MAX_ROWS]],
+            title=self._title,
+            note=f"{self._num_ended} of {num_runs} done" if num_runs > 1 else "",
+            spare=("layers", "samples/s", "batch", "memory"),
+        )
+        return rich_table(grid, to=self._err)
 
     def _cells(self, run: _Run) -> list[str]:
-        """Returns what the last tick says, where there is one, else the last epoch."""
+        """Returns what the last tick says, where there is one, else the last epoch; nothing before the start."""
+        if run.start is None:
+            return [""] * 7
         tick, epoch = run.tick, run.epoch
         done, rate, batch, used_bytes = 0.0, 0.0, 0, 0
         if epoch is not None:
