@@ -107,7 +107,7 @@ class BareTrial(tune.Trainable):
 def ours(folder: Path, num_trials: int) -> list[tuple[float, float]]:
     """Runs the trials as `triaccel search` does; returns when each began and ended."""
     base = run_spec(TASK, data_dir=None, recipe={}, device="cpu", memory_headroom_bytes=HEADROOM_BYTES)
-    spec = SearchSpec(base=base, space="thresholds-absolute", num_trials=num_trials, objective="accuracy")
+    spec = SearchSpec(base=base, space=SPACE, num_trials=num_trials, objective="accuracy")
     begin(folder, SEARCH, spec)
     prepared = Prepared(objective=Objective(name="accuracy"), calibration=None, headroom_bytes=HEADROOM_BYTES)
     tune_trials(spec, prepared, StoragePath.of(folder), num_gpus=0)
