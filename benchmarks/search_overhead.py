@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import optuna
 import ray
@@ -42,7 +42,7 @@ from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose
 
 TASK = "benchmarks.trivial:Trivial"
-SPACE = "thresholds-absolute"
+SPACE: Final = "thresholds-absolute"
 HEADROOM_BYTES = 2**30
 TARGET_S = 1.5
 """Between two trials: 5% of a search of 30-second trials."""
