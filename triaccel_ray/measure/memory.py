@@ -110,11 +110,7 @@ class MemoryMeter(ABC):
         self.allocated_peak_bytes = max(self.allocated_peak_bytes, allocated_peak_bytes)
 
     def require_room(self) -> None:
-        """Turns a headroom into a budget, with model, optimizer and data in place.
-
-        Raises:
-            ValueError: nothing of the budget is left to compute with; the message says what is held already.
-        """
+        """Turns a headroom into a budget; raises ValueError where what is held without a batch leaves nothing of it."""
         self.release()
         used = self.idle_bytes = self.sample()
         if self._headroom_bytes is not None:
