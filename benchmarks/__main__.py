@@ -1,7 +1,4 @@
-"""`python -m benchmarks`: every benchmark after another, each in a process of its own; exits 1 if one refuses.
-
-Variants that docs/benchmarks.md cites included.
-"""
+"""`python -m benchmarks`: every benchmark after another, each in a process of its own; exits 1 if one refuses."""
 
 from __future__ import annotations
 
@@ -23,13 +20,12 @@ ALL: tuple[tuple[str, ...], ...] = (
     ("search_overhead",),
 )
 """Module and options, in the order in which they are run."""
-NAMES = tuple(dict.fromkeys(words[0] for words in ALL))
 
 
 def main() -> int:
     """Runs the benchmarks asked for and returns how the worst one ended."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[*NAMES, []], help="which, with their variants; all by default")
+    parser.add_argument("names", nargs="*", choices=[*(words[0] for words in ALL), []], help="which; all by default")
     args = parser.parse_args()
     worst = 0
     for name, *options in ALL:

@@ -35,6 +35,7 @@ from torch.nn import functional as F
 from triaccel_ray.data.sampler import epoch_order
 from triaccel_ray.model.pytree import map_tensors
 from triaccel_ray.trainables.models import efficientnet_b0, resnet18
+from triaccel_ray.trainables.text import GPT
 
 METHODS = ("amp", "reduce-overhead", "graph", "loop", "bare")
 SIZES = {
@@ -76,48 +77,6 @@ class Samples(torch.utils.data.Dataset[Any]):
         return {name: tensor[index] for name, tensor in self._inputs.items()}, self._targets[index]
 
 
-class Block(nn.Module):
-    """A pre-norm transformer block with causal attention."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self._heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns [b, t, width]."""
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self._heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        y: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
-        return y
-
-
-class GPT(nn.Module):
-    """Six blocks of 384 over 256 characters, the head tied to the embedding."""
-
-    def __init__(self, vocabulary: int = 96, width: int = 384, depth: int = 6, context: int = 256) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, 6) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns logits [b, t, vocabulary]."""
-        y = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
-        for block in self.blocks:
-            y = block(y)
-        logits: Tensor = self.head(self.norm(y))
-        return logits
-
-
 def job_of(name: str) -> Job:
     """Returns the job of this name, on the GPU."""
     torch.manual_seed(0)
@@ -125,8 +84,10 @@ def job_of(name: str) -> Job:
     if name == "gpt":
         text = torch.randint(0, 96, (num_samples, 257), device="cuda")
         text[:, 1::2] = (text[:, :-1:2] * 7 + 3) % 96  # every second character follows from the one before
-        return Job(model=GPT().cuda(), inputs=text[:, :-1].contiguous(), targets=text[:, 1:].contiguous(),
-                   loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()), batch_size=64)  # fmt: skip
+        model = GPT(layers=6, width=384, heads=6, context=256).cuda()
+        inputs, following = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        return Job(model=model, inputs=inputs, targets=following, batch_size=SIZES[name],
+                   loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()))  # fmt: skip
     targets = torch.randint(0, 10, (num_samples,), device="cuda")
     labels = torch.where(torch.rand(num_samples, device="cuda") < 0.1, torch.randint_like(targets, 10), targets)
     if name == "bert_base":
@@ -138,7 +99,7 @@ def job_of(name: str) -> Job:
         mask[::2, 96:] = 0
         model = BertForSequenceClassification(BertConfig(num_labels=10)).cuda()
         return Job(model=model, inputs={"input_ids": ids, "attention_mask": mask}, targets=labels,
-                   loss=lambda out, y: F.cross_entropy(out.logits, y), batch_size=32)  # fmt: skip
+                   loss=lambda out, y: F.cross_entropy(out.logits, y), batch_size=SIZES[name])  # fmt: skip
     size = 32 if name.startswith("resnet18") else 224
     images = torch.randn(num_samples, 3, size, size, device="cuda")
     images[:, 0] += (targets.float() / 5 - 1).view(-1, 1, 1)

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import optuna
 import ray
@@ -42,7 +42,7 @@ from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose
 
 TASK = "benchmarks.trivial:Trivial"
-SPACE = "thresholds-absolute"
+SPACE: Final = "thresholds-absolute"
 HEADROOM_BYTES = 2**30
 TARGET_S = 1.5
 """Between two trials: 5% of a search of 30-second trials."""
@@ -107,7 +107,7 @@ class BareTrial(tune.Trainable):
 def ours(folder: Path, num_trials: int) -> list[tuple[float, float]]:
     """Runs the trials as `triaccel search` does; returns when each began and ended."""
     base = run_spec(TASK, data_dir=None, recipe={}, device="cpu", memory_headroom_bytes=HEADROOM_BYTES)
-    spec = SearchSpec(base=base, space="thresholds-absolute", num_trials=num_trials, objective="accuracy")
+    spec = SearchSpec(base=base, space=SPACE, num_trials=num_trials, objective="accuracy")
     begin(folder, SEARCH, spec)
     prepared = Prepared(objective=Objective(name="accuracy"), calibration=None, headroom_bytes=HEADROOM_BYTES)
     tune_trials(spec, prepared, StoragePath.of(folder), num_gpus=0)

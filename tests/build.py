@@ -27,17 +27,17 @@ CPU = torch.device("cpu")
 ONE = torch.ones(())
 
 
-def blobs(num_samples: int, *, features: int = 8, classes: int = 4, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Samples around well separated centres; the centres do not depend on the seed."""
-    centres = 4.0 * torch.eye(classes, features)
+def blobs(num_samples: int, *, features: int = 8, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Samples around four well separated centres, which do not depend on the seed."""
+    centres = 4.0 * torch.eye(4, features)
     generator = torch.Generator().manual_seed(seed)
-    targets = torch.arange(num_samples) % classes
+    targets = torch.arange(num_samples) % 4
     return centres[targets] + 0.5 * torch.randn(num_samples, features, generator=generator), targets
 
 
-def mlp(*, seed: int = 0, features: int = 8, classes: int = 4) -> nn.Sequential:
+def mlp(*, seed: int = 0, features: int = 8) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(features, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, classes))
+    return nn.Sequential(nn.Linear(features, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
 class ConvNet(nn.Module):

@@ -121,6 +121,8 @@ def require_instance(name: str, value: T, kind: type[T]) -> T:
 
 
 class _Checked:
+    """A dataclass whose fields are checked when it is made."""
+
     def __post_init__(self) -> None:
         check_fields(self)
 

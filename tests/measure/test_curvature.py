@@ -30,6 +30,7 @@ from tests.measure.curvature_models import (
     squared_error,
 )
 from tests.waiting import no_waiting
+from triaccel_ray.measure.curvature.columns import model_columns, sample_columns
 from triaccel_ray.measure.curvature.gram import GramMethod, explore_structure, layer_grams
 from triaccel_ray.measure.curvature.objective import (
     Limits,
@@ -128,8 +129,24 @@ def grams_of(model: nn.Module, inputs: Any, targets: Any, head: Any, **limits: A
         model=model, loss=smooth_cross_entropy, inputs=inputs, targets=targets, limits=Limits(**limits)
     )
     with measuring(model):
-        grams = dict(layer_grams(objective, layers, head, explore_structure(objective, layers, head)))
+        grams = dict(layer_grams(objective, head, explore_structure(objective, layers, head)))
     return [grams[layer] for layer in layers]
+
+
+@pytest.mark.parametrize("num_samples", [1, NUM_SAMPLES])
+def test_columns_keep_no_more_memory_than_the_elements_asked_for(num_samples: int) -> None:
+    model, inputs, targets = make("foreign")
+    layer = find_layers(model)[1]
+    objective = Objective(model=model, loss=smooth_cross_entropy, inputs=inputs, targets=targets)
+    part = objective.part(slice(0, num_samples))
+    with measuring(model):
+        whole = sample_columns(part, ggn_head, [(layer, slice(None))])[0]
+        for found in (
+            *sample_columns(part, ggn_head, [(layer, slice(3, 7))]),
+            *model_columns(part, ggn_head, [(layer, slice(3, 7))], batched=True),
+        ):
+            torch.testing.assert_close(found, whole[:, 3:7])
+            assert found.untyped_storage().nbytes() == found.nbytes
 
 
 @pytest.mark.parametrize("head", [fisher_head, ggn_head])

@@ -213,14 +213,15 @@ def test_an_eager_measurement_without_memory_leaves_nothing_behind() -> None:
 class Gpt(nn.Module):
     """Blocks of attention over sequences: activations that are far larger than weights."""
 
-    def __init__(self, *, vocabulary: int = 512, width: int = 256, num_blocks: int = 4, length: int = 256) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        width = 256
+        self.tokens, self.positions = nn.Embedding(512, width), nn.Embedding(256, width)
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-            for _ in range(num_blocks)
+            for _ in range(4)
         )
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head = nn.Linear(width, 512, bias=False)
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -51,6 +51,18 @@ def test_all_tensors_are_met_in_the_same_order(value: Any) -> None:
     assert type(mapped) is type(value)
     assert [tensor.tolist() for tensor in tensors_in(mapped)] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
     assert A.tolist() == [0.0, 0.0]
+
+
+class Finite(UserDict):  # type: ignore[type-arg]
+    """A mapping that checks its items."""
+
+    def __setitem__(self, key: str, item: Any) -> None:
+        assert item.isfinite().all()
+        super().__setitem__(key, item)
+
+
+def test_tensors_are_met_in_a_mapping_that_checks_its_items() -> None:
+    assert len(tensors_in(Finite(a=A, b=B))) == 2
 
 
 def test_only_floating_point_is_cast() -> None:

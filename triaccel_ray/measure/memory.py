@@ -110,7 +110,7 @@ class MemoryMeter(ABC):
         self.allocated_peak_bytes = max(self.allocated_peak_bytes, allocated_peak_bytes)
 
     def require_room(self) -> None:
-        """Raises ValueError where what is in place without a batch leaves nothing of the budget to compute with."""
+        """Turns a headroom into a budget; raises ValueError where what is held without a batch leaves nothing of it."""
         self.release()
         used = self.idle_bytes = self.sample()
         if self._headroom_bytes is not None:
@@ -172,7 +172,7 @@ class ResidentMemory(MemoryMeter):
         super().__init__(budget_bytes, headroom_bytes)
 
     def require_room(self) -> None:
-        """Does the same, and notes what the heap holds before any batch."""
+        """Turns a headroom into a budget, and notes what the heap holds before any batch."""
         super().require_room()
         self._idle_heap_bytes, self._first_idle_bytes = _heap_bytes(), self.idle_bytes
 

@@ -15,7 +15,6 @@ BYTES_PER_GB = 1e9
 TIMED_EPOCHS = 5
 """Seconds per epoch are the mean over this many last epochs (section 4.2), the run's first left out."""
 
-
 ACCURACY = Goal()
 _LEAST = 1e-6
 """What a metric to be minimised counts as at least, so that the score of a perfect model is finite."""

@@ -26,7 +26,12 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 def tensors_in(value: Any) -> list[Tensor]:
     """Returns the tensors in `value`, in the order in which `map_tensors` meets them."""
     found: list[Tensor] = []
-    map_tensors(found.append, value)
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor  # a container that checks its items is made anew with these
+
+    map_tensors(keep, value)
     return found
 
 

@@ -18,9 +18,12 @@ from triaccel_ray.measure.curvature.objective import Head, Objective, pull_back
 from triaccel_ray.model.layers import Layer
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 
+Part = tuple[Layer, slice]
+"""Some elements of a layer's weights, which count one after the other."""
 
-def model_columns(objective: Objective, head: Head, layers: Sequence[Layer], *, batched: bool) -> list[Tensor]:
-    """Returns for each layer the columns [b q, n], from the model run again with all samples side by side.
+
+def model_columns(objective: Objective, head: Head, wanted: Sequence[Part], *, batched: bool) -> list[Tensor]:
+    """Returns for each part the columns [b q, elements], from the model run again with all samples side by side.
 
     The cotangents are pulled back to the model's outputs, `batched` as in a `Structure`, and from there to the weights
     by `torch.func`, in blocks of samples.
@@ -29,6 +32,7 @@ def model_columns(objective: Objective, head: Head, layers: Sequence[Layer], *, 
         LookupError: dimension 0 of an output is not the samples.
         Exception: whatever a model raises that does not work with `torch.func`.
     """
+    layers = list(dict.fromkeys(layer for layer, _ in wanted))
     tangents = _output_tangents(objective, head, batched=batched)
     q = next(iter(tangents.values())).shape[1]
     model, weights, inputs = objective.model, _detached(layers), tensors_in(objective.inputs)
@@ -45,14 +49,18 @@ def model_columns(objective: Objective, head: Head, layers: Sequence[Layer], *, 
         return gradients
 
     bytes_per_sample = q * sum(layer.num_elements * compute_dtype(layer).itemsize for layer in layers)
-    blocks: list[list[Tensor]] = [[] for _ in layers]
+    blocks: list[list[Tensor]] = [[] for _ in wanted]
     with torch.no_grad(), _for_functions():
         for some in slices(objective.num_samples, objective.limits.block_bytes // bytes_per_sample):
             found = iter(vmap(one_sample)([t[some] for t in inputs], [t[some] for t in tangents.values()]))
-            for layer, block in zip(layers, blocks, strict=True):
-                parts = [next(found).flatten(2) for _ in layer.weights]
-                block.append(torch.cat(parts, dim=2).flatten(0, 1).to(compute_dtype(layer)))
-    return [torch.cat(block) for block in blocks]
+            columns = {
+                layer: torch.cat([next(found).flatten(2) for _ in layer.weights], dim=2).flatten(0, 1)
+                for layer in layers
+            }
+            for (layer, elements), block in zip(wanted, blocks, strict=True):
+                block.append(alone(columns[layer][:, elements]).to(compute_dtype(layer)))
+            del columns
+    return [joined(block) for block in blocks]
 
 
 def require_replaceable(objective: Objective, head: Head, layers: Sequence[Layer]) -> None:
@@ -72,11 +80,26 @@ def require_replaceable(objective: Objective, head: Head, layers: Sequence[Layer
         raise LookupError("the loss computes with weights, too")
 
 
-def sample_columns(objective: Objective, head: Head, layers: Sequence[Layer]) -> list[Tensor]:
-    """Returns for each layer the columns [b q, n] from one pass of the whole model per sample: always right."""
-    samples = range(objective.num_samples)
-    rows = [_columns_of_one(objective.part(slice(i, i + 1)), head, layers) for i in samples]
-    return [torch.cat(of_layer) for of_layer in zip(*rows, strict=True)]
+def sample_columns(objective: Objective, head: Head, wanted: Sequence[Part]) -> list[Tensor]:
+    """Returns for each part the columns [b q, elements] from one pass of the whole model per sample: always right."""
+    layers = list(dict.fromkeys(layer for layer, _ in wanted))
+    rows: list[list[Tensor]] = [[] for _ in wanted]
+    for i in range(objective.num_samples):
+        columns = dict(zip(layers, _columns_of_one(objective.part(slice(i, i + 1)), head, layers), strict=True))
+        for (layer, elements), row in zip(wanted, rows, strict=True):
+            row.append(alone(columns[layer][:, elements]))
+        del columns
+    return [joined(row) for row in rows]
+
+
+def alone(part: Tensor) -> Tensor:
+    """Returns the tensor, copied where it lies in a larger one, which would be kept with it."""
+    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
+
+
+def joined(chunks: Sequence[Tensor]) -> Tensor:
+    """Returns the chunks one after the other; a single one as it is."""
+    return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks))
 
 
 def _columns_of_one(sample: Objective, head: Head, layers: Sequence[Layer]) -> list[Tensor]:

@@ -26,7 +26,7 @@ from triaccel_ray.measure.curvature.calls import (
     linear_maps,
     record_calls,
 )
-from triaccel_ray.measure.curvature.columns import model_columns, require_replaceable, sample_columns
+from triaccel_ray.measure.curvature.columns import alone, joined, model_columns, require_replaceable, sample_columns
 from triaccel_ray.measure.curvature.factors import Shape, compute_dtype, factor_columns, factor_gram, factorize
 from triaccel_ray.measure.curvature.objective import (
     FoldedNorms,
@@ -104,7 +104,7 @@ class GramMethod:
         num_columns = b * structure.num_columns
         total: Tensor | None = None
         found: dict[Layer, Tensor] = {}
-        for layer, gram in layer_grams(objective, self._layers, self._head, structure):
+        for layer, gram in layer_grams(objective, self._head, structure):
             found[layer] = gram if num_columns <= _TOGETHER else reduce_matrices([gram], b, self._top_k)
             if is_fisher:
                 total = gram if total is None else total + gram.to(total)
@@ -149,7 +149,7 @@ def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head)
     edges = [call.edge for call in calls if call.edge is not None]
     if len(cotangents) > 1 and edges:
         try:
-            pull_back(root, cotangents, edges, step=len(cotangents))
+            pull_back(root, cotangents[:2], edges, step=2)
         except Exception as error:  # an operation may have no batching rule, and raise whatever it likes
             if is_out_of_memory(error):
                 raise
@@ -160,7 +160,7 @@ def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head)
         return structure
     try:
         require_replaceable(two.part(slice(0, 1)), head, by_model)
-        model_columns(two, head, by_model, batched=structure.batched_columns)
+        model_columns(two, head, [(layer, slice(0, 1)) for layer in by_model], batched=structure.batched_columns)
     except Exception as error:  # foreign code under a transformation that it need not support
         if is_out_of_memory(error):
             raise
@@ -168,9 +168,7 @@ def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head)
     return structure
 
 
-def layer_grams(
-    objective: Objective, layers: Sequence[Layer], head: Head, structure: Structure
-) -> Iterator[tuple[Layer, Tensor]]:
+def layer_grams(objective: Objective, head: Head, structure: Structure) -> Iterator[tuple[Layer, Tensor]]:
     """Yields each layer's Gram matrix [b q, b q] of the columns that `head` defines, at least FP32.
 
     The index is i q + c for column c of sample i. In chunks, what a layer's matrix is made of is kept from every chunk:
@@ -256,22 +254,18 @@ def _group_grams(
 ) -> Iterator[tuple[Layer, Tensor]]:
     """Yields the Gram matrix of each unit of a group, whose layers are measured by one strategy."""
     kept: list[list[_Kept]] = [[] for _ in group]
-    layers = list(dict.fromkeys(unit.layer for unit in group))
+    wanted = [(unit.layer, unit.elements or slice(None)) for unit in group]
     for part in objective.parts():
         found: Sequence[_Kept]
         if strategy is Strategy.FACTORS:
             found = _collect(part, head, structure, group, is_chunk=part is not objective)
+        elif strategy is Strategy.MODEL:
+            found = model_columns(part, head, wanted, batched=structure.batched_columns)
         else:
-            by_model = strategy is Strategy.MODEL
-            columns = (
-                model_columns(part, head, layers, batched=structure.batched_columns)
-                if by_model
-                else sample_columns(part, head, layers)
-            )
-            of = dict(zip(layers, columns, strict=True))
-            found = [of[unit.layer][:, unit.elements] for unit in group]
+            found = sample_columns(part, head, wanted)
         for of_unit, one in zip(kept, found, strict=True):
             of_unit.append(one)
+        del found
     for unit in group:
         with _fast(objective):
             gram = _gram(unit.layer, kept.pop(0), objective, structure.num_columns)
@@ -303,9 +297,7 @@ def _collect(
             assert known.argument_dim is not None
             assert known.output_dim is not None
             given = argument.detach().movedim(known.argument_dim, 0)
-            if is_chunk and given.untyped_storage().nbytes() > given.nbytes:
-                given = given.clone()  # kept beyond this pass, alone
-            factors[index] = known.module, given, stack.movedim(known.output_dim + 1, 0)
+            factors[index] = known.module, alone(given) if is_chunk else given, stack.movedim(known.output_dim + 1, 0)
         found: list[_Kept] = []
         for unit in group:
             of_calls = tuple(factors[index] for index in structure.own[unit.layer] if index in factors)
@@ -322,7 +314,7 @@ def _gram(layer: Layer, kept: list[_Kept], objective: Objective, q: int) -> Tens
     dtype, b = compute_dtype(layer), objective.num_samples
     chunks = [part for part in kept if isinstance(part, tuple)]
     if not chunks:
-        columns = torch.cat([part for part in kept if isinstance(part, Tensor)])
+        columns = joined([part for part in kept if isinstance(part, Tensor)])
         kept.clear()
         return columns @ columns.T
     if not chunks[0]:
@@ -330,12 +322,8 @@ def _gram(layer: Layer, kept: list[_Kept], objective: Objective, q: int) -> Tens
     factors = []
     for call in zip(*chunks, strict=True):
         modules, inputs, gradients = zip(*call, strict=True)
-        factors.append(factorize(modules[0], _joined(inputs), _joined(gradients), dtype))
+        factors.append(factorize(modules[0], joined(inputs), joined(gradients), dtype))
     return factor_gram(factors, Shape.of(layer, b, q), objective.limits.block_bytes)
-
-
-def _joined(chunks: Sequence[Tensor]) -> Tensor:
-    return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks))
 
 
 def _fast(objective: Objective) -> contextlib.AbstractContextManager[None]:

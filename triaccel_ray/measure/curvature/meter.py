@@ -115,7 +115,7 @@ class CurvatureMeter:
     def dry_run(self, inputs: Any, targets: Any) -> None:
         """Measures these few samples for its errors alone, and switches curvature off where there is one.
 
-        What was known before is forgotten, and random states are put back. A lack of memory is left to `measure`.
+        Random states are put back. A lack of memory is left to `measure`.
         """
         try:
             objective = self._objective(inputs, targets)
@@ -201,8 +201,10 @@ class CurvatureMeter:
     def _forget(self) -> None:
         """Drops what was found out about other shapes; the structure of the model's course holds for all."""
         self._limits = None
-        off = "capture is off" if self._pool.can_capture else "there is no CUDA device"
-        self._enter(*((Stage.EXPLORE, "nothing has been measured") if self._may_capture else (Stage.EAGER, off)))
+        if self._may_capture:
+            self._enter(Stage.EXPLORE, "nothing has been measured")
+        else:
+            self._enter(Stage.EAGER, "capture is off" if self._pool.can_capture else "there is no CUDA device")
 
     def _capture(self, objective: Objective, num_iterations: int) -> None:
         """Captures the measurement, without making it; does nothing where it is not yet time for that, or it fails."""

@@ -25,9 +25,8 @@ what sample i contributes to the gradient under cotangent c. A single cotangent 
 
 MAX_COLUMNS = 4096
 """Columns b C up to which a Gram matrix is made: 64 MB a layer in FP32, and C backward passes."""
-
-
 _LEAST_BLOCK = 8 * 2**20
+"""Bytes below which a block of per-sample gradients costs more time than it saves memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
