@@ -272,6 +272,7 @@ class Worker:
         Raises:
             CheckpointError: the checkpoint belongs to another run, or another version has written it.
             DamagedCheckpointError: it is missing or damaged.
+            DiskFullError: there is no room for the log.
         """
         try:
             state = load_checkpoint(path)
@@ -285,6 +286,8 @@ class Worker:
             self.loop.load_state_dict(state["loop"])
             # Cuts the log back, so last: a state that does not fit must not cost what was recorded.
             self.log.open(keep=state["num_records"], checksum=state["log_checksum"])
+        except DiskFullError:
+            raise
         except (LogError, RuntimeError, ValueError, KeyError) as error:
             raise DamagedCheckpointError(f"checkpoint {path} does not fit its run: {error}") from error
         self._times.load_state_dict(state["epoch_times"])
