@@ -199,7 +199,8 @@ def _reachable(address: str) -> str:
     """
     if address.startswith(("http://", "https://")):
         host = urlsplit(address).netloc.rpartition("@")[2]
-        require_reachable(host if ":" in host else f"{host}:{443 if address.startswith('https') else 80}")
+        has_port = ":" in host.rpartition("]")[2]  # the colons of an IPv6 address stand in brackets
+        require_reachable(host if has_port else f"{host}:{443 if address.startswith('https') else 80}")
         return address
     require_reachable(address)
     return f"http://{address}" if address != "auto" and "://" not in address and _speaks_http(address) else address
