@@ -21,10 +21,10 @@ from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.service.cluster.head_watch import watching
 from triaccel_ray.service.console import err
+from triaccel_ray.service.credentials import without_credentials, without_passwords
 from triaccel_ray.service.runs.environment import COMMIT_VARIABLE, commit_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.signals import as_interrupt, never_lost
-from triaccel_ray.service.tracking.tracking import without_credentials, without_passwords
 
 CONNECT_TIMEOUT_S = 5.0
 

@@ -25,8 +25,8 @@ from triaccel_ray.service.cluster.cluster import (
     require_reachable,
 )
 from triaccel_ray.service.console import err, out, rich_table
+from triaccel_ray.service.credentials import without_passwords
 from triaccel_ray.service.jobs.jobs import RESUME, STOP_WAIT_S, WHAT, jobs_grid, submission
-from triaccel_ray.service.tracking.tracking import without_passwords
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
