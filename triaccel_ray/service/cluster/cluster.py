@@ -130,15 +130,15 @@ def _started_here() -> Iterator[None]:
     ray_constants.ENABLE_RAY_CLUSTER = False
     variables = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", ray_constants.RAY_WORKER_NICENESS: "0"}
     try:
-        with environment(variables), never_lost():
+        with environment_variables(variables), never_lost():
             yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextlib.contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets these variables meanwhile, also for processes that start; what they were is put back."""
+def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables of this process meanwhile, and of those that it starts; what they were is put back."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

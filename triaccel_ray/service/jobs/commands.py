@@ -21,7 +21,7 @@ from triaccel_ray.service.cluster.cluster import (
     CONNECT_TIMEOUT_S,
     ClusterUnavailableError,
     display_address,
-    environment,
+    environment_variables,
     require_reachable,
 )
 from triaccel_ray.service.console import err, out, rich_table
@@ -185,7 +185,7 @@ def _connect(address: str) -> JobSubmissionClient:
 
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
-        with environment({_SERVER: address}):  # which Ray puts above the address that its client is given
+        with environment_variables({_SERVER: address}):  # which Ray puts above the address that its client is given
             return JobSubmissionClient()
     except (RuntimeError, ValueError, KeyError) as error:  # what answers is no Ray, or Ray without an API server
         raise ConnectionError(str(error)) from error
