@@ -96,8 +96,7 @@ class Worker:
 
         The log of a run that begins anew because its checkpoints are damaged is kept, as REPLACED.
 
-        First of all it sets a damaged log aside and takes the log over: a process that was given up for lost, and is
-        not, writes nothing more. Returns the epochs done.
+        It first sets a damaged log aside, and fences off a process that still writes the log. Returns the epochs done.
 
         Raises:
             CheckpointError: the checkpoint belongs to a run with other settings, or another version has written it.
