@@ -18,9 +18,9 @@ from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.storage.layout import SPEC
 
 
-def controls(num_trials: int, seed: int = 0) -> list[ControlConfig]:
+def controls(num_trials: int) -> list[ControlConfig]:
     """As many configurations, all of the four thresholds drawn."""
-    chance = random.Random(seed)
+    chance = random.Random(0)
     drawn = []
     for _ in range(num_trials):
         low, high = 10.0 ** chance.uniform(-7.5, -5.0), chance.uniform(0.4, 0.95)

@@ -24,10 +24,11 @@ from tests.service.records import RUN_SPEC
 from tests.service.search_folder import simulated_search
 from tests.service.stores import Server
 from triaccel_ray.records.codec import encode
-from triaccel_ray.service.cli.main import hide_credentials, main
+from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.options import Where, to_repeat
 from triaccel_ray.service.cluster.cluster import display_address
 from triaccel_ray.service.console import SafeConsole
+from triaccel_ray.service.credentials import hide_credentials
 from triaccel_ray.service.mlflow_ui import is_loopback
 from triaccel_ray.service.next_steps import resume_words
 from triaccel_ray.service.report.report import REPORT
@@ -303,7 +304,7 @@ def test_the_words_of_a_process_keep_their_lengths_and_all_but_the_password(tmp_
     words = ["--tracking-uri", "http://ann:s\u00e9cret@host:1/x", "--tracking-uri=http://u:pw@host", "sqlite:///a@b.db"]
     code = """
 import sys
-from triaccel_ray.service.cli.main import hide_credentials
+from triaccel_ray.service.credentials import hide_credentials
 hide_credentials()
 print(sys.argv[1:])
 print(open("/proc/self/cmdline").read().split("\\0")[3:-1])

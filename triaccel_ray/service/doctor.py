@@ -134,14 +134,14 @@ def _triton() -> Finding:
 def _ray(address: str | None) -> Finding:
     import ray
 
-    from triaccel_ray.service.cluster.cluster import cluster, environment
+    from triaccel_ray.service.cluster.cluster import cluster, environment_variables
 
     with contextlib.ExitStack() as stack:
         if address is None:  # its files lie in a folder that goes, and its token not in ~/.ray
             folder = TemporaryDirectory(prefix="d", dir=os.environ.get("RAY_TMPDIR"), ignore_cleanup_errors=True)
             token = os.environ.get("RAY_AUTH_TOKEN", token_hex(32))
             own = {"RAY_TMPDIR": stack.enter_context(folder), "RAY_AUTH_TOKEN": token}
-            stack.enter_context(environment(own))
+            stack.enter_context(environment_variables(own))
         stack.enter_context(cluster(address))
         resources = ray.cluster_resources()
         cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)

@@ -11,12 +11,13 @@ from triaccel_ray.service.cluster.cluster import display_address
 from triaccel_ray.service.cluster.head_watch import HeadLostError
 from triaccel_ray.service.compare.comparison import COMPARISON
 from triaccel_ray.service.console import err, out
+from triaccel_ray.service.credentials import without_credentials
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.search.search import SEARCH
 from triaccel_ray.service.session import tracking_uri_of
 from triaccel_ray.service.storage.layout import SPEC
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.service.tracking.tracking import Tracker, without_credentials
+from triaccel_ray.service.tracking.tracking import Tracker
 
 ONCE_IT_IS_BACK = "; once it is there again:"
 

@@ -11,6 +11,7 @@ from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.records.events import End, EventLog, Start, TakenOverError
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.console import err
+from triaccel_ray.service.credentials import HIDDEN
 from triaccel_ray.service.failures import cause_of, needing_room
 from triaccel_ray.service.runs.record import has_begun
 from triaccel_ray.service.search.search import JOURNAL, best_trial, read_search
@@ -21,7 +22,7 @@ from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.tracking.shipped import Shipped, read_shipped
 from triaccel_ray.service.tracking.shipper import Parent, Shipper
 from triaccel_ray.service.tracking.sqlite_file import holds_run
-from triaccel_ray.service.tracking.tracking import HIDDEN, Tracker, TrackingUnavailableError
+from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
 from triaccel_ray.service.units import format_bytes
 
 FLUSH_TIMEOUT_S = 15.0

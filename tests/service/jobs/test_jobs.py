@@ -179,7 +179,9 @@ def typed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, st
     return ended.value.code, said.out, said.err
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "http://127.0.0.1:1", "http://127.0.0.1:port", "nonsense"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:1", "http://127.0.0.1:1", "http://[::1]", "http://127.0.0.1:port", "nonsense"]
+)
 def test_a_cluster_that_is_not_there_is_named(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["jobs"], ["logs", "j"], ["stop", "j"]):
         status, out, said = typed(capsys, *words, "--address", address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -19,6 +20,8 @@ from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, Pre
 from triaccel_ray.records.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.events import End, Interruption, Tick, read_events
+from triaccel_ray.service.failures import DiskFullError
+from triaccel_ray.service.runs import run_log
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, PREVIOUS, REPLACED
 
@@ -122,6 +125,22 @@ def test_every_interruption_stays_on_record(worker_factory: WorkerFactory, modul
     train(worker)
     ticks = [event.sequence for event in read_events(tmp_path / EVENTS) if not isinstance(event.record, Interruption)]
     assert ticks == list(range(len(ticks)))
+
+
+def test_a_full_disk_does_not_pass_for_a_damaged_checkpoint(
+    worker_factory: WorkerFactory, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, value: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    spec, folder = own_spec(f"{module}:Blobs"), tmp_path / "run"
+    lost(worker_factory, spec, folder, epochs=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(run_log, "write_value", full)
+        with pytest.raises(DiskFullError, match="make room, then go on"):
+            worker_factory.build(spec, folder).resume()
+    assert not (folder / REPLACED).exists()
+    assert worker_factory.build(spec, folder).resume() == 1
 
 
 OUTLIVING = """

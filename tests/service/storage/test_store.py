@@ -72,7 +72,7 @@ def test_work_in_the_background_is_done_once_the_store_is_back(
     wait_until(lambda: len(caplog.records) == 2)
     assert [record.getMessage() for record in caplog.records] == [
         "a run: storage path = 'x': out of reach. Work goes on, and is brought there later",
-        "a run: the store answers again, and has everything",
+        "a run: the store has everything again",
     ]
     errors[0] = TakenOverError("another process goes on")
     background.ask()

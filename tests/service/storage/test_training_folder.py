@@ -159,7 +159,7 @@ def test_a_run_goes_on_on_another_machine_and_equals_an_undisturbed_one(machines
     assert same(kept, undisturbed)
 
     before = {path.name: path.read_bytes() for path in machines.kept.iterdir()}
-    machines.move_to("a")  # whose process was given up for lost, and is not
+    machines.move_to("a")  # whose process is still alive
     first.step()
     assert first._folder is not None
     assert first._folder._pushing is not None

@@ -13,9 +13,10 @@ import torch
 
 from tests.build import same
 from tests.service.stores import Server, free_port, runs
+from triaccel_ray.service.credentials import without_credentials
 from triaccel_ray.service.tracking import tracking
 from triaccel_ray.service.tracking.model_registry import ARTIFACT, register
-from triaccel_ray.service.tracking.tracking import RUN_KEY_TAG, Tracker, TrackingUnavailableError, without_credentials
+from triaccel_ray.service.tracking.tracking import RUN_KEY_TAG, Tracker, TrackingUnavailableError
 
 
 def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

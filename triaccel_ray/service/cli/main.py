@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from triaccel_ray.service.cli.parsing import check, parse
 from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search, Ui
+from triaccel_ray.service.credentials import hide_credentials, without_passwords
 from triaccel_ray.service.signals import nothing_begun
-from triaccel_ray.service.tracking.tracking import HIDDEN, without_credentials, without_passwords
 
 USER_ERRORS = (
     ValueError,
@@ -75,28 +73,3 @@ def _explain(error: Exception) -> int | None:
 
     err.print("triaccel:", without_passwords(text), style="red", soft_wrap=True)
     return status
-
-
-def hide_credentials(proc: Path = Path("/proc/self")) -> None:
-    """Overwrites users and passwords of URIs in the command line, which `ps` shows to everybody, with stars.
-
-    Does nothing where there is no `/proc`. The words keep their lengths: they are overwritten in place, in memory that
-    nothing else of Python uses.
-    """
-    try:
-        line = (proc / "cmdline").read_bytes()
-        start = int((proc / "stat").read_text().rpartition(")")[2].split()[45])  # field 48, arg_start
-    except (OSError, ValueError, IndexError):
-        return
-    hidden = b"\0".join(map(_starred, line.split(b"\0")))
-    if hidden != line and start and ctypes.string_at(start, len(line)) == line:
-        ctypes.memmove(start, hidden, len(hidden))
-
-
-def _starred(word: bytes) -> bytes:
-    """Returns the word with stars in place of user and password, as long as it was."""
-    before, mark, after = without_credentials(os.fsdecode(word)).partition(HIDDEN)
-    if not mark:
-        return word
-    head, tail = os.fsencode(before), b"@" + os.fsencode(after)
-    return head + b"*" * (len(word) - len(head) - len(tail)) + tail

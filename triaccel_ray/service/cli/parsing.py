@@ -17,8 +17,8 @@ from triaccel_ray.service.cli.keywords import REPLACED_BY, file_options
 from triaccel_ray.service.cli.options import CHOICES
 from triaccel_ray.service.cli.settings import given
 from triaccel_ray.service.cli.specs import Command, Compare, Replay, Run, Search
+from triaccel_ray.service.credentials import without_credentials
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.service.tracking.tracking import without_credentials
 from triaccel_ray.trainables.registry import require_name
 
 MOST_USED: Mapping[type, str] = {

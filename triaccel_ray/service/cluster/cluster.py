@@ -21,10 +21,10 @@ from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.service.cluster.head_watch import watching
 from triaccel_ray.service.console import err
+from triaccel_ray.service.credentials import without_credentials, without_passwords
 from triaccel_ray.service.runs.environment import COMMIT_VARIABLE, commit_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.signals import as_interrupt, never_lost
-from triaccel_ray.service.tracking.tracking import without_credentials, without_passwords
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -130,15 +130,15 @@ def _started_here() -> Iterator[None]:
     ray_constants.ENABLE_RAY_CLUSTER = False
     variables = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", ray_constants.RAY_WORKER_NICENESS: "0"}
     try:
-        with environment(variables), never_lost():
+        with environment_variables(variables), never_lost():
             yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextlib.contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets these variables meanwhile, also for processes that start; what they were is put back."""
+def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables of this process meanwhile, and of those that it starts; what they were is put back."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

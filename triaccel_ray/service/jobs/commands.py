@@ -21,12 +21,12 @@ from triaccel_ray.service.cluster.cluster import (
     CONNECT_TIMEOUT_S,
     ClusterUnavailableError,
     display_address,
-    environment,
+    environment_variables,
     require_reachable,
 )
 from triaccel_ray.service.console import err, out, rich_table
+from triaccel_ray.service.credentials import without_passwords
 from triaccel_ray.service.jobs.jobs import RESUME, STOP_WAIT_S, WHAT, jobs_grid, submission
-from triaccel_ray.service.tracking.tracking import without_passwords
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
@@ -185,7 +185,7 @@ def _connect(address: str) -> JobSubmissionClient:
 
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
-        with environment({_SERVER: address}):  # which Ray puts above the address that its client is given
+        with environment_variables({_SERVER: address}):  # which Ray puts above the address that its client is given
             return JobSubmissionClient()
     except (RuntimeError, ValueError, KeyError) as error:  # what answers is no Ray, or Ray without an API server
         raise ConnectionError(str(error)) from error
@@ -199,7 +199,8 @@ def _reachable(address: str) -> str:
     """
     if address.startswith(("http://", "https://")):
         host = urlsplit(address).netloc.rpartition("@")[2]
-        require_reachable(host if ":" in host else f"{host}:{443 if address.startswith('https') else 80}")
+        has_port = ":" in host.rpartition("]")[2]  # the colons of an IPv6 address stand in brackets
+        require_reachable(host if has_port else f"{host}:{443 if address.startswith('https') else 80}")
         return address
     require_reachable(address)
     return f"http://{address}" if address != "auto" and "://" not in address and _speaks_http(address) else address

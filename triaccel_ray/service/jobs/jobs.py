@@ -17,10 +17,11 @@ from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.cli.parsing import check, expanded, parse
 from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search
 from triaccel_ray.service.cli.translation import comparison_of, run_of, search_of
+from triaccel_ray.service.credentials import without_credentials
 from triaccel_ray.service.report.tables import Grid
 from triaccel_ray.service.session import checked_name, new_name, require_experiment, tracking_uri_of
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.service.tracking.tracking import TrackingUnavailableError, without_credentials
+from triaccel_ray.service.tracking.tracking import TrackingUnavailableError
 from triaccel_ray.service.units import format_bytes
 
 if TYPE_CHECKING:

@@ -56,7 +56,7 @@ def view_comparison(record: Comparison) -> View:
     missing = [name for name in final_runs(spec, record.choices or Choices()) if name not in record.runs]
     unwell = troubles({**record.trials, **record.runs}, missing)
     text = "\n".join(f"## {grid.title}\n\n{grid.markdown()}" for grid in tables)
-    (folder / COMPARISON_MARKDOWN).write_text(f"# {title}\n\n{text}")
+    layout.write_atomically(folder / COMPARISON_MARKDOWN, f"# {title}\n\n{text}")
     return View(
         folder=folder,
         shown=[*shown, *trouble_lines(unwell)],

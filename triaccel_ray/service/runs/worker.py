@@ -96,8 +96,7 @@ class Worker:
 
         The log of a run that begins anew because its checkpoints are damaged is kept, as REPLACED.
 
-        First of all it sets a damaged log aside and takes the log over: a process that was given up for lost, and is
-        not, writes nothing more. Returns the epochs done.
+        It first sets a damaged log aside, and fences off a process that still writes the log. Returns the epochs done.
 
         Raises:
             CheckpointError: the checkpoint belongs to a run with other settings, or another version has written it.
@@ -272,6 +271,7 @@ class Worker:
         Raises:
             CheckpointError: the checkpoint belongs to another run, or another version has written it.
             DamagedCheckpointError: it is missing or damaged.
+            DiskFullError: there is no room for the log.
         """
         try:
             state = load_checkpoint(path)
@@ -285,6 +285,8 @@ class Worker:
             self.loop.load_state_dict(state["loop"])
             # Cuts the log back, so last: a state that does not fit must not cost what was recorded.
             self.log.open(keep=state["num_records"], checksum=state["log_checksum"])
+        except DiskFullError:
+            raise
         except (LogError, RuntimeError, ValueError, KeyError) as error:
             raise DamagedCheckpointError(f"checkpoint {path} does not fit its run: {error}") from error
         self._times.load_state_dict(state["epoch_times"])

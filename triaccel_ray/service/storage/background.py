@@ -86,5 +86,5 @@ class Background:
                 return
             else:
                 if self._error is not None:
-                    _logger.warning("%s: the store answers again, and has everything", self._what)
+                    _logger.warning("%s: the store has everything again", self._what)
                 self._error = None

@@ -93,7 +93,7 @@ class TrainingFolder:
         there = store_of(self._place).files(self._place.name, recursive=False)
         writer = self._writer_before = self._writer(there)
         if writer is not None and writer != self._own_name():
-            for file in (EVENTS, *RUN, PREVIOUS):  # of the other way that the run has not taken
+            for file in (EVENTS, *RUN, PREVIOUS):  # the run went on elsewhere, without these
                 (self.path / file).unlink(missing_ok=True)
         pull(self._place, self.path, [file for file in files if not (self.path / file).exists()], there)
 

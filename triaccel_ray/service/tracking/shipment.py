@@ -120,7 +120,7 @@ class Shipment:
         self._tail.restart()
 
     def _lock(self) -> FileLock:
-        """Two drivers may follow one folder: one that was given up, and the one that took over."""
+        """Two drivers may follow one folder: one that was taken for dead, and the one that took over."""
         return FileLock(self.folder / f".{SHIPPED}.lock", timeout=LOCK_TIMEOUT_S)
 
     def _ship_log(self, parent_id: str | None) -> int:

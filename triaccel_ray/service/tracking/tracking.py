@@ -14,7 +14,6 @@ import getpass
 import http.client
 import logging
 import os
-import re
 import sqlite3
 import time
 import urllib.error
@@ -27,6 +26,7 @@ from urllib.parse import unquote, urlsplit
 
 from filelock import FileLock
 
+from triaccel_ray.service.credentials import without_credentials, without_passwords
 from triaccel_ray.service.tracking.sqlite_file import SQLITE, follow_artifacts, sqlite_path
 
 if TYPE_CHECKING:
@@ -41,34 +41,7 @@ _OF_ONE_ATTEMPT = ("outcome", "failure", "interrupted", "resumed_from_step", SUP
 
 PROBE_TIMEOUT_S = 3.0
 
-HIDDEN = "***@"
-"""What stands in a URI in place of user and password."""
-
 _WAY_OUT = "start a server there (`mlflow server`), or record in a local file with --tracking-uri sqlite:///FILE"
-_STORE_SCHEME = re.compile(r"(.*=)?(abfss?|gs|gcs|hdfs|viewfs)")
-"""Of storage paths, whose part before an @ without a colon is the name of a container or user: see `StoragePath`."""
-_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]*")
-
-
-def without_credentials(uri: str) -> str:
-    """Returns `uri` with *** in place of user and password; the path of a file, which may hold an @, stays as it is.
-
-    A password that should have been escaped, as one with a slash in it, is hidden too: the last @ ends it wherever what
-    comes before the first slash could not be a host.
-    """
-    scheme, separator, rest = uri.partition("://")
-    if not separator or rest.startswith("/") or "@" not in rest:
-        return uri
-    if _STORE_SCHEME.fullmatch(scheme) and ":" not in rest.rpartition("@")[0]:
-        return uri
-    if re.match(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d+)?/", rest):
-        return uri  # it stands in the path
-    return f"{scheme}://{HIDDEN}{rest.rpartition('@')[2]}"
-
-
-def without_passwords(text: str) -> str:
-    """Returns `text` without the users and passwords of the URIs in it."""
-    return _URI.sub(lambda found: without_credentials(found[0]), text)
 
 
 class TrackingUnavailableError(ValueError):
