@@ -27,9 +27,11 @@ def text_files(folder: Path | None) -> dict[str, Path]:
     Without a folder, the modules of the standard library.
 
     Raises:
-        FileNotFoundError: there are fewer than three, one for each part.
+        FileNotFoundError: there is no such folder, or it holds fewer than three, one for each part.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder.expanduser()
+    if not root.is_dir():
+        raise FileNotFoundError(f"{root} is no folder: name one that holds text")
     found = {}
     for path in sorted(root.rglob("*.py" if folder is None else "*")):
         parts = path.relative_to(root).parts

@@ -65,6 +65,7 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     *((f"{each} --storage-path ''", "must name a folder") for each in ("run digits", "report run1", "ui", "doctor")),
     *((f"{each} --storage-path nfs://host/folder", "s3") for each in (*ALL, "resume run1", "report run1")),
     *((f"{each} --storage-path {{storage}}/notes.txt/runs", "notes.txt is not a folder") for each in ALL),
+    ("run digits --storage-path s3:/bucket/runs", "a URI such as s3://bucket/runs"),
     ("run digits --storage-path /dev/null/runs", "give --storage-path a folder"),
     ("ui --port 99999", "port = 99999: must lie in 1 to 65535"),
     # names and files
@@ -78,8 +79,8 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     *((f"{each} badsearch", "badsearch/search.json cannot be read") for each in ("report", "resume")),
     ("resume badtrials", "(trials) = 0"),
     ("resume badcomparison", "badcomparison/comparison.json cannot be read"),
-    ("report empty", "empty holds no run (events.jsonl is missing)"),
-    ("resume empty", "empty/spec.json cannot be read"),
+    *((f"{each} empty", "empty is empty: a command has just begun there") for each in ("report", "resume")),
+    ("run digits --name empty", "empty is empty: a command has just begun there"),
     # addresses
     *((f"{each} --address 127.0.0.1:1", "address = '127.0.0.1:1': no Ray cluster answers") for each in ALL),
     ("compare digits --address ray://127.0.0.1:1", "address = 'ray://127.0.0.1:1': no Ray cluster answers"),

@@ -333,7 +333,7 @@ def test_what_only_the_actor_can_know_is_bad_input_too(
 def test_of_two_commands_with_one_name_the_second_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     with claimed(folder):
-        with pytest.raises(ValueError, match=r"name = 'one': .* exists already"), claimed(folder):
+        with pytest.raises(ValueError, match=r"name = 'one': .* is empty: .* delete it then"), claimed(folder):
             pass
         assert folder.is_dir()
     assert not folder.exists()  # nothing was begun

@@ -60,6 +60,11 @@ def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
         pull_all(place)
         if not os.path.isdir(place.folder):
             raise LogError(f"name = {name!r}: there is no folder {place}; names are the folders in {storage}")
+        if not os.listdir(place.folder):
+            raise LogError(
+                f"name = {name!r}: {place.folder} is empty: a command has just begun there, or was lost before it "
+                "trained; delete it then, and begin again"
+            )
         rule = f"leads out of the storage folder {storage}; if you trust what is there, name it by its path"
         require(is_inside(place.folder, storage.folder), "name", name, rule)
     _require_no_link_out_of(place.folder)

@@ -117,7 +117,8 @@ def serve(store_uri: str, host: str, port: int) -> int:
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **os.environ}
     words = ["server", "--backend-store-uri", store_uri, "--host", host, "--port", str(port), "--workers", "1"]
     with as_interrupt(signal.SIGTERM, signal.SIGHUP):  # of a service manager, and of a terminal that is closed
-        server = subprocess.Popen([sys.executable, "-m", "mlflow", *words], env=environment)
+        # In a session of its own: Ctrl-C reaches this process alone, and the server ends without a traceback.
+        server = subprocess.Popen([sys.executable, "-m", "mlflow", *words], env=environment, start_new_session=True)
         try:
             return server.wait()
         except KeyboardInterrupt:

@@ -133,7 +133,9 @@ def test_without_a_trial_within_the_margin_the_reason_is_said() -> None:
     failed = run_of("trial-001", num_epochs=0, status="failed")
     record = search(50.0)
     advice = recommendation(replace(record, trials=(*record.trials, failed)))
-    assert (advice.command, advice.best) == ("", None)
+    assert (advice.command.partition(" --from ")[0], advice.best) == ("triaccel run", None)
+    assert advice.command.endswith("amp")
+    assert advice.sentence.endswith("Until then train with AMP:")
     assert "None of the 1 finished trials reaches 89.00 % (AMP with a margin of 1 points)" in advice.sentence
     assert "larger --margin. 1 failed; the page lists the reasons." in advice.sentence
 

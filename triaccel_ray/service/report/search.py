@@ -172,7 +172,12 @@ def recommendation(record: SearchRecord) -> Recommendation:
     """Returns the best trial, or the baseline that beats it in what was maximised, with the command to train with."""
     best, objective = best_trial(record), record.objective
     if best is None or best.figures is None:
-        return Recommendation(sentence=_why_none(record))
+        amp = _judged_baselines(record).get("amp")
+        if amp is None:
+            return Recommendation(sentence=_why_none(record))
+        return Recommendation(
+            sentence=f"{_why_none(record)} Until then train with AMP:", command=to_repeat("run", amp[0].folder)
+        )
     kind, goal = _ALIASES.get(objective.name, objective.name), objective.goal
     verb, say = _SAYS[kind]
     figure = f"The best trial, {best.name}, {verb} {say(best.figures, goal)}"

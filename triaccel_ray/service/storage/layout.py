@@ -42,7 +42,7 @@ def require_new(folder: Path) -> None:
         ValueError: something is; it is left as it is.
     """
     if folder.exists():
-        raise name_in_use(folder.name, str(folder))
+        raise _in_use(folder)
 
 
 def begin(folder: Path, file: str, spec: Any) -> None:
@@ -62,12 +62,20 @@ def claimed(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
-        raise name_in_use(folder.name, str(folder)) from None
+        raise _in_use(folder) from None
     try:
         yield
     finally:
         with contextlib.suppress(OSError):  # not empty
             folder.rmdir()
+
+
+def _in_use(folder: Path) -> ValueError:
+    """Returns what to raise where something is at `folder`: an empty one is of a command that has only begun."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        rule = "is empty: a command has just begun there, or was lost before it trained; delete it then"
+        return ValueError(f"name = {folder.name!r}: {folder} {rule}, or choose another --name")
+    return name_in_use(folder.name, str(folder))
 
 
 def name_in_use(name: str, where: str) -> ValueError:

@@ -30,6 +30,11 @@ class StoragePath:
         rule = "must name a folder or the URI of a store; leave it out for the folder triaccel-runs"
         require(self.storage.strip() != "", "storage path", self.storage, rule)
         if self.uri is None:
+            scheme, _, rest = self.storage.partition(":/")
+            is_mistyped = re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]+", scheme) is not None and self.storage != scheme
+            require(
+                not is_mistyped, "storage path", self.storage, f"must be a folder, or a URI such as {scheme}://{rest}"
+            )
             expanded(self.storage)
         else:
             _require_no_secret(self.uri)
