@@ -284,7 +284,7 @@ def outcomes(record: SearchRecord) -> list[Series]:
     if good:
         best = max(good, key=lambda figures: figures.score)
         ring = {**hollow, "color": NAVY, "markersize": 14.0, "markeredgewidth": 1.6}
-        series.append(Series(label=f"best score {best.score:.3g}: {names[best]}", points=[best], look=ring))
+        series.append(Series(label=f"best score {best.score:.4g}: {names[best]}", points=[best], look=ring))
     for method, baseline in _judged_baselines(record).items():
         marker, colour = METHOD_LOOKS[method]
         look = {"marker": marker, "color": colour, "markersize": 9.0, "markeredgecolor": "white"}
