@@ -79,6 +79,11 @@ def test_work_in_the_background_is_done_once_the_store_is_back(
     background._thread.join()
     with pytest.raises(TakenOverError, match="another process goes on"):
         background.ask()
+    assert len(caplog.records) == 2
+    errors[0] = RuntimeError("nobody foresaw it")
+    Background(work, "a search", interval_s=0.0)
+    wait_until(lambda: len(caplog.records) == 3)
+    assert caplog.records[-1].getMessage() == "a search: nothing more is brought to the store meanwhile"
     hold = threading.Event()
     slow = Background(hold.wait, "another run", interval_s=0.0)
     with pytest.raises(StoreError, match="another run: the store has not answered for 0 s"):

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import DiskFullError, StoreError
 
 PATIENCE_S = 60.0
@@ -81,7 +82,9 @@ class Background:
                 if self._error is None:
                     _logger.warning("%s: %s. Work goes on, and is brought there later", self._what, error)
                 self._error = error
-            except Exception as error:  # another process goes on with it
+            except Exception as error:
+                if not isinstance(error, TakenOverError):  # which `ask` tells, and others may never be asked for
+                    _logger.exception("%s: nothing more is brought to the store meanwhile", self._what)
                 self._error = error
                 return
             else:
