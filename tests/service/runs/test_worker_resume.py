@@ -12,11 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.build import same, values
 from tests.service.own_task import own_spec
 from tests.service.worker_factory import WorkerFactory, decided, last_of, records, train
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.loop import ControlLoop
 from triaccel_ray.records.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.events import End, Interruption, Tick, read_events
@@ -127,17 +129,24 @@ def test_every_interruption_stays_on_record(worker_factory: WorkerFactory, modul
     assert ticks == list(range(len(ticks)))
 
 
-def test_a_full_disk_does_not_pass_for_a_damaged_checkpoint(
+def test_a_full_disk_or_device_does_not_pass_for_a_damaged_checkpoint(
     worker_factory: WorkerFactory, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, value: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    def exhausted(loop: ControlLoop, state: object) -> None:
+        raise torch.OutOfMemoryError("no room for the state")
 
     spec, folder = own_spec(f"{module}:Blobs"), tmp_path / "run"
     lost(worker_factory, spec, folder, epochs=1)
     with monkeypatch.context() as patched:
         patched.setattr(run_log, "write_value", full)
         with pytest.raises(DiskFullError, match="make room, then go on"):
+            worker_factory.build(spec, folder).resume()
+    with monkeypatch.context() as patched:
+        patched.setattr(ControlLoop, "load_state_dict", exhausted)
+        with pytest.raises(torch.OutOfMemoryError, match="no room for the state"):
             worker_factory.build(spec, folder).resume()
     assert not (folder / REPLACED).exists()
     assert worker_factory.build(spec, folder).resume() == 1

@@ -25,6 +25,7 @@ from triaccel_ray.records.goal import LOSS
 from triaccel_ray.service.failures import (
     DiskFullError,
     NonFiniteLossError,
+    cause_of,
     failed,
     keep_replaced,
     needing_room,
@@ -271,7 +272,7 @@ class Worker:
         Raises:
             CheckpointError: the checkpoint belongs to another run, or another version has written it.
             DamagedCheckpointError: it is missing or damaged.
-            DiskFullError: there is no room for the log.
+            DiskFullError, MemoryError, torch.OutOfMemoryError: there is no room.
         """
         try:
             state = load_checkpoint(path)
@@ -285,13 +286,12 @@ class Worker:
             self.loop.load_state_dict(state["loop"])
             # Cuts the log back, so last: a state that does not fit must not cost what was recorded.
             self.log.open(keep=state["num_records"], checksum=state["log_checksum"])
-        except DiskFullError:
-            raise
         except (LogError, RuntimeError, ValueError, KeyError) as error:
+            if cause_of(error) != "bug":  # no room on the disk or the device: the checkpoint is whole
+                raise
             raise DamagedCheckpointError(f"checkpoint {path} does not fit its run: {error}") from error
         self._times.load_state_dict(state["epoch_times"])
-        if state["last"] is not None:
-            self.last = decode(Epoch, state["last"])
+        self.last = self.last if state["last"] is None else decode(Epoch, state["last"])
         self._trained.load_state_dict(state.get("trained_model"), self.loop.model)
 
     def _is_own(self, spec: str) -> bool:
