@@ -34,9 +34,9 @@ class Digits(Task):
     # smoothed variance falls from 3e-3..3e-4 at the first step to 3e-7..4e-9 at the last, below tau_low in the end.
     control: ClassVar[ControlConfig] = tuned_thresholds("digits").onto(
         ControlConfig(
-            every_steps=6,  # an epoch has 12 steps, 6 of the largest batch
+            every_steps=6,  # an epoch has 12 steps, 5 of the largest batch
             curvature=CurvatureConfig(every_steps=40),
-            batch=BatchConfig(start=96, minimum=32, maximum=192, granularity=32, lr_rule="none"),
+            batch=BatchConfig(start=96, minimum=32, maximum=256, granularity=32, lr_rule="none"),
         )
     )
 

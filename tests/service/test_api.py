@@ -194,7 +194,8 @@ def test_a_ray_that_runs_already_is_used_again_and_again(
         report = search(notebook.Blobs, name=name, **quick, **where)
         assert report.folder == Path.cwd() / "hunts" / name
         assert f"{name}: {MODULE_NAME}:Blobs, 1 of 1 trials" in str(report)
-        assert [row["run"] for row in report.rows] == ["FP32", "AMP", "trial-000"]
+        names = ["FP32", "AMP", "trial-000"]
+        assert [row["run"] for row in report.rows] == [*(f"{name} again" for name in sorted(names)), *names]
         assert report.best is not None
         assert report.page.exists()
         assert ray.get_runtime_context().gcs_address == cluster_address  # it has not been shut down

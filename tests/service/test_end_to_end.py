@@ -151,7 +151,10 @@ def test_a_search_end_to_end(
     precision = replace(best.spec.control.precision, initial_layers={})  # acts until the first tick alone
     assert kept.onto(record.spec.base.control) == replace(best.spec.control, precision=precision)
     assert best.figures is not None
-    assert kept.best.metric == best.figures.metric
+    assert record.repeats.keys() == {best.name, "amp", "fp32"}
+    again = record.repeats[best.name].figures
+    assert again is not None
+    assert (kept.best.metric, kept.best.score) == (again.metric, again.score)
 
     assert (desk.storage / "hunt" / "figures" / "pareto.png").stat().st_size > 10_000
     page = (desk.storage / "hunt" / "report.html").read_text()
@@ -161,7 +164,8 @@ def test_a_search_end_to_end(
     recorded = {run.name: run for run in runs(desk.tracker, "triaccel-searches")}
     parent = recorded.pop("hunt")
     baselines = {"hunt/fp32", "hunt/amp"}
-    assert set(recorded) == {*baselines, "probe", *(trial.name for trial in record.trials)}
+    repeats = {f"{name}-again" for name in record.repeats}
+    assert set(recorded) == {*baselines, *repeats, "probe", *(trial.name for trial in record.trials)}
     assert parent.status == "FINISHED"
     assert (parent.tags["best_trial"], parent.params["margin"]) == (best.name, f"{record.spec.margin:g}")
     assert "memory_headroom" in parent.tags or record.prepared.headroom_bytes is None

@@ -103,11 +103,19 @@ def test_a_search_that_goes_on_stays_one_tree(
     asked.write_text(json.dumps({**json.loads(asked.read_text()), "num_trials": 2}))  # as if stopped after the first
     assert desk.type("resume", "tree") == 0
 
-    trials = [trial.name for trial in read_search(desk.storage / "tree").trials]
+    record = read_search(desk.storage / "tree")
+    trials = [trial.name for trial in record.trials]
     assert len(trials) == 2
     tracker = Tracker(store, tmp_path / "artifacts")
     recorded = {run.name: run for run in runs(tracker, "foo")}
-    assert set(recorded) == {"tree", "tree/fp32", "tree/amp", "probe", *trials}
+    assert set(recorded) == {
+        "tree",
+        "tree/fp32",
+        "tree/amp",
+        "probe",
+        *trials,
+        *(f"{name}-again" for name in record.repeats),
+    }
     parent = recorded.pop("tree")
     assert {recorded[name].tags["mlflow.parentRunId"] for name in ("probe", *trials)} == {parent.id}
     assert tracker.client.get_experiment_by_name("triaccel-searches") is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -58,14 +59,17 @@ def useless_precisions(device_type: str, *, is_compiled: bool) -> Mapping[Precis
 def _emulated_precisions(device_type: str) -> Mapping[Precision, str]:
     """Returns the precisions without instructions of their own on a device, each with how that was found out.
 
-    A GPU is asked. A CPU is timed: forward and backward pass of a small convolution, the best of three, against FP32.
-    On an AMD EPYC with BF16 instructions and none for FP16, BF16 took 0.7 times and FP16 77 times as long as FP32.
+    A GPU is asked. A CPU is timed: forward and backward pass of a small convolution, the best of ten, against FP32, in
+    processor time, for other processes may hold the core. On an AMD EPYC with BF16 instructions and none for FP16, BF16
+    took 0.7 times and FP16 77 times as long as FP32.
     """
     if device_type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return {} if has_bf16 else {Precision.BF16: "this GPU has no BF16 instructions"}
-    base = _convolution_seconds(torch.float32)
-    ratios = {level: _convolution_seconds(DTYPES[level]) / base for level in (Precision.FP16, Precision.BF16)}
+    seconds = dict.fromkeys(Precision, math.inf)
+    for _ in range(10):  # in turn: a core's speed changes
+        seconds = {level: min(best, _convolution_seconds(DTYPES[level])) for level, best in seconds.items()}
+    ratios = {level: seconds[level] / seconds[Precision.FP32] for level in (Precision.FP16, Precision.BF16)}
     return {
         level: f"a convolution takes {ratio:.1f} times as long in {level.value} as in fp32 on this CPU"
         for level, ratio in ratios.items()
@@ -74,15 +78,12 @@ def _emulated_precisions(device_type: str) -> Mapping[Precision, str]:
 
 
 def _convolution_seconds(dtype: torch.dtype) -> float:
-    """Returns the least of three times that a convolution takes, forward and backward."""
+    """Returns the processor time that a convolution takes in this thread, forward and backward."""
     images = torch.ones(4, 32, 8, 8, dtype=dtype, requires_grad=True)
     weight = torch.ones(32, 32, 3, 3, dtype=dtype, requires_grad=True)
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        torch.autograd.grad(F.conv2d(images, weight, padding=1).float().sum(), (images, weight))
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    began = time.thread_time()
+    torch.autograd.grad(F.conv2d(images, weight, padding=1).float().sum(), (images, weight))
+    return time.thread_time() - began
 
 
 class _Region:

@@ -47,12 +47,15 @@ from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, 
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.search.search import (
     FOUND,
+    REPEATS,
     SEARCH,
     TRIALS,
     best_trial,
+    contenders,
     found_in,
     prepare,
     read_search,
+    to_be_repeated,
     tune_trials,
 )
 from triaccel_ray.service.search.spec import SearchSpec
@@ -227,6 +230,13 @@ def _search(spec: SearchSpec, context: Context) -> Outcome:
                 tune_trials(
                     spec, prepared, place, num_gpus=num_gpus, resume=context.resume, shared=shared, claim=log.claim
                 )
+            if todo := to_be_repeated(read_search(folder)):
+                title, again = f"{spec.base.task}: the best trial and the baselines again", place / REPEATS
+                with Progress(title, again.folder, goal=spec.base.goal):
+                    failed = run_all(todo, again, num_gpus=num_gpus, shared=shared, reuse_actors=True)
+                for error in failed.values():
+                    if not isinstance(error, RunFailedError):  # that is on record
+                        raise error
         record = read_search(folder)
         if (found := found_in(record)) is not None:
             write_value(folder / FOUND, found)
@@ -234,8 +244,8 @@ def _search(spec: SearchSpec, context: Context) -> Outcome:
         context.show(view)
         mistakes = [run for run in record.trials if run.end is not None and run.end.cause in MISTAKES]
         best = best_trial(record)
-        results = {} if best is None or best.end is None else best.end.results
-        log.append(_ending([run.name for run in mistakes], len(record.trials), results))
+        end = None if best is None else contenders(record)[best.name].end
+        log.append(_ending([run.name for run in mistakes], len(record.trials), {} if end is None else end.results))
     failures = []
     for run in mistakes:
         trace = f"; the traceback is in {run.folder / ERROR}" if (run.folder / ERROR).exists() else ""

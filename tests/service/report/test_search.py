@@ -26,7 +26,7 @@ from triaccel_ray.service.report.search import (
 from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import RunRecord
-from triaccel_ray.service.search.search import SearchRecord, best_trial, ranked, read_search
+from triaccel_ray.service.search.search import SearchRecord, best_trial, ranked, read_search, to_be_repeated
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 REFERENCE = (90.0, 90.0)
@@ -129,6 +129,33 @@ def test_the_better_one_of_the_baselines_is_named() -> None:
         assert recommendation(replace(record, baselines={**record.baselines, "fp32": run})).beaten_by == beaten_by
 
 
+def test_what_ran_once_more_decides() -> None:
+    record = search(91.0)
+    (trial,), baselines = record.trials, {name: record.baselines[name] for name in ("amp", "fp32")}
+    slow = replace(trial, epochs=tuple(replace(epoch, seconds=20.0) for epoch in trial.epochs))
+    assert recommendation(replace(record, repeats={"trial-000": slow})).beaten_by == ""  # the others are missing
+    repeated = replace(record, repeats={**baselines, "trial-000": slow})
+    advice = recommendation(repeated)
+    assert advice.sentence.startswith("The best trial, trial-000, scores 9.1, below AMP's 18: ")
+    assert advice.command == f"triaccel run --from {record.baselines['amp'].folder.absolute()}"
+    assert [row[0] for row in search_grid(repeated).rows][:3] == ["AMP again", "FP32 again", "trial-000 again"]
+    ring = next(each for each in outcomes(repeated) if each.label == "best: trial-000, score 9.1")
+    assert [point.seconds for point in ring.points] == [20.0]
+
+
+def test_short_runs_are_repeated_once() -> None:
+    record = search(91.0)
+    todo = to_be_repeated(record)
+    assert list(todo) == ["trial-000-again", "amp-again", "fp32-again"]
+    assert todo["amp-again"] == record.baselines["amp"].spec
+    done = replace(record, repeats={"amp": record.baselines["amp"]})
+    assert list(to_be_repeated(done)) == ["trial-000-again", "fp32-again"]
+    assert to_be_repeated(search(50.0)) == {}  # there is no best trial
+    amp = record.baselines["amp"]
+    long = replace(amp, epochs=tuple(replace(epoch, seconds=50.0) for epoch in amp.epochs))
+    assert to_be_repeated(replace(record, baselines={**record.baselines, "amp": long})) == {}
+
+
 def test_without_a_trial_within_the_margin_the_reason_is_said() -> None:
     failed = run_of("trial-001", num_epochs=0, status="failed")
     record = search(50.0)
@@ -186,7 +213,7 @@ def test_the_picture_of_outcomes_has_trials_the_best_and_baselines() -> None:
         "trial beyond the margin": [60.0],
         "trial": [91.0],
         "beaten by no other trial": [91.0],
-        "best score 18.2: good": [91.0],
+        "best: good, score 18.2": [91.0],
         "FP32": [90.0],
         "AMP": [90.0],
     }

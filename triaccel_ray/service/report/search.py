@@ -28,7 +28,7 @@ from triaccel_ray.service.report.tables import FIGURE_COLUMNS, STAR, Grid, figur
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.search.dimensions import dimensions
-from triaccel_ray.service.search.search import FOUND, TRIALS, SearchRecord, best_trial, found_in, ranked
+from triaccel_ray.service.search.search import FOUND, TRIALS, SearchRecord, best_trial, contenders, found_in, ranked
 from triaccel_ray.service.search.suggestions import quiet_optuna, trial_name
 from triaccel_ray.service.storage.layout import FIGURES
 
@@ -71,9 +71,8 @@ def view_search(record: SearchRecord) -> View:
     if found is not None:
         path = record.folder / FOUND
         shown.append(f"thresholds of the best trial, and what it takes to find them again: {path}")
-    runs = {f"baseline {name}": run for name, run in record.baselines.items()} | {
-        run.name: run for run in record.trials
-    }
+    runs = {f"baseline {name}": run for name, run in record.baselines.items()}
+    runs |= {run.name: run for run in (*record.trials, *record.repeats.values())}
     unwell = troubles(runs, missing_runs(record), record.damaged)
     rows = zip(grid.as_dicts(), grid.rows, strict=True)
     return View(
@@ -127,7 +126,9 @@ def search_grid(record: SearchRecord) -> Grid:
     done = sum(run.status in ("finished", "stopped") for run in record.trials)
     names = tuple(scale.name for scale in dimensions(spec.optional))
     header = ("run", "status", *names, "at epoch", objective.goal.heading, *FIGURE_COLUMNS)
-    rows = [_row(name.upper(), run, record) for name, run in record.baselines.items() if name != "probe"]
+    labels = {name: name.upper() for name in record.baselines if name != "probe"}
+    rows = [_row(f"{labels.get(name, name)} again", run, record) for name, run in record.repeats.items()]
+    rows += [_row(label, record.baselines[name], record) for name, label in labels.items()]
     rows += [_row(run.name, run, record) for _, run in ranked(record)]
     without = {run.name: run.status for run in record.trials if run.figures is None}
     without |= dict.fromkeys(record.damaged, "damaged")
@@ -139,6 +140,8 @@ def search_grid(record: SearchRecord) -> Grid:
             f"best: {objective.name}, among trials of {objective.limit_text} (AMP {amp}, margin "
             f"{objective.margin_text}); * behind AMP at the same epoch by more than the margin"
         )
+    if record.repeats:
+        notes.append("again: the best trial and the baselines once more, one right after another, to choose by")
     if any(run.status == "stopped" for run in record.trials):
         notes.append("stopped: pruned before its last epoch, hence ranked after all that finished")
     return Grid(
@@ -170,33 +173,33 @@ def missing_runs(record: SearchRecord) -> list[str]:
 
 def recommendation(record: SearchRecord) -> Recommendation:
     """Returns the best trial, or the baseline that beats it in what was maximised, with the command to train with."""
-    best, objective = best_trial(record), record.objective
-    if best is None or best.figures is None:
-        amp = _judged_baselines(record).get("amp")
-        if amp is None:
+    best, objective, compared = best_trial(record), record.objective, contenders(record)
+    if best is None or (figures := compared.pop(best.name).figures) is None:
+        if "amp" not in compared:
             return Recommendation(sentence=_why_none(record))
-        return Recommendation(
-            sentence=f"{_why_none(record)} Until then train with AMP:", command=to_repeat("run", amp[0].folder)
-        )
+        command = to_repeat("run", record.baselines["amp"].folder)
+        return Recommendation(sentence=f"{_why_none(record)} Until then train with AMP:", command=command)
     kind, goal = _ALIASES.get(objective.name, objective.name), objective.goal
     verb, say = _SAYS[kind]
-    figure = f"The best trial, {best.name}, {verb} {say(best.figures, goal)}"
-    others, value = [], objective.value(best.epochs[-1].epoch, best.figures)
-    better = None
-    for name, (run, figures) in _judged_baselines(record).items():
-        others.append(f"{name.upper()} {say(figures, goal)}")
-        if (baseline := objective.value(run.epochs[-1].epoch, figures)) > value:
-            value, better, said = baseline, run, say(figures, goal)
-    if better is None:
+    figure = f"The best trial, {best.name}, {verb} {say(figures, goal)}"
+    others, value = [], objective.value(best.epochs[-1].epoch, figures)
+    better = ""
+    for name, run in compared.items():
+        if (other := run.figures) is None:
+            continue
+        others.append(f"{name.upper()} {say(other, goal)}")
+        if (baseline := objective.value(run.epochs[-1].epoch, other)) > value:
+            value, better, said = baseline, name, say(other, goal)
+    if not better:
         beside = f" ({', '.join(others)})" if others else ""
         scales = dimensions(record.spec.optional)
         values = ", ".join(f"{scale.name} {scale.text(scale.value(best.spec.control))}" for scale in scales)
         sentence = f"{figure}{beside}. To train with its thresholds ({values}):"
         return Recommendation(sentence=sentence, command=to_repeat("run", best.folder), best=best)
-    name = better.spec.method.upper()
+    name, folder = better.upper(), record.baselines[better].folder
     relation = "above" if kind in ("time", "memory") or (kind == "metric" and not goal.maximize) else "below"
     sentence = f"{figure}, {relation} {name}'s {said}: on this task and hardware train with {name}."
-    return Recommendation(sentence=sentence, command=to_repeat("run", better.folder), best=best, beaten_by=name)
+    return Recommendation(sentence=sentence, command=to_repeat("run", folder), best=best, beaten_by=name)
 
 
 def _why_none(record: SearchRecord) -> str:
@@ -264,15 +267,14 @@ def importance(record: SearchRecord) -> str:
 
 
 def outcomes(record: SearchRecord) -> list[Series]:
-    """Returns what was judged at the end of its training: trials, those that none beats, the best score, baselines."""
+    """Returns what was judged at the end of its training: trials, those that none beats, the best, baselines."""
     good: list[Figures] = []
     poor: list[Figures] = []
-    names = {}
-    for run in record.trials:
+    best, compared = best_trial(record), contenders(record)
+    for run in (compared.get(trial.name, trial) for trial in record.trials):
         if run.figures is not None and run.status == "finished":
             is_feasible = record.objective.shortfall(run.epochs[-1].epoch, run.figures.metric) == 0.0
             (good if is_feasible else poor).append(run.figures)
-            names[run.figures] = run.name
     hollow = {"marker": "o", "markerfacecolor": "none"}
     dot = {"marker": "o", "color": BLUE, "alpha": 0.55}
     joined = {"marker": "o", "color": NAVY, "linestyle": "-", "linewidth": 1.6, "drawstyle": "steps-post"}
@@ -281,21 +283,15 @@ def outcomes(record: SearchRecord) -> list[Series]:
         Series(label="trial", points=good, look=dot),
         Series(label="beaten by no other trial", points=good, look=joined, is_front=True),
     ]
-    if good:
-        best = max(good, key=lambda figures: figures.score)
+    if best is not None and (figures := compared.pop(best.name).figures) is not None:
         ring = {**hollow, "color": NAVY, "markersize": 14.0, "markeredgewidth": 1.6}
-        series.append(Series(label=f"best score {best.score:.4g}: {names[best]}", points=[best], look=ring))
-    for method, baseline in _judged_baselines(record).items():
+        series.append(Series(label=f"best: {best.name}, score {figures.score:.4g}", points=[figures], look=ring))
+    for method, baseline in compared.items():
         marker, colour = METHOD_LOOKS[method]
         look = {"marker": marker, "color": colour, "markersize": 9.0, "markeredgecolor": "white"}
-        series.append(Series(label=method.upper(), points=[baseline[1]], look=look))
+        points = [] if baseline.figures is None else [baseline.figures]
+        series.append(Series(label=method.upper(), points=points, look=look))
     return [each for each in series if each.points]
-
-
-def _judged_baselines(record: SearchRecord) -> dict[str, tuple[RunRecord, Figures]]:
-    """Returns AMP and FP32 with their figures, as far as they finished."""
-    runs = {name: record.baselines[name] for name in ("amp", "fp32") if name in record.baselines}
-    return {name: (run, run.figures) for name, run in runs.items() if run.status == "finished" and run.figures}
 
 
 def _curves(record: SearchRecord, best: RunRecord | None) -> list[Curve]:

@@ -48,13 +48,19 @@ _TUNE_SETTINGS = {
 
 
 def run_all(
-    specs: Mapping[str, RunSpec], root: StoragePath, *, num_gpus: float, shared: SharedSplits | None = None
+    specs: Mapping[str, RunSpec],
+    root: StoragePath,
+    *,
+    num_gpus: float,
+    shared: SharedSplits | None = None,
+    reuse_actors: bool = False,
 ) -> dict[str, Exception]:
     """Trains every run, from its checkpoint where it has begun, and returns how those that failed did, by name.
 
     That is a RunFailedError for a run that had begun, what was raised for one that had not, and StoreError as it is.
 
-    Each run has the place `root / name`, a process of its own, and its samples from `shared` where given.
+    Each run has the place `root / name`, its samples from `shared` where given, and a process of its own unless
+    `reuse_actors`.
 
     Raises:
         DiskFullError, TakenOverError, KeyboardInterrupt: see `fit`.
@@ -63,7 +69,8 @@ def run_all(
         return {}
     by_name = dict(specs)
     context = RunContext(place=root, spec_of=lambda config: by_name[config[NAME]], shared=shared)
-    outcomes = fit(context, tune.TuneConfig(), num_gpus=num_gpus, space={NAME: tune.grid_search(list(by_name))})
+    config = tune.TuneConfig(reuse_actors=reuse_actors)
+    outcomes = fit(context, config, num_gpus=num_gpus, space={NAME: tune.grid_search(list(by_name))})
     failures = {name: _failure(root / name, outcome) for name, outcome in outcomes.items()}
     return {name: error for name, error in failures.items() if error is not None}
 

@@ -1,4 +1,4 @@
-"""A search for thresholds: baselines and probe first, then Ray Tune over the space, judged on validation samples."""
+"""A search for thresholds: baselines and probe, then Ray Tune over the space, then the best beside the baselines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import optuna
 from ray import tune
@@ -35,10 +35,14 @@ _WAY_OUT = "restore it, or begin a new search"
 SEARCH = "search.json"
 PREPARED = "prepared.json"
 TRIALS = "trials"
+_AGAIN = "-again"
 JOURNAL = "trials.jsonl"
+REPEATS = "repeats"
 FOUND = "found.json"
 PROBE_EPOCHS = 10
 """The probe trains for half of the run's epochs, for this many at most: variances fall over time."""
+REPEATED_BELOW_S = 60.0
+"""Runs that train for less are repeated before they are compared: they differ by less than machines do in a minute."""
 MIN_HEADROOM_BYTES = 64 * 2**20
 """Below this the noise of a resident set would decide about batch sizes."""
 
@@ -64,6 +68,8 @@ class SearchRecord:
     trials: tuple[RunRecord, ...] = ()
     damaged: Mapping[str, str] = field(default_factory=dict)
     """Name of a trial whose log or spec cannot be read -> what is wrong with it."""
+    repeats: Mapping[str, RunRecord] = field(default_factory=dict)
+    """Name of the best trial or of a baseline -> that run once more, one right after another."""
 
     @property
     def objective(self) -> Objective:
@@ -91,7 +97,7 @@ def prepare(spec: SearchSpec, place: StoragePath, *, num_gpus: float, shared: Sh
     if spec.space == "thresholds":
         epochs = min(-(-base.recipe.epochs // 2), PROBE_EPOCHS)
         specs["probe"] = replace(base, method="probe", recipe=replace(base.recipe, epochs=epochs))
-    done = {name: run for name in specs if (run := _finished(folder / BASELINES / name)) is not None}
+    done = {name: run for name in specs if is_finished(run := read_if_begun(folder / BASELINES / name))}
     missing = {name: each for name, each in specs.items() if name not in done}
     for error in run_all(missing, place / BASELINES, num_gpus=num_gpus, shared=shared).values():
         raise error
@@ -150,10 +156,12 @@ def read_search(folder: Path) -> SearchRecord:
     if not (folder / SEARCH).exists():
         raise LogError(f"folder {folder} holds no search ({SEARCH} is missing)")
     baselines = {name: run for name in ("fp32", "amp", "probe") if (run := read_if_begun(folder / BASELINES / name))}
-    trials, damaged = [], {}
-    for path in sorted((folder / TRIALS).glob("*")):
+    runs: dict[str, dict[str, RunRecord]] = {TRIALS: {}, REPEATS: {}}
+    damaged = {}
+    for path in sorted(path for kind in runs for path in (folder / kind).glob("*")):
         try:
-            trials += [run] if (run := read_if_begun(path)) else []
+            if run := read_if_begun(path):
+                runs[path.parent.name][path.name.removesuffix(_AGAIN)] = run
         except LogError as error:
             damaged[path.name] = str(error)
     return SearchRecord(
@@ -161,8 +169,9 @@ def read_search(folder: Path) -> SearchRecord:
         spec=read_value(SearchSpec, folder / SEARCH, _WAY_OUT),
         prepared=read_value(Prepared, folder / PREPARED, _WAY_OUT) if (folder / PREPARED).exists() else None,
         baselines=baselines,
-        trials=tuple(trials),
+        trials=tuple(runs[TRIALS].values()),
         damaged=damaged,
+        repeats=runs[REPEATS],
     )
 
 
@@ -181,10 +190,33 @@ def best_trial(record: SearchRecord) -> RunRecord | None:
     return next((run for value, run in ranked(record) if value > 0 and run.status == "finished"), None)
 
 
+def contenders(record: SearchRecord) -> dict[str, RunRecord]:
+    """Returns the best trial, first and where there is one, and the baselines that finished, by name.
+
+    That is, their repeats where all have finished: figures of one minute can be compared.
+    """
+    best = best_trial(record)
+    first = {} if best is None else {best.name: best}
+    first |= {name: run for name in ("amp", "fp32") if is_finished(run := record.baselines.get(name))}
+    again = {name: run for name in first if is_finished(run := record.repeats.get(name))}
+    return again if again.keys() == first.keys() else first
+
+
+def to_be_repeated(record: SearchRecord) -> dict[str, RunSpec]:
+    """Returns the best trial and the baselines, by the names of their repeats, as far as these are wanted and missing.
+
+    The baselines are timed before all trials, and what else a machine does meanwhile decides between short runs.
+    """
+    runs = {} if best_trial(record) is None else contenders(record)
+    if any(sum(epoch.seconds for epoch in run.epochs) > REPEATED_BELOW_S for run in runs.values()):
+        return {}
+    return {f"{name}{_AGAIN}": run.spec for name, run in runs.items() if not is_finished(record.repeats.get(name))}
+
+
 def found_in(record: SearchRecord) -> TunedThresholds | None:
     """Returns the best thresholds of a search; None while no trial that ran to its end is within the margin."""
-    best, amp = best_trial(record), record.baselines.get("amp")
-    if best is None or amp is None or record.prepared is None:
+    best, compared = best_trial(record), contenders(record)
+    if best is None or "amp" not in compared or record.prepared is None:
         return None
     control, searched = best.spec.control, record.spec.optional
     batch, curvature = control.batch, control.curvature
@@ -204,8 +236,8 @@ def found_in(record: SearchRecord) -> TunedThresholds | None:
         batch={"rho_low": batch.rho_low, "rho_high": batch.rho_high, **(steps if "batch_steps" in searched else {})},
         curvature={name: getattr(curvature, name) for name in ("alpha", "tau_curv") if name in searched},
         every_steps=control.every_steps if "t_ctrl" in searched else None,
-        amp=_result(amp),
-        best=_result(best),
+        amp=_result(compared["amp"]),
+        best=_result(compared[best.name]),
         trials_per_gpu=best.spec.trials_per_gpu,
     )
 
@@ -296,6 +328,6 @@ def _sampler(spec: SearchSpec, number: int) -> optuna.samplers.BaseSampler:
     )
 
 
-def _finished(folder: Path) -> RunRecord | None:
-    run = read_if_begun(folder)
-    return run if run is not None and run.status == "finished" else None
+def is_finished(run: RunRecord | None) -> TypeGuard[RunRecord]:
+    """Returns whether there is a run, and it has come to its end."""
+    return run is not None and run.status == "finished"
