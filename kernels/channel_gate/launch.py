@@ -1,0 +1,111 @@
+"""The kernels as two differentiable functions that share one backward pass over memory."""
+
+# mypy: disable-error-code="no-untyped-call"
+# (torch.autograd.Function.apply has no types)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from triaccel_ray.kernels.batch_norm_act.launch import Matrix
+from triaccel_ray.kernels.batch_norm_act.tiling import APPLYING, REDUCING
+from triaccel_ray.kernels.channel_gate import triton as kernels
+
+
+@dataclass(kw_only=True, eq=False)
+class _Link:
+    """What the two functions of one forward pass know of each other."""
+
+    gate: Tensor | None = None
+    """Of the multiplication, once there was one."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pooled:
+    """A tensor between `pool` and `multiply`."""
+
+    x: Tensor
+    """Over the memory of the pooled tensor. Any operation may read it; none may write to it."""
+    _link: _Link
+
+
+def pool(x: Tensor) -> tuple[Tensor, Pooled]:
+    """Returns the mean of x over its pixels, [n, c, 1, 1] in x's dtype, and x for a later `multiply`.
+
+    Sums are float32, in a fixed order: equal inputs give equal bits. The gradient of x is written once, for both
+    readers together, where autograd would write one for each and then their sum. No double backward.
+
+    Args:
+        x: [n, c, h, w], float32, float16 or bfloat16, channels_last memory on a GPU; n at most 65535.
+    """
+    link = _Link()
+    mean, alias = _Pool.apply(x, link)
+    return mean, Pooled(x=alias, _link=link)
+
+
+def multiply(pooled: Pooled, gate: Tensor) -> Tensor:
+    """Returns x gate, in the dtype that both promote to; to be called once.
+
+    Kept for the backward pass are x and gate. The gradient of gate is summed in float32.
+
+    Args:
+        pooled: x, from `pool`.
+        gate: [n, c, 1, 1], float32, float16 or bfloat16.
+    """
+    y: Tensor = _Multiply.apply(pooled.x, gate, pooled._link)
+    return y
+
+
+class _Pool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, link: _Link) -> tuple[Tensor, Tensor]:
+        ctx.link, ctx.shape, ctx.dtype, ctx.share = link, x.shape, x.dtype, 1.0 / x.shape[2:].numel()
+        ctx.set_materialize_grads(False)
+        return _sums(x, None, x.dtype, ctx.share), x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dmean: Tensor | None, dy: Tensor | None) -> Any:
+        if dy is None:
+            return None if dmean is None else (dmean * ctx.share).expand(ctx.shape), None
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        return _scaled(dy, ctx.link.gate, dmean, ctx.dtype, ctx.share), None
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, link: _Link) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        link.gate = gate.detach()
+        return _scaled(x, gate, None, torch.promote_types(x.dtype, gate.dtype), 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, gate = ctx.saved_tensors
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        return dy, _sums(dy, x, gate.dtype, 1.0) if ctx.needs_input_grad[1] else None, None  # _Pool multiplies by gate
+
+
+def _sums(x: Tensor, factor: Tensor | None, dtype: torch.dtype, share: float) -> Tensor:
+    """Returns `share` times the sums of x, or of x factor, over pixels: [n, c, 1, 1], channels_last."""
+    n, c = x.shape[:2]
+    matrix = Matrix(x, n)
+    is_whole = matrix.num_parts == 1
+    out = torch.empty(matrix.num_parts, n, c, dtype=dtype if is_whole else torch.float32, device=x.device)
+    matrix.start(kernels.sums, REDUCING, x, factor, out, share)
+    total = out[0] if is_whole else out.sum(0).to(dtype)
+    return total.view(n, 1, 1, c).permute(0, 3, 1, 2)
+
+
+def _scaled(x: Tensor, gate: Tensor | None, offset: Tensor | None, dtype: torch.dtype, share: float) -> Tensor:
+    """Returns x gate + share offset: [n, c, h, w], channels_last."""
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.channels_last)
+    rows = [None if tensor is None else tensor.flatten(1).contiguous() for tensor in (gate, offset)]
+    Matrix(x, len(x)).start(kernels.scale, APPLYING, x, *rows, y, share)
+    return y
