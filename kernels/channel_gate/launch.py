@@ -96,11 +96,13 @@ def _sums(x: Tensor, factor: Tensor | None, dtype: torch.dtype, share: float) ->
     """Returns `share` times the sums of x, or of x factor, over pixels: [n, c, 1, 1], channels_last."""
     n, c = x.shape[:2]
     matrix = Matrix(x, n)
-    is_whole = matrix.num_parts == 1
-    out = torch.empty(matrix.num_parts, n, c, dtype=dtype if is_whole else torch.float32, device=x.device)
-    matrix.start(kernels.sums, REDUCING, x, factor, out, share)
-    total = out[0] if is_whole else out.sum(0).to(dtype)
-    return total.view(n, 1, 1, c).permute(0, 3, 1, 2)
+    total = torch.empty(n, c, 1, 1, dtype=dtype, device=x.device, memory_format=torch.channels_last)
+    if matrix.num_parts == 1:
+        matrix.start(kernels.sums, REDUCING, x, factor, total, share)
+        return total
+    partials = torch.empty(matrix.num_parts, n, c, dtype=torch.float32, device=x.device)
+    matrix.start(kernels.sums, REDUCING, x, factor, partials, share)
+    return total.copy_(partials.sum(0)[:, :, None, None])
 
 
 def _scaled(x: Tensor, gate: Tensor | None, offset: Tensor | None, dtype: torch.dtype, share: float) -> Tensor:
