@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,54 +16,44 @@ from triaccel_ray.kernels.batch_norm_act.tiling import APPLYING, REDUCING
 from triaccel_ray.kernels.channel_gate import triton as kernels
 
 
-@dataclass(kw_only=True, eq=False)
-class _Link:
-    """What the two functions of one forward pass know of each other."""
-
-    gate: Tensor | None = None
-    """Of the multiplication, once there was one."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Pooled:
+class Pooled(NamedTuple):
     """A tensor between `pool` and `multiply`."""
 
     x: Tensor
-    """Over the memory of the pooled tensor. Any operation may read it; none may write to it."""
-    _link: _Link
+    """Over the memory of the pooled tensor: to be read only."""
+    gates: list[Tensor]
+    """That of `multiply`, once it was called, for the backward pass of `pool`."""
 
 
 def pool(x: Tensor) -> tuple[Tensor, Pooled]:
     """Returns the mean of x over its pixels, [n, c, 1, 1] in x's dtype, and x for a later `multiply`.
 
-    Sums are float32, in a fixed order: equal inputs give equal bits. The gradient of x is written once, for both
-    readers together, where autograd would write one for each and then their sum. No double backward.
+    Sums are float32, in a fixed order: equal inputs give equal bits. The gradient of x is written once for both
+    readers, where autograd writes one for each and then their sum. No double backward.
 
     Args:
-        x: [n, c, h, w], float32, float16 or bfloat16, channels_last memory on a GPU; n at most 65535.
+        x: [n, c, h, w], float32, float16 or bfloat16, channels_last memory; n at most 65535.
     """
-    link = _Link()
-    mean, alias = _Pool.apply(x, link)
-    return mean, Pooled(x=alias, _link=link)
+    gates: list[Tensor] = []
+    mean, alias = _Pool.apply(x, gates)
+    return mean, Pooled(alias, gates)
 
 
 def multiply(pooled: Pooled, gate: Tensor) -> Tensor:
-    """Returns x gate, in the dtype that both promote to; to be called once.
-
-    Kept for the backward pass are x and gate. The gradient of gate is summed in float32.
+    """Returns x gate, in the dtype that both promote to; to be called at most once.
 
     Args:
-        pooled: x, from `pool`.
-        gate: [n, c, 1, 1], float32, float16 or bfloat16.
+        pooled: x, from `pool`; kept for the backward pass, as is gate.
+        gate: [n, c, 1, 1], float32, float16 or bfloat16; its gradient is summed in float32.
     """
-    y: Tensor = _Multiply.apply(pooled.x, gate, pooled._link)
+    y: Tensor = _Multiply.apply(*pooled, gate)
     return y
 
 
 class _Pool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, link: _Link) -> tuple[Tensor, Tensor]:
-        ctx.link, ctx.shape, ctx.dtype, ctx.share = link, x.shape, x.dtype, 1.0 / x.shape[2:].numel()
+    def forward(ctx: Any, x: Tensor, gates: list[Tensor]) -> tuple[Tensor, Tensor]:
+        ctx.gates, ctx.shape, ctx.dtype, ctx.share = gates, x.shape, x.dtype, 1.0 / x.shape[2:].numel()
         ctx.set_materialize_grads(False)
         return _sums(x, None, x.dtype, ctx.share), x.view_as(x)
 
@@ -74,14 +63,14 @@ class _Pool(torch.autograd.Function):
         if dy is None:
             return None if dmean is None else (dmean * ctx.share).expand(ctx.shape), None
         dy = dy.contiguous(memory_format=torch.channels_last)
-        return _scaled(dy, ctx.link.gate, dmean, ctx.dtype, ctx.share), None
+        return _scaled(dy, ctx.gates[0] if ctx.gates else None, dmean, ctx.dtype, ctx.share), None
 
 
 class _Multiply(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, link: _Link) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gates: list[Tensor], gate: Tensor) -> Tensor:
         ctx.save_for_backward(x, gate)
-        link.gate = gate.detach()
+        gates.append(gate.detach())  # with its history it would keep itself alive
         return _scaled(x, gate, None, torch.promote_types(x.dtype, gate.dtype), 0.0)
 
     @staticmethod
@@ -89,7 +78,7 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, gate = ctx.saved_tensors
         dy = dy.contiguous(memory_format=torch.channels_last)
-        return dy, _sums(dy, x, gate.dtype, 1.0) if ctx.needs_input_grad[1] else None, None  # _Pool multiplies by gate
+        return dy, None, _sums(dy, x, gate.dtype, 1.0) if ctx.needs_input_grad[2] else None  # `_Pool` scales dy
 
 
 def _sums(x: Tensor, factor: Tensor | None, dtype: torch.dtype, share: float) -> Tensor:

@@ -171,16 +171,16 @@ class _Rewriting:
         gate = find_gate(call, self._module)
         if gate is None:
             return
-        pool, multiply = self._add("pool", gate.pool), self._add("multiply", Multiply())
+        mean, pool, product, factor = gate
         with self._graph.inserting_after(call):
-            pooled = self._graph.create_node("call_module", pool, (call,), {})
+            pooled = self._graph.create_node("call_module", self._add("pool", pool), (call,))
         with self._graph.inserting_after(pooled):
-            mean = self._graph.call_function(operator.getitem, (pooled, 0))
+            fused_mean = self._graph.call_function(operator.getitem, (pooled, 0))
             x = self._graph.call_function(operator.getitem, (pooled, 1))
-        with self._graph.inserting_after(gate.product):
-            product = self._graph.create_node("call_module", multiply, (x, gate.factor), {})
-        for node, fused in ((gate.product, product), (gate.mean, mean)):
-            node.replace_all_uses_with(fused)
+        with self._graph.inserting_after(product):
+            fused = self._graph.create_node("call_module", self._add("multiply", Multiply()), (x, factor))
+        for node, replacement in ((product, fused), (mean, fused_mean)):
+            node.replace_all_uses_with(replacement)
             self._graph.erase_node(node)
 
     def in_order(self, calls: Collection[fx.Node]) -> list[fx.Node]:
