@@ -49,6 +49,7 @@ FUSED: dict[str, Callable[[Gate, Tensor], Tensor]] = {
     "view": _senet,
     "linear": _linear,
     "by shape": lambda gate, x: x * gate.linear(gate.pool(x).flatten(1)).view(x.shape[0], 4, 1, 1),
+    "mean itself": lambda gate, x: x * x.mean((-1, -2), keepdim=True),
     "one per sample": lambda gate, x: x * gate.fc(gate.pool(x))[:, :1],  # no kernel for this product
     "one per pixel": lambda gate, x: x * gate.fc(gate.pool(x)).expand(-1, -1, 6, 6),
 }
@@ -107,7 +108,7 @@ def test_gates_in_all_spellings(name: str, inline: bool, monkeypatch: pytest.Mon
         assert same(_step(fusion.module, model, IMAGES), _step(twin, twin, IMAGES))
         assert passed_on.pop()
         monkeypatch.setattr(fused_gate, "kernel_reads", lambda value: True)  # through the interpreter
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         steps = _step(fusion.module, model, IMAGES), _step(twin, twin, IMAGES)
     for actual, expected in zip(*steps, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)

@@ -57,8 +57,9 @@ class Fusion:
     def holds(self) -> bool:
         """Returns whether `module` still stands for the model.
 
-        It does not once a module that holds batch normalisations has been given hooks or switched between training and
-        evaluation mode: trace again, or run the model. Norms, activations and layers may change at any time.
+        It does not once a module that holds batch normalisations or a fused gate has been given hooks or switched
+        between training and evaluation mode: trace again, or run the model. Norms, activations and layers may change
+        at any time.
         """
         return self._trace.holds()
 
@@ -127,7 +128,7 @@ class _Rewriting:
         self._leaves = {id(module) for module in leaves}
         self._norms: dict[str, FusedNorm] = {}
         self._others: dict[str, nn.Module] = {}
-        """Made like the norms: layers spared their input, pools and products."""
+        """What else takes the place of calls: layers spared their input, `Pool` and `Multiply`."""
 
     def chains(self) -> Iterator[_Chain]:
         """Yields the chains, later norms first: they take the sums."""
