@@ -101,12 +101,13 @@ class _BatchNormAct(torch.autograd.Function):
 class Matrix:
     """The pixels and channels of x, divided among programs: what launches on tensors of this shape have in common."""
 
-    def __init__(self, x: Tensor) -> None:
-        """Divides a tensor [n, c, h, w] in channels_last memory."""
+    def __init__(self, x: Tensor, num_matrices: int = 1) -> None:
+        """Divides a tensor [n, c, h, w] in channels_last memory into so many matrices of rows, each among programs."""
         self._x = x
         self._num_channels = x.shape[1]
         self._unit = math.gcd(self._num_channels, 8)
-        self._num_rows = x.numel() // self._num_channels
+        self._num_matrices = num_matrices
+        self._num_rows = x.numel() // self._num_channels // num_matrices
         self._reducing = self._tiling(REDUCING)
         early = _can_start_early(x.device)
         # Fusion of multiply-adds is asked for because Triton warns of its default, which 3.10 turns off.
@@ -116,7 +117,7 @@ class Matrix:
         """Returns the channels' mean and reciprocal standard deviation, fp32 [C]; updates the running statistics."""
         partials, running = self._partials(), call.running
         mean, rstd = self._per_channel(), self._per_channel()
-        self._start(kernels.statistics, self._reducing, REDUCING, self._x, partials)
+        self.start(kernels.statistics, REDUCING, self._x, partials)
         self._finish(
             kernels.finish_statistics, partials, mean, rstd, running.mean, running.var, running.num_batches,
             tile_rows=self._reducing.block_rows, num_rows=self._num_rows, momentum=running.momentum, eps=call.eps,
@@ -128,30 +129,36 @@ class Matrix:
     ) -> tuple[Tensor, Tensor]:
         """Returns the gradients of weight and bias, fp32 [C]."""
         partials, dweight, dbias = self._partials(), self._per_channel(), self._per_channel()
-        self._start(
-            kernels.gradient_sums, self._reducing, REDUCING, *tensors, partials, *per_channel, ACTIVATION=activation
-        )
+        self.start(kernels.gradient_sums, REDUCING, *tensors, partials, *per_channel, ACTIVATION=activation)
         self._finish(kernels.finish_sums, partials, dweight, dbias)
         return dweight, dbias
+
+    @property
+    def num_parts(self) -> int:
+        """Programs among which a reduction divides a matrix's rows: as many partial results."""
+        return self._reducing.num_parts
 
     def apply(self, kernel: Any, *tensors: Tensor | None, activation: Activation) -> None:
         """Launches a kernel that writes tensors of the shape of x."""
         shape = APPLYING_EXPONENTIALS if activation == "silu" else APPLYING
-        self._start(kernel, self._tiling(shape), shape, *tensors, ACTIVATION=activation)
+        self.start(kernel, shape, *tensors, ACTIVATION=activation)
 
     def _per_channel(self) -> Tensor:
         return torch.empty(self._num_channels, dtype=torch.float32, device=self._x.device)
 
     def _partials(self) -> Tensor:
-        shape = (2, self._reducing.num_parts, self._num_channels)
+        shape = (2, self.num_parts, self._num_channels)
         return torch.empty(shape, dtype=torch.float32, device=self._x.device)
 
     def _tiling(self, shape: Shape) -> Tiling:
-        return tiling(self._num_rows, self._num_channels, shape, _num_multiprocessors(self._x.device))
+        share = -(-_num_multiprocessors(self._x.device) // self._num_matrices)
+        return tiling(self._num_rows, self._num_channels, shape, share)
 
-    def _start(self, kernel: Any, tiles: Tiling, shape: Shape, *tensors: Tensor | None, **constants: Any) -> None:
+    def start(self, kernel: Any, shape: Shape, *tensors: Tensor | float | None, **constants: Any) -> None:
+        """Launches a kernel, the matrices along the grid's third axis."""
+        tiles = self._tiling(shape)
         with torch.cuda.device_of(self._x):  # triton launches on the current device, whatever the tensors'
-            kernel[tiles.grid](
+            kernel[(*tiles.grid, self._num_matrices)](
                 *tensors,
                 num_rows=self._num_rows,
                 channel_units=self._num_channels // self._unit,
@@ -168,7 +175,7 @@ class Matrix:
         with torch.cuda.device_of(self._x):
             kernel[(-(-self._num_channels // _FINISHING_CHANNELS),)](
                 *tensors,
-                num_parts=self._reducing.num_parts,
+                num_parts=self.num_parts,
                 channel_units=self._num_channels // self._unit,
                 UNIT=self._unit,
                 BLOCK_PARTS=_FINISHING_PARTS,

@@ -22,7 +22,7 @@ _RUNTIME = ["num_rows", "channel_units", "num_parts", "tile_rows"]
 
 
 @triton.jit
-def _channel_block(channel_units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+def channel_block(channel_units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
     """Returns the number of channels, this program's channels int32 [BLOCK], and which of them exist.
 
     As a product with a constant the number is known to be divisible, which makes 16-byte accesses possible.
@@ -33,7 +33,7 @@ def _channel_block(channel_units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _wait(EARLY: tl.constexpr):
+def wait(EARLY: tl.constexpr):
     """Waits for the kernels before this one, all that they wrote included, when it was started ahead of their end."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -81,8 +81,8 @@ def statistics(
     values, so it is at most sqrt(n) standard deviations from the mean of all, and rounding errors grow by less than a
     factor of n, tens to hundreds, whatever the data. Lanes are combined after Chan, Golub, LeVeque 1983, equation 2.1.
     """
-    _wait(EARLY)
-    channels, columns, exists = _channel_block(channel_units, UNIT, BLOCK_CHANNELS)
+    wait(EARLY)
+    channels, columns, exists = channel_block(channel_units, UNIT, BLOCK_CHANNELS)
     local = tl.arange(0, BLOCK_ROWS)
     offsets = local[:, None] * channels + columns[None, :]
     stride = channels.to(tl.int64)
@@ -121,8 +121,8 @@ def finish_statistics(
     Deviations are taken from the first part's mean: as in `statistics`, rounding errors grow by less than a factor of
     the number of parts.
     """
-    _wait(EARLY)
-    channels, columns, exists = _channel_block(channel_units, UNIT, BLOCK_CHANNELS)
+    wait(EARLY)
+    channels, columns, exists = channel_block(channel_units, UNIT, BLOCK_CHANNELS)
     local = tl.arange(0, BLOCK_PARTS)
     total = tl.zeros([BLOCK_PARTS, BLOCK_CHANNELS], dtype=tl.float32)
     squares = tl.zeros([BLOCK_PARTS, BLOCK_CHANNELS], dtype=tl.float32)
@@ -162,8 +162,8 @@ def normalise(
     UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Writes y = activation((x - mean) rstd weight + bias + residual)."""
-    _wait(EARLY)
-    channels, columns, exists = _channel_block(channel_units, UNIT, BLOCK_CHANNELS)
+    wait(EARLY)
+    channels, columns, exists = channel_block(channel_units, UNIT, BLOCK_CHANNELS)
     shift = tl.load(mean + columns, mask=exists, other=0.0)[None, :]
     inverse = tl.load(rstd + columns, mask=exists, other=0.0)
     scale = (inverse * tl.load(weight + columns, mask=exists, other=0.0).to(tl.float32))[None, :]
@@ -192,8 +192,8 @@ def gradient_sums(
     dz is the gradient before the activation, of dy plus `dy_fork`. `kept` is the output for ReLU with a residual, the
     residual for other activations.
     """
-    _wait(EARLY)
-    channels, columns, exists = _channel_block(channel_units, UNIT, BLOCK_CHANNELS)
+    wait(EARLY)
+    channels, columns, exists = channel_block(channel_units, UNIT, BLOCK_CHANNELS)
     shift = tl.load(mean + columns, mask=exists, other=0.0)[None, :]
     inverse = tl.load(rstd + columns, mask=exists, other=0.0)
     scale = (inverse * tl.load(weight + columns, mask=exists, other=0.0).to(tl.float32))[None, :]
@@ -227,8 +227,8 @@ def finish_sums(
     EARLY: tl.constexpr, UNIT: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Writes dbias = sum dz and dweight = sum dz (x - mean) rstd over all rows, fp32 [C]."""
-    _wait(EARLY)
-    channels, columns, exists = _channel_block(channel_units, UNIT, BLOCK_CHANNELS)
+    wait(EARLY)
+    channels, columns, exists = channel_block(channel_units, UNIT, BLOCK_CHANNELS)
     local = tl.arange(0, BLOCK_PARTS)
     total = tl.zeros([BLOCK_PARTS, BLOCK_CHANNELS], dtype=tl.float32)
     moment = tl.zeros([BLOCK_PARTS, BLOCK_CHANNELS], dtype=tl.float32)
@@ -249,8 +249,8 @@ def gradient(
     UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Writes dx = weight rstd (dz - dbias / R - (x - mean) rstd dweight / R), and dz as `dresidual` if wanted."""
-    _wait(EARLY)
-    channels, columns, exists = _channel_block(channel_units, UNIT, BLOCK_CHANNELS)
+    wait(EARLY)
+    channels, columns, exists = channel_block(channel_units, UNIT, BLOCK_CHANNELS)
     shift = tl.load(mean + columns, mask=exists, other=0.0)[None, :]
     inverse = tl.load(rstd + columns, mask=exists, other=0.0)
     scale = (inverse * tl.load(weight + columns, mask=exists, other=0.0).to(tl.float32))[None, :]

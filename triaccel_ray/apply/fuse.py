@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from triaccel_ray.apply.fused_gate import Multiply, find_gate, gates_of
 from triaccel_ray.apply.fused_norm import FusedNorm, RecomputedInput
 from triaccel_ray.apply.trace import INPLACE_OPERATORS, Refusal, Trace, is_plain, trace
 from triaccel_ray.kernels.batch_norm_act.reference import Activation
@@ -56,8 +57,9 @@ class Fusion:
     def holds(self) -> bool:
         """Returns whether `module` still stands for the model.
 
-        It does not once a module that holds batch normalisations has been given hooks or switched between training and
-        evaluation mode: trace again, or run the model. Norms, activations and layers may change at any time.
+        It does not once a module that holds batch normalisations or a fused gate has been given hooks or switched
+        between training and evaluation mode: trace again, or run the model. Norms, activations and layers may change
+        at any time.
         """
         return self._trace.holds()
 
@@ -92,7 +94,9 @@ def fuse(model: nn.Module, leaves: Collection[nn.Module], *, recompute: bool = T
     `leaves`, the control loop's layers, are called as they are, hooks and replaced forward functions included. The
     model is not changed. A chain ends before a value that is read twice, before an operation that writes into another
     tensor, and before an activation other than ReLU of a sum. Where both summands end in norms, the later one takes
-    the sum. Outputs that are read twice are forked where possible: the gradients are then added by the kernel.
+    the sum. Outputs that are read twice are forked where possible: the gradients are then added by the kernel. An
+    output that is multiplied by a gate made from its mean, as in squeeze-and-excitation, is read by a `Pool` and a
+    `Multiply`.
 
     Refused are models whose graph, read once, would not compute the same: with data-dependent control flow, hooks on
     the model itself, optional or variable arguments, context managers inside, tensors or random numbers made in
@@ -100,7 +104,7 @@ def fuse(model: nn.Module, leaves: Collection[nn.Module], *, recompute: bool = T
 
     With `recompute`, layers that alone read a norm's output do not keep it for the backward pass (`RecomputedInput`).
     """
-    traced = trace(model, leaves)
+    traced = trace(model, leaves, opened=gates_of(model, leaves))
     if isinstance(traced, Refusal):
         return traced
     rewriting = _Rewriting(model, traced.graph, leaves)
@@ -108,6 +112,8 @@ def fuse(model: nn.Module, leaves: Collection[nn.Module], *, recompute: bool = T
     if not chains:
         return Refusal(reason="it calls no BatchNorm2d outside of its layers")
     calls = {rewriting.replace(chain): chain for chain in chains}
+    for call in calls:
+        rewriting.fuse_gate(call)
     norms = tuple(rewriting.described(call) for call in rewriting.in_order(calls))
     if recompute:
         rewriting.spare_inputs(calls)
@@ -121,7 +127,8 @@ class _Rewriting:
         self._model, self._graph = model, graph
         self._leaves = {id(module) for module in leaves}
         self._norms: dict[str, FusedNorm] = {}
-        self._spared: dict[str, RecomputedInput] = {}
+        self._others: dict[str, nn.Module] = {}
+        """What else takes the place of calls: layers spared their input, `Pool` and `Multiply`."""
 
     def chains(self) -> Iterator[_Chain]:
         """Yields the chains, later norms first: they take the sums."""
@@ -160,6 +167,23 @@ class _Rewriting:
             self._graph.erase_node(node)
         return call
 
+    def fuse_gate(self, call: fx.Node) -> None:
+        """Has the kernels compute the product of the value of a call and a gate made from its mean, if there is one."""
+        gate = find_gate(call, self._module)
+        if gate is None:
+            return
+        mean, pool, product, factor = gate
+        with self._graph.inserting_after(call):
+            pooled = self._graph.create_node("call_module", self._add("pool", pool), (call,))
+        with self._graph.inserting_after(pooled):
+            fused_mean = self._graph.call_function(operator.getitem, (pooled, 0))
+            x = self._graph.call_function(operator.getitem, (pooled, 1))
+        with self._graph.inserting_after(product):
+            fused = self._graph.create_node("call_module", self._add("multiply", Multiply()), (x, factor))
+        for node, replacement in ((product, fused), (mean, fused_mean)):
+            node.replace_all_uses_with(replacement)
+            self._graph.erase_node(node)
+
     def in_order(self, calls: Collection[fx.Node]) -> list[fx.Node]:
         """Returns the calls in the order of the graph."""
         return [node for node in self._graph.nodes if node in calls]
@@ -189,9 +213,13 @@ class _Rewriting:
             layer = None if reader is None else self._module(reader)
             if reader is None or len(call.args) > 1 or type(layer) is not nn.Conv2d:
                 continue
-            name = self._free_name(f"recomputed_input_{len(self._spared)}")
-            self._spared[name] = RecomputedInput(layer)
-            reader.target = name
+            reader.target = self._add("recomputed_input", RecomputedInput(layer))
+
+    def _add(self, kind: str, module: nn.Module) -> str:
+        """Returns the name by which calls reach a module that was made."""
+        name = self._free_name(f"{kind}_{len(self._others)}")
+        self._others[name] = module
+        return name
 
     def _free_name(self, name: str) -> str:
         while hasattr(self._model, name):
@@ -201,7 +229,7 @@ class _Rewriting:
     def module(self) -> fx.GraphModule:
         """Returns the graph with what it calls."""
         targets = [str(node.target) for node in self._graph.nodes if node.op in ("call_module", "get_attr")]
-        made = {**self._norms, **self._spared}
+        made = {**self._norms, **self._others}
         root = {target: made.get(target) or operator.attrgetter(target)(self._model) for target in targets}
         self._graph.lint()
         return fx.GraphModule(root, self._graph, type(self._model).__name__)
@@ -288,7 +316,7 @@ class _Rewriting:
         return has_others
 
     def _module(self, node: fx.Node) -> nn.Module | None:
-        if node.op != "call_module" or node.target in self._norms or node.target in self._spared:
+        if node.op != "call_module" or node.target in self._norms or node.target in self._others:
             return None
         return self._model.get_submodule(str(node.target))
 

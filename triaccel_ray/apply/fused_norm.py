@@ -79,11 +79,11 @@ class FusedNorm(nn.Module):
 
     def _kernel_dtype(self, x: Any, residual: Any) -> torch.dtype | None:
         """Returns the output's dtype, None when the kernel is not for these arguments."""
-        if not (self._norm_fits() and _tensor_fits(x) and x.numel() > x.shape[1]):
+        if not (self._norm_fits() and kernel_reads(x) and x.numel() > x.shape[1]):
             return None
         dtype: torch.dtype = x.dtype
         if self._combine is not None:
-            if not (_tensor_fits(residual) and residual.shape == x.shape and residual.device == x.device):
+            if not (kernel_reads(residual) and residual.shape == x.shape and residual.device == x.device):
                 return None
             dtype = x.dtype if self.keeps_dtype else torch.promote_types(x.dtype, residual.dtype)
         dtype = self.output_dtype or dtype
@@ -138,7 +138,8 @@ def _unpack(kept: Any) -> Tensor:
     return kept if isinstance(kept, Tensor) else kept()
 
 
-def _tensor_fits(value: Any) -> bool:
+def kernel_reads(value: Any) -> bool:
+    """Returns whether kernels over pixels and channels exist for this value, its memory format aside."""
     return (
         _HAS_TRITON
         and isinstance(value, Tensor)

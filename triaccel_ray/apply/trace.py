@@ -56,16 +56,16 @@ def is_plain(module: nn.Module) -> bool:
     return "forward" not in module.__dict__ and not any(getattr(module, name) for name in _HOOKS)
 
 
-def trace(model: nn.Module, leaves: Collection[nn.Module]) -> Trace | Refusal:
+def trace(model: nn.Module, leaves: Collection[nn.Module], opened: Collection[nn.Module] = ()) -> Trace | Refusal:
     """Returns the calls that `model` makes in training mode, or why they cannot be known without running it.
 
-    Opened are plain containers that hold a `torch.nn.BatchNorm2d`, `torch.nn.Sequential` and `torch.nn.Identity`; every
-    other module is one call. A model in evaluation mode is traced as if in training mode; parts kept in evaluation mode
-    inside a model in training mode stay so. The model itself is left as it was.
+    Opened are plain containers that hold a `torch.nn.BatchNorm2d`, `torch.nn.Sequential`, `torch.nn.Identity` and those
+    in `opened`; every other module is one call. A model in evaluation mode is traced as if in training mode; parts kept
+    in evaluation mode inside a model in training mode stay so. The model itself is left as it was.
     """
     if reason := _refused_from_outside(model):
         return Refusal(reason=reason)
-    tracer = _Tracer(leaves)
+    tracer = _Tracer(leaves, opened)
     try:
         with preserved_modes(model):
             if not model.training:
@@ -97,16 +97,16 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, leaves: Collection[nn.Module]) -> None:
+    def __init__(self, leaves: Collection[nn.Module], opened: Collection[nn.Module]) -> None:
         super().__init__()
-        self._leaves = {id(module) for module in leaves}
+        self._leaves, self._to_open = ({id(module) for module in modules} for modules in (leaves, opened))
         self._surroundings = _surroundings()
         self.opened: list[nn.Module] = []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if id(m) in self._leaves or not is_plain(m):
             return True
-        if type(m) in (nn.Sequential, nn.Identity):
+        if type(m) in (nn.Sequential, nn.Identity) or id(m) in self._to_open:
             return False
         own_code = not type(m).__module__.startswith("torch.")
         return not (own_code and any(type(part) is nn.BatchNorm2d for part in m.modules()))

@@ -1,0 +1,69 @@
+"""The kernels: each sample's [R, C] matrix of pixels and channels, channels contiguous.
+
+Program (i, j, n) takes tiles j, j + parts, ... of the rows of sample n, for block i of the channels.
+"""
+
+# ruff: noqa: N803  constants of a compilation are written in capitals, as everywhere in Triton
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (Triton ships no types)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from triaccel_ray.kernels.batch_norm_act.triton import channel_block, wait
+
+_RUNTIME = ["num_rows", "channel_units"]
+"""Sizes that are never compiled in: a new batch or image size must not cost a compilation."""
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def sums(
+    x, factor, out, share, num_rows, channel_units,
+    EARLY: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Writes `share` times the sum of x, or of x factor, over each part of a sample's rows: `out`, [parts, N, C]."""
+    wait(EARLY)
+    channels, columns, exists = channel_block(channel_units, UNIT, BLOCK_CHANNELS)
+    sample, stride = tl.program_id(2).to(tl.int64), channels.to(tl.int64)
+    local = tl.arange(0, BLOCK_ROWS)
+    offsets = local[:, None] * channels + columns[None, :]
+    first, step = tl.program_id(1) * BLOCK_ROWS, tl.num_programs(1) * BLOCK_ROWS
+    total = tl.zeros([BLOCK_ROWS, BLOCK_CHANNELS], dtype=tl.float32)
+    for start in tl.range(first, num_rows, step, num_stages=STAGES):
+        mask = (start + local < num_rows)[:, None] & exists[None, :]
+        at = (sample * num_rows + start) * stride
+        value = tl.load(x + at + offsets, mask=mask, other=0.0).to(tl.float32)
+        if factor is not None:
+            value *= tl.load(factor + at + offsets, mask=mask, other=0.0).to(tl.float32)
+        total += value
+    row = tl.program_id(1) * tl.num_programs(2) + sample
+    tl.store(out + row * stride + columns, tl.sum(total, axis=0) * share, mask=exists)
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def scale(
+    x, gate, offset, y, share, num_rows, channel_units,
+    EARLY: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Writes y = x gate + `share` offset; gate and offset are [N, C], or None for ones and zeros."""
+    wait(EARLY)
+    channels, columns, exists = channel_block(channel_units, UNIT, BLOCK_CHANNELS)
+    sample, stride = tl.program_id(2).to(tl.int64), channels.to(tl.int64)
+    factor = tl.full([BLOCK_CHANNELS], 1.0, dtype=tl.float32)
+    if gate is not None:
+        factor = tl.load(gate + sample * stride + columns, mask=exists, other=0.0).to(tl.float32)
+    summand = tl.zeros([BLOCK_CHANNELS], dtype=tl.float32)
+    if offset is not None:
+        summand = tl.load(offset + sample * stride + columns, mask=exists, other=0.0).to(tl.float32) * share
+    local = tl.arange(0, BLOCK_ROWS)
+    offsets = local[:, None] * channels + columns[None, :]
+    first, step = tl.program_id(1) * BLOCK_ROWS, tl.num_programs(1) * BLOCK_ROWS
+    for start in tl.range(first, num_rows, step, num_stages=STAGES):
+        mask = (start + local < num_rows)[:, None] & exists[None, :]
+        at = (sample * num_rows + start) * stride
+        value = tl.load(x + at + offsets, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y + at + offsets, value * factor[None, :] + summand[None, :], mask=mask)

@@ -1,0 +1,117 @@
+"""Squeeze-and-excitation: a tensor's mean over its pixels, and its product with a gate made from that, fused."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from triaccel_ray.apply.fused_norm import kernel_reads
+from triaccel_ray.apply.trace import Trace, is_plain, trace
+from triaccel_ray.kernels.batch_norm_act.api import DTYPES
+
+_PRODUCTS = (operator.mul, torch.mul, "mul")
+_MEANS: Mapping[Any, tuple[str, ...]] = {
+    F.adaptive_avg_pool2d: ("output_size",), torch.mean: ("dim", "keepdim"), "mean": ("dim", "keepdim"),
+}  # fmt: skip
+"""Functions and methods that can average over pixels -> their arguments; the first says over what."""
+_OVER_PIXELS = {"output_size": (1, (1, 1)), "dim": ((2, 3), [2, 3], (-2, -1), [-2, -1], (-1, -2), [-1, -2])}
+_LARGEST_BATCH = 2**16 - 1
+"""That a grid of programs has room for."""
+
+
+class Pool(nn.Module):
+    """Returns a tensor's mean over its pixels, and what `Multiply` takes, by the kernel where there is one for it."""
+
+    def __init__(self, original: Callable[[Tensor], Tensor], *, keepdim: bool) -> None:
+        """Shares `original` when it is a module: called where no kernel is, it returns [n, c, 1, 1] or [n, c]."""
+        super().__init__()
+        self.original, self._keepdim = original, keepdim
+
+    def forward(self, x: Any) -> tuple[Tensor, Any]:
+        """Returns the mean of x, [n, c, h, w], and x for `Multiply`."""
+        fits = kernel_reads(x) and x.numel() > 0 and len(x) <= _LARGEST_BATCH
+        is_hooked = isinstance(self.original, nn.Module) and not is_plain(self.original)
+        if is_hooked or not (fits and x.is_contiguous(memory_format=torch.channels_last)):
+            return self.original(x), x
+        from triaccel_ray.kernels.channel_gate.launch import pool  # here: without a GPU triton need not exist
+
+        mean, pooled = pool(x)
+        return mean if self._keepdim else mean.flatten(1), pooled
+
+
+class Multiply(nn.Module):
+    """Returns the product of a tensor that `Pool` has read and a gate, by the kernel where there is one for it."""
+
+    def forward(self, pooled: Any, gate: Any) -> Any:
+        """Returns the product; `pooled` is the second of what `Pool` returned."""
+        if isinstance(pooled, Tensor):
+            return pooled * gate
+        x = pooled.x
+        fits = isinstance(gate, Tensor) and gate.dtype in DTYPES and gate.device == x.device
+        if not (fits and gate.shape == (*x.shape[:2], 1, 1)):
+            return x * gate
+        from triaccel_ray.kernels.channel_gate.launch import multiply
+
+        return multiply(pooled, gate)
+
+
+def gates_of(model: nn.Module, leaves: Collection[nn.Module]) -> list[nn.Module]:
+    """Returns the modules without batch normalisation, in a model with it, that can be traced and gate their input."""
+
+    def is_gate(module: nn.Module) -> bool:
+        traced = trace(module, leaves)
+        nodes = traced.graph.nodes if isinstance(traced, Trace) else ()
+        return any(node.op == "placeholder" and find_gate(node, functools.partial(_called, module)) for node in nodes)
+
+    own = [module for module in model.modules() if not type(module).__module__.startswith("torch.")]
+    return [module for module in own if not _normalises(module) and is_gate(module)] if _normalises(model) else []
+
+
+def find_gate(
+    x: fx.Node, module_of: Callable[[fx.Node], nn.Module | None]
+) -> tuple[fx.Node, Pool, fx.Node, fx.Node] | None:
+    """Returns the call that averages x over its pixels, what takes its place, the product of x, and its other factor.
+
+    None where there is not one of each, or where others may write to x.
+    """
+    means = {node: pool for node in x.users if (pool := _pool(node, x, module_of(node)))}
+    calls = [node for node in x.users if node.op in ("call_function", "call_method")]
+    products = [node for node in calls if node.target in _PRODUCTS and len(node.args) == 2 and not node.kwargs]
+    expanded = [node for node in calls if node.target == "expand_as" and node.args[1:] == (x,)]
+    sizes = [node for node in calls if node.target == "size" or node.args[1:] == ("shape",)]
+    if len(means) != 1 or len(products) != 1 or x.users.keys() - {*means, *products, *expanded, *sizes}:
+        return None
+    factor = next((value for value in products[0].args if value is not x), None)
+    if isinstance(factor, fx.Node) and factor in expanded:
+        factor = factor.args[0]
+    return (*means.popitem(), products[0], factor) if isinstance(factor, fx.Node) else None
+
+
+def _pool(node: fx.Node, x: fx.Node, module: nn.Module | None) -> Pool | None:
+    """Returns what takes the place of a call, if that averages x over its pixels."""
+    if node.args[:1] != (x,):
+        return None
+    if node.op == "call_module":
+        is_mean = type(module) is nn.AdaptiveAvgPool2d and module.output_size in _OVER_PIXELS["output_size"]
+        return Pool(module, keepdim=True) if module is not None and is_mean and is_plain(module) else None
+    names = _MEANS.get(node.target, ("",))
+    given: dict[str, Any] = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
+    if given.get(names[0]) not in _OVER_PIXELS.get(names[0], ()) or not given.keys() <= set(names):
+        return None
+    is_pooling = "output_size" in given
+    function = functools.partial(F.adaptive_avg_pool2d if is_pooling else torch.mean, **given)
+    return Pool(function, keepdim=given.get("keepdim", is_pooling))
+
+
+def _called(model: nn.Module, node: fx.Node) -> nn.Module | None:
+    return model.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def _normalises(model: nn.Module) -> bool:
+    return any(type(part) is nn.BatchNorm2d for part in model.modules())
