@@ -97,7 +97,7 @@ def test_typical_seconds_are_those_of_the_plan_in_force() -> None:
     times = EpochTimes()
 
     def typical(epoch: int, seconds: float, *, changed: bool = False) -> float:
-        times.add(epoch, seconds, has_changed_plan=changed)
+        times.add(epoch, 2.0 * seconds, seconds, has_changed_plan=changed)
         return times.typical
 
     assert typical(1, 9.0) == 9.0
@@ -109,4 +109,4 @@ def test_typical_seconds_are_those_of_the_plan_in_force() -> None:
     times = restored
     assert typical(5, 2.0) == 2.0  # an epoch under two plans tells of neither
     assert [typical(epoch, seconds) for epoch, seconds in ((6, 2.5), (7, 90.0), (8, 1.5))] == [2.0, 2.0, 1.5]
-    assert times.mean == pytest.approx((8.0 + 2.0 + 2.5 + 90.0 + 1.5) / 5)
+    assert times.mean == pytest.approx(2.0 * (8.0 + 2.0 + 2.5 + 90.0 + 1.5) / 5)

@@ -86,8 +86,8 @@ class EpochTimes:
         self._settled: deque[float] = deque(maxlen=TIMED_EPOCHS)
         self._has_changed_plan = False
 
-    def add(self, epoch: int, seconds: float, *, has_changed_plan: bool) -> None:
-        """Takes in an epoch, counted from 1, and whether the plan changed in it.
+    def add(self, epoch: int, seconds: float, computing_seconds: float, *, has_changed_plan: bool) -> None:
+        """Takes in an epoch, counted from 1, by the clock and by the device's own time, and whether the plan changed.
 
         Under the plan in force are the epochs since it last changed; one in which it changed alone, where no other is.
         The run's first is none of them: libraries load in it, kernels compile, steps are captured.
@@ -96,7 +96,7 @@ class EpochTimes:
             self._settled.clear()
         self._has_changed_plan = has_changed_plan
         self._last.append(seconds)
-        self._settled.append(seconds)
+        self._settled.append(computing_seconds)
 
     @property
     def mean(self) -> float:

@@ -88,7 +88,7 @@ class Epoch:
     score: float | None
     """`efficiency_score` of the goal's figure, typical seconds and peak GB."""
     typical_seconds: float | None = None
-    """Seconds of the shortest of the last epochs, at most five, under the plan in force."""
+    """Seconds of the shortest of the last epochs, at most five, under the plan in force; on a CPU processor time."""
 
     def held_out(self, goal: Goal) -> float | None:
         """Returns the goal's figure on the validation samples; None where the run does not look."""

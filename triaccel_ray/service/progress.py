@@ -77,7 +77,7 @@ class _Run:
         if "score" not in figures:
             if last is None or judged is None:
                 return ""
-            seconds, peak_gb = last.seconds, last.peak_bytes / BYTES_PER_GB
+            seconds, peak_gb = last.typical_seconds or last.seconds, last.peak_bytes / BYTES_PER_GB
             figures = {"score": last.score or 0.0, goal.name: judged, "seconds_per_epoch": seconds, "peak_gb": peak_gb}
         return (
             f"score {figures['score']:.4g}, {goal.named(figures[goal.name])}, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -140,10 +141,12 @@ class Worker:
             torch.OutOfMemoryError, MemoryError: not even one sample fits; likewise.
             TakenOverError: another process goes on with the run.
         """
-        plan = self.loop.plan
+        plan, began = self.loop.plan, time.thread_time()
         try:
             with refusing_exits():
                 stats = self.loop.train_epoch()
+            # On a CPU the processor time of the one thread: other processes on its core do not lengthen it.
+            computing = time.thread_time() - began if self.device.type == "cpu" else stats.seconds
             if not math.isfinite(stats.loss):
                 raise NonFiniteLossError(f"the training loss of epoch {stats.epoch} is {stats.loss}{self._way_out()}")
             judged = self._judge() if self.spec.purpose is Purpose.SEARCH else None
@@ -152,9 +155,8 @@ class Worker:
         except Exception as error:
             self.fail(error)
             raise
-        self._times.add(stats.epoch, stats.seconds, has_changed_plan=not self.loop.plan.steps_as(plan))
-        typical = self._times.typical
-        memory = self.loop.memory
+        self._times.add(stats.epoch, stats.seconds, computing, has_changed_plan=not self.loop.plan.steps_as(plan))
+        typical, memory = self._times.typical, self.loop.memory
         memory.refresh_peaks()
         record = Epoch(
             epoch=stats.epoch,
@@ -193,12 +195,10 @@ class Worker:
                 self.fail(error)
                 raise
             metrics, loss = judged.metrics, judged.loss
-        memory = self.loop.memory
-        memory.refresh_peaks()
+        (memory := self.loop.memory).refresh_peaks()
         # Of a run on validation samples as its trials are judged; of a final run as the paper has it.
-        seconds = self._times.mean
-        if self.spec.purpose is Purpose.SEARCH:
-            seconds = last.typical_seconds or seconds
+        seconds = last.typical_seconds if self.spec.purpose is Purpose.SEARCH else None
+        seconds = seconds or self._times.mean
         results = {
             **metrics,
             **{f"{ONE_VIEW}{name}": value for name, value in self._one_view.items()},
