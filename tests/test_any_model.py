@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +119,32 @@ def test_a_model_spread_over_processes_is_refused() -> None:
     model = DistributedDataParallel(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"model is a DistributedDataParallel: .* give it the module inside"):
         require_trainable(model, torch.optim.SGD(model.parameters(), lr=0.1), find_layers(model))
+
+
+ONE_OF_TWO = """
+import sys
+import torch
+from triaccel_ray.model.layers import find_layers, require_trainable
+
+_, rank, file = sys.argv
+torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=int(rank), world_size=2)
+model = torch.nn.Linear(2, 2)
+try:
+    require_trainable(model, torch.optim.SGD(model.parameters(), lr=0.1), find_layers(model))
+except ValueError as error:
+    print(error)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_process_group_of_several_is_refused(tmp_path: Path) -> None:
+    words = [sys.executable, "-W", "ignore", "-c", ONE_OF_TWO]
+    ranks = [
+        subprocess.Popen([*words, str(rank), str(tmp_path / "group")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        assert rank.communicate(timeout=120)[0].startswith("torch.distributed has 2 processes: the loop trains in one")
 
 
 def test_a_gradient_is_unscaled_before_a_users_hook_clips_it() -> None:
