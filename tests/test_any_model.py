@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.build import BF16, FP16, FP32
+from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.loop import ControlLoop, NonFiniteGradientsError
 from triaccel_ray.model.layers import find_layers, require_trainable
@@ -108,6 +109,9 @@ def test_targets_that_are_a_mapping_weigh_as_many_samples_as_there_are() -> None
     expected.backward()
     torch.testing.assert_close(model.weight, twin.weight - 1e-3 * twin.weight.grad)
     assert stats.loss == pytest.approx(expected.item())
+    optimizer = torch.optim.SGD(twin.parameters(), lr=1e-3)
+    plain = BaselineLoop(twin, optimizer, loss, Pairs(), method="fp32", batch_size=8)
+    assert plain.train_epoch().loss == pytest.approx(expected.item())
 
 
 def test_a_model_spread_over_processes_is_refused() -> None:
