@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +23,6 @@ from triaccel_ray.records.events import EventLog
 from triaccel_ray.records.plan import Precision
 
 
-class Strict(OrderedDict):  # type: ignore[type-arg]
-    """A mapping like Hugging Face's `ModelOutput`: items can be set one by one, and in no other way."""
-
-    def update(self, *_: Any, **__: Any) -> None:
-        raise RuntimeError("You cannot use ``update`` on a Strict instance.")
-
-    def __getattr__(self, name: str) -> Any:
-        return self[name]
-
-
-@dataclass
-class Record:
-    logits: Tensor
-    name: str = "record"
-
-
-class Wrapped(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.layer, self.kind = nn.Linear(4, 3), kind
-
-    def forward(self, x: Tensor) -> Any:
-        logits = self.layer(x)
-        return Record(logits) if self.kind == "dataclass" else Strict(logits=logits)
-
-
 def config_of(level: Precision = FP32, batch: int = 8, **changes: Any) -> ControlConfig:
     return ControlConfig(
         every_steps=changes.pop("every_steps", 5),
@@ -63,23 +36,6 @@ def config_of(level: Precision = FP32, batch: int = 8, **changes: Any) -> Contro
 def vectors(num_samples: int = 32) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(num_samples, 4, generator=generator), torch.randint(0, 3, (num_samples,), generator=generator)
-
-
-@pytest.mark.parametrize("kind", ["dataclass", "mapping"])
-def test_structured_outputs_reach_the_loss_in_fp32(kind: str) -> None:
-    seen: list[torch.dtype] = []
-
-    def loss(outputs: Any, targets: Tensor) -> Tensor:
-        seen.append(outputs.logits.dtype)
-        return F.cross_entropy(outputs.logits, targets)
-
-    torch.manual_seed(0)
-    model = Wrapped(kind)
-    loop = ControlLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, vectors(), config=config_of(BF16))
-    losses = [loop.train_epoch().loss for _ in range(5)]
-    loop.close()
-    assert losses[-1] < losses[0]
-    assert set(seen) == {torch.float32}
 
 
 class Pairs(torch.utils.data.Dataset[Any]):
