@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
-from dataclasses import dataclass, replace
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,37 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.build import BF16, FP16, FP32
+from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.loop import ControlLoop, NonFiniteGradientsError
 from triaccel_ray.model.layers import find_layers, require_trainable
 from triaccel_ray.records.events import EventLog
 from triaccel_ray.records.plan import Precision
-
-
-class Strict(OrderedDict):  # type: ignore[type-arg]
-    """A mapping like Hugging Face's `ModelOutput`: items can be set one by one, and in no other way."""
-
-    def update(self, *_: Any, **__: Any) -> None:
-        raise RuntimeError("You cannot use ``update`` on a Strict instance.")
-
-    def __getattr__(self, name: str) -> Any:
-        return self[name]
-
-
-@dataclass
-class Record:
-    logits: Tensor
-    name: str = "record"
-
-
-class Wrapped(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.layer, self.kind = nn.Linear(4, 3), kind
-
-    def forward(self, x: Tensor) -> Any:
-        logits = self.layer(x)
-        return Record(logits) if self.kind == "dataclass" else Strict(logits=logits)
 
 
 def config_of(level: Precision = FP32, batch: int = 8, **changes: Any) -> ControlConfig:
@@ -59,23 +36,6 @@ def config_of(level: Precision = FP32, batch: int = 8, **changes: Any) -> Contro
 def vectors(num_samples: int = 32) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(num_samples, 4, generator=generator), torch.randint(0, 3, (num_samples,), generator=generator)
-
-
-@pytest.mark.parametrize("kind", ["dataclass", "mapping"])
-def test_structured_outputs_reach_the_loss_in_fp32(kind: str) -> None:
-    seen: list[torch.dtype] = []
-
-    def loss(outputs: Any, targets: Tensor) -> Tensor:
-        seen.append(outputs.logits.dtype)
-        return F.cross_entropy(outputs.logits, targets)
-
-    torch.manual_seed(0)
-    model = Wrapped(kind)
-    loop = ControlLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, vectors(), config=config_of(BF16))
-    losses = [loop.train_epoch().loss for _ in range(5)]
-    loop.close()
-    assert losses[-1] < losses[0]
-    assert set(seen) == {torch.float32}
 
 
 class Pairs(torch.utils.data.Dataset[Any]):
@@ -105,6 +65,9 @@ def test_targets_that_are_a_mapping_weigh_as_many_samples_as_there_are() -> None
     expected.backward()
     torch.testing.assert_close(model.weight, twin.weight - 1e-3 * twin.weight.grad)
     assert stats.loss == pytest.approx(expected.item())
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.0)
+    plain = BaselineLoop(twin, optimizer, loss, Pairs(), method="fp32", batch_size=5)  # and one of 3
+    assert plain.train_epoch().loss == pytest.approx(expected.item())
 
 
 def test_a_model_spread_over_processes_is_refused() -> None:
@@ -116,6 +79,32 @@ def test_a_model_spread_over_processes_is_refused() -> None:
     model = DistributedDataParallel(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"model is a DistributedDataParallel: .* give it the module inside"):
         require_trainable(model, torch.optim.SGD(model.parameters(), lr=0.1), find_layers(model))
+
+
+ONE_OF_TWO = """
+import sys
+import torch
+from triaccel_ray.model.layers import find_layers, require_trainable
+
+_, rank, file = sys.argv
+torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=int(rank), world_size=2)
+model = torch.nn.Linear(2, 2)
+try:
+    require_trainable(model, torch.optim.SGD(model.parameters(), lr=0.1), find_layers(model))
+except ValueError as error:
+    print(error)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_process_group_of_several_is_refused(tmp_path: Path) -> None:
+    words = [sys.executable, "-W", "ignore", "-c", ONE_OF_TWO]
+    ranks = [
+        subprocess.Popen([*words, str(rank), str(tmp_path / "group")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        assert rank.communicate(timeout=120)[0].startswith("torch.distributed has 2 processes: the loop trains in one")
 
 
 def test_a_gradient_is_unscaled_before_a_users_hook_clips_it() -> None:

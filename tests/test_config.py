@@ -32,6 +32,9 @@ BOUNDS = {
 }  # fmt: skip
 """Of every number, by its option."""
 
+LADDER = "batch minimum, start, maximum (batch_min, batch_size, batch_max)"
+START = "batch minimum, start (batch_min, batch_size)"
+
 
 def test_every_number_has_its_bounds():
     numbers = [
@@ -105,9 +108,21 @@ KEEP_SIZE = "exchange them. To keep one size: --method dynamic-precision, or Bat
             )
             for high in (0.7, 0.8)
         ),
-        (BatchConfig, {"minimum": 128}, "batch minimum, start, maximum = (128, 96, 512): must be in ascending order"),
-        (BatchConfig, {"maximum": 64}, "batch minimum, start, maximum = (32, 96, 64): must be in ascending order"),
-        (BatchConfig, {"start": 100}, "batch minimum, start = (32, 100): must be a multiple of granularity = 32 apart"),
+        (
+            BatchConfig,
+            {"minimum": 128},
+            f"{LADDER} = (128, 96, 512): must be in ascending order",
+        ),
+        (
+            BatchConfig,
+            {"maximum": 64},
+            f"{LADDER} = (32, 96, 64): must be in ascending order",
+        ),
+        (
+            BatchConfig,
+            {"start": 100},
+            f"{START} = (32, 100): must be a multiple of granularity = 32 apart",
+        ),
         (
             BatchConfig,
             {"accumulate": 33},

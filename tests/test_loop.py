@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import threading
 from dataclasses import replace
@@ -34,7 +35,7 @@ from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.decide import replay
 from triaccel_ray.loop import ControlLoop
 from triaccel_ray.measure.memory import MIB
-from triaccel_ray.records.events import EventLog, Start, Tick, read_events
+from triaccel_ray.records.events import End, EventLog, Start, Tick, read_events
 from triaccel_ray.records.plan import Precision, ReasonCode
 
 
@@ -143,6 +144,27 @@ def test_the_log_reproduces_every_decision(tmp_path: Path) -> None:
     assert list(again.decisions) == [decision for _, decision in recorded]
     other = replay(replace(CONFIG, precision=replace(PRECISION, tau_low=0.0, tau_high=1e-9)), recorded)
     assert other.diverged_at == 0
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_a_log_ends_with_its_loop_unless_by_an_error(tmp_path: Path, error: type[BaseException] | None) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    loop, _ = loop_of(mlp(), blobs(24), QUIET, on_tick=log.append)
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(loop):
+        loop.train_epoch()
+        if error is not None:
+            raise error
+    log.close()
+    *_, last = (event.record for event in read_events(log.path))
+    assert (last == End(status="finished")) is (error is None)
+
+
+def test_a_log_that_is_closed_before_its_loop_takes_no_more(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    loop, _ = loop_of(mlp(), blobs(24), QUIET, on_tick=log.append)
+    log.close()
+    loop.close()
+    assert [type(event.record) for event in read_events(log.path)] == [Start]
 
 
 @pytest.mark.parametrize("augment", [None, lambda inputs, generator: inputs])

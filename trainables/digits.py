@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import ClassVar
 
 import torch
@@ -29,6 +30,7 @@ class Digits(Task):
     """
 
     name: ClassVar[str] = "digits"
+    unread: ClassVar[Collection[str]] = ("data_dir",)
     recipe: ClassVar[Recipe] = Recipe(epochs=12, lr=0.1, warmup_epochs=2.0, nesterov=True)
     # Found on a CPU, where a step in FP16 takes ten times as long as one in FP32: BF16 in every layer. A layer's
     # smoothed variance falls from 3e-3..3e-4 at the first step to 3e-7..4e-9 at the last, below tau_low in the end.

@@ -124,7 +124,28 @@ def load_task(name: str, data_dir: Path | None) -> Task:
     require_instance(f"{task_class.__name__}.recipe", recipe, Recipe)
     require_instance(f"{task_class.__name__}.control", control, ControlConfig)
     _require_metrics(task)
+    _require_signatures(task)
     return task
+
+
+def _require_signatures(task: Task) -> None:
+    """Returns if the task's methods take what they are called with.
+
+    Raises:
+        TypeError: one does not; the message shows its line, and what it must take.
+    """
+    for name in ("model", "data", "loss", "optimizer"):
+        method, (_, *words) = getattr(task, name), inspect.signature(getattr(Task, name)).parameters
+        by_name = {"recipe": None} if name == "loss" else {}
+        try:
+            inspect.signature(method).bind(*(word for word in words if word not in by_name), **by_name)
+        except TypeError as error:
+            code = getattr(method, "__code__", None)
+            line = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+            raise TypeError(
+                f"{type(task).__name__}.{name}{line} takes {inspect.signature(method)}: must take "
+                f"({', '.join(words)}); {error}"
+            ) from error
 
 
 def _require_metrics(task: Task) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -107,6 +107,8 @@ class Task(ABC):
     """Name -> what held-out samples are judged by besides the loss; all of them are recorded."""
     objective: ClassVar[str] = "accuracy"
     """The metric that runs are compared by, or `loss`."""
+    unread: ClassVar[Collection[str]] = ()
+    """Options that the task does not read, such as `data_dir` or `momentum`: other values than its own are refused."""
 
     def __init__(self, data_dir: Path | None = None) -> None:
         """Remembers where data files lie; reads nothing yet."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -104,6 +104,7 @@ class TextGpt(Task):
     )
     metrics: ClassVar[Mapping[str, Metric]] = {"bits_per_byte": BITS_PER_BYTE, "perplexity": PERPLEXITY}
     objective: ClassVar[str] = "bits_per_byte"
+    unread: ClassVar[Collection[str]] = ("momentum", "nesterov")
 
     def _size(self, name: str) -> int:
         """Returns one measure of the model or the data: the class's own, or that which suits this machine."""

@@ -260,7 +260,7 @@ class BatchConfig(_Checked):
         super().__post_init__()
         require(
             self.minimum <= self.start <= self.maximum,
-            "batch minimum, start, maximum",
+            "batch minimum, start, maximum (batch_min, batch_size, batch_max)",
             (self.minimum, self.start, self.maximum),
             "must be in ascending order",
         )
@@ -273,8 +273,8 @@ class BatchConfig(_Checked):
         multiple = f"must be a multiple of granularity = {self.granularity}"
         for name, value in (("step_up", self.step_up), ("step_down", self.step_down)):
             require(value % self.granularity == 0, name, value, multiple)
-        apart, ends = self.start - self.minimum, (self.minimum, self.start)
-        require(apart % self.granularity == 0, "batch minimum, start", ends, f"{multiple} apart")
+        apart, names = self.start - self.minimum, "batch minimum, start (batch_min, batch_size)"
+        require(apart % self.granularity == 0, names, (self.minimum, self.start), f"{multiple} apart")
         require(
             self.rho_low < self.rho_high,
             "rho_low, rho_high",
@@ -305,8 +305,7 @@ class ExecutionConfig(_Checked):
     """`auto`: on a GPU `torch.compile` compiles a model without fused norms: its repeated blocks, or the whole of it.
     `on`: the whole of any model, in place of fused norms, on a CPU, too. `off`: none."""
     fuse: bool = True
-    """Whether batch normalisation, the sum and the activation that follow it become one kernel, and the gate of
-    squeeze-and-excitation after them another."""
+    """Whether batch normalisation with sum and activation becomes one kernel, squeeze-and-excitation's gate another."""
     recompute: bool = True
     """Whether a convolution that alone reads such a kernel's output has it computed again in the backward pass, where
     keeping it would take memory. Without effect where nothing is fused."""

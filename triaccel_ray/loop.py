@@ -16,7 +16,7 @@ from triaccel_ray.config import ControlConfig, require_instance
 from triaccel_ray.control.curvature import ScheduledCurvature
 from triaccel_ray.control.divergence import NonFiniteGradientsError, require_finite
 from triaccel_ray.control.epochs import EpochLoop, EpochProgress, EpochStats, SampleSchedule, Schedule
-from triaccel_ray.control.pending_tick import PendingTick, begin_log
+from triaccel_ray.control.pending_tick import PendingTick, begin_log, end_log
 from triaccel_ray.control.training import Training
 from triaccel_ray.cuda.random_states import random_states, set_random_states
 from triaccel_ray.data.sources import default_config
@@ -65,7 +65,8 @@ class ControlLoop(EpochLoop):
             memory_headroom: bytes on top of what the process holds before its first batch; a budget is a bound on it.
             seed: of the order of the samples, the augmentation and the curvature's samples.
             on_tick: called with each tick, in order, each once; `EventLog.append` keeps them, after a start record
-                with the configuration if the log is empty: `triaccel report` and `triaccel replay` read it.
+                with the configuration if the log is empty: `triaccel report` and `triaccel replay` read it. `close`
+                writes its last record.
 
         Raises:
             TypeError: an argument is of the wrong kind.
@@ -90,7 +91,7 @@ class ControlLoop(EpochLoop):
             self._curvature = ScheduledCurvature(training, self.sensors, self.config, seed=seed)
             self.curvature = self._curvature.meter
             self._curvature.dry_run()
-            begin_log(on_tick, self.config)
+            self._log = begin_log(on_tick, self.config)
             self._pending = PendingTick(on_tick, decides_late=self.device.type == "cuda")
         except BaseException:
             training.remove()
@@ -237,6 +238,8 @@ class ControlLoop(EpochLoop):
         """
         with contextlib.ExitStack() as stack:
             stack.callback(self._training.remove)
+            log, self._log = self._log, None
+            stack.callback(end_log, log)
             stack.callback(self._pending.record)
             with contextlib.suppress(NonFiniteGradientsError):
                 self._decide()

@@ -1,5 +1,6 @@
 import random
 from collections import namedtuple
+from dataclasses import is_dataclass, make_dataclass
 from typing import Any
 
 import numpy as np
@@ -223,12 +224,14 @@ def test_a_real_budget_is_kept_by_computing_in_parts() -> None:
 
 
 Outputs = namedtuple("Outputs", ["logits", "count"])
+Record = make_dataclass("Record", ["logits"])
 SHAPES = [
     lambda logits: logits,
     lambda logits: {"logits": logits, "name": "x"},
     lambda logits: (logits, 1),
     lambda logits: [logits.argmax(-1), logits],
     lambda logits: Outputs(logits, torch.tensor(3)),
+    lambda logits: Record(logits),
 ]
 
 
@@ -247,6 +250,7 @@ def test_outputs_reach_the_loss_in_fp32_whatever_their_structure(shape: Any) -> 
 
     def loss(outputs: Any, targets: Tensor) -> Tensor:
         seen.append(outputs)
+        outputs = vars(outputs) if is_dataclass(outputs) else outputs
         parts = list(outputs.values()) if isinstance(outputs, dict) else outputs
         tensors = [parts] if isinstance(parts, Tensor) else [part for part in parts if isinstance(part, Tensor)]
         assert all(part.dtype is torch.float32 for part in tensors if part.is_floating_point())

@@ -17,7 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from tests.build import CPU, blobs, plain
+from tests.build import CPU, QUIET, blobs, loop_of, mlp, plain
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.data import sources
 from triaccel_ray.data.sampler import Sampler
@@ -145,8 +145,16 @@ def test_a_host_that_cannot_pin_the_samples_leaves_them_to_the_device(monkeypatc
 
     monkeypatch.setattr(sources, "in_host_memory", refuse)
     source = Here(INPUTS, TARGETS)
-    assert delivered(source, torch.device("cuda"), "host") is source
+    assert delivered(source, torch.device("cuda"), "host").unpinned_because == "no memory to pin"
+    assert source.unpinned_because == ""
     assert delivered(source, CPU, "host") is source
+    told = TensorSource(*blobs(24))
+    told.unpinned_because = "no memory to pin"
+    loop, ticks = loop_of(mlp(), told, QUIET)
+    loop.tick()
+    loop.close()
+    noted = [(fault.kind, fault.detail) for fault in ticks[0].observation.faults]
+    assert (FaultKind.DATA_NOT_PINNED, "no memory to pin") in noted
     drawn, _ = delivered(DatasetSource(Items((1.0, 0))), CPU, "host").batch(torch.tensor([0]), None)
     assert drawn.tolist() == [1.0]
 

@@ -24,6 +24,13 @@ class Record:
     name: str = "record"
 
 
+class Strict(OrderedDict):  # type: ignore[type-arg]
+    """A mapping like Hugging Face's `ModelOutput`: items can be set one by one, and in no other way."""
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("You cannot use ``update`` on a Strict instance.")
+
+
 def tensors(count: int) -> list[Tensor]:
     return [torch.full((2,), float(i)) for i in range(count)]
 
@@ -37,6 +44,7 @@ A, B, C = tensors(3)
         (A, [B, {"c": C}]),
         Pair(A, Pair(B, C)),
         OrderedDict(b=A, a=[B], c=C),
+        Strict(b=A, a=[B], c=C),
         defaultdict(list, {"x": A, "y": (B, C)}),
         [Record((A, Record({"b": B}))), C],
         MappingProxyType({"a": A, "b": [B], "c": Record(C)}),

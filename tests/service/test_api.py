@@ -81,7 +81,7 @@ MISTAKES: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
     (run, "digits", {"capture": 3}, ValueError, "capture = 3: must be one of on, off"),
     (run, "digits", {"method": "probe"}, ValueError, "method = 'probe': must be one of fp32, amp"),
     (run, "digits", {"epochs": "three"}, ValueError, "epochs = 'three': must be an integer"),
-    (run, "digits", {"memory_budget": 0}, ValueError, "amount of memory = '0B': must be a positive number"),
+    (run, "digits", {"memory_budget": 0}, ValueError, "memory_budget = '0B': must be a positive number"),
     (run, "digits", {"memory_budget": True}, ValueError, "memory_budget = True: must be a str"),
     (run, "digits", {"storage_path": 3}, ValueError, "storage_path = 3: must be a str"),
     (run, "digits", {"storage_path": "s3://me:s3cr3t@b/x"}, ValueError, "must not hold a key or password"),

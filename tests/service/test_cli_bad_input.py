@@ -42,10 +42,14 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     ("run digits --batch-size 0", "start (batch_size) = 0: must be"),
     ("run digits --keep best --final", "leave out --final, or --keep best"),
     ("run digits --register a/b", "register = 'a/b': must name a model"),
-    ("run digits --memory-budget 2", "amount of memory = '2'"),
+    ("run digits --memory-budget 2", "memory_budget = '2': must be a positive number with a unit"),
+    ("run digits --batch-min 600", "(batch_min, batch_size, batch_max) = (600, 96, 192): must be in ascending order"),
     ("run digits --memory-budget 9999GiB --device cpu", "at most the"),
     ("run digits --memory-budget 1GiB --memory-headroom 1GiB", "give a budget or a headroom, not both"),
     *((f"{each} --memory-budget 64MiB --device cpu", "memory budget = 64 MiB") for each in ALL),
+    # settings that a task does not read
+    *((f"{each} --data-dir /files", "--data-dir = '/files': digits does not read it; leave it out") for each in ALL),
+    ("run text-gpt --momentum 0.5", "--momentum = 0.5: text-gpt does not read it"),
     # searches and comparisons
     ("search digits --trials 100001", "num_trials (trials) = 100001: must be an integer in [1, 100000]"),
     ("search digits --trials-per-gpu 17", "trials_per_gpu = 17: must be an integer in [1, 16]"),
@@ -93,8 +97,9 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     # the argument parser's own
     ("search digits --also beta", "tau_curv"),
     ("run digits --method sgd", "triaccel"),
-    ("run digits --lr None", "None"),
-    ("run digits --epochs three", "three"),
+    ("run digits --lr None", "Error parsing --lr: 'None' must be a number"),
+    ("run digits --epochs three", "Error parsing --epochs: 'three' must be an integer"),
+    ("ui --port 80.5", "Error parsing --port: '80.5' must be an integer"),
     ("run digits --precision fp8", "Expected one of ('fp16', 'bf16', 'fp32')"),
     ("run digits --amp None", "Expected one of ('fp16', 'bf16')"),
     ("run digits --noise-bound maybe", "'maybe'"),

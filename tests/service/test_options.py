@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
+from pyarrow import fs
 
 from triaccel_ray.service.cli.parsing import parse
 from triaccel_ray.service.cli.specs import Run
-from triaccel_ray.service.storage.storage_path import StoragePath
+from triaccel_ray.service.storage.storage_path import SCHEMES, StoragePath
 
 
 def stored_at(text: str) -> StoragePath:
@@ -36,6 +38,26 @@ def test_results_go_to_a_store_by_way_of_a_copy(tmp_path: Path, monkeypatch: pyt
     assert place.folder != (stored_at("s3://bucket/runs") / "search").folder  # another region's bucket
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert place.folder.is_relative_to(Path.home() / ".cache" / "triaccel-ray")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_stores_are_those_that_pyarrow_knows(scheme: str) -> None:
+    assert stored_at(f"{scheme}://bucket/runs").uri is not None
+    places = {"file": "/runs", "abfs": "c@a.dfs.core.windows.net/runs", "abfss": "c@a.dfs.core.windows.net/runs"}
+    with contextlib.suppress(OSError):  # HDFS needs Java
+        fs.FileSystem.from_uri(f"{scheme}://{places.get(scheme, 'bucket/runs')}")
+
+
+def test_a_store_of_a_kind_that_is_unknown_is_not_blamed_on_the_tracking_store(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["run", "digits", "--storage-path", "foo://x"])
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert (
+        "storage path = 'foo://x': must be a folder, or a URI that pyarrow's file systems know, such as s3://" in said
+    )
+    assert "tracking" not in said
 
 
 @pytest.mark.parametrize(

@@ -48,11 +48,13 @@ def test_the_log_of_a_loop_of_ones_own_is_reported_and_replayed(
         loop = ControlLoop(model, optimizer, cross_entropy, blobs(64), config=CONFIG, on_tick=log.append)
         loop.train_epoch()
         loop.close()
+        loop.close()
     for words in ("report ./", "report events.jsonl", "replay events.jsonl"):
         with pytest.raises(SystemExit) as ended:
             main([*words.split(), "--storage-path", str(tmp_path)])
         said = capsys.readouterr()
         assert (ended.value.code, said.err) == (0, "")
+        assert "report" not in words or "the full control loop, finished" in said.out
     assert "replayed under its own configuration: every decision is the same" in said.out
     assert (tmp_path / "report.html").exists()
     assert (tmp_path / "figures" / "precision.png").exists()

@@ -26,6 +26,7 @@ from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.storage.layout import SPEC, write_value
 from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.task import Purpose
+from triaccel_ray.trainables.text import TextGpt
 
 BASE = RunSpec(task="digits", recipe=Digits.recipe, control=Digits.control, keep="last")
 UNUSUAL = replace(
@@ -44,7 +45,6 @@ UNUSUAL = replace(
         execution=ExecutionConfig(data_on="host", fuse=False),
     ),
     memory_budget_bytes=3 * 2**29 + 1,
-    data_dir="/data of mine",
     device="cpu",
     lean_memory=False,
 )
@@ -72,14 +72,15 @@ def stored(value: Any, name: str, file: str = SPEC) -> Path:
 
 def test_options_become_a_spec(tmp_path: Path) -> None:
     words = "run digits --epochs 2 --lr 0.2 --memory-headroom 64MiB --device cpu --batch-size 64 --method amp --seed 5"
-    words += " --tau-low 1e-9 --rho-high 0.8 --rho-low 0.5 --t-ctrl 9 --lr-rule linear --final --data-dir files"
+    words += " --tau-low 1e-9 --rho-high 0.8 --rho-low 0.5 --t-ctrl 9 --lr-rule linear --final"
     spec = typed(*words.split())
     assert (spec.method, spec.seed, spec.purpose, spec.device) == ("amp", 5, Purpose.FINAL, "cpu")
     assert (spec.recipe.epochs, spec.recipe.lr, spec.recipe.momentum) == (2, 0.2, Digits.recipe.momentum)
     assert (spec.memory_budget_bytes, spec.memory_headroom_bytes) == (None, 64 * 2**20)
     assert spec.control.precision == replace(Digits.control.precision, tau_low=1e-9)
     assert (spec.control.batch.rho_low, spec.control.batch.rho_high, spec.control.every_steps) == (0.5, 0.8, 9)
-    assert (spec.data_dir, spec.keep) == (str(tmp_path / "files"), "last")
+    assert (spec.data_dir, spec.keep) == (None, "last")
+    assert typed("run", "text-gpt", "--data-dir", "files").data_dir == str(tmp_path / "files")
 
 
 def test_every_field_of_the_configurations_is_an_option() -> None:
@@ -219,7 +220,8 @@ def test_an_option_takes_what_belongs_to_it_from_the_file() -> None:
 
 
 def test_a_final_run_is_one_again() -> None:
-    final = replace(UNUSUAL, purpose=Purpose.FINAL, data_dir="/data \N{PILE OF POO} \x7f")
+    text = RunSpec(task="text-gpt", recipe=TextGpt.recipe, control=TextGpt.control, goal=TextGpt().goal, keep="last")
+    final = replace(text, purpose=Purpose.FINAL, data_dir="/data \N{PILE OF POO} \x7f")
     Path("mine.toml").write_text(settings_text(final))
     assert typed("run", "--config", "mine.toml") == final
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from triaccel_ray.service.units import format_bytes, format_exactly, parse_bytes
+from triaccel_ray.service.units import counted, format_bytes, format_exactly, parse_bytes
 
 WRITTEN = {"512B": 512, "1kB": 1000, "1.5GiB": 3 * 2**29, "1500MB": 1_500_000_000, "1TiB": 2**40, "1.9B": 1}
 WRITTEN |= {" 2 gib ": 2 * 2**30, "2GIB": 2 * 2**30}
@@ -26,6 +26,10 @@ def test_amounts_that_people_write_and_read() -> None:
     assert {text: parse_bytes(text) for text in WRITTEN} == WRITTEN
     assert {num_bytes: format_bytes(num_bytes) for num_bytes in READ} == READ
     assert {num_bytes: format_exactly(num_bytes) for num_bytes in EXACT} == EXACT
+
+
+def test_one_has_no_plural() -> None:
+    assert [counted(number, "seed") for number in (0, 1, 2)] == ["0 seeds", "1 seed", "2 seeds"]
 
 
 @pytest.mark.parametrize("text", REFUSED)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.records.codec import decode, encode
-from triaccel_ray.records.events import EventLog, Start, Tick
+from triaccel_ray.records.events import End, EventLog, Start, Tick
 from triaccel_ray.records.signals import Observation
 
 _DECIDE_AFTER = 3
@@ -84,8 +85,17 @@ class PendingTick:
             self.observing(lambda: observation, step=observation.step)
 
 
-def begin_log(on_tick: Callable[[Tick], None] | None, config: ControlConfig) -> None:
-    """Writes the start record of an empty log that takes the ticks by its `append`."""
+def begin_log(on_tick: Callable[[Tick], None] | None, config: ControlConfig) -> EventLog | None:
+    """Returns the log that takes the ticks by its `append`, if one does; an empty one gets its start record."""
     log = getattr(on_tick, "__self__", None)
-    if isinstance(log, EventLog) and log.num_records == 0:
+    if not isinstance(log, EventLog):
+        return None
+    if log.num_records == 0:
         log.append(Start(control=config))
+    return log
+
+
+def end_log(log: EventLog | None) -> None:
+    """Writes the last record of a log that is still open, unless an error is on its way through the caller."""
+    if log is not None and not log.closed and sys.exc_info()[0] is None:
+        log.append(End(status="finished"))

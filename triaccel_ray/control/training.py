@@ -211,6 +211,8 @@ class Training:
         """Notes what the loop leaves as it is, or cannot do as asked for."""
         if reason := self.sampler.source.streamed_because:
             self._note(FaultKind.DATA_STREAMED, "data", reason)
+        if reason := self.sampler.source.unpinned_because:
+            self._note(FaultKind.DATA_NOT_PINNED, "data", reason)
         precision = self._config.precision
         wanted = {*(Precision if precision.enabled else [precision.initial]), *precision.initial_layers.values()}
         for level, reason in withheld.items():

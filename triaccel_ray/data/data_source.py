@@ -15,6 +15,8 @@ class DataSource(ABC):
 
     streamed_because: str = ""
     """Why samples given as tensors are read from the host all the same; empty where they are not."""
+    unpinned_because: str = ""
+    """Why samples that were to stay in the host's memory lie on the device all the same; empty where they do not."""
 
     @abstractmethod
     def __len__(self) -> int:

@@ -112,14 +112,16 @@ class TensorSource(DataSource):
     def kept_on_host(self, device: torch.device) -> DataSource:
         """Returns a source of which a GPU reads the inputs out of pinned memory; targets lie on `device`.
 
-        Where the host cannot pin as much, all of it lies on `device`.
+        Where the host cannot pin as much, all of it lies on `device`, and `unpinned_because` says so.
         """
         if device.type != "cuda" or self.inputs.is_cuda:
             return self.to(device)
         try:
             inputs = in_host_memory(self.inputs, device)
-        except RuntimeError:
-            return self.to(device)
+        except RuntimeError as error:
+            moved = copy.copy(self.to(device))
+            moved.unpinned_because = first_line(error)
+            return moved
         return self._with(inputs, self.targets.to(device))
 
     def _with(self, inputs: Tensor, targets: Tensor) -> Self:

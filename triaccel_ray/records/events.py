@@ -206,6 +206,11 @@ class EventLog:
         status = os.fstat(self._file.fileno())
         self.claim = Claim(path=path, device=status.st_dev, inode=status.st_ino)
 
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more records."""
+        return self._file.closed
+
     def append(self, record: Record) -> None:
         """Writes one record as one line.
 

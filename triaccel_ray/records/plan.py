@@ -116,6 +116,8 @@ class FaultKind(StrEnum):
     retreats by a rung where it is elastic, and is made in halves where not."""
     DATA_STREAMED = "data_streamed"
     """Samples given as tensors did not fit on the device: they are read from the host."""
+    DATA_NOT_PINNED = "data_not_pinned"
+    """Samples that were to stay in the host's memory lie on the device: the host could not pin as much."""
     FUSION_REFUSED = "fusion_refused"
     """Batch normalisation runs apart from what follows it, slower."""
     CAPTURE_FAILED = "capture_failed"

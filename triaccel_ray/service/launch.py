@@ -74,6 +74,7 @@ from triaccel_ray.service.storage.mirror import bring, mirrored, require_unused
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.shipper import Parent
 from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.units import counted
 
 MISTAKES = ("bug", "preempted", "store")
 """Causes of failures that have nothing to do with what was tried."""
@@ -225,7 +226,7 @@ def _search(spec: SearchSpec, context: Context) -> Outcome:
             title = f"{spec.base.task}: baselines and probe"
             with Progress(title, folder / BASELINES, goal=spec.base.goal):
                 prepared = prepare(spec, place, num_gpus=num_gpus, shared=shared)
-            title = f"{spec.base.task}: {spec.num_trials} trials"
+            title = f"{spec.base.task}: {counted(spec.num_trials, 'trial')}"
             with Progress(title, folder / TRIALS, goal=spec.base.goal, num_trials=spec.num_trials):
                 tune_trials(
                     spec, prepared, place, num_gpus=num_gpus, resume=context.resume, shared=shared, claim=log.claim

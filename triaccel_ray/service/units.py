@@ -1,4 +1,4 @@
-"""Amounts of memory as people write and read them."""
+"""Amounts as people write and read them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,23 @@ _FACTORS: Final[Mapping[str, int]] = {
 _BINARY: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, name: str = "amount of memory") -> int:
     """Returns the number of bytes in `text`: a positive number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB.
 
     Raises:
-        ValueError: it is no such amount.
+        ValueError: it is no such amount; the message calls it `name`.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = {name.lower(): factor for name, factor in _FACTORS.items()}.get(match[2].lower()) if match else None
     amount = float(match[1]) * unit if match and unit else 0.0
     if not 1 <= amount < math.inf:
-        raise ValueError(f"amount of memory = {text!r}: must be a positive number with a unit, such as 2GiB or 1500MB")
+        raise ValueError(f"{name} = {text!r}: must be a positive number with a unit, such as 2GiB or 1500MB")
     return int(amount)
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns `number` with the noun, whose plural takes an s."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def format_bytes(num_bytes: float) -> str:

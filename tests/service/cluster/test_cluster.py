@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 import yaml
 from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from tests.service.own_task import own_spec
-from triaccel_ray.service.cluster.cluster import ClusterUnavailableError, cluster, gpu_fraction, require_gpu_to_share
+from triaccel_ray.service.cluster.cluster import (
+    ClusterUnavailableError,
+    cluster,
+    environment_variables,
+    gpu_fraction,
+    require_gpu_to_share,
+    require_reachable,
+)
 from triaccel_ray.service.runs.spec import MAX_TRIALS_PER_GPU
 
 
@@ -31,18 +43,43 @@ def test_without_a_gpu_there_is_nothing_to_share() -> None:
 
 
 def test_a_ray_that_cannot_start_here_is_not_blamed_on_an_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster_address: str
 ) -> None:
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     (tmp_path / "file").touch()
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file" / "below"))
     with (
+        environment_variables({"RAY_TMPDIR": str(tmp_path / "file" / "below")}),
         pytest.raises(ClusterUnavailableError, match=r"Ray cannot start on this machine \(.*RAY_TMPDIR"),
         cluster(None),
     ):
         pass
     assert "RAY_AUTH_MODE" not in os.environ  # Ray sets it before it fails
-    assert get_authentication_mode() == AuthenticationMode.DISABLED  # so that a cluster without tokens can be joined
+    assert get_authentication_mode() == AuthenticationMode.DISABLED
+    with cluster(cluster_address):  # which has no tokens: an actor that had to bring one would be lost
+        counter = ray.remote(Counter).options(num_cpus=0).remote("aab")
+        assert ray.get(counter.most_common.remote(1), timeout=60) == [("a", 2)]
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"])
+def test_what_listens_and_is_no_ray_is_refused_without_asking_again(
+    answer: bytes, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("triaccel_ray.service.cluster.cluster.CONNECT_TIMEOUT_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=_answer_all, args=(server, answer))
+        thread.start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ClusterUnavailableError, match=r"\(what listens there is no Ray\)"):
+            require_reachable(address)
+        server.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        thread.join()
+    assert capfd.readouterr().err == ""
+
+
+def _answer_all(server: socket.socket, answer: bytes) -> None:
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # until it is shut down
+        while True:
+            stack.enter_context(server.accept()[0]).sendall(answer)
 
 
 def test_the_file_for_ray_up_is_one_that_ray_takes() -> None:

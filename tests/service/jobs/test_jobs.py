@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.job_submission import JobDetails
 
 from triaccel_ray.service.cli.main import main
@@ -44,8 +45,8 @@ def entry(job: Submission) -> list[str]:
             "compare digits --experiment 'two words' --name j --storage-path /shared",
         ),
         (
-            "run digits --tracking-uri sqlite:///db --data-dir files",
-            "run digits --name j --data-dir {here}/files --storage-path {here}/triaccel-runs "
+            "run text-gpt --tracking-uri sqlite:///db --data-dir files",
+            "run text-gpt --name j --data-dir {here}/files --storage-path {here}/triaccel-runs "
             "--tracking-uri sqlite:///{here}/db",
         ),
         (
@@ -130,7 +131,7 @@ def test_data_and_results_stay_behind(tmp_path: Path) -> None:
     for path in (weights, tmp_path / ".venv" / "lib.so"):
         with path.open("wb") as file:
             file.truncate(LARGEST_FILE_BYTES + 1)
-    job = submitted(tmp_path, "run digits --storage-path results --data-dir 'my data'")
+    job = submitted(tmp_path, "run text-gpt --storage-path results --data-dir 'my data'")
     assert {".git", ".venv", "triaccel-runs", "/results", "/my\\ data", "/weights\\ \\[1\\].pt"} <= set(job.excludes)
     (said,) = [note for note in job.notes if "larger than" in note]
     assert said.endswith(": weights [1].pt")
@@ -208,6 +209,7 @@ def test_a_server_that_is_no_cluster_or_keeps_us_out(
     assert status == 2
     assert f"address = '{address}': {needle}" in said
     assert ("set RAY_AUTH_MODE=token" in said) == (answer[0] == 401)
+    assert get_authentication_mode() == AuthenticationMode.DISABLED  # other clusters may have no tokens
 
 
 def test_options_of_a_file_and_a_folder_to_repeat_travel_with_the_job(tmp_path: Path) -> None:

@@ -249,6 +249,10 @@ def test_a_page_has_table_pictures_and_what_is_missing(folder: Path, capsys: pyt
     ):
         assert heading in tags.texts
     assert [attributes["alt"] for tag, attributes in tags.tags if tag == "img"] == ["pareto", "curves"]
+    assert record.prepared is not None
+    hopeless = replace(record.prepared, objective=Objective(reference=(99.9,) * 3))
+    page = view_search(replace(record, prepared=hopeless)).page
+    assert "<h2>Trials, smallest shortfall first</h2>" in page.read_text()
     # It needs nothing from elsewhere.
     assert not re.search(r"https?:|//[a-z]|url\(|@import", re.sub(r"base64,[^']*", "", text))
     assert not {"link", "iframe", "object", "script"} & {tag for tag, _ in tags.tags}

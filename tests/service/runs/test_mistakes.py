@@ -163,6 +163,21 @@ class NamedByNumber(Blobs):
     name = 3
 
 
+class NoRecipe(Blobs):
+    def loss(self, outputs, targets):
+        return nn.functional.cross_entropy(outputs, targets)
+
+
+class Positional(Blobs):
+    def loss(self, outputs, targets, settings):
+        return nn.functional.cross_entropy(outputs, targets)
+
+
+class NoPurpose(Blobs):
+    def data(self):
+        return super().data(Purpose.SEARCH)
+
+
 class Unmakeable(Blobs):
     def __init__(self, data_dir):
         super().__init__(data_dir)
@@ -272,6 +287,12 @@ def test_settings_that_do_not_fit_the_task_are_refused(mistakes: str, tmp_path: 
         ("Counting", "Counting.num_correct = 'a method': is asked no more; set metrics"),
         ("ControlDict", r"ControlDict.control = .*: must be a ControlConfig, not a dict; write ControlConfig\(\*\*"),
         ("RecipeDict", "RecipeDict.recipe = .*: must be a Recipe, not a dict"),
+        (
+            "NoRecipe",
+            r"NoRecipe.loss \(.*mistaken_tasks.py:\d+\) takes \(outputs, targets\): must take \(outputs, targets, ",
+        ),
+        ("Positional", r"takes \(outputs, targets, settings\): must take \(outputs, targets, recipe\)"),
+        ("NoPurpose", r"NoPurpose.data \(.*:\d+\) takes \(\): must take \(purpose\)"),
         ("NamedByNumber", "must set the attribute name to a text"),
         ("Unmakeable", r"Unmakeable\(data_dir\) raised KeyError: 'train' \(.*mistaken_tasks.py:\d+\)"),
     ],

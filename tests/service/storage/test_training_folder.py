@@ -73,6 +73,22 @@ def test_the_end_of_a_run_elsewhere_can_be_written_here_and_it_can_go_on_here(ma
     here.close()
 
 
+def test_looking_at_the_log_of_a_run_elsewhere_does_not_take_it_over(machines: Machines) -> None:
+    there = machines.move_to("b")
+    there.open()
+    write(there.path, {EVENTS: "1\n2\n", ERROR: "what it failed by"})
+    there.close()
+    writer = (machines.kept / WRITER).read_text()
+    machines.move_to("a")
+    with edited(machines.place) as folder:
+        assert held(folder) == {EVENTS: "1\n2\n", ERROR: "what it failed by"}
+    assert (machines.kept / WRITER).read_text() == writer
+    with edited(machines.place) as folder:
+        (folder / ERROR).unlink()
+    assert (machines.kept / WRITER).read_text() != writer
+    assert held(machines.kept) == {EVENTS: "1\n2\n", ERROR: ""}
+
+
 @pytest.mark.parametrize(("first", "last"), [(EVENTS, CHECKPOINT), (MODEL, EVENTS)])
 def test_a_reader_never_finds_what_is_written_last_ahead_of_the_other(
     machines: Machines, first: str, last: str

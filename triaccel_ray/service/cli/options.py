@@ -60,6 +60,29 @@ def _choice(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[str | None] | N
     )
 
 
+@CHOICES.primitive_rule
+def _number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[float | None] | None:
+    """Returns how to read a number; of what is none tyro's own rule would say how it tried to read it."""
+    nouns = {int: "an integer", float: "a number"}
+    kind = next((kind for kind in nouns if info.type in (kind, kind | None)), None)
+    if kind is None:
+        return None
+
+    def read(given: list[str]) -> float:
+        try:
+            return float(given[0]) if kind is float else int(given[0])
+        except ValueError:
+            raise ValueError(f"{given[0]!r} must be {nouns[kind]}") from None
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=kind.__name__.upper(),
+        instance_from_str=read,
+        is_instance=lambda value: value is None or isinstance(value, kind),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
 TaskName = Annotated[str | None, tyro.conf.arg(metavar="TASK", help_behavior_hint="")]
 RunName = Annotated[str, tyro.conf.arg(metavar="NAME")]
 JobName = Annotated[str, tyro.conf.arg(metavar="JOB")]

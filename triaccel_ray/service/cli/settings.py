@@ -86,7 +86,7 @@ class Setting:
         if self.kind is bool:
             value = value == "on"
         elif self.unit == "bytes":
-            value = parse_bytes(value)
+            value = parse_bytes(value, self.name)
         elif self.unit == "folder":
             value = str(expanded(value).absolute())
         elif self.kind == tuple[str, ...]:

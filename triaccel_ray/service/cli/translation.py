@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,31 @@ def with_options(spec: RunSpec, options: Given) -> RunSpec:
     """Returns the run with the options that were given.
 
     Raises:
-        ValueError: one breaks its rule, by itself or beside the others.
+        ValueError: one breaks its rule, by itself or beside the others; or the task does not read it.
     """
     control = {path[1:]: value for path, value in options.items() if path[0] == _CONTROL}
     rest = {path: value for path, value in options.items() if path[0] != _CONTROL}
     for one, other in ((_HEADROOM, _BUDGET), (_BUDGET, _HEADROOM)):
         if one in rest:
             rest.setdefault(other, None)  # a limit that was given replaces one of the other kind
-    return changed(spec, {**rest, (_CONTROL,): _with_control(spec.control, control)})
+    made = changed(spec, {**rest, (_CONTROL,): _with_control(spec.control, control)})
+    _require_read(made, options)
+    return made
+
+
+def _require_read(spec: RunSpec, options: Given) -> None:
+    """Returns if the task reads those of the options that differ from its own, as those of its file of settings do not.
+
+    Raises:
+        ValueError: it does not; or it says so of what is no option.
+    """
+    task = spec.load_task()
+    own = replace(spec, recipe=task.recipe, control=task.control, data_dir=None)
+    for name in task.unread:
+        require(name in RUN_SETTINGS, f"unread of {spec.task}", name, "must name an option of `triaccel run`")
+        path, option = RUN_SETTINGS[name].path, RUN_SETTINGS[name].option
+        given = options.get(path, default := reduce(getattr, path, own))
+        require(given == default, f"--{option}", given, f"{spec.task} does not read it; leave it out")
 
 
 def _with_control(control: ControlConfig, options: Given) -> ControlConfig:

@@ -15,7 +15,7 @@ import ray
 import torch
 from ray._private import ray_constants
 from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
-from ray._raylet import Config  # type: ignore[attr-defined]  # compiled, without annotations
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled, without types
 
 from triaccel_ray.config import require
 from triaccel_ray.cuda.out_of_memory import first_line
@@ -45,7 +45,7 @@ def cluster(address: str | None, *, num_cpus: int | None = None, last_words: str
         HeadLostError: nothing has answered there for half a minute.
     """
     is_own = not ray.is_initialized()
-    with _token_meanwhile() if is_own else contextlib.nullcontext():
+    with token_meanwhile() if is_own else contextlib.nullcontext():
         if is_own:
             _connect(address, num_cpus)
         # Ray's own handling of SIGTERM ends the process with a stack trace, before runs have ended their logs.
@@ -58,7 +58,7 @@ def cluster(address: str | None, *, num_cpus: int | None = None, last_words: str
 
 
 @contextlib.contextmanager
-def _token_meanwhile() -> Iterator[None]:
+def token_meanwhile() -> Iterator[None]:
     """Has this process ask for a token, as a Ray that it starts has it do, until that Ray has ended, and no longer.
 
     Ray 2.60 lets it ask for ever. Of a cluster without tokens that it joined next all actors would be lost at once.
@@ -69,6 +69,7 @@ def _token_meanwhile() -> Iterator[None]:
     finally:
         if given is None and os.environ.pop(AUTH_MODE_ENV_VAR, None) is not None:
             Config.initialize("")  # has Ray read the environment again; there is no public way
+            AuthenticationTokenLoader.instance().reset_cache()  # a token in it is asked for, whatever the mode
 
 
 def _connect(address: str | None, num_cpus: int | None) -> None:
@@ -201,7 +202,29 @@ def require_gpu_to_share(address: str | None, spec: RunSpec) -> None:
 
 
 def require_reachable(address: str | None) -> None:
-    """Returns if something listens at the address; tries the port alone, for Ray itself would wait for minutes.
+    """Returns if a Ray cluster answers at the address; Ray itself would wait for minutes, and print warnings.
+
+    Of Ray's client server (ray://), and where Ray's ports speak TLS, the port alone is tried.
+
+    Raises:
+        ClusterUnavailableError: none does.
+    """
+    require_listening(address)
+    speaks_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+    if address in (None, "auto", "local") or address.startswith("ray://") or speaks_tls:
+        return
+    import grpc
+
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")(b"", timeout=CONNECT_TIMEOUT_S)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAUTHENTICATED:  # a cluster that asks for a token
+                raise ClusterUnavailableError(_message(address, "what listens there is no Ray")) from error
+
+
+def require_listening(address: str | None) -> None:
+    """Returns if something listens at the address.
 
     Raises:
         ClusterUnavailableError: nothing does.

@@ -22,7 +22,8 @@ from triaccel_ray.service.cluster.cluster import (
     ClusterUnavailableError,
     display_address,
     environment_variables,
-    require_reachable,
+    require_listening,
+    token_meanwhile,
 )
 from triaccel_ray.service.console import err, out, rich_table
 from triaccel_ray.service.credentials import without_passwords
@@ -161,7 +162,8 @@ def job_client(address: str | None) -> Iterator[JobSubmissionClient]:
     named = f"address = {display_address(address)!r}"
     logging.disable(logging.WARNING)
     try:
-        yield _connect(_reachable(address))
+        with token_meanwhile():
+            yield _connect(_reachable(address))
     except JobError:
         raise
     except AuthenticationError as error:
@@ -200,9 +202,9 @@ def _reachable(address: str) -> str:
     if address.startswith(("http://", "https://")):
         host = urlsplit(address).netloc.rpartition("@")[2]
         has_port = ":" in host.rpartition("]")[2]  # the colons of an IPv6 address stand in brackets
-        require_reachable(host if has_port else f"{host}:{443 if address.startswith('https') else 80}")
+        require_listening(host if has_port else f"{host}:{443 if address.startswith('https') else 80}")
         return address
-    require_reachable(address)
+    require_listening(address)
     return f"http://{address}" if address != "auto" and "://" not in address and _speaks_http(address) else address
 
 

@@ -30,6 +30,7 @@ from triaccel_ray.service.runs.objective import Figures, Objective
 from triaccel_ray.service.runs.record import ONE_VIEW
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage import layout
+from triaccel_ray.service.units import counted
 from triaccel_ray.trainables.task import Purpose
 
 COMPARISON_MARKDOWN = "comparison.md"
@@ -70,8 +71,9 @@ def view_comparison(record: Comparison) -> View:
 def _sections(record: Comparison, tables: Sequence[Grid], unwell: Mapping[str, str], command: str) -> list[Section]:
     """Returns what the page shows, pictures included; `command` trains the best fixed setting."""
     folder, spec, goal = record.folder, record.spec, record.spec.base.goal
-    subtitle = "; ".join(filter(None, (f"{spec.base.task}, {spec.num_seeds} seeds", sharing_note(spec.base))))
-    facts = {"what": f"comparison of {', '.join(map(label, spec.all_methods))}", "seeds": f"0 to {spec.num_seeds - 1}"}
+    seeds = counted(spec.num_seeds, "seed")
+    subtitle = "; ".join(filter(None, (f"{spec.base.task}, {seeds}", sharing_note(spec.base))))
+    facts = {"what": f"comparison of {', '.join(map(label, spec.all_methods))}", "seeds": f"{seeds}, from 0"}
     first, *others = [Section(title=grid.title, table=replace(grid, title="")) for grid in tables]
     sections = [
         about(spec.base, list(record.runs.values()), facts, to_repeat("compare", folder)),
@@ -123,12 +125,13 @@ def comparison_tables(record: Comparison) -> list[Grid]:
     first = [record.results(method) for method in record.spec.table_1]
     second = [record.results(method) for method in record.spec.table_2]
     mark = sharing_note(record.spec.base)
+    no_amp = "" if REFERENCE in record.spec.table_1 else "AMP is not among the methods: nothing to test against"
+    note = "; ".join(filter(None, (mark, no_amp)))
     reference = next((each for each in first if each.method == REFERENCE), None)
     to_amp = [(each, reference) for each in first if each.method != REFERENCE and reference is not None]
-    no_amp = "" if reference else "AMP is not among the methods: nothing to test against"
     tables = [
-        values_grid("Table 1, test samples, read once by each run", first, mark=mark),
-        differences_grid("Table 1, differences to AMP", to_amp, note=no_amp),
+        values_grid("Table 1, test samples, read once by each run", first, mark=note),
+        differences_grid("Table 1, differences to AMP", to_amp),
     ]
     if second:
         rows = "the rows of dynamic batch and dynamic precision have each of them alone, both has no curvature"
@@ -144,7 +147,7 @@ def comparison_tables(record: Comparison) -> list[Grid]:
         tables.append(settings_grid(record, record.choices))
     if record.trials:
         tables.append(trials_grid(record))
-    return tables
+    return [grid for grid in tables if grid.rows]
 
 
 def values_grid(

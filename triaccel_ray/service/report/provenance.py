@@ -17,6 +17,7 @@ from triaccel_ray.service.units import format_bytes
 _VERSIONS = ("triaccel-ray", "torch", "triton", "python")
 _SLOWER = {
     (FaultKind.DATA_STREAMED, "data"): "the data set did not fit on the GPU and was read from the host",
+    (FaultKind.DATA_NOT_PINNED, "data"): "the samples lay on the GPU, for the host could not pin them",
     (FaultKind.CAPTURE_FAILED, "capture"): "steps ran eagerly, without CUDA graphs",
     (FaultKind.CAPTURE_FAILED, "optimizer"): "the optimizer stepped by itself, without its kernel",
     (FaultKind.CAPTURE_FAILED, "curvature"): "curvature was measured without CUDA graphs",

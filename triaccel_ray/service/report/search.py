@@ -31,6 +31,7 @@ from triaccel_ray.service.search.dimensions import dimensions
 from triaccel_ray.service.search.search import FOUND, TRIALS, SearchRecord, best_trial, contenders, found_in, ranked
 from triaccel_ray.service.search.suggestions import quiet_optuna, trial_name
 from triaccel_ray.service.storage.layout import FIGURES
+from triaccel_ray.service.units import counted
 
 MIN_TRIALS: Final = 20
 """Fewer trials say nothing about how much four thresholds matter."""
@@ -94,8 +95,8 @@ def _sections(record: SearchRecord, advice: Recommendation, grid: Grid, unwell: 
     is_beaten = bool(advice.beaten_by) or advice.best is None
     said = Section(notice=advice.sentence) if is_beaten else Section(text=advice.sentence)
     facts = {
-        "what": f"search of {spec.num_trials} trials in space {spec.space}, objective {spec.objective}, margin "
-        f"{record.objective.margin_text}",
+        "what": f"search of {counted(spec.num_trials, 'trial')} in space {spec.space}, objective {spec.objective}, "
+        f"margin {record.objective.margin_text}",
         "seed": f"{spec.base.seed}, sampler {spec.seed}",
     }
     runs = [*record.baselines.values(), *record.trials]
@@ -111,7 +112,8 @@ def _sections(record: SearchRecord, advice: Recommendation, grid: Grid, unwell: 
         sections.append(Section(title=f"{goal.words.capitalize()} against time and memory", pictures=[picture]))
     one = to_repeat("report", record.folder / TRIALS / "NAME").replace("--from ", "")
     text = f"What the loop did in a trial is on a page of its own: {one}"
-    sections.append(Section(title="Trials, best first", text=text, table=grid))
+    order = "smallest shortfall first" if advice.best is None else "best first"
+    sections.append(Section(title=f"Trials, {order}", text=text, table=grid))
     if curves := _curves(record, advice.best):
         picture = save(learning_curves(curves, goal, about=name), folder / "curves.png")
         sections.append(Section(title="Learning curves and time", pictures=[picture]))

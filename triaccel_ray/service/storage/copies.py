@@ -58,6 +58,13 @@ def push(place: StoragePath, folder: Path, files: Sequence[str], there: Mapping[
                 store.write(f"{place.name}/{file}", io.BytesIO())
 
 
+def has_news(folder: Path, files: Sequence[str], there: Mapping[str, Stamp]) -> bool:
+    """Returns whether `push` would bring anything."""
+    here = {file: Stamp.of(path.stat()) for file in files if (path := folder / file).exists()}
+    is_error_gone = ERROR not in here and ERROR in there and there[ERROR].size > 0
+    return is_error_gone or any(stamp != there.get(file) for file, stamp in here.items())
+
+
 def pull(place: StoragePath, folder: Path, files: Sequence[str], there: Mapping[str, Stamp]) -> None:
     """Takes those files from the store of which `folder` has another version, or none; an empty one stands for none.
 

@@ -7,9 +7,16 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from triaccel_ray.config import require
 
+STORE_RULE: Final = (
+    "must be a folder, or a URI that pyarrow's file systems know, such as s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, "
+    "hdfs://HOST:PORT/FOLDER or file:///FOLDER"
+)
+SCHEMES: Final = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
+"""Of the URIs that pyarrow's file systems know."""
 _SECRET_NAME = re.compile(r"[?&;][^=&;]*(secret|password|passwd|token|signature|sas|key)[^=&;]*=", re.IGNORECASE)
 
 
@@ -38,6 +45,7 @@ class StoragePath:
             expanded(self.storage)
         else:
             _require_no_secret(self.uri)
+            require(self.uri.partition("://")[0] in SCHEMES, "storage path", self.uri, STORE_RULE)
 
     @classmethod
     def of(cls, folder: Path) -> StoragePath:

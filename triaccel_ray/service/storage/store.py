@@ -14,16 +14,13 @@ from typing import Any, BinaryIO
 
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.service.failures import StoreError, is_disk_full
+from triaccel_ray.service.storage.storage_path import STORE_RULE
 
 BLOCK_BYTES = 4 * 2**20
 OBJECT_STORES = ("s3", "gcs", "abfs")
 """pyarrow's names of those that have no folders, and replace a file as a whole when its writing ends."""
 
 _PROBE = ".triaccel-write-test"
-_KNOWN = (
-    "must be a folder, or a URI that pyarrow's file systems know, such as s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, "
-    "hdfs://HOST:PORT/FOLDER or file:///FOLDER"
-)
 _WAY_OUT = (
     "see that bucket or folder exist, that this machine reaches them, and that its credentials (AWS_ACCESS_KEY_ID, "
     "~/.aws/credentials or your provider's) allow listing, reading and writing; or name a folder"
@@ -142,7 +139,7 @@ def _open(uri: str) -> tuple[Any, str]:
     """
     from pyarrow import fs
 
-    with _explained(uri, _KNOWN):
+    with _explained(uri, STORE_RULE):
         filesystem, path = fs.FileSystem.from_uri(_in_one_request(uri))
         path = path.rstrip("/")
         if not path:

@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.storage.background import PATIENCE_S, Background, insist
-from triaccel_ray.service.storage.copies import LOG, RUN, pull, push, saying_where, store_of
+from triaccel_ray.service.storage.copies import LOG, RUN, has_news, pull, push, saying_where, store_of
 from triaccel_ray.service.storage.layout import EVENTS, PREVIOUS, write_atomically
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Stamp
@@ -84,6 +84,8 @@ class TrainingFolder:
                     f"{self._place}: another process has taken this run over, and goes on with it ({writer}); this one "
                     "has ended and brings nothing more there"
                 )
+            if not has_news(self.path, RUN, there):
+                return
             if writer != own:
                 store_of(self._place).write(f"{self._place.name}/{WRITER}", io.BytesIO(own.encode()), len(own.encode()))
             self._writer_before = None
