@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-DTYPE_CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
-"""What a kernel branches on to read a tensor; 0 belongs to an absent tensor."""
+DTYPE_CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.int16: 4}
+"""What a kernel branches on to read a tensor; 0 belongs to an absent tensor, int16 to low words (`split_words`)."""
 
 
 class Chunks:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from triaccel_ray.kernels.split_words import join, split
+
 Tensors = Sequence[Tensor | None]
 
 
@@ -24,7 +26,7 @@ class Scalars:
 
 
 def sgd(
-    parameters: Tensors, gradients: Tensors, momenta: Tensors, copies: Tensors, *, rows: Tensor, by: Scalars
+    parameters: Tensors, gradients: Tensors, momenta: Tensors, companions: Tensors, *, rows: Tensor, by: Scalars
 ) -> None:
     """Steps as torch.optim.SGD with dampening 0 does.
 
@@ -33,9 +35,10 @@ def sgd(
     """
     if by.found_nonfinite:
         return
-    for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-        if parameter is None or gradient is None:
+    for index, (stored, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        if stored is None or gradient is None:
             continue
+        parameter = _read(stored, companions[index])
         lr, weight_decay, momentum, nesterov = rows[:, index]
         direction = gradient.float() / by.loss_scale + weight_decay * parameter
         buffer = momenta[index]
@@ -43,7 +46,7 @@ def sgd(
             buffer.mul_(momentum).add_(direction)
             direction = direction + momentum * buffer if nesterov else buffer
         parameter.sub_(lr * by.lr_factor * direction)
-        _write(copies[index], parameter)
+        _write(stored, companions[index], parameter)
 
 
 def adamw(
@@ -52,7 +55,7 @@ def adamw(
     means: Tensors,
     squares: Tensors,
     steps: Tensors,
-    copies: Tensors,
+    companions: Tensors,
     *,
     rows: Tensor,
     by: Scalars,
@@ -64,10 +67,11 @@ def adamw(
     """
     if by.found_nonfinite:
         return
-    for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+    for index, (stored, gradient) in enumerate(zip(parameters, gradients, strict=True)):
         first, second, step = means[index], squares[index], steps[index]
-        if parameter is None or gradient is None or first is None or second is None or step is None:
+        if stored is None or gradient is None or first is None or second is None or step is None:
             continue
+        parameter = _read(stored, companions[index])
         lr, weight_decay, _, rate1, log_beta1, beta2, rate2, log_beta2, eps, decoupled = rows[:, index]
         lr = lr * by.lr_factor
         step += 1
@@ -82,9 +86,19 @@ def adamw(
         correction2 = -torch.expm1(step.double() * log_beta2.double())
         denominator = second.sqrt() / correction2.sqrt().float() + eps
         parameter.sub_((lr / correction1).float() * first / denominator)
-        _write(copies[index], parameter)
+        _write(stored, companions[index], parameter)
 
 
-def _write(copy: Tensor | None, parameter: Tensor) -> None:
-    if copy is not None:
-        copy.copy_(parameter)
+def _read(stored: Tensor, companion: Tensor | None) -> Tensor:
+    """Returns the parameter in fp32: itself, or what its words make."""
+    return stored if companion is None or companion.dtype is not torch.int16 else join(stored, companion)
+
+
+def _write(stored: Tensor, companion: Tensor | None, parameter: Tensor) -> None:
+    """Stores the new value: as words if the parameter is kept so, else in its copy, for it was stepped in place."""
+    if companion is not None and companion.dtype is torch.int16:
+        high, low = split(parameter)
+        stored.copy_(high)
+        companion.copy_(low)
+    elif companion is not None:
+        companion.copy_(parameter)

@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from triaccel_ray.kernels.multi_tensor import Chunks, TensorTable, on_device
-from triaccel_ray.kernels.multi_tensor_triton import BF16, FP16, FP32, load_fp32
+from triaccel_ray.kernels.multi_tensor_triton import BF16, FP16, FP32, INT16, load_fp32
 from triaccel_ray.kernels.optimizer_step.reference import Scalars
 
 # Fastest of 512 to 8192 elements and 2 to 16 warps on an H200.
@@ -27,7 +28,7 @@ def launch_sgd(
     parameters: TensorTable,
     gradients: TensorTable,
     momenta: TensorTable,
-    copies: TensorTable,
+    companions: TensorTable,
     *,
     rows: Tensor,
     by: Scalars,
@@ -36,9 +37,10 @@ def launch_sgd(
     with on_device(rows.device):
         _sgd_kernel[(chunks.num_chunks,)](
             chunks.tensor, chunks.start, chunks.length, parameters.addresses, gradients.addresses, gradients.codes,
-            momenta.addresses, copies.addresses, copies.codes,
+            momenta.addresses, companions.addresses, companions.codes,
             rows, by.lr_factor, by.loss_scale, by.found_nonfinite, parameters.num_tensors,
-            CHUNK=chunks.chunk_size, PIECE=PIECE, num_warps=NUM_WARPS, enable_fp_fusion=True,
+            CHUNK=chunks.chunk_size, PIECE=PIECE, SPLIT=torch.int16 in companions.dtypes,
+            num_warps=NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -49,7 +51,7 @@ def launch_adamw(
     means: TensorTable,
     squares: TensorTable,
     steps: TensorTable,
-    copies: TensorTable,
+    companions: TensorTable,
     *,
     rows: Tensor,
     corrections: Tensor,
@@ -64,17 +66,18 @@ def launch_adamw(
         )  # fmt: skip
         _adamw_kernel[(chunks.num_chunks,)](
             chunks.tensor, chunks.start, chunks.length, parameters.addresses, gradients.addresses, gradients.codes,
-            means.addresses, squares.addresses, steps.addresses, copies.addresses, copies.codes,
+            means.addresses, squares.addresses, steps.addresses, companions.addresses, companions.codes,
             rows, corrections, by.lr_factor, by.loss_scale, by.found_nonfinite, parameters.num_tensors,
-            CHUNK=chunks.chunk_size, PIECE=PIECE, num_warps=NUM_WARPS, enable_fp_fusion=True,
+            CHUNK=chunks.chunk_size, PIECE=PIECE, SPLIT=torch.int16 in companions.dtypes,
+            num_warps=NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tensors"], do_not_specialize_on_alignment=_SCALARS)
 def _sgd_kernel(
     chunk_tensor, chunk_start, chunk_length, parameters, gradients, gradient_codes,
-    momenta, copies, copy_codes,
-    rows, lr_factor_at, loss_scale_at, found_at, num_tensors, CHUNK: tl.constexpr, PIECE: tl.constexpr,
+    momenta, companions, companion_codes,
+    rows, lr_factor_at, loss_scale_at, found_at, num_tensors, CHUNK: tl.constexpr, PIECE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
@@ -83,9 +86,9 @@ def _sgd_kernel(
     parameter = tl.load(parameters + tensor)
     gradient = tl.load(gradients + tensor)
     momentum_buffer = tl.load(momenta + tensor)
-    copy = tl.load(copies + tensor)
+    companion = tl.load(companions + tensor)
     gradient_code = tl.load(gradient_codes + tensor)
-    copy_code = tl.load(copy_codes + tensor)
+    companion_code = tl.load(companion_codes + tensor)
     rows += tensor
     lr = tl.load(rows) * tl.load(lr_factor_at)
     weight_decay = tl.load(rows + num_tensors)
@@ -93,33 +96,33 @@ def _sgd_kernel(
     nesterov = tl.load(rows + num_tensors * 3)
     unscale = 1.0 / tl.load(loss_scale_at)
     if (tl.load(found_at) == 0.0) & (parameter != 0) & (gradient != 0):
-        aligned = (parameter | gradient | momentum_buffer | copy) % 16 == 0
-        parameter += start * 4
+        aligned = (parameter | gradient | momentum_buffer | companion) % 16 == 0
+        parameter += start * tl.where(companion_code == INT16, 2, 4)
         gradient += start * _itemsize(gradient_code)
-        copy = tl.where(copy == 0, copy, copy + start * _itemsize(copy_code))
+        companion = tl.where(companion == 0, companion, companion + start * _itemsize(companion_code))
         momentum = tl.where(momentum_buffer == 0, 0.0, momentum)
         momentum_buffer = tl.where(momentum_buffer == 0, momentum_buffer, momentum_buffer + start * 4)
         if aligned & (length == CHUNK):
             _sgd(
-                parameter, gradient, gradient_code, momentum_buffer, copy, copy_code, 0, length,
-                lr, weight_decay, momentum, nesterov, unscale, CHUNK, True,
+                parameter, gradient, gradient_code, momentum_buffer, companion, companion_code, 0, length,
+                lr, weight_decay, momentum, nesterov, unscale, CHUNK, SPLIT, True,
             )  # fmt: skip
         else:
             for first in range(0, length, PIECE):
                 _sgd(
-                    parameter, gradient, gradient_code, momentum_buffer, copy, copy_code, first, length,
-                    lr, weight_decay, momentum, nesterov, unscale, PIECE, False,
+                    parameter, gradient, gradient_code, momentum_buffer, companion, companion_code, first, length,
+                    lr, weight_decay, momentum, nesterov, unscale, PIECE, SPLIT, False,
                 )  # fmt: skip
 
 
 @triton.jit
 def _sgd(
-    parameter_at, gradient_at, gradient_code, momentum_at, copy_at, copy_code, first, length,
-    lr, weight_decay, momentum, nesterov, unscale, SIZE: tl.constexpr, FULL: tl.constexpr,
+    parameter_at, gradient_at, gradient_code, momentum_at, companion_at, companion_code, first, length,
+    lr, weight_decay, momentum, nesterov, unscale, SIZE: tl.constexpr, SPLIT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Steps SIZE elements from `first` on; FULL as in `load_fp32`."""
+    """Steps SIZE elements from `first` on, SPLIT promising that none are words if not; FULL as in `load_fp32`."""
     offsets = first + tl.arange(0, SIZE)
-    parameter = load_fp32(parameter_at, tl.float32, offsets, length, FULL, 16)
+    parameter = _load_parameter(parameter_at, companion_at, companion_code, offsets, length, SPLIT, FULL)
     # Gradients last: 16-bit ones are widened in a branch, which waits for them.
     buffer = tl.zeros((SIZE,), tl.float32)
     if momentum_at != 0:
@@ -130,8 +133,7 @@ def _sgd(
     if momentum_at != 0:
         _store(momentum_at, tl.float32, buffer, offsets, length, FULL, 16)
     parameter -= lr * tl.where(nesterov != 0.0, gradient + momentum * buffer, buffer)
-    _store(parameter_at, tl.float32, parameter, offsets, length, FULL, 16)
-    _store_copy(copy_at, copy_code, parameter, offsets, length, FULL)
+    _store_parameter(parameter_at, companion_at, companion_code, parameter, offsets, length, SPLIT, FULL)
 
 
 @triton.jit(do_not_specialize=["num_tensors"], do_not_specialize_on_alignment=["found_at"])
@@ -162,8 +164,8 @@ def _count_kernel(parameters, gradients, steps, rows, corrections, found_at, num
 @triton.jit(do_not_specialize=["num_tensors"], do_not_specialize_on_alignment=_SCALARS)
 def _adamw_kernel(
     chunk_tensor, chunk_start, chunk_length, parameters, gradients, gradient_codes, means, squares, steps,
-    copies, copy_codes, rows, corrections, lr_factor_at, loss_scale_at, found_at, num_tensors,
-    CHUNK: tl.constexpr, PIECE: tl.constexpr,
+    companions, companion_codes, rows, corrections, lr_factor_at, loss_scale_at, found_at, num_tensors,
+    CHUNK: tl.constexpr, PIECE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
@@ -173,42 +175,42 @@ def _adamw_kernel(
     gradient = tl.load(gradients + tensor)
     mean = tl.load(means + tensor)
     square = tl.load(squares + tensor)
-    copy = tl.load(copies + tensor)
+    companion = tl.load(companions + tensor)
     gradient_code = tl.load(gradient_codes + tensor)
-    copy_code = tl.load(copy_codes + tensor)
+    companion_code = tl.load(companion_codes + tensor)
     unscale = 1.0 / tl.load(loss_scale_at)
     present = (parameter != 0) & (gradient != 0) & (mean != 0) & (square != 0) & (tl.load(steps + tensor) != 0)
     if (tl.load(found_at) == 0.0) & present:
-        aligned = (parameter | gradient | mean | square | copy) % 16 == 0
-        parameter += start * 4
+        aligned = (parameter | gradient | mean | square | companion) % 16 == 0
+        parameter += start * tl.where(companion_code == INT16, 2, 4)
         gradient += start * _itemsize(gradient_code)
         mean += start * 4
         square += start * 4
-        copy = tl.where(copy == 0, copy, copy + start * _itemsize(copy_code))
+        companion = tl.where(companion == 0, companion, companion + start * _itemsize(companion_code))
         rows += tensor
         corrections += tensor
         lr = tl.load(rows) * tl.load(lr_factor_at)
         if aligned & (length == CHUNK):
             _adamw(
-                parameter, gradient, gradient_code, mean, square, copy, copy_code, 0, length,
-                lr, unscale, rows, corrections, num_tensors, CHUNK, True,
+                parameter, gradient, gradient_code, mean, square, companion, companion_code, 0, length,
+                lr, unscale, rows, corrections, num_tensors, CHUNK, SPLIT, True,
             )  # fmt: skip
         else:
             for first in range(0, length, PIECE):
                 _adamw(
-                    parameter, gradient, gradient_code, mean, square, copy, copy_code, first, length,
-                    lr, unscale, rows, corrections, num_tensors, PIECE, False,
+                    parameter, gradient, gradient_code, mean, square, companion, companion_code, first, length,
+                    lr, unscale, rows, corrections, num_tensors, PIECE, SPLIT, False,
                 )  # fmt: skip
 
 
 @triton.jit
 def _adamw(
-    parameter_at, gradient_at, gradient_code, mean_at, square_at, copy_at, copy_code, first, length,
-    lr, unscale, rows, corrections, num_tensors, SIZE: tl.constexpr, FULL: tl.constexpr,
+    parameter_at, gradient_at, gradient_code, mean_at, square_at, companion_at, companion_code, first, length,
+    lr, unscale, rows, corrections, num_tensors, SIZE: tl.constexpr, SPLIT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Steps SIZE elements from `first` on; FULL as in `load_fp32`."""
+    """Steps SIZE elements from `first` on, SPLIT promising that none are words if not; FULL as in `load_fp32`."""
     offsets = first + tl.arange(0, SIZE)
-    parameter = load_fp32(parameter_at, tl.float32, offsets, length, FULL, 16)
+    parameter = _load_parameter(parameter_at, companion_at, companion_code, offsets, length, SPLIT, FULL)
     mean = load_fp32(mean_at, tl.float32, offsets, length, FULL, 16)
     square = load_fp32(square_at, tl.float32, offsets, length, FULL, 16)
     gradient = _load_any(gradient_at, gradient_code, offsets, length, FULL)
@@ -226,10 +228,9 @@ def _adamw(
     square = square * beta2 + rate2 * (gradient * gradient)
     denominator = tl.sqrt_rn(square) * root_correction + eps
     parameter -= tl.div_rn(step_size * mean, denominator)
-    _store(parameter_at, tl.float32, parameter, offsets, length, FULL, 16)
     _store(mean_at, tl.float32, mean, offsets, length, FULL, 16)
     _store(square_at, tl.float32, square, offsets, length, FULL, 16)
-    _store_copy(copy_at, copy_code, parameter, offsets, length, FULL)
+    _store_parameter(parameter_at, companion_at, companion_code, parameter, offsets, length, SPLIT, FULL)
 
 
 @triton.jit
@@ -252,12 +253,59 @@ def _load_any(address, code, offsets, length, FULL: tl.constexpr):
 
 @triton.jit
 def _store(address, dtype: tl.constexpr, values, offsets, length, FULL: tl.constexpr, ALIGN: tl.constexpr):
-    """Writes fp32 values as `dtype`; FULL and ALIGN as in `load_fp32`."""
+    """Writes the values as `dtype`; FULL and ALIGN as in `load_fp32`."""
     pointer = address.to(tl.pointer_type(dtype))
     if FULL:
         tl.store(tl.multiple_of(pointer, ALIGN) + offsets, values.to(dtype))
     else:
         tl.store(pointer + offsets, values.to(dtype), mask=offsets < length)
+
+
+@triton.jit
+def _load_parameter(
+    address, companion_at, companion_code, offsets, length, SPLIT: tl.constexpr, FULL: tl.constexpr
+):  # fmt: skip
+    """Returns the parameter as fp32, of its words where it has low ones; without SPLIT none has, and no branch waits."""
+    if SPLIT:
+        if companion_code == INT16:
+            high = _load_word(address, offsets, length, FULL)
+            low = _load_word(companion_at, offsets, length, FULL)
+            values = ((high << 16) + low).to(tl.float32, bitcast=True)
+        else:
+            values = load_fp32(address, tl.float32, offsets, length, FULL, 16)
+    else:
+        values = load_fp32(address, tl.float32, offsets, length, FULL, 16)
+    return values
+
+
+@triton.jit
+def _store_parameter(
+    address, companion_at, companion_code, values, offsets, length, SPLIT: tl.constexpr, FULL: tl.constexpr
+):  # fmt: skip
+    """Writes the parameter, and its copy if it has one; as words where it has low ones (`split_words.split`)."""
+    if SPLIT:
+        if companion_code == INT16:
+            bits = values.to(tl.int32, bitcast=True)
+            high = tl.where(values == values, bits + 0x8000, bits) >> 16
+            _store(address, tl.int16, high, offsets, length, FULL, 8)
+            _store(companion_at, tl.int16, bits - (high << 16), offsets, length, FULL, 8)
+        else:
+            _store(address, tl.float32, values, offsets, length, FULL, 16)
+            _store_copy(companion_at, companion_code, values, offsets, length, FULL)
+    else:
+        _store(address, tl.float32, values, offsets, length, FULL, 16)
+        _store_copy(companion_at, companion_code, values, offsets, length, FULL)
+
+
+@triton.jit
+def _load_word(address, offsets, length, FULL: tl.constexpr):
+    """Returns words of 16 bits as int32, their sign extended; FULL as in `load_fp32`."""
+    pointer = address.to(tl.pointer_type(tl.int16))
+    if FULL:
+        words = tl.load(tl.multiple_of(pointer, 8) + offsets)
+    else:
+        words = tl.load(pointer + offsets, mask=offsets < length, other=0)
+    return words.to(tl.int32)
 
 
 @triton.jit
