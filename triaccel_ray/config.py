@@ -24,6 +24,7 @@ LrRule = Literal["none", "sqrt", "linear", "adascale"]
 AmpPrecision = Literal["fp16", "bf16"]
 """What automatic mixed precision, a baseline, computes in on a GPU: FP16 under a gradient scaler, or BF16 without."""
 Compile = Literal["auto", "on", "off"]
+Weights = Literal["fp32", "split"]
 DataPlace = Literal["device", "host"]
 """Where samples that are held whole in tensors lie while a GPU trains on them."""
 
@@ -333,6 +334,9 @@ class ControlConfig(_Checked):
     """Global L2 norm to which larger gradients are scaled down. None: no bound."""
     max_skipped_steps: int = knob(50, "[1, inf)")
     """Steps in a row with a NaN or infinite gradient after which training ends. Such steps are never made."""
+    weights: Weights = "fp32"
+    """How weights of layers that compute in BF16 are kept. `split`: as the BF16 word that computes and the 16 bits that
+    complete the FP32 number, exactly; their gradients are BF16, half as large. SGD, Adam and AdamW."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

@@ -77,7 +77,8 @@ def launch_adamw(
 def _sgd_kernel(
     chunk_tensor, chunk_start, chunk_length, parameters, gradients, gradient_codes,
     momenta, companions, companion_codes,
-    rows, lr_factor_at, loss_scale_at, found_at, num_tensors, CHUNK: tl.constexpr, PIECE: tl.constexpr, SPLIT: tl.constexpr,
+    rows, lr_factor_at, loss_scale_at, found_at, num_tensors,
+    CHUNK: tl.constexpr, PIECE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
@@ -265,7 +266,7 @@ def _store(address, dtype: tl.constexpr, values, offsets, length, FULL: tl.const
 def _load_parameter(
     address, companion_at, companion_code, offsets, length, SPLIT: tl.constexpr, FULL: tl.constexpr
 ):  # fmt: skip
-    """Returns the parameter as fp32, of its words where it has low ones; without SPLIT none has, and no branch waits."""
+    """Returns the parameter as fp32, of its words if it has low ones; without SPLIT none has: no branch waits."""
     if SPLIT:
         if companion_code == INT16:
             high = _load_word(address, offsets, length, FULL)

@@ -169,7 +169,7 @@ class StepCache:
             self._pool.release()
         outcome = self.step.run(indices, loss_scale, step=step, watch=watch)
         gradients = self._eager_gradients
-        gradients.collect(self.step.precision.copies_in_force)
+        gradients.collect(self.step.precision.companions, self.step.precision.summed_gradients)
         gradients.publish()
         self._update.run(outcome.loss_sum, outcome.num_samples, gradients)
         gradients.drop()
@@ -244,7 +244,7 @@ class StepCache:
         def work() -> None:
             batches = iter([(key.batch_size, *batch)]) if batch is not None else self.step.batches(static)
             loss_sums.append(self.step.accumulate(batches, key.batch_size, loss_scale))
-            gradients.collect(self.step.precision.copies_in_force)
+            gradients.collect(self.step.precision.companions, self.step.precision.summed_gradients)
             if self._update.is_capturable:
                 self._update.run(loss_sums[0], key.batch_size, gradients)
 

@@ -65,7 +65,7 @@ class FusedOptimizer:
         self._own = [p for group in optimizer.param_groups for p in group["params"]]
         self._names = _STATE[type(optimizer)]
         device, sizes = self._watched[0].device, [p.numel() for p in self._watched]
-        self._parameters, self._copies, *self._states = (
+        self._parameters, self._companions, *self._states = (
             TensorTable(len(sizes), device) for _ in range(2 + len(self._names))
         )
         self._kernel: SgdStep | AdamWStep
@@ -74,14 +74,15 @@ class FusedOptimizer:
         self._last_factor = 1.0
         self._last_rates: tuple[Any, ...] = ()
         self._last_scale: Mapping[str, float] | None = None
-        self._last_copies: Mapping[int, Tensor] | None = None
+        self._last_companions: Mapping[int, Tensor] | None = None
         self._held: list[Tensor | None] = []
-        self._addresses: list[int] = []
+        self._places: list[Any] = []
         self._allocate()
 
-    def prepare(self, lr_factor: float, lr_scale: Mapping[str, float], copies: Mapping[int, Tensor]) -> str | None:
-        """Brings to the device what has changed: learning rates, and where state and copies lie.
+    def prepare(self, lr_factor: float, lr_scale: Mapping[str, float], companions: Mapping[int, Tensor]) -> str | None:
+        """Brings to the device what has changed: learning rates, and where state and companions lie.
 
+        `companions` are what lies beside parameters, by their ids: low-precision copies, or low words (int16).
         Returns why the optimizer would by now do something else than the kernels, having brought nothing; else None.
 
         Raises:
@@ -103,16 +104,16 @@ class FusedOptimizer:
         if (lr_scale is not self._last_scale and lr_scale != self._last_scale) or rates != self._last_rates:
             self._set_hyperparameters(lr_scale)
             self._last_scale, self._last_rates = lr_scale, rates
-        if copies is not self._last_copies:
-            self._copies.point_to([copies.get(id(p)) for p in self._watched])
-            self._last_copies = copies
+        if companions is not self._last_companions:
+            self._companions.point_to([companions.get(id(p)) for p in self._watched])
+            self._last_companions = companions
         self._find_state()
         return None
 
     def launch(self, gradients: Gradients, *, loss_scale: Tensor, found_nonfinite: Tensor) -> None:
-        """Updates parameters, state and copies; device work alone."""
+        """Updates parameters, state and companions; device work alone."""
         scalars = {"lr_factor": self._lr_factor, "loss_scale": loss_scale, "found_nonfinite": found_nonfinite}
-        self._kernel.step(self._parameters, gradients.table, self._states, self._copies, **scalars)
+        self._kernel.step(self._parameters, gradients.table, self._states, self._companions, **scalars)
         # What schedulers look at: they warn where no step has gone before.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # set by PyTorch's schedulers themselves
 
@@ -124,20 +125,21 @@ class FusedOptimizer:
                     continue
                 for name in self._names:
                     if state.get(name) is None:
-                        zeros = parameter.new_zeros(()) if name == "step" else torch.zeros_like(parameter)
-                        state[name] = zeros.detach()
+                        like = parameter.new_empty(()) if name == "step" else parameter
+                        state[name] = torch.zeros_like(like, dtype=torch.float32, requires_grad=False)
 
     def _find_state(self) -> None:
         """Names the tensors of parameters and state anew where a checkpoint, say, has replaced one."""
-        addresses = [p.data_ptr() if p.requires_grad else 0 for p in self._own]
+        places = [(p.data_ptr(), p.dtype) if p.requires_grad else None for p in self._own]
         found = self._state()
         is_same = len(found) == len(self._held) and all(a is b for a, b in zip(found, self._held, strict=True))
-        if is_same and addresses == self._addresses:
+        if is_same and places == self._places:
             return
         self._allocate()
         found, state = self._state(), self._optimizer.state
         absent = [None] * (len(self._watched) - len(self._own))
-        self._parameters.point_to([*(p.detach() if p.requires_grad else None for p in self._own), *absent])
+        # Not `detach`: no version is raised on a GPU, and so not by the reference either.
+        self._parameters.point_to([*(p.data if p.requires_grad else None for p in self._own), *absent])
         for index, table in enumerate(self._states):
             part = found[index * len(self._own) : (index + 1) * len(self._own)]
             aligned = [_as_laid_out(tensor, p) for tensor, p in zip(part, self._own, strict=True)]
@@ -145,7 +147,7 @@ class FusedOptimizer:
                 if tensor is not None:
                     state[p][self._names[index]] = tensor
             table.point_to([*aligned, *absent])
-        self._held, self._addresses = self._state(), addresses
+        self._held, self._places = self._state(), places
 
     def _state(self) -> list[Tensor | None]:
         """Returns the optimizer's state tensors, all of one name first."""
@@ -185,4 +187,4 @@ def _as_laid_out(tensor: Tensor | None, parameter: nn.Parameter) -> Tensor | Non
     is_placed = tensor.dtype is torch.float32 and tensor.device == parameter.device
     if is_placed and have_equal_dense_strides(tensor, parameter):
         return tensor
-    return torch.empty_like(parameter, requires_grad=False).copy_(tensor)
+    return torch.empty_like(parameter, dtype=torch.float32, requires_grad=False).copy_(tensor)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.apply.fused_optimizer import FusedOptimizer, is_supported
+from triaccel_ray.apply.split_weights import SplitWeights
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import Layer
@@ -34,9 +35,13 @@ class LayerwiseOptimizer:
         layers: Sequence[Layer],
         *,
         release_memory: Callable[[], object] = gc.collect,
+        split: SplitWeights | None = None,
     ) -> None:
-        """Remembers which parameter belongs to which layer, and allocates SGD's momentum ahead of the first step."""
-        self.optimizer, self._release_memory = optimizer, release_memory
+        """Remembers which parameter belongs to which layer, and allocates SGD's momentum ahead of the first step.
+
+        Weights that are `split` only the kernel can step, on a CPU its reference: they are joined when it gives way.
+        """
+        self.optimizer, self._release_memory, self._split_weights = optimizer, release_memory, split
         self._survived: list[str] = []
         self._obstacle: str | None = None
         self._layer_of = {id(weight): layer.name for layer in layers for weight in layer.weights}
@@ -45,7 +50,8 @@ class LayerwiseOptimizer:
         self._lr_scale: Mapping[str, float] = {}
         self.watched = list(dict.fromkeys([*self.parameters, *(w for layer in layers for w in layer.weights)]))
         """The parameters whose gradients count: those updated, then weights of layers that are not."""
-        self._fused = FusedOptimizer(optimizer, self.watched, self._layer_of) if is_supported(optimizer) else None
+        runs_kernel = split is not None or is_supported(optimizer)
+        self._fused = FusedOptimizer(optimizer, self.watched, self._layer_of) if runs_kernel else None
         if self._fused is None:
             _allocate_momentum(optimizer)
         device = self.watched[0].device
@@ -66,14 +72,16 @@ class LayerwiseOptimizer:
         """Whether a step asks the host if gradients are finite: neither a kernel nor the optimizer skips by itself."""
         return self._fused is None and not self._skips_on_device
 
-    def set_rates(self, lr_factor: float, lr_scale: Mapping[str, float], copies: Mapping[int, Tensor]) -> None:
-        """Sets what `update` uses: lr = group lr x `lr_factor` x the layer's scale, and the copies it writes."""
+    def set_rates(self, lr_factor: float, lr_scale: Mapping[str, float], companions: Mapping[int, Tensor]) -> None:
+        """Sets what `update` uses: lr = group lr x `lr_factor` x the layer's scale, and what else it writes."""
         self._lr_factor, self._lr_scale = lr_factor, lr_scale
         if self._fused is None:
             return
-        self._obstacle = self._fused.prepare(lr_factor, lr_scale, copies)
+        self._obstacle = self._fused.prepare(lr_factor, lr_scale, companions)
         if self._obstacle is not None:
             self._fused = None  # the state is the optimizer's own already
+            if self._split_weights is not None:
+                self._split_weights.release()
 
     def take_faults(self, *, step: int, batch_size: int) -> list[Fault]:
         """Returns, once, why the optimizer steps without its kernel by now, and the lacks of memory it survived."""

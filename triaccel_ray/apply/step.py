@@ -173,8 +173,8 @@ class Step:
                     loss = self._loss(outputs, targets)
                 self._require_memory()
                 (loss * (loss_scale * (count / num_samples))).backward()
-            if self.num_micro_batches > 1 and self.precision.copies is not None:
-                self.precision.copies.gather_gradients()
+            if self.num_micro_batches > 1:
+                self.precision.gather_gradients()
             loss_sum += loss.detach().double() * count
             self._require_memory()
         return loss_sum
@@ -193,8 +193,7 @@ class Step:
         """Drops all gradients."""
         for parameter in self._parameters:
             parameter.grad = None
-        if self.precision.copies is not None:
-            self.precision.copies.zero_grad()
+        self.precision.zero_grad()
 
     def batches(self, indices: Tensor) -> Iterator[tuple[int, Any, Any]]:
         """Yields the samples at `indices` in the present number of micro-batches: number, inputs, targets."""

@@ -13,9 +13,11 @@ from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.apply.compile import Compilation, is_compiled, repeated_blocks
 from triaccel_ray.apply.copies import ComputeCopies
 from triaccel_ray.apply.fuse import Fusion, fuse
+from triaccel_ray.apply.fused_optimizer import has_kernel
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.apply.precision import LayerPrecision, supported_precisions, useless_precisions
+from triaccel_ray.apply.split_weights import SplitWeights
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.cuda.capture_checks import watching_forward
@@ -103,8 +105,9 @@ class Training:
         require_trainable(model, optimizer, self.layers)
         self.device = next(model.parameters()).device
         to_channels_last(model)
+        self._split = self._split_weights(optimizer)
         self.memory, self.pool = memory_meter(self.device, *memory), GraphPool(self.device)
-        self.optimizer = LayerwiseOptimizer(optimizer, self.layers, release_memory=self.make_room)
+        self.optimizer = LayerwiseOptimizer(optimizer, self.layers, release_memory=self.make_room, split=self._split)
         source = delivered(as_source(data), self.device, config.execution.data_on)
         # On a stream that the steps use again: another one would keep workspaces of its own.
         stream = LentStream(self.device).current() if self.device.type == "cuda" else contextlib.nullcontext()
@@ -161,9 +164,10 @@ class Training:
         execution, on_gpu = self._config.execution, self.device.type == "cuda"
         fusion = self._fuse() if on_gpu and execution.compile != "on" and execution.fuse else None
         compiles = execution.compile == "on" or (execution.compile == "auto" and on_gpu and fusion is None)
-        copies = ComputeCopies(self.layers, self.optimizer.parameters) if on_gpu and not compiles else None
+        needs_copies = on_gpu and not compiles and self._split is None
+        copies = ComputeCopies(self.layers, self.optimizer.parameters) if needs_copies else None
         norms = () if fusion is None else fusion.norms
-        precision = LayerPrecision(self.model, self.layers, copies=copies, norms=norms)
+        precision = LayerPrecision(self.model, self.layers, copies=copies, split=self._split, norms=norms)
         step = Step(
             self.model,
             self.loss,
@@ -179,6 +183,20 @@ class Training:
             precision, self.moments, self.optimizer, self.loss_scale, self.loss_sums, self._config.clip_norm
         )
         return StepCache(step, update, lambda: Gradients(self.optimizer.watched), self.pool, execution)
+
+    def _split_weights(self, optimizer: torch.optim.Optimizer) -> SplitWeights | None:
+        """Returns what splits the weights, if the settings ask for it; only the kernels step split ones."""
+        if self._config.weights == "fp32":
+            return None
+        require(
+            has_kernel(optimizer),
+            "weights",
+            self._config.weights,
+            "needs SGD, or Adam or AdamW with fused=True, without dampening, amsgrad, maximize, differentiable, step "
+            f"hooks or a learning rate in a tensor; change the optimizer, {type(optimizer).__name__}, or give "
+            "weights='fp32'",
+        )
+        return SplitWeights(self.model, self.layers, optimizer)
 
     def _compile(self, waits: Sequence[str]) -> Compilation | None:
         """Returns the model compiled, unless the user has done so, and notes how and why."""
