@@ -54,30 +54,26 @@ class FusedOptimizer:
     """Steps the parameters of a supported optimizer; state stays where the optimizer and its checkpoints keep it."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, watched: Sequence[nn.Parameter], layer_of: Mapping[int, str]
+        self,
+        optimizer: torch.optim.Optimizer,
+        watched: Sequence[nn.Parameter],
+        layer_of: Mapping[int, str],
+        buckets: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Allocates the optimizer's state ahead, zero as it starts, so that no step allocates.
 
-        `watched` are the parameters whose gradients a step brings, the optimizer's own first; `layer_of` maps the id
-        of a weight to its layer's name.
+        `watched` are the parameters whose gradients a step brings; `layer_of` maps the id of a weight to its layer's
+        name. `buckets` are the indices of those that are stepped in one launch, each in one; all in one by default.
         """
-        self._optimizer, self._watched, self._layer_of = optimizer, tuple(watched), layer_of
-        self._own = [p for group in optimizer.param_groups for p in group["params"]]
-        self._names = _STATE[type(optimizer)]
-        device, sizes = self._watched[0].device, [p.numel() for p in self._watched]
-        self._parameters, self._companions, *self._states = (
-            TensorTable(len(sizes), device) for _ in range(2 + len(self._names))
-        )
-        self._kernel: SgdStep | AdamWStep
-        self._kernel = (SgdStep if type(optimizer) is torch.optim.SGD else AdamWStep)(sizes, device)
-        self._lr_factor = torch.ones((), device=device)
+        self._optimizer = optimizer
+        self._num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+        indices = [range(len(watched))] if buckets is None else buckets
+        self._buckets = [_Bucket(optimizer, [watched[index] for index in bucket], layer_of) for bucket in indices]
+        self._lr_factor = torch.ones((), device=watched[0].device)
         self._last_factor = 1.0
         self._last_rates: tuple[Any, ...] = ()
         self._last_scale: Mapping[str, float] | None = None
         self._last_companions: Mapping[int, Tensor] | None = None
-        self._held: list[Tensor | None] = []
-        self._places: list[Any] = []
-        self._allocate()
 
     def prepare(self, lr_factor: float, lr_scale: Mapping[str, float], companions: Mapping[int, Tensor]) -> str | None:
         """Brings to the device what has changed: learning rates, and where state and companions lie.
@@ -88,7 +84,8 @@ class FusedOptimizer:
         Raises:
             ValueError: the optimizer has been given parameters, or has lost some, since this was built.
         """
-        if sum(len(group["params"]) for group in self._optimizer.param_groups) != len(self._own):
+        groups = self._optimizer.param_groups
+        if sum(len(group["params"]) for group in groups) != self._num_parameters:
             raise ValueError(
                 "the optimizer has other parameters than when the control loop was built: build another loop, and let "
                 "it take over this one's state_dict"
@@ -96,70 +93,108 @@ class FusedOptimizer:
         obstacle = _obstacle(self._optimizer)
         if obstacle is not None:
             return obstacle
-        groups = self._optimizer.param_groups
         rates = tuple(tuple(value for key, value in group.items() if key != "params") for group in groups)
         if lr_factor != self._last_factor:
             self._lr_factor.fill_(lr_factor)
             self._last_factor = lr_factor
-        if (lr_scale is not self._last_scale and lr_scale != self._last_scale) or rates != self._last_rates:
-            self._set_hyperparameters(lr_scale)
-            self._last_scale, self._last_rates = lr_scale, rates
-        if companions is not self._last_companions:
-            self._companions.point_to([companions.get(id(p)) for p in self._watched])
-            self._last_companions = companions
-        self._find_state()
+        new_rates = (lr_scale is not self._last_scale and lr_scale != self._last_scale) or rates != self._last_rates
+        self._last_scale, self._last_rates = lr_scale, rates
+        for bucket in self._buckets:
+            if new_rates:
+                bucket.set_hyperparameters(lr_scale)
+            if companions is not self._last_companions:
+                bucket.set_companions(companions)
+            bucket.find_state()
+        self._last_companions = companions
         return None
 
-    def launch(self, gradients: Gradients, *, loss_scale: Tensor, found_nonfinite: Tensor) -> None:
-        """Updates parameters, state and companions; device work alone."""
+    def launch(self, gradients: Gradients, *, loss_scale: Tensor, found_nonfinite: Tensor, bucket: int = 0) -> None:
+        """Updates a bucket's parameters, state and companions; device work alone."""
         scalars = {"lr_factor": self._lr_factor, "loss_scale": loss_scale, "found_nonfinite": found_nonfinite}
-        self._kernel.step(self._parameters, gradients.table, self._states, self._companions, **scalars)
+        self._buckets[bucket].launch(gradients, scalars)
         # What schedulers look at: they warn where no step has gone before.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # set by PyTorch's schedulers themselves
 
-    def _allocate(self) -> None:
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                state = self._optimizer.state[parameter]
-                if not parameter.requires_grad or (self._names[0] == "momentum_buffer" and not group["momentum"]):
-                    continue
-                for name in self._names:
-                    if state.get(name) is None:
-                        like = parameter.new_empty(()) if name == "step" else parameter
-                        state[name] = torch.zeros_like(like, dtype=torch.float32, requires_grad=False)
 
-    def _find_state(self) -> None:
+class _Bucket:
+    """Parameters that are stepped in one launch, and the tables that it reads."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, watched: Sequence[nn.Parameter], layer_of: Mapping[int, str]
+    ) -> None:
+        self._optimizer, self._watched, self._layer_of = optimizer, watched, layer_of
+        self._group_number = {
+            id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
+        }
+        self._names = _STATE[type(optimizer)]
+        device, sizes = watched[0].device, [p.numel() for p in watched]
+        self._parameters, self._companions, *self._states = (
+            TensorTable(len(sizes), device) for _ in range(2 + len(self._names))
+        )
+        self._kernel: SgdStep | AdamWStep
+        self._kernel = (SgdStep if type(optimizer) is torch.optim.SGD else AdamWStep)(sizes, device)
+        self._held: list[Tensor | None] = []
+        self._places: list[Any] = []
+        self._allocate()
+
+    def set_companions(self, companions: Mapping[int, Tensor]) -> None:
+        """Names what lies beside the parameters."""
+        self._companions.point_to([companions.get(id(p)) for p in self._watched])
+
+    def launch(self, gradients: Gradients, scalars: dict[str, Tensor]) -> None:
+        """Steps the parameters."""
+        self._kernel.step(self._parameters, gradients.table, self._states, self._companions, **scalars)
+
+    def _group_of(self, parameter: nn.Parameter) -> dict[str, Any] | None:
+        """Returns the optimizer's group that holds the parameter; None if none does."""
+        number = self._group_number.get(id(parameter))
+        return None if number is None else self._optimizer.param_groups[number]
+
+    def _allocate(self) -> None:
+        for parameter in self._watched:
+            group = self._group_of(parameter)
+            if group is None or not parameter.requires_grad:
+                continue
+            if self._names[0] == "momentum_buffer" and not group["momentum"]:
+                continue
+            state = self._optimizer.state[parameter]
+            for name in self._names:
+                if state.get(name) is None:
+                    like = parameter.new_empty(()) if name == "step" else parameter
+                    state[name] = torch.zeros_like(like, dtype=torch.float32, requires_grad=False)
+
+    def find_state(self) -> None:
         """Names the tensors of parameters and state anew where a checkpoint, say, has replaced one."""
-        places = [(p.data_ptr(), p.dtype) if p.requires_grad else None for p in self._own]
+        is_own = [id(p) in self._group_number and p.requires_grad for p in self._watched]
+        places = [(p.data_ptr(), p.dtype) if own else None for p, own in zip(self._watched, is_own, strict=True)]
         found = self._state()
         is_same = len(found) == len(self._held) and all(a is b for a, b in zip(found, self._held, strict=True))
         if is_same and places == self._places:
             return
         self._allocate()
-        found, state = self._state(), self._optimizer.state
-        absent = [None] * (len(self._watched) - len(self._own))
+        found, state, number = self._state(), self._optimizer.state, len(self._watched)
         # Not `detach`: no version is raised on a GPU, and so not by the reference either.
-        self._parameters.point_to([*(p.data if p.requires_grad else None for p in self._own), *absent])
+        self._parameters.point_to([p.data if own else None for p, own in zip(self._watched, is_own, strict=True)])
         for index, table in enumerate(self._states):
-            part = found[index * len(self._own) : (index + 1) * len(self._own)]
-            aligned = [_as_laid_out(tensor, p) for tensor, p in zip(part, self._own, strict=True)]
-            for p, tensor in zip(self._own, aligned, strict=True):
+            part = found[index * number : (index + 1) * number]
+            aligned = [_as_laid_out(tensor, p) for tensor, p in zip(part, self._watched, strict=True)]
+            for p, tensor in zip(self._watched, aligned, strict=True):
                 if tensor is not None:
                     state[p][self._names[index]] = tensor
-            table.point_to([*aligned, *absent])
+            table.point_to(aligned)
         self._held, self._places = self._state(), places
 
     def _state(self) -> list[Tensor | None]:
         """Returns the optimizer's state tensors, all of one name first."""
         state = self._optimizer.state
-        return [state[p].get(name) if p in state else None for name in self._names for p in self._own]
+        return [state[p].get(name) if p in state else None for name in self._names for p in self._watched]
 
-    def _set_hyperparameters(self, lr_scale: Mapping[str, float]) -> None:
-        groups = [group for group in self._optimizer.param_groups for _ in group["params"]]
-        others = len(self._watched) - len(self._own)
+    def set_hyperparameters(self, lr_scale: Mapping[str, float]) -> None:
+        """Brings learning rates, momenta and the like to the device."""
+        groups = [self._group_of(p) for p in self._watched]
 
         def each(value: Callable[[dict[str, Any]], float]) -> list[float]:
-            return [*(float(value(group)) for group in groups), *[0.0] * others]
+            return [0.0 if group is None else float(value(group)) for group in groups]
 
         scales = [lr_scale.get(self._layer_of.get(id(p), ""), 1.0) for p in self._watched]
         lr = [rate * scale for rate, scale in zip(each(itemgetter("lr")), scales, strict=True)]
