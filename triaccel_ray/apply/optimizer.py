@@ -36,10 +36,12 @@ class LayerwiseOptimizer:
         *,
         release_memory: Callable[[], object] = gc.collect,
         split: SplitWeights | None = None,
+        buckets: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Remembers which parameter belongs to which layer, and allocates SGD's momentum ahead of the first step.
 
-        Weights that are `split` only the kernel can step, on a CPU its reference: they are joined when it gives way.
+        Weights that are `split`, and parameters in `buckets` (indices of `watched`) that are stepped one after another,
+        only the kernel can step, on a CPU its reference. Where it gives way weights are joined.
         """
         self.optimizer, self._release_memory, self._split_weights = optimizer, release_memory, split
         self._survived: list[str] = []
@@ -48,10 +50,15 @@ class LayerwiseOptimizer:
         self._skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._lr_factor = 1.0
         self._lr_scale: Mapping[str, float] = {}
-        self.watched = list(dict.fromkeys([*self.parameters, *(w for layer in layers for w in layer.weights)]))
-        """The parameters whose gradients count: those updated, then weights of layers that are not."""
-        runs_kernel = split is not None or is_supported(optimizer)
-        self._fused = FusedOptimizer(optimizer, self.watched, self._layer_of) if runs_kernel else None
+        self.watched = watched_parameters(optimizer, layers)
+        """What `watched_parameters` returns."""
+        self._buckets = buckets
+        needs_kernel = split is not None or buckets is not None
+        self._fused = (
+            FusedOptimizer(optimizer, self.watched, self._layer_of, buckets)
+            if needs_kernel or is_supported(optimizer)
+            else None
+        )
         if self._fused is None:
             _allocate_momentum(optimizer)
         device = self.watched[0].device
@@ -73,12 +80,18 @@ class LayerwiseOptimizer:
         return self._fused is None and not self._skips_on_device
 
     def set_rates(self, lr_factor: float, lr_scale: Mapping[str, float], companions: Mapping[int, Tensor]) -> None:
-        """Sets what `update` uses: lr = group lr x `lr_factor` x the layer's scale, and what else it writes."""
+        """Sets what `update` uses: lr = group lr x `lr_factor` x the layer's scale, and what else it writes.
+
+        Raises:
+            ValueError: parameters are stepped in buckets, and the kernel can do that no longer.
+        """
         self._lr_factor, self._lr_scale = lr_factor, lr_scale
         if self._fused is None:
             return
         self._obstacle = self._fused.prepare(lr_factor, lr_scale, companions)
         if self._obstacle is not None:
+            if self._buckets is not None:
+                raise ValueError(f"{self._obstacle}: undo that, or give step_in_backward=False")
             self._fused = None  # the state is the optimizer's own already
             if self._split_weights is not None:
                 self._split_weights.release()
@@ -95,8 +108,8 @@ class LayerwiseOptimizer:
         self._survived, self._obstacle = [], None
         return faults
 
-    def update(self, gradients: Gradients, *, divisor: Tensor | None, found_nonfinite: Tensor) -> None:
-        """Updates the parameters, once, from `gradients` (of `watched`); otherwise as `step`."""
+    def update(self, gradients: Gradients, *, divisor: Tensor | None, found_nonfinite: Tensor, bucket: int = 0) -> None:
+        """Updates the parameters, once, from `gradients` (of `watched`, or a bucket of it); otherwise as `step`."""
         if self._fused is None:
             for parameter, gradient in zip(gradients.parameters, gradients.tensors, strict=True):
                 if gradient is not parameter.grad:
@@ -104,7 +117,10 @@ class LayerwiseOptimizer:
             self.step(self._lr_factor, self._lr_scale, divisor=divisor, found_nonfinite=found_nonfinite)
             return
         self._fused.launch(
-            gradients, loss_scale=self._one if divisor is None else divisor, found_nonfinite=found_nonfinite
+            gradients,
+            loss_scale=self._one if divisor is None else divisor,
+            found_nonfinite=found_nonfinite,
+            bucket=bucket,
         )
 
     def step(
@@ -180,6 +196,12 @@ class LayerwiseOptimizer:
             {**group, "params": parameters, "lr": group["lr"] * lr_factor * scale}
             for scale, parameters in by_scale.items()
         ]
+
+
+def watched_parameters(optimizer: torch.optim.Optimizer, layers: Sequence[Layer]) -> list[nn.Parameter]:
+    """Returns the parameters whose gradients count: those updated, then weights of layers that are not."""
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    return list(dict.fromkeys([*updated, *(weight for layer in layers for weight in layer.weights)]))
 
 
 def _keep_state(group: dict[str, Any], parts: Sequence[dict[str, Any]]) -> None:

@@ -192,6 +192,16 @@ class LayerPrecision:
         if self.split is not None:
             self.split.gather_gradients()
 
+    def gather_gradient(self, weight: Tensor) -> None:
+        """Adds up in FP32 what a part of a batch has left in the gradient of one weight, if that is split."""
+        if self.split is not None:
+            self.split.gather_gradient(weight)
+
+    def drop_sum(self, weight: Tensor) -> None:
+        """Frees the sum of a weight's gradients over the parts of a batch."""
+        if self.split is not None:
+            self.split.sums.pop(id(weight), None)
+
     def zero_grad(self) -> None:
         """Drops the gradients that are not the parameters' own."""
         if self.copies is not None:

@@ -94,14 +94,18 @@ class SplitWeights:
             hook.remove()
 
     @torch.no_grad()
+    def gather_gradient(self, weight: Tensor) -> None:
+        """Adds the gradient of a weight, if it is split, to `sums`, in FP32: sums of parts lose digits in 16 bits."""
+        key = id(weight)
+        if key in self.in_force and weight.grad is not None:
+            total = self.sums.get(key)
+            self.sums[key] = weight.grad.float() if total is None else total.add_(weight.grad)
+            weight.grad = None
+
     def gather_gradients(self) -> None:
-        """Adds the gradients of split weights to `sums`, in FP32: sums of parts lose digits in 16 bits."""
-        for key, words in self._words.items():
-            gradient = words.weight.grad
-            if key in self.in_force and gradient is not None:
-                total = self.sums.get(key)
-                self.sums[key] = gradient.float() if total is None else total.add_(gradient)
-                words.weight.grad = None
+        """Adds the gradients of all split weights to `sums`."""
+        for words in self._words.values():
+            self.gather_gradient(words.weight)
 
     def zero_grad(self) -> None:
         """Drops the sums."""

@@ -33,19 +33,25 @@ class Gradients:
     def collect(self, copies: Mapping[int, Tensor], sums: Mapping[int, Tensor] = _NONE) -> None:
         """Takes the gradients from the parameters, or from their copies or sums (id of the parameter -> tensor).
 
-        Each has the memory layout of its parameter. `publish` makes them known to kernels.
+        Each has the memory layout of its parameter. `publish` makes known to kernels where they lie.
         """
         self.tensors = [
             _laid_out(p, sums[id(p)] if id(p) in sums else _gradient(p, copies.get(id(p)))) for p in self.parameters
         ]
+        self.table.point_to(self.tensors, upload=False)
+
+    def begin(self, *, publishes: bool) -> None:
+        """Forgets the tensors of the step before; without `publishes` a CUDA graph is being captured."""
+        self.drop()
 
     def publish(self) -> None:
-        """Writes the tensors' addresses into the table; not while a CUDA graph is being captured."""
-        self.table.point_to(self.tensors)
+        """Brings to the device where the tensors lie, or lay; not while a CUDA graph is being captured."""
+        self.table.upload_named()
 
     def drop(self) -> None:
         """Forgets the tensors; the table keeps their addresses, which stay valid in a captured graph's replays."""
         self.tensors = [None] * len(self.parameters)
+        self.table.forget()
 
 
 def _gradient(parameter: nn.Parameter, copy: Tensor | None) -> Tensor | None:

@@ -1,0 +1,389 @@
+"""Steps from inside the backward pass against the same steps after it: one trajectory, and no gradient left."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.apply.test_split_weights import EVERY, IN_BF16, OPTIMIZERS, network, put, run, weights_of
+from tests.build import FP16, FP32, QUIET, Limited, blobs, cross_entropy, images, mlp, same, values
+from triaccel_ray.apply import step_in_backward
+from triaccel_ray.apply.fused_optimizer import FusedOptimizer
+from triaccel_ray.apply.step_in_backward import buckets_of
+from triaccel_ray.config import ControlConfig, LossScaleConfig
+from triaccel_ray.loop import ControlLoop
+
+IN_FP32 = replace(QUIET, step_in_backward=True)
+IN_WORDS = replace(IN_BF16, step_in_backward=True)
+EACH_KIND_OF_WEIGHTS = pytest.mark.parametrize("config", [IN_FP32, IN_WORDS], ids=["fp32", "split"])
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_in_backward, "BUCKET_ELEMENTS", 30)
+
+
+def loop_of(
+    model: nn.Module, config: ControlConfig, kind: str = "adamw", data: Any = None, loss: Any = cross_entropy
+) -> ControlLoop:
+    loop = ControlLoop(model, OPTIMIZERS[kind](model.parameters()), loss, data or images(40), config=config)
+    if loop.optimizer._fused is None:  # as on a GPU
+        stepped = loop.optimizer
+        stepped._fused = FusedOptimizer(stepped.optimizer, stepped.watched, stepped._layer_of)
+    return loop
+
+
+def after(config: ControlConfig) -> ControlConfig:
+    """The same with steps after the backward pass."""
+    return replace(config, step_in_backward=False)
+
+
+def test_buckets_follow_the_model_from_its_end_and_hold_each_parameter_once() -> None:
+    model = mlp()  # 128 + 16, 256 + 16, 64 + 4 elements
+    elsewhere = nn.Parameter(torch.zeros(3))
+    watched = [*sorted(model.parameters(), key=lambda p: -p.dim()), elsewhere]  # weights first, as recipes have it
+    names = {id(p): name for name, p in model.named_parameters()} | {id(elsewhere): "elsewhere"}
+    found = [[names[id(watched[index])] for index in bucket] for bucket in buckets_of(model, watched)]
+    assert found == [["4.bias", "4.weight"], ["2.bias", "2.weight"], ["0.bias", "0.weight"], ["elsewhere"]]
+
+
+@EVERY
+@EACH_KIND_OF_WEIGHTS
+def test_it_is_the_trajectory_of_steps_after_the_backward_pass(kind: str, config: ControlConfig) -> None:
+    models = network(), network()
+    for model, each in zip(models, (config, after(config)), strict=True):
+        run(loop_of(model, each, kind), 10)
+    assert same(values(models[0]), values(models[1]))
+    assert all(p.grad is None for p in models[0].parameters())
+
+
+@EACH_KIND_OF_WEIGHTS
+def test_statistics_and_skips_are_those_of_steps_after_the_backward_pass(config: ControlConfig) -> None:
+    read = []
+    for each in (config, after(config)):
+        loop = loop_of(network(), replace(each, every_steps=100))
+        run(loop, 5)
+        read.append(loop._training.moments.read())
+        assert loop.num_skipped == 0
+    torch.testing.assert_close(read[0], read[1], rtol=1e-12, atol=0.0)
+
+
+@EACH_KIND_OF_WEIGHTS
+def test_gradients_never_exist_all_at_once(config: ControlConfig) -> None:
+    model = mlp()
+    alive: list[int] = []
+    seen: list[weakref.ref[Tensor]] = []
+    loop = loop_of(model, config, data=blobs(40))
+    stepper = loop._training.steps.step.stepper
+    assert stepper is not None
+    take = stepper._take
+
+    def watching(index: int, gradients: Any, steps: bool) -> None:
+        seen.extend(weakref.ref(tensor) for tensor in gradients.tensors if tensor is not None)
+        take(index, gradients, steps)
+        alive.append(sum(ref() is not None for ref in seen))
+
+    stepper._take = watching
+    loop.step()
+    gc.collect()
+    assert alive == [2, 2, 2]  # those of its own bucket
+    assert not any(ref() is not None for ref in seen)
+
+
+@EACH_KIND_OF_WEIGHTS
+def test_parts_of_a_batch_add_up_and_the_last_one_steps(config: ControlConfig) -> None:
+    config = replace(config, batch=replace(config.batch, start=16, maximum=16, accumulate=4))
+    models = mlp(), mlp()
+    for model, each in zip(models, (config, after(config)), strict=True):
+        loop = loop_of(model, each, data=blobs(64))
+        run(loop, 6)
+        if each is config:
+            assert not loop._training.precision.summed_gradients
+    assert same(values(models[0]), values(models[1]))
+
+
+class ScaledLoss:
+    """A loss times a factor."""
+
+    factor = 1.0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.factor * cross_entropy(outputs, targets)
+
+
+def test_the_norm_of_the_step_before_clips_and_travels_with_a_checkpoint() -> None:
+    config = replace(IN_FP32, clip_norm=0.05)
+    model, twin = mlp(), mlp()
+    loss = ScaledLoss()
+    loop = loop_of(model, config, "momentum", blobs(40))
+    plain = loop_of(twin, replace(IN_FP32, clip_norm=None), "momentum", blobs(40), loss)
+    run(loop, 1)
+    run(plain, 1)
+    assert same(values(model), values(twin))  # no norm is known yet
+    norm = float(loop._training.moments.last_norm)
+    assert norm > 0.05
+    state = copy.deepcopy(loop.state_dict())
+    loss.factor = 0.05 / norm
+    run(loop, 1)
+    run(plain, 1)
+    for name, value in values(model).items():
+        torch.testing.assert_close(value, values(twin)[name], rtol=1e-5, atol=1e-6)
+    resumed = loop_of(mlp(seed=5), config, "momentum", blobs(40))
+    resumed.load_state_dict(state)
+    run(resumed, 1)
+    assert same(values(resumed.model), values(model))
+
+
+class Poisoned(nn.Module):
+    """Passes its input on, and the gradient times a factor on the device."""
+
+    factor: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if inputs.requires_grad:
+            inputs.register_hook(lambda gradient: gradient * self.factor)
+        return inputs
+
+
+def assert_a_nan_stops_its_bucket_and_all_after_it(
+    config: ControlConfig, device: str, num_steps: int, execution: Any
+) -> ControlLoop:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), Poisoned(), nn.ReLU(), nn.Linear(16, 4))
+    data = tuple(tensor.to(device) for tensor in blobs(64))
+    loop = loop_of(model.to(device), replace(config, every_steps=100, execution=execution), data=data)
+    run(loop, num_steps)
+    before, loss = values(model), loop.epoch_loss.clone()
+    state = {name: loop.optimizer.optimizer.state[p]["step"].clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        model.get_buffer("3.factor").fill_(float("nan"))
+    loop.step()
+    now = values(model)
+    # The gradient passes from the last layer to the first: 5 has stepped before the NaN appeared.
+    changed = {name for name in now if name != "3.factor" and not torch.equal(now[name], before[name])}
+    assert changed == {"5.weight", "5.bias"}
+    step_of = {name: loop.optimizer.optimizer.state[p]["step"] for name, p in model.named_parameters()}
+    assert {name for name, step in step_of.items() if step != state[name]} == {"5.weight", "5.bias"}
+    assert loop.num_skipped == 1
+    assert torch.equal(loop.epoch_loss, loss)
+    with torch.no_grad():
+        model.get_buffer("3.factor").fill_(1.0)
+    loop.step()  # nothing of it is left
+    after_it = values(model)
+    assert all(not torch.equal(after_it[name], now[name]) for name in now)
+    assert loop.num_skipped == 1
+    return loop
+
+
+@EACH_KIND_OF_WEIGHTS
+def test_a_nan_stops_its_bucket_and_all_after_it_and_the_step_counts_as_skipped(config: ControlConfig) -> None:
+    assert_a_nan_stops_its_bucket_and_all_after_it(config, "cpu", 1, config.execution)
+
+
+def test_an_overflow_halves_the_loss_scale_and_a_later_step_is_made() -> None:
+    scale = LossScaleConfig(initial=2.0**24)
+    config = replace(IN_WORDS, precision=replace(IN_BF16.precision, initial=FP16), loss_scale=scale, every_steps=100)
+    models = network(), network()
+    for model, each in zip(models, (config, after(config)), strict=True):
+        loop = loop_of(model, each)
+        before = values(model)
+        run(loop, 20)
+        assert 0 < loop.num_skipped < 20
+        assert float(loop.loss_scale.factor(True)) == 2.0 ** (24 - loop.num_skipped)
+        assert not torch.equal(values(model)["head.weight"], before["head.weight"])
+
+
+def test_a_batch_that_does_not_fit_is_tried_again_and_no_bucket_steps_twice() -> None:
+    model = nn.Sequential(mlp(), LimitedBackward(6))
+    loop = loop_of(model, replace(IN_FP32, every_steps=100), data=blobs(64))
+    loop.step()
+    assert loop._training.steps.step.num_micro_batches == 2
+    counts = [float(state["step"]) for state in loop.optimizer.optimizer.state.values()]
+    assert counts == [1.0] * len(counts)
+    front = nn.Sequential(LimitedBackward(6), mlp())
+    loop = loop_of(front, replace(IN_FP32, every_steps=100), data=blobs(64))
+    loop.step()
+    counts = [float(state["step"]) for state in loop.optimizer.optimizer.state.values()]
+    assert counts == [1.0] * len(counts)
+
+
+class LimitedBackward(nn.Module):
+    """Has memory for the gradients of `limit` samples; its own weight keeps a gradient flowing through it."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit, self.factor = limit, nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = inputs * self.factor
+        if outputs.requires_grad:
+            outputs.register_hook(self._check)
+        return outputs
+
+    def _check(self, gradient: Tensor) -> None:
+        if len(gradient) > self.limit:
+            raise torch.OutOfMemoryError("no room for more gradients")
+
+
+class Unused(nn.Module):
+    """Leaves one layer out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = mlp(), nn.Linear(8, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.used(inputs)
+        return outputs
+
+
+def test_a_parameter_without_a_gradient_keeps_its_bucket_from_nothing() -> None:
+    models = Unused(), Unused()
+    for model, each in zip(models, (IN_FP32, after(IN_FP32)), strict=True):
+        torch.manual_seed(0)
+        nn.init.ones_(model.unused.weight)
+        nn.init.ones_(model.unused.bias)
+        run(loop_of(model, each, data=blobs(40)), 3)
+    assert same(values(models[0]), values(models[1]))
+
+
+class Reentrant(nn.Module):
+    """Passes twice through one layer, each time checkpointed in a backward pass of its own."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.entry, self.shared, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.entry(inputs)
+        for _ in range(2):
+            hidden = checkpoint(self.shared, hidden, use_reentrant=self.use_reentrant)
+        outputs: Tensor = self.head(hidden)
+        return outputs
+
+
+def test_a_gradient_that_arrives_in_pieces_is_refused_with_the_way_out() -> None:
+    with pytest.raises(RuntimeError, match=r"arrives in several pieces.*use_reentrant=False, or give step_in_backward"):
+        loop_of(Reentrant(True), IN_FP32, data=blobs(40)).step()
+    models = Reentrant(False), Reentrant(False)
+    for model, each in zip(models, (IN_FP32, after(IN_FP32)), strict=True):
+        run(loop_of(model, each, data=blobs(40)), 3)
+    assert same(values(models[0]), values(models[1]))
+
+
+def test_a_backward_pass_of_the_users_own_is_left_alone_and_close_ends_it() -> None:
+    model = mlp()
+    loop = loop_of(model, IN_FP32, data=blobs(40))
+    loop.step()
+    inputs, targets = blobs(8)
+    before = values(model)
+    cross_entropy(model(inputs), targets).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert same(values(model), before)
+    loop.close()
+    assert not any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters())
+
+
+def test_an_optimizer_that_the_kernels_cannot_step_is_refused() -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match=r"step_in_backward = True: needs SGD, .* or give step_in_backward=False"):
+        ControlLoop(model, torch.optim.Adam(model.parameters()), cross_entropy, blobs(40), config=IN_FP32)
+    loop = loop_of(model, IN_FP32, data=blobs(40))
+    loop.step()
+    loop.optimizer.optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="the optimizer has step hooks: undo that, or give step_in_backward=False"):
+        loop.step()
+
+
+def test_layers_change_their_precision_on_the_way() -> None:
+    models = mlp(), mlp()
+    for model, each in zip(models, (IN_WORDS, after(IN_WORDS)), strict=True):
+        loop = loop_of(model, each, data=blobs(40))
+        run(loop, 2)
+        put(loop, FP32, FP32, IN_BF16.precision.initial)
+        run(loop, 2)
+        assert [p.dtype for p in weights_of(model)] == [torch.float32, torch.float32, torch.bfloat16]
+    assert same(values(models[0]), values(models[1]))
+
+
+def test_a_forward_pass_that_does_not_fit_is_tried_again() -> None:
+    model = nn.Sequential(mlp(), Limited(6))
+    loop = loop_of(model, replace(IN_WORDS, every_steps=100), data=blobs(64))
+    run(loop, 3)
+    assert loop.num_skipped == 0
+    assert all(float(state["step"]) == 3.0 for state in loop.optimizer.optimizer.state.values())
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_code_hands_its_gradients_over_too(whole: bool) -> None:
+    models = mlp(), mlp()
+    for model, each in zip(models, (IN_WORDS, after(IN_WORDS)), strict=True):
+        if whole:
+            each = replace(each, execution=replace(each.execution, compile="on"))
+        else:
+            model[2].compile()
+        run(loop_of(model, each, data=blobs(40)), 3)
+    assert same(values(models[0]), values(models[1]))
+
+
+class TestOnAGpu:
+    pytestmark = pytest.mark.gpu
+
+    @EVERY
+    @EACH_KIND_OF_WEIGHTS
+    @pytest.mark.parametrize("compiles", ["on", "off"])
+    @pytest.mark.parametrize("capture", [True, False])
+    def test_it_is_the_trajectory_of_steps_after_the_backward_pass(
+        self, kind: str, config: ControlConfig, compiles: Any, capture: bool
+    ) -> None:
+        finals = []
+        data = tuple(tensor.cuda() for tensor in blobs(640, features=64))
+        for each in (config, after(config)):
+            model = mlp(features=64).cuda()
+            execution = replace(each.execution, capture=capture, compile=compiles)
+            loop = loop_of(model, replace(each, execution=execution, clip_norm=None), kind, data)
+            for _ in range(2):
+                loop.train_epoch()
+            assert (loop._training.steps.num_captured > 0) == capture
+            finals.append(values(model))
+            loop.close()
+        for name, value in finals[0].items():
+            torch.testing.assert_close(value, finals[1][name], rtol=1e-3, atol=1e-4)
+
+    @EACH_KIND_OF_WEIGHTS
+    @pytest.mark.parametrize("capture", [True, False])
+    def test_a_nan_stops_its_bucket_and_all_after_it(self, config: ControlConfig, capture: bool) -> None:
+        execution = replace(config.execution, capture=capture, compile="off")
+        loop = assert_a_nan_stops_its_bucket_and_all_after_it(config, "cuda", 12, execution)
+        assert (loop._training.steps.num_captured > 0) == capture
+
+    def test_the_step_holds_no_gradients(self) -> None:
+        peaks = {}
+        for in_backward in (False, True):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16))).cuda()
+            execution = replace(IN_WORDS.execution, capture=False, compile="off")
+            config = replace(IN_WORDS, step_in_backward=in_backward, execution=execution)
+            data = torch.randn(64, 2048).cuda(), torch.randint(0, 4, (64,)).cuda()
+            loop = loop_of(model, config, "adamw", data)
+            loop.step()
+            loop.step()
+            peaks[in_backward] = torch.cuda.max_memory_allocated() - before
+            loop.close()
+            del loop, model
+        # BF16 gradients of 16 layers, less those of the buckets under way.
+        assert peaks[False] - peaks[True] > 0.7 * 2 * 16 * 2048**2
