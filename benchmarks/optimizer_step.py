@@ -17,6 +17,7 @@ from benchmarks.timing import describe_machine, floor_us, time_calls
 from triaccel_ray.kernels.grad_stats.api import GradStats
 from triaccel_ray.kernels.multi_tensor import TensorTable
 from triaccel_ray.kernels.optimizer_step.api import AdamWStep, SgdStep
+from triaccel_ray.kernels.split_words import join, split
 from triaccel_ray.trainables.models import resnet18
 
 DEVICE = torch.device("cuda")
@@ -32,7 +33,7 @@ def table_of(tensors: Sequence[Tensor | None]) -> TensorTable:
 
 
 class TensorSet:
-    """One model's parameters, gradients, state and copies."""
+    """One model's parameters, gradients, state and copies; with "copies" in int16, parameters in two words."""
 
     def __init__(self, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
         self.parameters = [p.detach() for p in resnet18(10, "cifar").to(DEVICE).parameters()]
@@ -42,16 +43,28 @@ class TensorSet:
         self.steps = [torch.zeros((), device=DEVICE) for _ in self.parameters]
         # Biases and normalisation parameters stay fp32: no copy.
         self.copies = [
-            None if copy_dtype is None or p.dim() == 1 else torch.full_like(p, float("nan"), dtype=copy_dtype)
+            None
+            if copy_dtype is None or p.dim() == 1
+            else torch.full_like(p, 7, dtype=copy_dtype)  # which a step overwrites
             for p in self.parameters
         ]
+        for index, low in enumerate(self.copies):
+            if low is not None and copy_dtype is torch.int16:
+                self.parameters[index], words = split(self.parameters[index])
+                low.copy_(words)
         names = ("parameters", "gradients", "first", "second", "steps", "copies")
         self.table = {name: table_of(getattr(self, name)) for name in names}
 
     def num_bytes(self, passes_over_fp32: int) -> int:
         """Returns the fewest bytes of a step: fp32 tensors read or written, gradients read, copies written."""
         fp32 = passes_over_fp32 * sum(4 * p.numel() for p in self.parameters)
-        return fp32 + sum(t.numel() * t.itemsize for t in (*self.gradients, *self.copies) if t is not None)
+        copies = [copy for copy in self.copies if copy is not None and copy.dtype is not torch.int16]
+        return fp32 + sum(t.numel() * t.itemsize for t in (*self.gradients, *copies))
+
+    def numbers(self) -> list[Tensor]:
+        """Returns the parameters in fp32."""
+        pairs = zip(self.parameters, self.copies, strict=True)
+        return [p if low is None or low.dtype is not torch.int16 else join(p, low) for p, low in pairs]
 
 
 class Ours:
@@ -134,8 +147,8 @@ def is_right(name: str, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | N
     torch.manual_seed(0)
     ours = TensorSet(gradient_dtype, copy_dtype)
     torch.manual_seed(0)
-    theirs = TensorSet(gradient_dtype, copy_dtype)
-    truth = [torch.nn.Parameter(p.double()) for p in ours.parameters]
+    theirs = TensorSet(gradient_dtype, _peers(copy_dtype))
+    truth = [torch.nn.Parameter(p.double()) for p in ours.numbers()]
     exact: torch.optim.Optimizer = (
         torch.optim.SGD(truth, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, nesterov=True)
         if name == "SGD"
@@ -149,12 +162,17 @@ def is_right(name: str, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | N
         peer.step()
         exact.step()
     right = True
-    for mine, yours, p in zip(ours.parameters, theirs.parameters, truth, strict=True):
+    for mine, yours, p in zip(ours.numbers(), theirs.parameters, truth, strict=True):
         budget = 2.0 * (yours - p).abs().max() + 4.0 * torch.finfo(torch.float32).eps * p.abs().max()
         right &= bool((mine - p).abs().max() <= budget)
     for copy, mine in zip(ours.copies, ours.parameters, strict=True):
-        right &= copy is None or torch.equal(copy, mine.to(copy.dtype))
+        right &= copy is None or copy.dtype is torch.int16 or torch.equal(copy, mine.to(copy.dtype))
     return right
+
+
+def _peers(copy_dtype: torch.dtype | None) -> torch.dtype | None:
+    """Returns the copies that PyTorch's step writes; beside FP32 parameters in place of words, those in BF16."""
+    return torch.bfloat16 if copy_dtype is torch.int16 else copy_dtype
 
 
 def compare(name: str, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
@@ -162,7 +180,12 @@ def compare(name: str, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | No
     sets = [TensorSet(gradient_dtype, copy_dtype) for _ in range(NUM_SETS)]
     floor = floor_us(sets[0].num_bytes(4 if name == "SGD" else 6))
     read_again = floor_us(sum(g.numel() * g.itemsize for g in sets[0].gradients))
-    ours, peers = [Ours(name, each) for each in sets], [Peer(name, each) for each in sets]
+    others = (
+        sets
+        if copy_dtype is _peers(copy_dtype)
+        else [TensorSet(gradient_dtype, _peers(copy_dtype)) for _ in range(NUM_SETS)]
+    )
+    ours, peers = [Ours(name, each) for each in sets], [Peer(name, each) for each in others]
     calls: dict[str, tuple[list[Callable[[], object]], float]] = {
         "kernels": ([each.step for each in ours], floor),
         "torch fused": ([each.step for each in peers], floor),
@@ -186,6 +209,7 @@ def main() -> int:
             (torch.float32, None),
             (torch.float32, torch.float16),
             (torch.float16, torch.float16),
+            (torch.bfloat16, torch.int16),
         ):
             if not is_right(name, gradient_dtype, copy_dtype):
                 print(f"WRONG: {name} with {gradient_dtype} gradients does not agree with PyTorch's")

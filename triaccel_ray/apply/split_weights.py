@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +19,8 @@ from triaccel_ray.kernels.multi_tensor import have_equal_dense_strides, is_dense
 from triaccel_ray.kernels.split_words import join, split
 from triaccel_ray.model.layers import Layer
 
+_PIECE = 2**22
+"""Elements that are split or joined at once: what is computed on the way takes some 16 bytes for each."""
 _ALIGNMENT = 8
 """Words to a multiple of which the low ones begin: 16 bytes, which kernels read at once."""
 
@@ -59,8 +60,7 @@ class SplitWeights:
         ]
         for module in model.modules():
             if any(id(p) in mine for p in module._parameters.values()):
-                self._hooks.append(module.register_state_dict_post_hook(partial(_put_joined, self._words)))
-                self._hooks.append(module.register_load_state_dict_pre_hook(partial(_join_own, self._words)))
+                self._hooks.extend(_hooked(module, self._words))
 
     def set(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Takes the dtype of each layer, by name; joins the weights of those that leave BF16."""
@@ -133,8 +133,10 @@ class _Words:
         self.weight, self._version = weight, weight._version
         self._flat = memory.view(torch.float32)[:number]
         self._numbers = self._flat.as_strided(weight.shape, weight.stride())
-        self._high = memory[:number].view(torch.bfloat16).as_strided(weight.shape, weight.stride())
-        self.low = memory[begin : begin + number].as_strided(weight.shape, weight.stride(), begin)
+        self._flat_high = memory[:number].view(torch.bfloat16)
+        self._flat_low = memory[begin : begin + number]
+        self._high = self._flat_high.as_strided(weight.shape, weight.stride())
+        self.low = self._flat_low.as_strided(weight.shape, weight.stride(), begin)
         """The low words, int16, laid out as the weight is."""
 
     @property
@@ -154,23 +156,29 @@ class _Words:
             return
         if not self._is_at_home:
             self._numbers.copy_(self.weight)
-        high, low = split(self._numbers)
-        self._high.copy_(high)
-        self.low.copy_(low)
+        # All of it before a word is written: they take the place of the numbers.
+        words = [split(piece) for piece in self._flat.split(_PIECE)]
+        torch.cat([high for high, _ in words], out=self._flat_high)
+        torch.cat([low for _, low in words], out=self._flat_low)
         self._show(self._high)
 
     @torch.no_grad()
     def join(self) -> None:
         """Makes the weight FP32."""
         if self.is_split:
-            self._numbers.copy_(self.joined())
+            self._flat.copy_(self._joined())
             self._show(self._numbers)
 
     @torch.no_grad()
     def joined(self) -> Tensor:
-        """Returns the FP32 numbers of a split weight, in memory of their own."""
+        """Returns the FP32 numbers of a split weight, in host memory: a second model has no place on the device."""
+        return self._joined().cpu().as_strided(self.weight.shape, self.weight.stride())
+
+    def _joined(self) -> Tensor:
+        """Returns the numbers in the order in which they lie, [number]."""
         self._take_what_was_written()
-        return join(self._high, self.low)
+        pieces = zip(self._flat_high.split(_PIECE), self._flat_low.split(_PIECE), strict=True)
+        return torch.cat([join(high, low) for high, low in pieces])
 
     def _take_what_was_written(self) -> None:
         if self.weight._version != self._version:
@@ -183,17 +191,18 @@ class _Words:
         self._version = self.weight._version
 
 
-def _put_joined(words: Mapping[int, _Words], module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Puts FP32 in place of the split weights that `module` owns, into its part of a state_dict."""
-    for name, parameter in module._parameters.items():
-        of = words.get(id(parameter))
-        if of is not None and of.is_split:
-            joined = of.joined()
-            state[prefix + name] = joined.cpu()  # a second model has no place on the device
+def _hooked(module: nn.Module, words: Mapping[int, _Words]) -> list[RemovableHandle]:
+    """Has `module` give its split weights in FP32 into a state_dict, and join them before it is given one."""
 
+    # Functions, which a deep copy of the module shares, and not objects, which it would copy with all weights.
+    def put_joined(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name, parameter in module._parameters.items():
+            if id(parameter) in words and words[id(parameter)].is_split:
+                state[prefix + name] = words[id(parameter)].joined()
 
-def _join_own(words: Mapping[int, _Words], module: nn.Module, *_: Any) -> None:
-    """Joins the weights that `module` owns, before a state_dict is loaded."""
-    for parameter in module._parameters.values():
-        if id(parameter) in words:
-            words[id(parameter)].join()
+    def join_own(module: nn.Module, *_: Any) -> None:
+        for parameter in module._parameters.values():
+            if id(parameter) in words:
+                words[id(parameter)].join()
+
+    return [module.register_state_dict_post_hook(put_joined), module.register_load_state_dict_pre_hook(join_own)]
