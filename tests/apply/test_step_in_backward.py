@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.apply.test_split_weights import EVERY, IN_BF16, OPTIMIZERS, network, put, run, weights_of
-from tests.build import FP16, FP32, QUIET, Limited, blobs, cross_entropy, images, mlp, same, values
+from tests.build import FP16, FP32, QUIET, Limited, RerunPool, blobs, cross_entropy, images, mlp, same, values
 from triaccel_ray.apply import step_in_backward
 from triaccel_ray.apply.fused_optimizer import FusedOptimizer
 from triaccel_ray.apply.step_in_backward import buckets_of
@@ -63,6 +63,22 @@ def test_it_is_the_trajectory_of_steps_after_the_backward_pass(kind: str, config
         run(loop_of(model, each, kind), 10)
     assert same(values(models[0]), values(models[1]))
     assert all(p.grad is None for p in models[0].parameters())
+
+
+@EACH_KIND_OF_WEIGHTS
+def test_what_a_graph_captures_is_the_same_work(config: ControlConfig) -> None:
+    parts = replace(config, batch=replace(config.batch, start=16, maximum=16, accumulate=2))
+    for each in (config, parts):
+        models = mlp(), mlp()
+        for model, how in zip(models, (each, after(each)), strict=True):
+            loop = loop_of(model, how, data=blobs(64))
+            steps = loop._training.steps
+            steps.enabled, steps._pool = True, RerunPool()  # a capture makes its step, too: of both loops alike
+            run(loop, 2)
+            assert steps.num_captured == 1
+            steps.enabled = how is each  # a second replay of the other would add to gradients that a graph replaces
+            run(loop, 2)
+        assert same(values(models[0]), values(models[1]))
 
 
 @EACH_KIND_OF_WEIGHTS
