@@ -51,7 +51,7 @@ class TrainingUpdate:
         """Adds each step's loss to every row of `loss_sums`: fp64 [rows, 2], sum over the samples and their number.
 
         With `clip_norm` gradients whose global norm is larger are scaled down to it. Those that arrive in buckets are
-        scaled by the norm of the last step, since their own is known when they are gone.
+        scaled by the norm of the last step, since their own is known when they are gone: those of the first to zero.
         """
         self._precision, self._moments, self._optimizer, self._loss_scale = precision, moments, optimizer, loss_scale
         self._loss_sums, self._clip_norm = loss_sums, clip_norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -32,8 +33,8 @@ class GradientMoments:
         """
         layer_of = {id(weight): index for index, layer in enumerate(layers) for weight in layer.weights}
         self._beta, self._num_layers = beta, len(layers)
-        self.last_norm = torch.zeros((), dtype=torch.float64, device=watched[0].device)
-        """The norm of the last step that had a finite one, where `remember_norm` is called; fp64 scalar."""
+        self.last_norm = torch.full((), math.inf, dtype=torch.float64, device=watched[0].device)
+        """The norm of the last step that had a finite one, where `remember_norm` is called; infinite before. fp64."""
         # What belongs to no layer is a group of its own, for the global norm.
         self._stats = GradStats(
             [p.numel() for p in watched],
@@ -92,4 +93,4 @@ class GradientMoments:
         """Restores what `state_dict` returned."""
         self._stats.average.copy_(state["average"])
         self._stats.count.copy_(state["count"])
-        self.last_norm.copy_(state.get("last_norm", torch.zeros(())))  # older checkpoints have none
+        self.last_norm.copy_(state.get("last_norm", torch.tensor(math.inf)))  # older checkpoints have none
