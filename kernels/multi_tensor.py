@@ -8,8 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-DTYPE_CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.int16: 4}
-"""What a kernel branches on to read a tensor; 0 belongs to an absent tensor, int16 to low words (`split_words`)."""
+DTYPE_CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.int16: 4, torch.uint8: 5}
+"""What a kernel branches on to read a tensor; 0 belongs to an absent tensor, int16 to low words (`split_words`), uint8
+to optimizer state (`eight_bits`)."""
 
 
 class Chunks:

@@ -16,6 +16,7 @@ FP32 = tl.constexpr(DTYPE_CODES[torch.float32])
 FP16 = tl.constexpr(DTYPE_CODES[torch.float16])
 BF16 = tl.constexpr(DTYPE_CODES[torch.bfloat16])
 INT16 = tl.constexpr(DTYPE_CODES[torch.int16])
+UINT8 = tl.constexpr(DTYPE_CODES[torch.uint8])
 
 
 @triton.jit

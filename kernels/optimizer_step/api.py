@@ -20,11 +20,11 @@ __all__ = ["AdamWStep", "SgdStep"]
 class _Step(ABC):
     """What the steps have in common.
 
-    Optimizer state is fp32; gradients are fp32, fp16 or bf16, tensor by tensor; all tensors of one index have the same
-    dense strides (`have_equal_dense_strides`), whatever they are. A tensor whose parameter or gradient is absent stays
-    untouched. A parameter is fp32, and its companion, where present, a copy in fp32, fp16 or bf16 that receives its new
-    value, rounded. Or it is bf16 and its companion int16: the high and the low words of fp32 numbers (`split_words`),
-    which are stepped exactly as these would be.
+    Optimizer state is fp32, or uint8 in the format of `eight_bits`; step counts are fp32. Gradients are fp32, fp16 or
+    bf16, tensor by tensor. All tensors of one index have the same dense strides (`have_equal_dense_strides`), whatever
+    they are. A tensor whose parameter or gradient is absent stays untouched. A parameter is fp32, and its companion,
+    where present, a copy in fp32, fp16 or bf16 that receives its new value, rounded. Or it is bf16 and its companion
+    int16: the high and the low words of fp32 numbers (`split_words`), which are stepped exactly as these would be.
 
     Nothing waits for the device, and steps can be captured in a CUDA graph, whose replays read tables, hyperparameters
     and scalars anew; step once before a capture, with empty tables if need be: the kernels are compiled then.
@@ -67,8 +67,8 @@ class _Step(ABC):
         fp32 scalars on the device.
 
         Raises:
-            ValueError: a table of another number of tensors, states that are not fp32, parameters that are neither that
-                nor high words beside low ones, or a scalar that is not one fp32 number.
+            ValueError: a table of another number of tensors, states that are neither fp32 nor uint8, parameters
+                that are neither fp32 nor high words beside low ones, or a scalar that is not one fp32 number.
         """
         by = Scalars(lr_factor, loss_scale, found_nonfinite)
         self._check(parameters, states, gradients, companions, by)
@@ -101,7 +101,8 @@ class _Step(ABC):
             if table.num_tensors != self._num_tensors:
                 raise ValueError(f"a table of {table.num_tensors} tensors: must be of {self._num_tensors}")
         words = {torch.bfloat16} if torch.int16 in companions.dtypes else set()
-        for table, allowed in ((parameters, {torch.float32} | words), *((state, {torch.float32}) for state in states)):
+        allowed_states = {torch.float32, torch.uint8}
+        for table, allowed in ((parameters, {torch.float32} | words), *((state, allowed_states) for state in states)):
             if not table.dtypes <= allowed:
                 names = ", ".join(sorted(map(str, table.dtypes)))
                 raise ValueError(f"parameters or optimizer state are {names}: must be torch.float32")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from triaccel_ray.kernels.eight_bits import decode, encode
 from triaccel_ray.kernels.split_words import join, split
 
 Tensors = Sequence[Tensor | None]
@@ -41,10 +42,12 @@ def sgd(
         parameter = _read(stored, companions[index])
         lr, weight_decay, momentum, nesterov = rows[:, index]
         direction = gradient.float() / by.loss_scale + weight_decay * parameter
-        buffer = momenta[index]
-        if buffer is not None:
+        stored_buffer = momenta[index]
+        if stored_buffer is not None:
+            buffer = _read_state(stored_buffer, parameter, signed=True)
             buffer.mul_(momentum).add_(direction)
             direction = direction + momentum * buffer if nesterov else buffer
+            _write_state(stored_buffer, buffer)
         parameter.sub_(lr * by.lr_factor * direction)
         _write(stored, companions[index], parameter)
 
@@ -68,10 +71,12 @@ def adamw(
     if by.found_nonfinite:
         return
     for index, (stored, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-        first, second, step = means[index], squares[index], steps[index]
-        if stored is None or gradient is None or first is None or second is None or step is None:
+        mean, square, step = means[index], squares[index], steps[index]
+        if stored is None or gradient is None or mean is None or square is None or step is None:
             continue
         parameter = _read(stored, companions[index])
+        first = _read_state(mean, parameter, signed=True)
+        second = _read_state(square, parameter, signed=False)
         lr, weight_decay, _, rate1, log_beta1, beta2, rate2, log_beta2, eps, decoupled = rows[:, index]
         lr = lr * by.lr_factor
         step += 1
@@ -86,6 +91,8 @@ def adamw(
         correction2 = -torch.expm1(step.double() * log_beta2.double())
         denominator = second.sqrt() / correction2.sqrt().float() + eps
         parameter.sub_((lr / correction1).float() * first / denominator)
+        _write_state(mean, first)
+        _write_state(square, second, step)
         _write(stored, companions[index], parameter)
 
 
@@ -102,3 +109,17 @@ def _write(stored: Tensor, companion: Tensor | None, parameter: Tensor) -> None:
         companion.copy_(low)
     elif companion is not None:
         companion.copy_(parameter)
+
+
+def _read_state(stored: Tensor, parameter: Tensor, *, signed: bool) -> Tensor:
+    """Returns the state in fp32, laid out as its parameter: itself, or what its codes mean."""
+    if stored.dtype is not torch.uint8:
+        return stored
+    numbers = decode(stored, parameter.numel(), signed=signed)
+    return numbers.as_strided(parameter.shape, parameter.stride())
+
+
+def _write_state(stored: Tensor, state: Tensor, step: Tensor | None = None) -> None:
+    """Stores the new state, in codes if it is kept so; that which has a `step` is not signed."""
+    if stored.dtype is torch.uint8:
+        stored.copy_(encode(state.as_strided((state.numel(),), (1,)), step))

@@ -11,12 +11,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triaccel_ray.kernels import eight_bits
 from triaccel_ray.kernels.multi_tensor import Chunks, TensorTable, on_device
-from triaccel_ray.kernels.multi_tensor_triton import BF16, FP16, FP32, INT16, load_fp32
+from triaccel_ray.kernels.multi_tensor_triton import INT16
 from triaccel_ray.kernels.optimizer_step.reference import Scalars
+from triaccel_ray.kernels.optimizer_step.storage_triton import (
+    begin,
+    itemsize,
+    load_any,
+    load_parameter,
+    load_state,
+    store_parameter,
+    store_state,
+)
 
 # Fastest of 512 to 8192 elements and 2 to 16 warps on an H200.
-CHUNK_SIZE = 1024
+CHUNK_SIZE = eight_bits.BLOCK
 NUM_WARPS = 4
 PIECE = 512
 """Elements at once where a chunk ends early or begins at an odd address: few, to need no more registers."""
@@ -37,10 +47,10 @@ def launch_sgd(
     with on_device(rows.device):
         _sgd_kernel[(chunks.num_chunks,)](
             chunks.tensor, chunks.start, chunks.length, parameters.addresses, gradients.addresses, gradients.codes,
-            momenta.addresses, companions.addresses, companions.codes,
+            momenta.addresses, momenta.codes, companions.addresses, companions.codes,
             rows, by.lr_factor, by.loss_scale, by.found_nonfinite, parameters.num_tensors,
             CHUNK=chunks.chunk_size, PIECE=PIECE, SPLIT=torch.int16 in companions.dtypes,
-            num_warps=NUM_WARPS, enable_fp_fusion=True,
+            EIGHT=torch.uint8 in momenta.dtypes, num_warps=NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -66,19 +76,19 @@ def launch_adamw(
         )  # fmt: skip
         _adamw_kernel[(chunks.num_chunks,)](
             chunks.tensor, chunks.start, chunks.length, parameters.addresses, gradients.addresses, gradients.codes,
-            means.addresses, squares.addresses, steps.addresses, companions.addresses, companions.codes,
+            means.addresses, means.codes, squares.addresses, steps.addresses, companions.addresses, companions.codes,
             rows, corrections, by.lr_factor, by.loss_scale, by.found_nonfinite, parameters.num_tensors,
             CHUNK=chunks.chunk_size, PIECE=PIECE, SPLIT=torch.int16 in companions.dtypes,
-            num_warps=NUM_WARPS, enable_fp_fusion=True,
+            EIGHT=torch.uint8 in means.dtypes, num_warps=NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tensors"], do_not_specialize_on_alignment=_SCALARS)
 def _sgd_kernel(
     chunk_tensor, chunk_start, chunk_length, parameters, gradients, gradient_codes,
-    momenta, companions, companion_codes,
+    momenta, momentum_codes, companions, companion_codes,
     rows, lr_factor_at, loss_scale_at, found_at, num_tensors,
-    CHUNK: tl.constexpr, PIECE: tl.constexpr, SPLIT: tl.constexpr,
+    CHUNK: tl.constexpr, PIECE: tl.constexpr, SPLIT: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
@@ -90,6 +100,7 @@ def _sgd_kernel(
     companion = tl.load(companions + tensor)
     gradient_code = tl.load(gradient_codes + tensor)
     companion_code = tl.load(companion_codes + tensor)
+    momentum_code = tl.load(momentum_codes + tensor)
     rows += tensor
     lr = tl.load(rows) * tl.load(lr_factor_at)
     weight_decay = tl.load(rows + num_tensors)
@@ -99,42 +110,43 @@ def _sgd_kernel(
     if (tl.load(found_at) == 0.0) & (parameter != 0) & (gradient != 0):
         aligned = (parameter | gradient | momentum_buffer | companion) % 16 == 0
         parameter += start * tl.where(companion_code == INT16, 2, 4)
-        gradient += start * _itemsize(gradient_code)
-        companion = tl.where(companion == 0, companion, companion + start * _itemsize(companion_code))
+        gradient += start * itemsize(gradient_code)
+        companion = tl.where(companion == 0, companion, companion + start * itemsize(companion_code))
         momentum = tl.where(momentum_buffer == 0, 0.0, momentum)
-        momentum_buffer = tl.where(momentum_buffer == 0, momentum_buffer, momentum_buffer + start * 4)
+        momentum_buffer = tl.where(momentum_buffer == 0, momentum_buffer, momentum_buffer + begin(start, momentum_code))
         if aligned & (length == CHUNK):
             _sgd(
-                parameter, gradient, gradient_code, momentum_buffer, companion, companion_code, 0, length,
-                lr, weight_decay, momentum, nesterov, unscale, CHUNK, SPLIT, True,
+                parameter, gradient, gradient_code, momentum_buffer, momentum_code, companion, companion_code, 0,
+                length, lr, weight_decay, momentum, nesterov, unscale, CHUNK, SPLIT, EIGHT, True,
             )  # fmt: skip
         else:
             for first in range(0, length, PIECE):
                 _sgd(
-                    parameter, gradient, gradient_code, momentum_buffer, companion, companion_code, first, length,
-                    lr, weight_decay, momentum, nesterov, unscale, PIECE, SPLIT, False,
+                    parameter, gradient, gradient_code, momentum_buffer, momentum_code, companion, companion_code,
+                    first, length, lr, weight_decay, momentum, nesterov, unscale, PIECE, SPLIT, EIGHT, False,
                 )  # fmt: skip
 
 
 @triton.jit
 def _sgd(
-    parameter_at, gradient_at, gradient_code, momentum_at, companion_at, companion_code, first, length,
-    lr, weight_decay, momentum, nesterov, unscale, SIZE: tl.constexpr, SPLIT: tl.constexpr, FULL: tl.constexpr,
+    parameter_at, gradient_at, gradient_code, momentum_at, momentum_code, companion_at, companion_code, first, length,
+    lr, weight_decay, momentum, nesterov, unscale, SIZE: tl.constexpr, SPLIT: tl.constexpr, EIGHT: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
-    """Steps SIZE elements from `first` on, SPLIT promising that none are words if not; FULL as in `load_fp32`."""
+    """Steps SIZE elements from `first` on; FULL as in `load_fp32`, SPLIT and EIGHT as in `storage_triton`."""
     offsets = first + tl.arange(0, SIZE)
-    parameter = _load_parameter(parameter_at, companion_at, companion_code, offsets, length, SPLIT, FULL)
+    parameter = load_parameter(parameter_at, companion_at, companion_code, offsets, length, SPLIT, FULL)
     # Gradients last: 16-bit ones are widened in a branch, which waits for them.
     buffer = tl.zeros((SIZE,), tl.float32)
     if momentum_at != 0:
-        buffer = load_fp32(momentum_at, tl.float32, offsets, length, FULL, 16)
-    gradient = _load_any(gradient_at, gradient_code, offsets, length, FULL)
+        buffer = load_state(momentum_at, momentum_code, first, offsets, length, True, EIGHT, FULL)
+    gradient = load_any(gradient_at, gradient_code, offsets, length, FULL)
     gradient = gradient * unscale + weight_decay * parameter
     buffer = momentum * buffer + gradient
     if momentum_at != 0:
-        _store(momentum_at, tl.float32, buffer, offsets, length, FULL, 16)
+        store_state(momentum_at, momentum_code, buffer, first, offsets, length, 0, 0, True, EIGHT, FULL, SIZE)
     parameter -= lr * tl.where(nesterov != 0.0, gradient + momentum * buffer, buffer)
-    _store_parameter(parameter_at, companion_at, companion_code, parameter, offsets, length, SPLIT, FULL)
+    store_parameter(parameter_at, companion_at, companion_code, parameter, offsets, length, SPLIT, FULL)
 
 
 @triton.jit(do_not_specialize=["num_tensors"], do_not_specialize_on_alignment=["found_at"])
@@ -164,9 +176,9 @@ def _count_kernel(parameters, gradients, steps, rows, corrections, found_at, num
 
 @triton.jit(do_not_specialize=["num_tensors"], do_not_specialize_on_alignment=_SCALARS)
 def _adamw_kernel(
-    chunk_tensor, chunk_start, chunk_length, parameters, gradients, gradient_codes, means, squares, steps,
+    chunk_tensor, chunk_start, chunk_length, parameters, gradients, gradient_codes, means, mean_codes, squares, steps,
     companions, companion_codes, rows, corrections, lr_factor_at, loss_scale_at, found_at, num_tensors,
-    CHUNK: tl.constexpr, PIECE: tl.constexpr, SPLIT: tl.constexpr,
+    CHUNK: tl.constexpr, PIECE: tl.constexpr, SPLIT: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
@@ -184,37 +196,41 @@ def _adamw_kernel(
     if (tl.load(found_at) == 0.0) & present:
         aligned = (parameter | gradient | mean | square | companion) % 16 == 0
         parameter += start * tl.where(companion_code == INT16, 2, 4)
-        gradient += start * _itemsize(gradient_code)
-        mean += start * 4
-        square += start * 4
-        companion = tl.where(companion == 0, companion, companion + start * _itemsize(companion_code))
+        gradient += start * itemsize(gradient_code)
+        state_code = tl.load(mean_codes + tensor)
+        mean += begin(start, state_code)
+        square += begin(start, state_code)
+        count = tl.load(tl.load(steps + tensor).to(tl.pointer_type(tl.float32))).to(tl.int32)
+        companion = tl.where(companion == 0, companion, companion + start * itemsize(companion_code))
         rows += tensor
         corrections += tensor
         lr = tl.load(rows) * tl.load(lr_factor_at)
         if aligned & (length == CHUNK):
             _adamw(
-                parameter, gradient, gradient_code, mean, square, companion, companion_code, 0, length,
-                lr, unscale, rows, corrections, num_tensors, CHUNK, SPLIT, True,
+                parameter, gradient, gradient_code, mean, square, state_code, start, count, companion,
+                companion_code, 0, length, lr, unscale, rows, corrections, num_tensors, CHUNK, SPLIT, EIGHT, True,
             )  # fmt: skip
         else:
             for first in range(0, length, PIECE):
                 _adamw(
-                    parameter, gradient, gradient_code, mean, square, companion, companion_code, first, length,
-                    lr, unscale, rows, corrections, num_tensors, PIECE, SPLIT, False,
+                    parameter, gradient, gradient_code, mean, square, state_code, start, count, companion,
+                    companion_code, first, length, lr, unscale, rows, corrections, num_tensors,
+                    PIECE, SPLIT, EIGHT, False,
                 )  # fmt: skip
 
 
 @triton.jit
 def _adamw(
-    parameter_at, gradient_at, gradient_code, mean_at, square_at, companion_at, companion_code, first, length,
-    lr, unscale, rows, corrections, num_tensors, SIZE: tl.constexpr, SPLIT: tl.constexpr, FULL: tl.constexpr,
+    parameter_at, gradient_at, gradient_code, mean_at, square_at, state_code, start, count, companion_at,
+    companion_code, first, length, lr, unscale, rows, corrections, num_tensors,
+    SIZE: tl.constexpr, SPLIT: tl.constexpr, EIGHT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Steps SIZE elements from `first` on, SPLIT promising that none are words if not; FULL as in `load_fp32`."""
+    """Steps SIZE elements from `first` on; FULL as in `load_fp32`, SPLIT and EIGHT as in `storage_triton`."""
     offsets = first + tl.arange(0, SIZE)
-    parameter = _load_parameter(parameter_at, companion_at, companion_code, offsets, length, SPLIT, FULL)
-    mean = load_fp32(mean_at, tl.float32, offsets, length, FULL, 16)
-    square = load_fp32(square_at, tl.float32, offsets, length, FULL, 16)
-    gradient = _load_any(gradient_at, gradient_code, offsets, length, FULL)
+    parameter = load_parameter(parameter_at, companion_at, companion_code, offsets, length, SPLIT, FULL)
+    mean = load_state(mean_at, state_code, first, offsets, length, True, EIGHT, FULL)
+    square = load_state(square_at, state_code, first, offsets, length, False, EIGHT, FULL)
+    gradient = load_any(gradient_at, gradient_code, offsets, length, FULL)
     weight_decay = tl.load(rows + num_tensors)
     rate1 = tl.load(rows + num_tensors * 3)
     beta2 = tl.load(rows + num_tensors * 5)
@@ -229,93 +245,6 @@ def _adamw(
     square = square * beta2 + rate2 * (gradient * gradient)
     denominator = tl.sqrt_rn(square) * root_correction + eps
     parameter -= tl.div_rn(step_size * mean, denominator)
-    _store(mean_at, tl.float32, mean, offsets, length, FULL, 16)
-    _store(square_at, tl.float32, square, offsets, length, FULL, 16)
-    _store_parameter(parameter_at, companion_at, companion_code, parameter, offsets, length, SPLIT, FULL)
-
-
-@triton.jit
-def _itemsize(code):
-    """Returns the bytes of an element."""
-    return tl.where(code == FP32, 4, 2)
-
-
-@triton.jit
-def _load_any(address, code, offsets, length, FULL: tl.constexpr):
-    """Returns the elements as fp32; 16-bit ones are read 8 bytes at once, so that a thread holds the same four."""
-    if code == FP32:
-        values = load_fp32(address, tl.float32, offsets, length, FULL, 16)
-    elif code == FP16:
-        values = load_fp32(address, tl.float16, offsets, length, FULL, 8)
-    else:
-        values = load_fp32(address, tl.bfloat16, offsets, length, FULL, 8)
-    return values
-
-
-@triton.jit
-def _store(address, dtype: tl.constexpr, values, offsets, length, FULL: tl.constexpr, ALIGN: tl.constexpr):
-    """Writes the values as `dtype`; FULL and ALIGN as in `load_fp32`."""
-    pointer = address.to(tl.pointer_type(dtype))
-    if FULL:
-        tl.store(tl.multiple_of(pointer, ALIGN) + offsets, values.to(dtype))
-    else:
-        tl.store(pointer + offsets, values.to(dtype), mask=offsets < length)
-
-
-@triton.jit
-def _load_parameter(
-    address, companion_at, companion_code, offsets, length, SPLIT: tl.constexpr, FULL: tl.constexpr
-):  # fmt: skip
-    """Returns the parameter as fp32, of its words if it has low ones; without SPLIT none has: no branch waits."""
-    if SPLIT:
-        if companion_code == INT16:
-            high = _load_word(address, offsets, length, FULL)
-            low = _load_word(companion_at, offsets, length, FULL)
-            values = ((high << 16) + low).to(tl.float32, bitcast=True)
-        else:
-            values = load_fp32(address, tl.float32, offsets, length, FULL, 16)
-    else:
-        values = load_fp32(address, tl.float32, offsets, length, FULL, 16)
-    return values
-
-
-@triton.jit
-def _store_parameter(
-    address, companion_at, companion_code, values, offsets, length, SPLIT: tl.constexpr, FULL: tl.constexpr
-):  # fmt: skip
-    """Writes the parameter, and its copy if it has one; as words where it has low ones (`split_words.split`)."""
-    if SPLIT:
-        if companion_code == INT16:
-            bits = values.to(tl.int32, bitcast=True)
-            high = tl.where(values == values, bits + 0x8000, bits) >> 16
-            _store(address, tl.int16, high, offsets, length, FULL, 8)
-            _store(companion_at, tl.int16, bits - (high << 16), offsets, length, FULL, 8)
-        else:
-            _store(address, tl.float32, values, offsets, length, FULL, 16)
-            _store_copy(companion_at, companion_code, values, offsets, length, FULL)
-    else:
-        _store(address, tl.float32, values, offsets, length, FULL, 16)
-        _store_copy(companion_at, companion_code, values, offsets, length, FULL)
-
-
-@triton.jit
-def _load_word(address, offsets, length, FULL: tl.constexpr):
-    """Returns words of 16 bits as int32, their sign extended; FULL as in `load_fp32`."""
-    pointer = address.to(tl.pointer_type(tl.int16))
-    if FULL:
-        words = tl.load(tl.multiple_of(pointer, 8) + offsets)
-    else:
-        words = tl.load(pointer + offsets, mask=offsets < length, other=0)
-    return words.to(tl.int32)
-
-
-@triton.jit
-def _store_copy(address, code, values, offsets, length, FULL: tl.constexpr):
-    """Writes the values in the copy's precision, if there is a copy."""
-    if address != 0:
-        if code == FP16:
-            _store(address, tl.float16, values, offsets, length, FULL, 8)
-        elif code == BF16:
-            _store(address, tl.bfloat16, values, offsets, length, FULL, 8)
-        else:
-            _store(address, tl.float32, values, offsets, length, FULL, 16)
+    store_state(mean_at, state_code, mean, first, offsets, length, start, count, True, EIGHT, FULL, SIZE)
+    store_state(square_at, state_code, square, first, offsets, length, start, count, False, EIGHT, FULL, SIZE)
+    store_parameter(parameter_at, companion_at, companion_code, parameter, offsets, length, SPLIT, FULL)
