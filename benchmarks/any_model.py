@@ -6,6 +6,7 @@
     loop             `ControlLoop` by its defaults at this batch size: a tick every 50 steps, curvature every 200
     bare             the same without ticks, curvature and changes of precision
     lean             bare, with weights="split" and step_in_backward
+    lean-8bit        lean, with optimizer_state="8bit"
 
 Each runs in a process of its own: memory is what NVML sees of a process. With `--prewarm` all compile at once first,
 and what is then measured starts from a warm cache. Data are noise with a weak signal, a tenth of the labels wrong. All
@@ -38,7 +39,8 @@ from triaccel_ray.model.pytree import map_tensors
 from triaccel_ray.trainables.models import efficientnet_b0, resnet18
 from triaccel_ray.trainables.text import GPT
 
-METHODS = ("amp", "reduce-overhead", "graph", "loop", "bare", "lean")
+OURS = ("loop", "bare", "lean", "lean-8bit")
+METHODS = ("amp", "reduce-overhead", "graph", *OURS)
 SIZES = {
     "convnext_tiny": 64, "vit_small": 64, "bert_base": 32, "gpt": 64, "resnet18": 96, "resnet18_512": 512,
     "efficientnet_b0": 96, "gpt_350m": 4,
@@ -219,11 +221,11 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
     from triaccel_ray.cuda.allocator import hold_less
 
     config = ControlConfig(batch=BatchConfig(enabled=False, minimum=job.batch_size, start=job.batch_size, maximum=512))
-    if method in ("bare", "lean"):
+    if method != "loop":
         config = ControlConfig(
             every_steps=10**9, batch=config.batch, precision=PrecisionConfig(enabled=False),
-            curvature=CurvatureConfig(enabled=False), weights="split" if method == "lean" else "fp32",
-            step_in_backward=method == "lean",
+            curvature=CurvatureConfig(enabled=False), weights="fp32" if method == "bare" else "split",
+            step_in_backward=method != "bare", optimizer_state="8bit" if method == "lean-8bit" else "fp32",
         )  # fmt: skip
     data = Samples(job) if isinstance(job.inputs, dict) else (job.inputs, job.targets)
     ticks: list[Any] = []
@@ -248,7 +250,7 @@ def run(name: str, method: str, num_steps: int) -> dict[str, Any]:
     torch.cuda.synchronize()
     ready = time.perf_counter()
     parts: Any = None
-    if method in ("loop", "bare", "lean"):
+    if method in OURS:
         step, last, parts = ours(job, method)
     else:
         step, last = peer(job, method)

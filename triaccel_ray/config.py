@@ -25,6 +25,7 @@ AmpPrecision = Literal["fp16", "bf16"]
 """What automatic mixed precision, a baseline, computes in on a GPU: FP16 under a gradient scaler, or BF16 without."""
 Compile = Literal["auto", "on", "off"]
 Weights = Literal["fp32", "split"]
+OptimizerState = Literal["fp32", "8bit"]
 DataPlace = Literal["device", "host"]
 """Where samples that are held whole in tensors lie while a GPU trains on them."""
 
@@ -303,6 +304,9 @@ class ControlConfig(_Checked):
     weights: Weights = "fp32"
     """How weights of layers that compute in BF16 are kept. `split`: as the BF16 word that computes and the 16 bits that
     complete the FP32 number, exactly; their gradients are BF16, half as large. SGD, Adam and AdamW."""
+    optimizer_state: OptimizerState = "fp32"
+    """How the momentum of SGD and the moments of Adam and AdamW are kept. `8bit`: as companded codes of 8 bits with a
+    scale for each 64 of them, a quarter of the memory; not exact. Of parameters of at least 4096 elements."""
     step_in_backward: bool = False
     """Whether SGD, Adam or AdamW steps a parameter as soon as its gradient exists, which is then freed. Gradients are
     clipped by the norm of the step before; parameters stepped before a NaN appears keep their step."""

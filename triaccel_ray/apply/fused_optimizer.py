@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from triaccel_ray.kernels.eight_bits import decode, encode, num_bytes
 from triaccel_ray.kernels.multi_tensor import TensorTable, have_equal_dense_strides
 from triaccel_ray.kernels.optimizer_step.api import AdamWStep, SgdStep
 from triaccel_ray.model.gradients import Gradients
@@ -18,6 +19,9 @@ _STATE = {
     torch.optim.Adam: ("exp_avg", "exp_avg_sq", "step"),
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq", "step"),
 }
+_UNSIGNED = "exp_avg_sq"
+MIN_ELEMENTS_IN_CODES = 4096
+"""Elements from which on a parameter's state may be kept in 8 bits: of smaller ones it takes next to nothing."""
 
 
 def is_supported(optimizer: torch.optim.Optimizer) -> bool:
@@ -59,16 +63,22 @@ class FusedOptimizer:
         watched: Sequence[nn.Parameter],
         layer_of: Mapping[int, str],
         buckets: Sequence[Sequence[int]] | None = None,
+        *,
+        in_8_bits: bool = False,
     ) -> None:
         """Allocates the optimizer's state ahead, zero as it starts, so that no step allocates.
 
         `watched` are the parameters whose gradients a step brings; `layer_of` maps the id of a weight to its layer's
         name. `buckets` are the indices of those that are stepped in one launch, each in one; all in one by default.
+        State is kept `in_8_bits` of parameters that are large enough.
         """
         self._optimizer = optimizer
         self._num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
         indices = [range(len(watched))] if buckets is None else buckets
-        self._buckets = [_Bucket(optimizer, [watched[index] for index in bucket], layer_of) for bucket in indices]
+        self._buckets = [
+            _Bucket(optimizer, [watched[index] for index in bucket], layer_of, in_8_bits=in_8_bits)
+            for bucket in indices
+        ]
         self._lr_factor = torch.ones((), device=watched[0].device)
         self._last_factor = 1.0
         self._last_rates: tuple[Any, ...] = ()
@@ -108,6 +118,12 @@ class FusedOptimizer:
         self._last_companions = companions
         return None
 
+    def release(self) -> None:
+        """Leaves all state in FP32, as the optimizer itself reads it."""
+        for bucket in self._buckets:
+            bucket.in_codes.clear()
+            bucket.find_state()
+
     def launch(self, gradients: Gradients, *, loss_scale: Tensor, found_nonfinite: Tensor, bucket: int = 0) -> None:
         """Updates a bucket's parameters, state and companions; device work alone."""
         scalars = {"lr_factor": self._lr_factor, "loss_scale": loss_scale, "found_nonfinite": found_nonfinite}
@@ -120,9 +136,15 @@ class _Bucket:
     """Parameters that are stepped in one launch, and the tables that it reads."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, watched: Sequence[nn.Parameter], layer_of: Mapping[int, str]
+        self,
+        optimizer: torch.optim.Optimizer,
+        watched: Sequence[nn.Parameter],
+        layer_of: Mapping[int, str],
+        *,
+        in_8_bits: bool,
     ) -> None:
         self._optimizer, self._watched, self._layer_of = optimizer, watched, layer_of
+        self.in_codes = {id(p) for p in watched if in_8_bits and p.numel() >= MIN_ELEMENTS_IN_CODES}
         self._group_number = {
             id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
         }
@@ -159,14 +181,23 @@ class _Bucket:
                 continue
             state = self._optimizer.state[parameter]
             for name in self._names:
-                if state.get(name) is None:
-                    like = parameter.new_empty(()) if name == "step" else parameter
-                    state[name] = torch.zeros_like(like, dtype=torch.float32, requires_grad=False)
+                if state.get(name) is not None:
+                    continue
+                if name == "step":
+                    state[name] = torch.zeros((), device=parameter.device)
+                elif id(parameter) in self.in_codes:
+                    size = num_bytes(parameter.numel())
+                    state[name] = torch.zeros(size, dtype=torch.uint8, device=parameter.device)
+                else:
+                    state[name] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
 
     def find_state(self) -> None:
         """Names the tensors of parameters and state anew where a checkpoint, say, has replaced one."""
         is_own = [id(p) in self._group_number and p.requires_grad for p in self._watched]
-        places = [(p.data_ptr(), p.dtype) if own else None for p, own in zip(self._watched, is_own, strict=True)]
+        places: list[Any] = [
+            (p.data_ptr(), p.dtype, id(p) in self.in_codes) if own else None
+            for p, own in zip(self._watched, is_own, strict=True)
+        ]
         found = self._state()
         is_same = len(found) == len(self._held) and all(a is b for a, b in zip(found, self._held, strict=True))
         if is_same and places == self._places:
@@ -177,10 +208,14 @@ class _Bucket:
         self._parameters.point_to([p.data if own else None for p, own in zip(self._watched, is_own, strict=True)])
         for index, table in enumerate(self._states):
             part = found[index * number : (index + 1) * number]
-            aligned = [_as_laid_out(tensor, p) for tensor, p in zip(part, self._watched, strict=True)]
+            name = self._names[index]
+            aligned = [
+                _as_kept(tensor, p, signed=name != _UNSIGNED, in_codes=name != "step" and id(p) in self.in_codes)
+                for tensor, p in zip(part, self._watched, strict=True)
+            ]
             for p, tensor in zip(self._watched, aligned, strict=True):
                 if tensor is not None:
-                    state[p][self._names[index]] = tensor
+                    state[p][name] = tensor
             table.point_to(aligned)
         self._held, self._places = self._state(), places
 
@@ -213,6 +248,20 @@ class _Bucket:
             eps=each(itemgetter("eps")),
             decoupled=[bool(value) for value in each(lambda group: is_adamw or group.get("decoupled_weight_decay", 0))],
         )
+
+
+def _as_kept(tensor: Tensor | None, parameter: nn.Parameter, *, signed: bool, in_codes: bool) -> Tensor | None:
+    """Returns state as the kernels keep it, in codes or in FP32; a checkpoint may bring the other."""
+    number = parameter.numel()
+    if tensor is not None and number and tensor.shape == (num_bytes(number),):  # which is more than the parameter has
+        codes = tensor.to(parameter.device, torch.uint8)  # an optimizer's `load_state_dict` has made them FP32
+        if in_codes:
+            return codes
+        return decode(codes, number, signed=signed).as_strided(parameter.shape, parameter.stride())
+    laid_out = _as_laid_out(tensor, parameter)
+    if laid_out is None or not in_codes:
+        return laid_out
+    return encode(laid_out.as_strided((number,), (1,)), None if signed else torch.zeros((), device=laid_out.device))
 
 
 def _as_laid_out(tensor: Tensor | None, parameter: nn.Parameter) -> Tensor | None:

@@ -37,11 +37,13 @@ class LayerwiseOptimizer:
         release_memory: Callable[[], object] = gc.collect,
         split: SplitWeights | None = None,
         buckets: Sequence[Sequence[int]] | None = None,
+        in_8_bits: bool = False,
     ) -> None:
         """Remembers which parameter belongs to which layer, and allocates SGD's momentum ahead of the first step.
 
         Weights that are `split`, and parameters in `buckets` (indices of `watched`) that are stepped one after another,
-        only the kernel can step, on a CPU its reference. Where it gives way weights are joined.
+        only the kernel can step, on a CPU its reference; so with state `in_8_bits`. Where it gives way weights are
+        joined, and state becomes FP32.
         """
         self.optimizer, self._release_memory, self._split_weights = optimizer, release_memory, split
         self._survived: list[str] = []
@@ -53,9 +55,9 @@ class LayerwiseOptimizer:
         self.watched = watched_parameters(optimizer, layers)
         """What `watched_parameters` returns."""
         self._buckets = buckets
-        needs_kernel = split is not None or buckets is not None
+        needs_kernel = split is not None or buckets is not None or in_8_bits
         self._fused = (
-            FusedOptimizer(optimizer, self.watched, self._layer_of, buckets)
+            FusedOptimizer(optimizer, self.watched, self._layer_of, buckets, in_8_bits=in_8_bits)
             if needs_kernel or is_supported(optimizer)
             else None
         )
@@ -92,9 +94,10 @@ class LayerwiseOptimizer:
         if self._obstacle is not None:
             if self._buckets is not None:
                 raise ValueError(f"{self._obstacle}: undo that, or give step_in_backward=False")
-            self._fused = None  # the state is the optimizer's own already
             if self._split_weights is not None:
                 self._split_weights.release()
+            self._fused.release()
+            self._fused = None  # the state is the optimizer's own already
 
     def take_faults(self, *, step: int, batch_size: int) -> list[Fault]:
         """Returns, once, why the optimizer steps without its kernel by now, and the lacks of memory it survived."""

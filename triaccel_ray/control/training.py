@@ -136,7 +136,12 @@ class Training:
         buckets = self._buckets(optimizer)
         self.memory, self.pool = memory_meter(self.device, *memory), GraphPool(self.device)
         self.optimizer = LayerwiseOptimizer(
-            optimizer, self.layers, release_memory=self.make_room, split=self._split, buckets=buckets
+            optimizer,
+            self.layers,
+            release_memory=self.make_room,
+            split=self._split,
+            buckets=buckets,
+            in_8_bits=self._keeps_8_bits(optimizer),
         )
         source = delivered(as_source(data), self.device, config.execution.data_on)
         # On a stream that the steps use again: another one would keep workspaces of its own.
@@ -236,6 +241,13 @@ class Training:
             return None
         _require_kernel(optimizer, "step_in_backward", True, "step_in_backward=False")
         return buckets_of(self.model, watched_parameters(optimizer, self.layers))
+
+    def _keeps_8_bits(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether the settings ask for optimizer state in 8 bits."""
+        if self._config.optimizer_state == "fp32":
+            return False
+        _require_kernel(optimizer, "optimizer_state", self._config.optimizer_state, "optimizer_state='fp32'")
+        return True
 
     def _compile(self, waits: Sequence[str]) -> Compilation | None:
         """Returns the model compiled, unless the user has done so, and notes how and why."""
