@@ -85,9 +85,12 @@ def store_parameter(
 
 
 @triton.jit
-def begin(start, code):
+def begin(start, code, EIGHT: tl.constexpr):
     """Returns where the state of a chunk begins that begins at element `start`, a multiple of a block, in bytes."""
-    return tl.where(code == UINT8, start // BLOCK * BLOCK_BYTES, start * 4)
+    distance = start * 4
+    if EIGHT:
+        distance = tl.where(code == UINT8, start // BLOCK * BLOCK_BYTES, distance)
+    return distance
 
 
 @triton.jit

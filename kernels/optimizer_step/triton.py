@@ -100,7 +100,9 @@ def _sgd_kernel(
     companion = tl.load(companions + tensor)
     gradient_code = tl.load(gradient_codes + tensor)
     companion_code = tl.load(companion_codes + tensor)
-    momentum_code = tl.load(momentum_codes + tensor)
+    momentum_code = 0
+    if EIGHT:
+        momentum_code = tl.load(momentum_codes + tensor)
     rows += tensor
     lr = tl.load(rows) * tl.load(lr_factor_at)
     weight_decay = tl.load(rows + num_tensors)
@@ -113,7 +115,9 @@ def _sgd_kernel(
         gradient += start * itemsize(gradient_code)
         companion = tl.where(companion == 0, companion, companion + start * itemsize(companion_code))
         momentum = tl.where(momentum_buffer == 0, 0.0, momentum)
-        momentum_buffer = tl.where(momentum_buffer == 0, momentum_buffer, momentum_buffer + begin(start, momentum_code))
+        momentum_buffer = tl.where(
+            momentum_buffer == 0, momentum_buffer, momentum_buffer + begin(start, momentum_code, EIGHT)
+        )
         if aligned & (length == CHUNK):
             _sgd(
                 parameter, gradient, gradient_code, momentum_buffer, momentum_code, companion, companion_code, 0,
@@ -197,10 +201,13 @@ def _adamw_kernel(
         aligned = (parameter | gradient | mean | square | companion) % 16 == 0
         parameter += start * tl.where(companion_code == INT16, 2, 4)
         gradient += start * itemsize(gradient_code)
-        state_code = tl.load(mean_codes + tensor)
-        mean += begin(start, state_code)
-        square += begin(start, state_code)
-        count = tl.load(tl.load(steps + tensor).to(tl.pointer_type(tl.float32))).to(tl.int32)
+        state_code = 0
+        count = 0
+        if EIGHT:
+            state_code = tl.load(mean_codes + tensor)
+            count = tl.load(tl.load(steps + tensor).to(tl.pointer_type(tl.float32))).to(tl.int32)
+        mean += begin(start, state_code, EIGHT)
+        square += begin(start, state_code, EIGHT)
         companion = tl.where(companion == 0, companion, companion + start * itemsize(companion_code))
         rows += tensor
         corrections += tensor

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.apply.test_split_weights import EVERY, IN_BF16, loop_of, network, run
-from tests.build import QUIET, blobs, cross_entropy, images, mlp, same, values
+from tests.apply.test_split_weights import EVERY, FIXED, IN_BF16, loop_of, network, run
+from tests.build import blobs, cross_entropy, images, mlp, same, values
 from triaccel_ray.apply import fused_optimizer
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.kernels.eight_bits import num_bytes
 from triaccel_ray.loop import ControlLoop
 
-IN_CODES = replace(QUIET, optimizer_state="8bit")
+IN_CODES = replace(FIXED, optimizer_state="8bit")
 ALL = replace(IN_BF16, optimizer_state="8bit", step_in_backward=True)
 EACH = pytest.mark.parametrize("config", [IN_CODES, ALL], ids=["alone", "with split weights, in backward"])
 

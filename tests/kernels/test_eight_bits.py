@@ -91,8 +91,8 @@ def test_the_kernel_computes_what_its_reference_does(optimizer: str, aligned: bo
             if reference is not None:
                 torch.testing.assert_close(mine, reference.parameters[index], rtol=1e-5, atol=1e-5)
             assert (mine - exact).abs().max() < 0.1 * (1 + step)  # the state was near enough
-            if index % 2:
-                assert torch.equal(mine, exact)
+            if index % 2:  # in FP32 beside them
+                torch.testing.assert_close(mine, exact, rtol=1e-6, atol=1e-7)
 
 
 @both

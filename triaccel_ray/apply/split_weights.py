@@ -19,7 +19,7 @@ from triaccel_ray.kernels.multi_tensor import have_equal_dense_strides, is_dense
 from triaccel_ray.kernels.split_words import join, split
 from triaccel_ray.model.layers import Layer
 
-_PIECE = 2**22
+_PIECE = 2**20
 """Elements that are split or joined at once: what is computed on the way takes some 16 bytes for each."""
 _ALIGNMENT = 8
 """Words to a multiple of which the low ones begin: 16 bytes, which kernels read at once."""
