@@ -73,7 +73,7 @@ class SplitWeights:
         before = dict(self.in_force)
         for weight in self._to_split():
             words = self._words.get(id(weight))
-            if words is None or not have_equal_dense_strides(words.low, weight):
+            if words is None or not (words.is_split or have_equal_dense_strides(words.low, weight)):
                 if not is_dense(weight):
                     continue
                 words = self._words[id(weight)] = _Words(weight)
