@@ -1,7 +1,7 @@
 """Optimizer steps from inside the backward pass: a bucket of gradients goes as soon as it is complete.
 
-PyTorch's tutorial and torchtune step one parameter at a time, which costs launches, and refuse loss scaling, clipping and
-accumulation. LOMO (Lv et al. 2023) takes a second backward pass for the norm to clip by; here it is the last step's.
+PyTorch's tutorial and torchtune step one parameter at a time, which costs launches, and refuse loss scaling, clipping
+and accumulation. LOMO (Lv et al. 2023) passes backward twice for the norm to clip by; here the last step's serves.
 """
 
 from __future__ import annotations
