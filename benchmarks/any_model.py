@@ -5,6 +5,8 @@
     graph            the whole step, compiled, in one CUDA graph captured by hand: passes, gradients, optimizer
     loop             `ControlLoop` by its defaults at this batch size: a tick every 50 steps, curvature every 200
     bare             the same without ticks, curvature and changes of precision
+    lean             bare, with weights="split" and step_in_backward
+    lean-8bit        lean, with optimizer_state="8bit"
 
 Each runs in a process of its own: memory is what NVML sees of a process. With `--prewarm` all compile at once first,
 and what is then measured starts from a warm cache. Data are noise with a weak signal, a tenth of the labels wrong. All
@@ -37,14 +39,17 @@ from triaccel_ray.model.pytree import map_tensors
 from triaccel_ray.trainables.models import efficientnet_b0, resnet18
 from triaccel_ray.trainables.text import GPT
 
-METHODS = ("amp", "reduce-overhead", "graph", "loop", "bare")
+OURS = ("loop", "bare", "lean", "lean-8bit")
+METHODS = ("amp", "reduce-overhead", "graph", *OURS)
 SIZES = {
     "convnext_tiny": 64, "vit_small": 64, "bert_base": 32, "gpt": 64, "resnet18": 96, "resnet18_512": 512,
-    "efficientnet_b0": 96,
+    "efficientnet_b0": 96, "gpt_350m": 4,
 }  # fmt: skip
 """Model -> batch size."""
+GPTS = {"gpt": (6, 384, 6, 256), "gpt_350m": (24, 1024, 16, 1024)}
+"""Model -> blocks, width, heads, tokens."""
 NEEDS = {"convnext_tiny": "timm", "vit_small": "timm", "bert_base": "transformers"}
-NUM_SAMPLES = {"convnext_tiny": 2048, "vit_small": 2048, "efficientnet_b0": 2016, "resnet18": 4128}
+NUM_SAMPLES = {"convnext_tiny": 2048, "vit_small": 2048, "efficientnet_b0": 2016, "resnet18": 4128, "gpt_350m": 512}
 """Model -> samples, in whole batches; 4096 of the others."""
 LOSS_STEPS = (180, 200)
 """Steps over which the training loss is compared."""
@@ -81,10 +86,11 @@ def job_of(name: str) -> Job:
     """Returns the job of this name, on the GPU."""
     torch.manual_seed(0)
     num_samples = NUM_SAMPLES.get(name, 4096)
-    if name == "gpt":
-        text = torch.randint(0, 96, (num_samples, 257), device="cuda")
+    if name in GPTS:
+        layers, width, heads, context = GPTS[name]
+        text = torch.randint(0, 96, (num_samples, context + 1), device="cuda")
         text[:, 1::2] = (text[:, :-1:2] * 7 + 3) % 96  # every second character follows from the one before
-        model = GPT(layers=6, width=384, heads=6, context=256).cuda()
+        model = GPT(layers=layers, width=width, heads=heads, context=context).cuda()
         inputs, following = text[:, :-1].contiguous(), text[:, 1:].contiguous()
         return Job(model=model, inputs=inputs, targets=following, batch_size=SIZES[name],
                    loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()))  # fmt: skip
@@ -215,10 +221,11 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
     from triaccel_ray.cuda.allocator import hold_less
 
     config = ControlConfig(batch=BatchConfig(enabled=False, minimum=job.batch_size, start=job.batch_size, maximum=512))
-    if method == "bare":
+    if method != "loop":
         config = ControlConfig(
             every_steps=10**9, batch=config.batch, precision=PrecisionConfig(enabled=False),
-            curvature=CurvatureConfig(enabled=False),
+            curvature=CurvatureConfig(enabled=False), weights="fp32" if method == "bare" else "split",
+            step_in_backward=method != "bare", optimizer_state="8bit" if method == "lean-8bit" else "fp32",
         )  # fmt: skip
     data = Samples(job) if isinstance(job.inputs, dict) else (job.inputs, job.targets)
     ticks: list[Any] = []
@@ -243,7 +250,7 @@ def run(name: str, method: str, num_steps: int) -> dict[str, Any]:
     torch.cuda.synchronize()
     ready = time.perf_counter()
     parts: Any = None
-    if method in ("loop", "bare"):
+    if method in OURS:
         step, last, parts = ours(job, method)
     else:
         step, last = peer(job, method)

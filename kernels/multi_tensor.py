@@ -8,8 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-DTYPE_CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
-"""What a kernel branches on to read a tensor; 0 belongs to an absent tensor."""
+DTYPE_CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.int16: 4, torch.uint8: 5}
+"""What a kernel branches on to read a tensor; 0 belongs to an absent tensor, int16 to low words (`split_words`), uint8
+to optimizer state (`eight_bits`)."""
 
 
 class Chunks:
@@ -75,18 +76,18 @@ class TensorTable:
         """The dtypes among the tensors last named."""
         self._last = [0] * num_tensors, [0] * num_tensors
         self._tensors: tuple[Tensor | None, ...] = (None,) * num_tensors
-        self._pending: tuple[Tensor | None, ...] | None = None
+        self._pending: tuple[list[int], list[int]] | None = None
 
     @property
     def addresses(self) -> Tensor:
         """Device addresses, int64 [num_tensors]; 0: absent."""
-        self._pack()
+        self._pack_on_cpu()
         return self._addresses
 
     @property
     def codes(self) -> Tensor:
         """Values of `DTYPE_CODES`, int32 [num_tensors]; 0: absent."""
-        self._pack()
+        self._pack_on_cpu()
         return self._codes
 
     @property
@@ -100,10 +101,11 @@ class TensorTable:
             raise RuntimeError(f"a table on {self.device} keeps no reference to its tensors")
         return self._tensors
 
-    def point_to(self, tensors: Sequence[Tensor | None]) -> None:
+    def point_to(self, tensors: Sequence[Tensor | None], *, upload: bool = True) -> None:
         """Names the tensors (None: absent), without waiting for the device and without a copy when nothing changed.
 
-        On a GPU the caller keeps them alive for as long as kernels, or replays of a captured graph, read the table.
+        On a GPU the caller keeps their memory for as long as kernels, or replays of a captured graph, read the table.
+        Without `upload`, as while one is being captured, kernels see them once `upload_named` has been called.
 
         Raises:
             ValueError: another number of tensors, or one of them has another size, dtype or device than this table
@@ -115,25 +117,35 @@ class TensorTable:
             if tensor is not None:
                 self._check(index, tensor)
         self.dtypes = frozenset(tensor.dtype for tensor in tensors if tensor is not None)
-        self._pending = tuple(tensors)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        self._pending = addresses, [0 if tensor is None else DTYPE_CODES[tensor.dtype] for tensor in tensors]
         if self.device.type == "cpu":
-            self._tensors = self._pending  # nothing reads the table but Triton's interpreter, which asks for it
-        else:
+            self._tensors = tuple(tensors)  # nothing reads the table but Triton's interpreter, which asks for it
+        elif upload:
+            self._pack()
+
+    def upload_named(self) -> None:
+        """Brings to the device what was named without `upload`."""
+        self._pack()
+
+    def forget(self) -> None:
+        """Lets go of the tensors on a CPU; on a GPU, where none are held, kernels go on reading the addresses."""
+        self._tensors = (None,) * self.num_tensors
+
+    def _pack_on_cpu(self) -> None:
+        if self.device.type == "cpu":
             self._pack()
 
     def _pack(self) -> None:
-        tensors, self._pending = self._pending, None
-        if tensors is None:
+        pending, self._pending = self._pending, None
+        if pending is None or pending == self._last:
             return
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        codes = [0 if tensor is None else DTYPE_CODES[tensor.dtype] for tensor in tensors]
-        if (addresses, codes) == self._last:
-            return
+        addresses, codes = pending
         packed = torch.zeros(self._packed.shape, dtype=torch.int64)
         packed[: self.num_tensors] = torch.tensor(addresses, dtype=torch.int64)
         packed[self._codes_at :].view(torch.int32)[: self.num_tensors] = torch.tensor(codes, dtype=torch.int32)
         upload(packed, self._packed)
-        self._last = addresses, codes
+        self._last = pending
 
     def _check(self, index: int, tensor: Tensor) -> None:
         if tensor.dtype not in DTYPE_CODES:

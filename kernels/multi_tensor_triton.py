@@ -15,6 +15,8 @@ from triaccel_ray.kernels.multi_tensor import DTYPE_CODES
 FP32 = tl.constexpr(DTYPE_CODES[torch.float32])
 FP16 = tl.constexpr(DTYPE_CODES[torch.float16])
 BF16 = tl.constexpr(DTYPE_CODES[torch.bfloat16])
+INT16 = tl.constexpr(DTYPE_CODES[torch.int16])
+UINT8 = tl.constexpr(DTYPE_CODES[torch.uint8])
 
 
 @triton.jit

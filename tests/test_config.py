@@ -12,8 +12,8 @@ from triaccel_ray.config import (
     ExecutionConfig,
     LossScaleConfig,
     PrecisionConfig,
-    in_bounds,
 )
+from triaccel_ray.records.ranges import in_bounds
 
 INF, NAN = math.inf, math.nan
 ABOVE_ONE, BELOW_ZERO = math.nextafter(1.0, 2.0), -math.ulp(0.0)

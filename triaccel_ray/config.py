@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from enum import Enum
 from types import NoneType
-from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, TypeVar, get_args, get_type_hints
 
 from triaccel_ray.records.plan import Precision
+from triaccel_ray.records.ranges import broken_rule
 
 T = TypeVar("T")
 
@@ -24,6 +24,8 @@ LrRule = Literal["none", "sqrt", "linear", "adascale"]
 AmpPrecision = Literal["fp16", "bf16"]
 """What automatic mixed precision, a baseline, computes in on a GPU: FP16 under a gradient scaler, or BF16 without."""
 Compile = Literal["auto", "on", "off"]
+Weights = Literal["fp32", "split"]
+OptimizerState = Literal["fp32", "8bit"]
 DataPlace = Literal["device", "host"]
 """Where samples that are held whole in tensors lie while a GPU trains on them."""
 
@@ -70,42 +72,8 @@ def check_fields(config: Any) -> None:
 
 def check_field(name: str, value: Any, kind: Any, bounds: str = "") -> None:
     """Raises ValueError, which calls it `name`, unless `value` is of the type `kind` and within `bounds`."""
-    rule = _broken_rule(value, kind, bounds)
+    rule = broken_rule(value, kind, bounds)
     require(not rule, name, value, rule)
-
-
-def in_bounds(value: float, bounds: str) -> bool:
-    """Returns whether the number lies in an interval such as `[0, 1)`; NaN never does."""
-    low, high = (float(bound) for bound in bounds[1:-1].split(","))
-    above = value > low if bounds[0] == "(" else value >= low
-    return above and (value < high if bounds[-1] == ")" else value <= high)
-
-
-def _broken_rule(value: Any, kind: Any, bounds: str) -> str:
-    """Returns the rule that the value of a field of this type breaks; empty where it breaks none."""
-    if kind is bool:
-        return "" if isinstance(value, bool) else "must be True or False"
-    if get_origin(kind) is Literal:
-        words = get_args(kind)
-        return "" if isinstance(value, str) and value in words else f"must be one of {', '.join(words)}"
-    if kind in (int, float):
-        is_number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-        return "" if is_number and (not bounds or in_bounds(value, bounds)) else _number_rule(kind, bounds)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return "" if isinstance(value, kind) else f"must be a {kind.__name__}"
-    return ""
-
-
-def _number_rule(kind: type, bounds: str) -> str:
-    noun = "an integer" if kind is int else "a number"
-    if not bounds:
-        return f"must be {noun}"
-    low, high = bounds[1:-1].split(", ")
-    if high != "inf":
-        return f"must be an integer in {bounds}" if kind is int else f"must lie in {bounds}"
-    if kind is float and bounds[-1] == ")":
-        noun = "a finite number"
-    return f"must be {noun} {'>' if bounds[0] == '(' else '>='} {low}"
 
 
 def require_instance(name: str, value: T, kind: type[T]) -> T:
@@ -333,6 +301,15 @@ class ControlConfig(_Checked):
     """Global L2 norm to which larger gradients are scaled down. None: no bound."""
     max_skipped_steps: int = knob(50, "[1, inf)")
     """Steps in a row with a NaN or infinite gradient after which training ends. Such steps are never made."""
+    weights: Weights = "fp32"
+    """How weights of layers that compute in BF16 are kept. `split`: as the BF16 word that computes and the 16 bits that
+    complete the FP32 number, exactly; their gradients are BF16, half as large. SGD, Adam and AdamW."""
+    optimizer_state: OptimizerState = "fp32"
+    """How the momentum of SGD and the moments of Adam and AdamW are kept. `8bit`: as companded codes of 8 bits with a
+    scale for each 64 of them, a quarter of the memory; not exact. Of parameters of at least 4096 elements."""
+    step_in_backward: bool = False
+    """Whether SGD, Adam or AdamW steps a parameter as soon as its gradient exists, which is then freed. Gradients are
+    clipped by the norm of the step before; parameters stepped before a NaN appears keep their step."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

@@ -30,10 +30,12 @@ class GradStats:
         num_groups: int,
         beta: float,
         device: torch.device,
+        buckets: Sequence[Sequence[int]] | None = None,
         kernel: bool | None = None,
     ) -> None:
         """Prepares tensors of `sizes` elements, tensor i in group `groups[i]` (None: watched for non-finite alone).
 
+        `buckets` are the indices of tensors that arrive together, each in one bucket; all in one by default.
         `kernel` runs the Triton kernels: by default on a GPU; on a CPU they need Triton's interpreter.
 
         Raises:
@@ -49,6 +51,7 @@ class GradStats:
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"beta is {beta}: must be in [0, 1)")
         self._groups, self._beta = tuple(groups), beta
+        self._buckets = [list(range(len(sizes)))] if buckets is None else [list(bucket) for bucket in buckets]
         self._statistics = statistics = GroupStatistics.zeros(num_groups, device)
         self.average = statistics.average
         """v, fp64 [num_groups], biased towards its initial 0; restore in place."""
@@ -65,12 +68,14 @@ class GradStats:
         if runs_kernel:
             from triaccel_ray.kernels.grad_stats.triton import GroupReduction  # imports triton
 
-            self._reduction = GroupReduction(sizes, groups, num_groups, device)
+            self._reduction = GroupReduction(sizes, groups, num_groups, self._buckets, device)
             self._beta_on_device = torch.tensor(beta, dtype=torch.float64).to(device)  # a float argument becomes fp32
+        else:
+            self._partials = torch.zeros(len(sizes), 3, dtype=torch.float64)
 
     @torch.no_grad()
     def update(self, gradients: TensorTable, loss_scale: Tensor) -> Tensor:
-        """Takes in the gradients of one step and returns `found_nonfinite`.
+        """Takes in the gradients of one step, all in one bucket, and returns `found_nonfinite`.
 
         Gradients carry the factor `loss_scale` (fp32 scalar on the device); their variance is divided by its square.
         A group whose tensors are all absent, or that holds a non-finite element, keeps its average and count.
@@ -78,12 +83,41 @@ class GradStats:
         Raises:
             ValueError: another number of tensors, or a loss scale that is not one fp32 number.
         """
-        if gradients.num_tensors != len(self._groups):
-            raise ValueError(f"a table of {gradients.num_tensors} gradients: must be of {len(self._groups)}")
+        self.reduce(gradients)
+        return self.combine(loss_scale)
+
+    def begin(self) -> None:
+        """Begins a step whose buckets arrive one after another."""
+        self._statistics.found_so_far.zero_()
+
+    @torch.no_grad()
+    def reduce(self, gradients: TensorTable, bucket: int = 0) -> Tensor:
+        """Takes in a bucket's gradients, which may go then; each bucket once a step, in any order.
+
+        Returns whether any since `begin` was not finite, fp32 scalar, 0 or 1.
+
+        Raises:
+            ValueError: another number of tensors.
+        """
+        if gradients.num_tensors != len(self._buckets[bucket]):
+            raise ValueError(f"a table of {gradients.num_tensors} gradients: must be of {len(self._buckets[bucket])}")
+        if self._reduction is not None:
+            self._reduction.reduce(gradients, bucket, self._statistics)
+        else:
+            reference.reduce(gradients.tensors, self._buckets[bucket], self._partials, self._statistics)
+        return self._statistics.found_so_far
+
+    @torch.no_grad()
+    def combine(self, loss_scale: Tensor) -> Tensor:
+        """Ends a step all of whose buckets have been reduced, and returns `found_nonfinite`; else as `update`.
+
+        Raises:
+            ValueError: a loss scale that is not one fp32 number.
+        """
         if loss_scale.dtype is not torch.float32 or loss_scale.numel() != 1:
             raise ValueError(f"loss_scale is {loss_scale.dtype} {list(loss_scale.shape)}: must be one float32")
         if self._reduction is not None:
-            self._reduction(gradients, self._statistics, beta=self._beta_on_device, loss_scale=loss_scale)
+            self._reduction.combine(self._statistics, beta=self._beta_on_device, loss_scale=loss_scale)
         else:
-            reference.update(gradients.tensors, self._groups, self._statistics, beta=self._beta, loss_scale=loss_scale)
+            reference.combine(self._partials, self._groups, self._statistics, beta=self._beta, loss_scale=loss_scale)
         return self.found_nonfinite

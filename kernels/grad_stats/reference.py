@@ -25,6 +25,8 @@ class GroupStatistics:
     """Sum of the elements, fp64 [num_groups]; not finite where an element is not."""
     sum_squares_about_mean: Tensor
     """Sum of the squared deviations from the group's mean (M2), fp64 [num_groups]; not finite as above."""
+    found_so_far: Tensor
+    """Whether any tensor reduced since this was last zeroed held a NaN or an infinity: fp32 scalar, 0 or 1."""
 
     @classmethod
     def zeros(cls, num_groups: int, device: torch.device) -> GroupStatistics:
@@ -40,35 +42,43 @@ class GroupStatistics:
             num_elements=zeros(torch.int64, num_groups),
             sum=zeros(torch.float64, num_groups),
             sum_squares_about_mean=zeros(torch.float64, num_groups),
+            found_so_far=zeros(torch.float32),
         )
 
 
-def update(
-    gradients: Sequence[Tensor | None],
-    groups: Sequence[int | None],
-    statistics: GroupStatistics,
-    *,
-    beta: float,
-    loss_scale: Tensor,
+def reduce(
+    gradients: Sequence[Tensor | None], bucket: Sequence[int], partials: Tensor, statistics: GroupStatistics
 ) -> None:
-    """Takes in the gradients of one step; `groups[i]` is the group of tensor i, None for one watched alone."""
-    members: list[list[Tensor]] = [[] for _ in range(len(statistics.average) + 1)]
-    for gradient, group in zip(gradients, groups, strict=True):
-        if gradient is not None and gradient.numel():
-            members[-1 if group is None else group].append(gradient.flatten())  # the last of no group
-    sums, squares, numbers = [], [], []
-    for of in members:
-        elements = torch.cat(of or [torch.zeros(0)]).double()  # a copy, in fp64, of one group at a time
-        number, total = elements.numel(), elements.sum()
-        centred = elements.sub_(total / max(number, 1))
-        numbers.append(number)
-        sums.append(total)
-        squares.append(centred.dot(centred))
-    is_finite = torch.stack(sums).sum().isfinite()
-    statistics.found_nonfinite.copy_(~is_finite)
-    statistics.num_elements.copy_(torch.tensor(numbers[:-1]))
-    torch.stack(sums[:-1], out=statistics.sum)
-    torch.stack(squares[:-1], out=statistics.sum_squares_about_mean)
+    """Writes the number of elements, their sum and M2 of each tensor of a bucket to its row: fp64 [num_tensors, 3]."""
+    for index, gradient in zip(bucket, gradients, strict=True):
+        elements = torch.zeros(0) if gradient is None else gradient.flatten()
+        centred = elements.double()  # a copy, in fp64, of one tensor at a time
+        number, total = centred.numel(), centred.sum()
+        centred.sub_(total / max(number, 1))
+        partials[index] = torch.stack([torch.full_like(total, number), total, centred.dot(centred)])
+        if not total.isfinite():
+            statistics.found_so_far.fill_(1.0)
+
+
+def combine(
+    partials: Tensor, groups: Sequence[int | None], statistics: GroupStatistics, *, beta: float, loss_scale: Tensor
+) -> None:
+    """Takes in what has been reduced of one step; `groups[i]` is the group of tensor i, None for one watched alone."""
+    num_groups = len(statistics.average)
+    group_of = torch.tensor([num_groups if group is None else group for group in groups], dtype=torch.int64)
+    number, total, squares = partials.unbind(1)
+
+    def summed(values: Tensor) -> Tensor:
+        return torch.zeros(num_groups + 1, dtype=torch.float64).index_add_(0, group_of, values)
+
+    numbers, sums = summed(number), summed(total)
+    mean = sums / numbers.clamp(min=1)
+    # M2 = sum of M2_i + n_i (mean_i - mean)^2 over the tensors i (Chan et al. 1983).
+    about = summed(squares + number * (total / number.clamp(min=1) - mean[group_of]) ** 2)
+    statistics.found_nonfinite.copy_(~total.sum().isfinite())
+    statistics.num_elements.copy_(numbers[:-1])
+    statistics.sum.copy_(sums[:-1])
+    statistics.sum_squares_about_mean.copy_(about[:-1])
     variance = statistics.sum_squares_about_mean / statistics.num_elements / loss_scale.double().square()
     usable = variance.isfinite()  # no element: 0 / 0
     statistics.average.lerp_(torch.where(usable, variance, statistics.average), 1.0 - beta)

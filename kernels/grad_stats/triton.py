@@ -33,21 +33,32 @@ class GroupReduction:
     """Launches the statistics of tensors of fixed sizes and groups."""
 
     def __init__(
-        self, sizes: Sequence[int], groups: Sequence[int | None], num_groups: int, device: torch.device
+        self,
+        sizes: Sequence[int],
+        groups: Sequence[int | None],
+        num_groups: int,
+        buckets: Sequence[Sequence[int]],
+        device: torch.device,
     ) -> None:
         """Allocates a partial result (a slot) per chunk, slots of one group side by side, of no group last."""
         self._device = device
-        self._chunks = chunks = Chunks(sizes, device, CHUNK_SIZE)
+        self._buckets = [Chunks([sizes[index] for index in bucket], device, CHUNK_SIZE) for bucket in buckets]
         group_of_tensor = torch.tensor([num_groups if group is None else group for group in groups])
-        group_of_chunk = group_of_tensor[chunks.tensor.long().cpu()]
+        group_of_chunk = torch.cat(
+            [
+                group_of_tensor[torch.tensor(bucket, dtype=torch.int64)[chunks.tensor.long().cpu()]]
+                for bucket, chunks in zip(buckets, self._buckets, strict=True)
+            ]
+        )
+        self._num_slots = len(group_of_chunk)
         slot = torch.argsort(torch.argsort(group_of_chunk, stable=True))
         slots_per_group = torch.bincount(group_of_chunk, minlength=num_groups + 1)[:num_groups]
         first_slot = torch.nn.functional.pad(slots_per_group.cumsum(0), (1, 0))
-        self._slot = slot.int().to(device)
+        self._slots = slot.int().to(device).split([chunks.num_chunks for chunks in self._buckets])
         self._first_slot = first_slot.int().to(device)  # [num_groups + 1]
 
         def empty(dtype: torch.dtype) -> Tensor:
-            return torch.empty(chunks.num_chunks, dtype=dtype, device=device)
+            return torch.empty(self._num_slots, dtype=dtype, device=device)
 
         self._partials = (
             empty(torch.int32),  # elements present
@@ -56,30 +67,34 @@ class GroupReduction:
             empty(torch.int32),  # bits of the largest magnitude
         )
 
-    def __call__(
-        self, gradients: TensorTable, statistics: GroupStatistics, *, beta: Tensor, loss_scale: Tensor
-    ) -> None:
-        """Takes in the gradients of one step; `beta` fp64, `loss_scale` fp32, scalars on the device."""
-        chunks, num_groups = self._chunks, len(statistics.average)
-        with on_device(self._device):
-            if chunks.num_chunks:
+    def reduce(self, gradients: TensorTable, bucket: int, statistics: GroupStatistics) -> None:
+        """Writes the partial results of a bucket's gradients."""
+        chunks = self._buckets[bucket]
+        if chunks.num_chunks:
+            with on_device(self._device):
                 _chunk_kernel[(chunks.num_chunks,)](
                     gradients.addresses, gradients.codes,
-                    chunks.tensor, chunks.start, chunks.length, self._slot, *self._partials,
+                    chunks.tensor, chunks.start, chunks.length, self._slots[bucket], *self._partials,
+                    statistics.found_so_far,
                     CHUNK=chunks.chunk_size, PIECE=PIECE, num_warps=NUM_WARPS, enable_fp_fusion=True,
                 )  # fmt: skip
+
+    def combine(self, statistics: GroupStatistics, *, beta: Tensor, loss_scale: Tensor) -> None:
+        """Takes in what has been reduced of one step; `beta` fp64, `loss_scale` fp32, scalars on the device."""
+        num_groups = len(statistics.average)
+        with on_device(self._device):
             _group_kernel[(num_groups + 1,)](
                 self._first_slot, *self._partials, beta, loss_scale,
                 statistics.average, statistics.count, statistics.found_nonfinite,
                 statistics.num_elements, statistics.sum, statistics.sum_squares_about_mean,
-                num_groups, chunks.num_chunks, BLOCK=SLOTS_PER_READ, num_warps=4, enable_fp_fusion=True,
+                num_groups, self._num_slots, BLOCK=SLOTS_PER_READ, num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["chunk_slot", "found_so_far"])
 def _chunk_kernel(
     addresses, codes, chunk_tensor, chunk_start, chunk_length, chunk_slot,
-    num_elements, means, squares, largest_bits,
+    num_elements, means, squares, largest_bits, found_so_far,
     CHUNK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Writes the partial statistics of one chunk to its slot; an absent tensor's are those of no elements."""
@@ -104,26 +119,26 @@ def _chunk_kernel(
         if code == FP32:
             _reduce(
                 address + start * 4, tl.float32, length, full, means, squares, largest_bits,
-                CHUNK, PIECE,
+                found_so_far, CHUNK, PIECE,
             )  # fmt: skip
         elif code == FP16:
             _reduce(
                 address + start * 2, tl.float16, length, full, means, squares, largest_bits,
-                CHUNK, PIECE,
+                found_so_far, CHUNK, PIECE,
             )  # fmt: skip
         else:
             _reduce(
                 address + start * 2, tl.bfloat16, length, full, means, squares, largest_bits,
-                CHUNK, PIECE,
+                found_so_far, CHUNK, PIECE,
             )  # fmt: skip
 
 
 @triton.jit
 def _reduce(
-    address, dtype: tl.constexpr, length, full, mean_to, squares_to, largest_to,
+    address, dtype: tl.constexpr, length, full, mean_to, squares_to, largest_to, found_so_far,
     CHUNK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the mean, the squared deviations and the largest magnitude's bits."""
+    """Writes the mean, the squared deviations and the largest magnitude's bits, and says if that is not finite."""
     if full:
         values = load_fp32(address, dtype, tl.arange(0, CHUNK), length, True, 16)
         bits = values.to(tl.int32, bitcast=True) & MAGNITUDE_MASK
@@ -159,6 +174,8 @@ def _reduce(
     tl.store(mean_to, rounded_mean.to(tl.float64) + excess.to(tl.float64) / length)
     tl.store(squares_to, tl.maximum(raw_squares - excess * (excess / length), 0.0))
     tl.store(largest_to, largest)
+    if largest >= INFINITY_BITS:
+        tl.store(found_so_far, 1.0)
 
 
 @triton.jit(

@@ -20,9 +20,11 @@ __all__ = ["AdamWStep", "SgdStep"]
 class _Step(ABC):
     """What the steps have in common.
 
-    Parameters and optimizer state are fp32; gradients and copies fp32, fp16 or bf16, tensor by tensor; all tensors of
-    one index have the same dense strides (`have_equal_dense_strides`), whatever they are. A tensor whose parameter or
-    gradient is absent stays untouched. A copy, where present, receives the new value of its parameter, rounded.
+    Optimizer state is fp32, or uint8 in the format of `eight_bits`; step counts are fp32. Gradients are fp32, fp16 or
+    bf16, tensor by tensor. All tensors of one index have the same dense strides (`have_equal_dense_strides`), whatever
+    they are. A tensor whose parameter or gradient is absent stays untouched. A parameter is fp32, and its companion,
+    where present, a copy in fp32, fp16 or bf16 that receives its new value, rounded. Or it is bf16 and its companion
+    int16: the high and the low words of fp32 numbers (`split_words`), which are stepped exactly as these would be.
 
     Nothing waits for the device, and steps can be captured in a CUDA graph, whose replays read tables, hyperparameters
     and scalars anew; step once before a capture, with empty tables if need be: the kernels are compiled then.
@@ -53,25 +55,25 @@ class _Step(ABC):
         parameters: TensorTable,
         gradients: TensorTable,
         states: Sequence[TensorTable],
-        copies: TensorTable,
+        companions: TensorTable,
         *,
         lr_factor: Tensor,
         loss_scale: Tensor,
         found_nonfinite: Tensor,
     ) -> None:
-        """Updates parameters, states and copies with lr = the tensor's lr x `lr_factor`.
+        """Updates parameters, states and companions with lr = the tensor's lr x `lr_factor`.
 
         Gradients carry the factor `loss_scale`; where `found_nonfinite` is not 0, nothing is written. The three are
         fp32 scalars on the device.
 
         Raises:
-            ValueError: a table of another number of tensors, parameters or states that are not fp32, or a scalar that
-                is not one fp32 number.
+            ValueError: a table of another number of tensors, states that are neither fp32 nor uint8, parameters
+                that are neither fp32 nor high words beside low ones, or a scalar that is not one fp32 number.
         """
         by = Scalars(lr_factor, loss_scale, found_nonfinite)
-        self._check([parameters, *states], [gradients, copies], by)
+        self._check(parameters, states, gradients, companions, by)
         if self._chunks is None or self._chunks.num_chunks:
-            self._run(self._chunks, [parameters, gradients, *states, copies], by)
+            self._run(self._chunks, [parameters, gradients, *states, companions], by)
 
     @abstractmethod
     def _run(self, chunks: Chunks | None, tables: Sequence[TensorTable], by: Scalars) -> None:
@@ -87,12 +89,21 @@ class _Step(ABC):
             upload(torch.tensor(values, dtype=torch.float64).float(), self.rows)
             self._last = values
 
-    def _check(self, fp32: Sequence[TensorTable], any_dtype: Sequence[TensorTable], scalars: Scalars) -> None:
-        for table in (*fp32, *any_dtype):
+    def _check(
+        self,
+        parameters: TensorTable,
+        states: Sequence[TensorTable],
+        gradients: TensorTable,
+        companions: TensorTable,
+        scalars: Scalars,
+    ) -> None:
+        for table in (parameters, *states, gradients, companions):
             if table.num_tensors != self._num_tensors:
                 raise ValueError(f"a table of {table.num_tensors} tensors: must be of {self._num_tensors}")
-        for table in fp32:
-            if not table.dtypes <= {torch.float32}:
+        words = {torch.bfloat16} if torch.int16 in companions.dtypes else set()
+        allowed_states = {torch.float32, torch.uint8}
+        for table, allowed in ((parameters, {torch.float32} | words), *((state, allowed_states) for state in states)):
+            if not table.dtypes <= allowed:
                 names = ", ".join(sorted(map(str, table.dtypes)))
                 raise ValueError(f"parameters or optimizer state are {names}: must be torch.float32")
         for name, scalar in vars(scalars).items():

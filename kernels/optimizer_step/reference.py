@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from triaccel_ray.kernels.eight_bits import decode, encode
+from triaccel_ray.kernels.split_words import join, split
+
 Tensors = Sequence[Tensor | None]
 
 
@@ -24,7 +27,7 @@ class Scalars:
 
 
 def sgd(
-    parameters: Tensors, gradients: Tensors, momenta: Tensors, copies: Tensors, *, rows: Tensor, by: Scalars
+    parameters: Tensors, gradients: Tensors, momenta: Tensors, companions: Tensors, *, rows: Tensor, by: Scalars
 ) -> None:
     """Steps as torch.optim.SGD with dampening 0 does.
 
@@ -33,17 +36,20 @@ def sgd(
     """
     if by.found_nonfinite:
         return
-    for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-        if parameter is None or gradient is None:
+    for index, (stored, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        if stored is None or gradient is None:
             continue
+        parameter = _read(stored, companions[index])
         lr, weight_decay, momentum, nesterov = rows[:, index]
         direction = gradient.float() / by.loss_scale + weight_decay * parameter
-        buffer = momenta[index]
-        if buffer is not None:
+        stored_buffer = momenta[index]
+        if stored_buffer is not None:
+            buffer = _read_state(stored_buffer, parameter, signed=True)
             buffer.mul_(momentum).add_(direction)
             direction = direction + momentum * buffer if nesterov else buffer
+            _write_state(stored_buffer, buffer)
         parameter.sub_(lr * by.lr_factor * direction)
-        _write(copies[index], parameter)
+        _write(stored, companions[index], parameter)
 
 
 def adamw(
@@ -52,7 +58,7 @@ def adamw(
     means: Tensors,
     squares: Tensors,
     steps: Tensors,
-    copies: Tensors,
+    companions: Tensors,
     *,
     rows: Tensor,
     by: Scalars,
@@ -64,10 +70,13 @@ def adamw(
     """
     if by.found_nonfinite:
         return
-    for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-        first, second, step = means[index], squares[index], steps[index]
-        if parameter is None or gradient is None or first is None or second is None or step is None:
+    for index, (stored, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        mean, square, step = means[index], squares[index], steps[index]
+        if stored is None or gradient is None or mean is None or square is None or step is None:
             continue
+        parameter = _read(stored, companions[index])
+        first = _read_state(mean, parameter, signed=True)
+        second = _read_state(square, parameter, signed=False)
         lr, weight_decay, _, rate1, log_beta1, beta2, rate2, log_beta2, eps, decoupled = rows[:, index]
         lr = lr * by.lr_factor
         step += 1
@@ -82,9 +91,35 @@ def adamw(
         correction2 = -torch.expm1(step.double() * log_beta2.double())
         denominator = second.sqrt() / correction2.sqrt().float() + eps
         parameter.sub_((lr / correction1).float() * first / denominator)
-        _write(copies[index], parameter)
+        _write_state(mean, first)
+        _write_state(square, second, step)
+        _write(stored, companions[index], parameter)
 
 
-def _write(copy: Tensor | None, parameter: Tensor) -> None:
-    if copy is not None:
-        copy.copy_(parameter)
+def _read(stored: Tensor, companion: Tensor | None) -> Tensor:
+    """Returns the parameter in fp32: itself, or what its words make."""
+    return stored if companion is None or companion.dtype is not torch.int16 else join(stored, companion)
+
+
+def _write(stored: Tensor, companion: Tensor | None, parameter: Tensor) -> None:
+    """Stores the new value: as words if the parameter is kept so, else in its copy, for it was stepped in place."""
+    if companion is not None and companion.dtype is torch.int16:
+        high, low = split(parameter)
+        stored.copy_(high)
+        companion.copy_(low)
+    elif companion is not None:
+        companion.copy_(parameter)
+
+
+def _read_state(stored: Tensor, parameter: Tensor, *, signed: bool) -> Tensor:
+    """Returns the state in fp32, laid out as its parameter: itself, or what its codes mean."""
+    if stored.dtype is not torch.uint8:
+        return stored
+    numbers = decode(stored, parameter.numel(), signed=signed)
+    return numbers.as_strided(parameter.shape, parameter.stride())
+
+
+def _write_state(stored: Tensor, state: Tensor, step: Tensor | None = None) -> None:
+    """Stores the new state, in codes if it is kept so; that which has a `step` is not signed."""
+    if stored.dtype is torch.uint8:
+        stored.copy_(encode(state.as_strided((state.numel(),), (1,)), step))

@@ -6,16 +6,27 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from triaccel_ray.kernels import eight_bits
 from triaccel_ray.kernels.multi_tensor import Chunks, TensorTable, on_device
-from triaccel_ray.kernels.multi_tensor_triton import BF16, FP16, FP32, load_fp32
+from triaccel_ray.kernels.multi_tensor_triton import INT16
 from triaccel_ray.kernels.optimizer_step.reference import Scalars
+from triaccel_ray.kernels.optimizer_step.storage_triton import (
+    begin,
+    itemsize,
+    load_any,
+    load_parameter,
+    load_state,
+    store_parameter,
+    store_state,
+)
 
 # Fastest of 512 to 8192 elements and 2 to 16 warps on an H200.
-CHUNK_SIZE = 1024
+CHUNK_SIZE = eight_bits.BLOCK
 NUM_WARPS = 4
 PIECE = 512
 """Elements at once where a chunk ends early or begins at an odd address: few, to need no more registers."""
@@ -27,7 +38,7 @@ def launch_sgd(
     parameters: TensorTable,
     gradients: TensorTable,
     momenta: TensorTable,
-    copies: TensorTable,
+    companions: TensorTable,
     *,
     rows: Tensor,
     by: Scalars,
@@ -36,9 +47,10 @@ def launch_sgd(
     with on_device(rows.device):
         _sgd_kernel[(chunks.num_chunks,)](
             chunks.tensor, chunks.start, chunks.length, parameters.addresses, gradients.addresses, gradients.codes,
-            momenta.addresses, copies.addresses, copies.codes,
+            momenta.addresses, momenta.codes, companions.addresses, companions.codes,
             rows, by.lr_factor, by.loss_scale, by.found_nonfinite, parameters.num_tensors,
-            CHUNK=chunks.chunk_size, PIECE=PIECE, num_warps=NUM_WARPS, enable_fp_fusion=True,
+            CHUNK=chunks.chunk_size, PIECE=PIECE, SPLIT=torch.int16 in companions.dtypes,
+            EIGHT=torch.uint8 in momenta.dtypes, num_warps=NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -49,7 +61,7 @@ def launch_adamw(
     means: TensorTable,
     squares: TensorTable,
     steps: TensorTable,
-    copies: TensorTable,
+    companions: TensorTable,
     *,
     rows: Tensor,
     corrections: Tensor,
@@ -64,17 +76,19 @@ def launch_adamw(
         )  # fmt: skip
         _adamw_kernel[(chunks.num_chunks,)](
             chunks.tensor, chunks.start, chunks.length, parameters.addresses, gradients.addresses, gradients.codes,
-            means.addresses, squares.addresses, steps.addresses, copies.addresses, copies.codes,
+            means.addresses, means.codes, squares.addresses, steps.addresses, companions.addresses, companions.codes,
             rows, corrections, by.lr_factor, by.loss_scale, by.found_nonfinite, parameters.num_tensors,
-            CHUNK=chunks.chunk_size, PIECE=PIECE, num_warps=NUM_WARPS, enable_fp_fusion=True,
+            CHUNK=chunks.chunk_size, PIECE=PIECE, SPLIT=torch.int16 in companions.dtypes,
+            EIGHT=torch.uint8 in means.dtypes, num_warps=NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tensors"], do_not_specialize_on_alignment=_SCALARS)
 def _sgd_kernel(
     chunk_tensor, chunk_start, chunk_length, parameters, gradients, gradient_codes,
-    momenta, copies, copy_codes,
-    rows, lr_factor_at, loss_scale_at, found_at, num_tensors, CHUNK: tl.constexpr, PIECE: tl.constexpr,
+    momenta, momentum_codes, companions, companion_codes,
+    rows, lr_factor_at, loss_scale_at, found_at, num_tensors,
+    CHUNK: tl.constexpr, PIECE: tl.constexpr, SPLIT: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
@@ -83,9 +97,12 @@ def _sgd_kernel(
     parameter = tl.load(parameters + tensor)
     gradient = tl.load(gradients + tensor)
     momentum_buffer = tl.load(momenta + tensor)
-    copy = tl.load(copies + tensor)
+    companion = tl.load(companions + tensor)
     gradient_code = tl.load(gradient_codes + tensor)
-    copy_code = tl.load(copy_codes + tensor)
+    companion_code = tl.load(companion_codes + tensor)
+    momentum_code = 0
+    if EIGHT:
+        momentum_code = tl.load(momentum_codes + tensor)
     rows += tensor
     lr = tl.load(rows) * tl.load(lr_factor_at)
     weight_decay = tl.load(rows + num_tensors)
@@ -93,45 +110,47 @@ def _sgd_kernel(
     nesterov = tl.load(rows + num_tensors * 3)
     unscale = 1.0 / tl.load(loss_scale_at)
     if (tl.load(found_at) == 0.0) & (parameter != 0) & (gradient != 0):
-        aligned = (parameter | gradient | momentum_buffer | copy) % 16 == 0
-        parameter += start * 4
-        gradient += start * _itemsize(gradient_code)
-        copy = tl.where(copy == 0, copy, copy + start * _itemsize(copy_code))
+        aligned = (parameter | gradient | momentum_buffer | companion) % 16 == 0
+        parameter += start * tl.where(companion_code == INT16, 2, 4)
+        gradient += start * itemsize(gradient_code)
+        companion = tl.where(companion == 0, companion, companion + start * itemsize(companion_code))
         momentum = tl.where(momentum_buffer == 0, 0.0, momentum)
-        momentum_buffer = tl.where(momentum_buffer == 0, momentum_buffer, momentum_buffer + start * 4)
+        momentum_buffer = tl.where(
+            momentum_buffer == 0, momentum_buffer, momentum_buffer + begin(start, momentum_code, EIGHT)
+        )
         if aligned & (length == CHUNK):
             _sgd(
-                parameter, gradient, gradient_code, momentum_buffer, copy, copy_code, 0, length,
-                lr, weight_decay, momentum, nesterov, unscale, CHUNK, True,
+                parameter, gradient, gradient_code, momentum_buffer, momentum_code, companion, companion_code, 0,
+                length, lr, weight_decay, momentum, nesterov, unscale, CHUNK, SPLIT, EIGHT, True,
             )  # fmt: skip
         else:
             for first in range(0, length, PIECE):
                 _sgd(
-                    parameter, gradient, gradient_code, momentum_buffer, copy, copy_code, first, length,
-                    lr, weight_decay, momentum, nesterov, unscale, PIECE, False,
+                    parameter, gradient, gradient_code, momentum_buffer, momentum_code, companion, companion_code,
+                    first, length, lr, weight_decay, momentum, nesterov, unscale, PIECE, SPLIT, EIGHT, False,
                 )  # fmt: skip
 
 
 @triton.jit
 def _sgd(
-    parameter_at, gradient_at, gradient_code, momentum_at, copy_at, copy_code, first, length,
-    lr, weight_decay, momentum, nesterov, unscale, SIZE: tl.constexpr, FULL: tl.constexpr,
+    parameter_at, gradient_at, gradient_code, momentum_at, momentum_code, companion_at, companion_code, first, length,
+    lr, weight_decay, momentum, nesterov, unscale, SIZE: tl.constexpr, SPLIT: tl.constexpr, EIGHT: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
-    """Steps SIZE elements from `first` on; FULL as in `load_fp32`."""
+    """Steps SIZE elements from `first` on; FULL as in `load_fp32`, SPLIT and EIGHT as in `storage_triton`."""
     offsets = first + tl.arange(0, SIZE)
-    parameter = load_fp32(parameter_at, tl.float32, offsets, length, FULL, 16)
+    parameter = load_parameter(parameter_at, companion_at, companion_code, offsets, length, SPLIT, FULL)
     # Gradients last: 16-bit ones are widened in a branch, which waits for them.
     buffer = tl.zeros((SIZE,), tl.float32)
     if momentum_at != 0:
-        buffer = load_fp32(momentum_at, tl.float32, offsets, length, FULL, 16)
-    gradient = _load_any(gradient_at, gradient_code, offsets, length, FULL)
+        buffer = load_state(momentum_at, momentum_code, first, offsets, length, True, EIGHT, FULL)
+    gradient = load_any(gradient_at, gradient_code, offsets, length, FULL)
     gradient = gradient * unscale + weight_decay * parameter
     buffer = momentum * buffer + gradient
     if momentum_at != 0:
-        _store(momentum_at, tl.float32, buffer, offsets, length, FULL, 16)
+        store_state(momentum_at, momentum_code, buffer, first, offsets, length, 0, 0, True, EIGHT, FULL, SIZE)
     parameter -= lr * tl.where(nesterov != 0.0, gradient + momentum * buffer, buffer)
-    _store(parameter_at, tl.float32, parameter, offsets, length, FULL, 16)
-    _store_copy(copy_at, copy_code, parameter, offsets, length, FULL)
+    store_parameter(parameter_at, companion_at, companion_code, parameter, offsets, length, SPLIT, FULL)
 
 
 @triton.jit(do_not_specialize=["num_tensors"], do_not_specialize_on_alignment=["found_at"])
@@ -161,9 +180,9 @@ def _count_kernel(parameters, gradients, steps, rows, corrections, found_at, num
 
 @triton.jit(do_not_specialize=["num_tensors"], do_not_specialize_on_alignment=_SCALARS)
 def _adamw_kernel(
-    chunk_tensor, chunk_start, chunk_length, parameters, gradients, gradient_codes, means, squares, steps,
-    copies, copy_codes, rows, corrections, lr_factor_at, loss_scale_at, found_at, num_tensors,
-    CHUNK: tl.constexpr, PIECE: tl.constexpr,
+    chunk_tensor, chunk_start, chunk_length, parameters, gradients, gradient_codes, means, mean_codes, squares, steps,
+    companions, companion_codes, rows, corrections, lr_factor_at, loss_scale_at, found_at, num_tensors,
+    CHUNK: tl.constexpr, PIECE: tl.constexpr, SPLIT: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
@@ -173,45 +192,52 @@ def _adamw_kernel(
     gradient = tl.load(gradients + tensor)
     mean = tl.load(means + tensor)
     square = tl.load(squares + tensor)
-    copy = tl.load(copies + tensor)
+    companion = tl.load(companions + tensor)
     gradient_code = tl.load(gradient_codes + tensor)
-    copy_code = tl.load(copy_codes + tensor)
+    companion_code = tl.load(companion_codes + tensor)
     unscale = 1.0 / tl.load(loss_scale_at)
     present = (parameter != 0) & (gradient != 0) & (mean != 0) & (square != 0) & (tl.load(steps + tensor) != 0)
     if (tl.load(found_at) == 0.0) & present:
-        aligned = (parameter | gradient | mean | square | copy) % 16 == 0
-        parameter += start * 4
-        gradient += start * _itemsize(gradient_code)
-        mean += start * 4
-        square += start * 4
-        copy = tl.where(copy == 0, copy, copy + start * _itemsize(copy_code))
+        aligned = (parameter | gradient | mean | square | companion) % 16 == 0
+        parameter += start * tl.where(companion_code == INT16, 2, 4)
+        gradient += start * itemsize(gradient_code)
+        state_code = 0
+        count = 0
+        if EIGHT:
+            state_code = tl.load(mean_codes + tensor)
+            count = tl.load(tl.load(steps + tensor).to(tl.pointer_type(tl.float32))).to(tl.int32)
+        mean += begin(start, state_code, EIGHT)
+        square += begin(start, state_code, EIGHT)
+        companion = tl.where(companion == 0, companion, companion + start * itemsize(companion_code))
         rows += tensor
         corrections += tensor
         lr = tl.load(rows) * tl.load(lr_factor_at)
         if aligned & (length == CHUNK):
             _adamw(
-                parameter, gradient, gradient_code, mean, square, copy, copy_code, 0, length,
-                lr, unscale, rows, corrections, num_tensors, CHUNK, True,
+                parameter, gradient, gradient_code, mean, square, state_code, start, count, companion,
+                companion_code, 0, length, lr, unscale, rows, corrections, num_tensors, CHUNK, SPLIT, EIGHT, True,
             )  # fmt: skip
         else:
             for first in range(0, length, PIECE):
                 _adamw(
-                    parameter, gradient, gradient_code, mean, square, copy, copy_code, first, length,
-                    lr, unscale, rows, corrections, num_tensors, PIECE, False,
+                    parameter, gradient, gradient_code, mean, square, state_code, start, count, companion,
+                    companion_code, first, length, lr, unscale, rows, corrections, num_tensors,
+                    PIECE, SPLIT, EIGHT, False,
                 )  # fmt: skip
 
 
 @triton.jit
 def _adamw(
-    parameter_at, gradient_at, gradient_code, mean_at, square_at, copy_at, copy_code, first, length,
-    lr, unscale, rows, corrections, num_tensors, SIZE: tl.constexpr, FULL: tl.constexpr,
+    parameter_at, gradient_at, gradient_code, mean_at, square_at, state_code, start, count, companion_at,
+    companion_code, first, length, lr, unscale, rows, corrections, num_tensors,
+    SIZE: tl.constexpr, SPLIT: tl.constexpr, EIGHT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Steps SIZE elements from `first` on; FULL as in `load_fp32`."""
+    """Steps SIZE elements from `first` on; FULL as in `load_fp32`, SPLIT and EIGHT as in `storage_triton`."""
     offsets = first + tl.arange(0, SIZE)
-    parameter = load_fp32(parameter_at, tl.float32, offsets, length, FULL, 16)
-    mean = load_fp32(mean_at, tl.float32, offsets, length, FULL, 16)
-    square = load_fp32(square_at, tl.float32, offsets, length, FULL, 16)
-    gradient = _load_any(gradient_at, gradient_code, offsets, length, FULL)
+    parameter = load_parameter(parameter_at, companion_at, companion_code, offsets, length, SPLIT, FULL)
+    mean = load_state(mean_at, state_code, first, offsets, length, True, EIGHT, FULL)
+    square = load_state(square_at, state_code, first, offsets, length, False, EIGHT, FULL)
+    gradient = load_any(gradient_at, gradient_code, offsets, length, FULL)
     weight_decay = tl.load(rows + num_tensors)
     rate1 = tl.load(rows + num_tensors * 3)
     beta2 = tl.load(rows + num_tensors * 5)
@@ -226,47 +252,6 @@ def _adamw(
     square = square * beta2 + rate2 * (gradient * gradient)
     denominator = tl.sqrt_rn(square) * root_correction + eps
     parameter -= tl.div_rn(step_size * mean, denominator)
-    _store(parameter_at, tl.float32, parameter, offsets, length, FULL, 16)
-    _store(mean_at, tl.float32, mean, offsets, length, FULL, 16)
-    _store(square_at, tl.float32, square, offsets, length, FULL, 16)
-    _store_copy(copy_at, copy_code, parameter, offsets, length, FULL)
-
-
-@triton.jit
-def _itemsize(code):
-    """Returns the bytes of an element."""
-    return tl.where(code == FP32, 4, 2)
-
-
-@triton.jit
-def _load_any(address, code, offsets, length, FULL: tl.constexpr):
-    """Returns the elements as fp32; 16-bit ones are read 8 bytes at once, so that a thread holds the same four."""
-    if code == FP32:
-        values = load_fp32(address, tl.float32, offsets, length, FULL, 16)
-    elif code == FP16:
-        values = load_fp32(address, tl.float16, offsets, length, FULL, 8)
-    else:
-        values = load_fp32(address, tl.bfloat16, offsets, length, FULL, 8)
-    return values
-
-
-@triton.jit
-def _store(address, dtype: tl.constexpr, values, offsets, length, FULL: tl.constexpr, ALIGN: tl.constexpr):
-    """Writes fp32 values as `dtype`; FULL and ALIGN as in `load_fp32`."""
-    pointer = address.to(tl.pointer_type(dtype))
-    if FULL:
-        tl.store(tl.multiple_of(pointer, ALIGN) + offsets, values.to(dtype))
-    else:
-        tl.store(pointer + offsets, values.to(dtype), mask=offsets < length)
-
-
-@triton.jit
-def _store_copy(address, code, values, offsets, length, FULL: tl.constexpr):
-    """Writes the values in the copy's precision, if there is a copy."""
-    if address != 0:
-        if code == FP16:
-            _store(address, tl.float16, values, offsets, length, FULL, 8)
-        elif code == BF16:
-            _store(address, tl.bfloat16, values, offsets, length, FULL, 8)
-        else:
-            _store(address, tl.float32, values, offsets, length, FULL, 16)
+    store_state(mean_at, state_code, mean, first, offsets, length, start, count, True, EIGHT, FULL, SIZE)
+    store_state(square_at, state_code, square, first, offsets, length, start, count, False, EIGHT, FULL, SIZE)
+    store_parameter(parameter_at, companion_at, companion_code, parameter, offsets, length, SPLIT, FULL)

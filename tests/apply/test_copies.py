@@ -77,7 +77,7 @@ def test_a_parameter_with_hooks_keeps_them_and_copies_that_are_let_go_are_anothe
     copies.refresh()
     assert copies.generation == 0  # all that was made is still there
     getattr(model[0].weight, hook)(lambda tensor: seen.append(tensor.dtype))
-    precision.refresh_copies()
+    precision.refresh()
     assert copies.generation == 1
     assert id(model[0].weight) not in copies.in_force
     assert id(model[2].weight) in copies.in_force

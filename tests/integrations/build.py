@@ -17,6 +17,7 @@ from triaccel_ray.data.sampler import epoch_order
 
 pytest.importorskip("transformers.trainer", reason="needs Hugging Face's transformers", exc_type=ImportError)
 
+from safetensors.torch import load_file
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -28,7 +29,7 @@ from transformers import (
     TrainingArguments,
 )
 
-__all__ = ["BertForSequenceClassification", "EarlyStoppingCallback", "Trainer", "TrainerCallback"]
+__all__ = ["BertForSequenceClassification", "EarlyStoppingCallback", "Trainer", "TrainerCallback", "load_file"]
 """Test files have these from here, where their absence skips them."""
 
 NUM_SAMPLES = 44

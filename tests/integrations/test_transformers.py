@@ -22,6 +22,7 @@ from tests.integrations.build import (
     TrainerCallback,
     bert,
     llama,
+    load_file,
     logged,
     padded,
     summed,
@@ -169,6 +170,19 @@ def test_a_resumed_training_equals_an_uninterrupted_one(stops_after: int, tmp_pa
     resumed = train("parts", resumes=True)
     for name in ("loss", "eval_loss", "learning_rate", "batch_size", "layers_fp32", "epoch", "step"):
         assert logged(resumed, name)[:-1] == logged(whole, name)[:-1], name
+    assert same(values(resumed.model), values(whole.model))
+
+
+def test_lean_settings_save_fp32_and_resume_alike(tmp_path: Path) -> None:
+    precision = PrecisionConfig(enabled=False, initial=BF16, allow_slow_precisions=True)
+    control = replace(AS_IT_IS, precision=precision, weights="split", step_in_backward=True, optimizer_state="8bit")
+    options = {"control": control, "save_strategy": "epoch", "eval_strategy": "epoch", "optim": "adamw_torch_fused"}
+    whole = trainer_of(TriAccelTrainer, tmp_path, bert(dropout=0.1), **options)
+    whole.train()
+    saved = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    resumed = trainer_of(TriAccelTrainer, tmp_path, bert(dropout=0.1), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert same(values(resumed.model), values(whole.model))
 
 

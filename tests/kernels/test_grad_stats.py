@@ -70,6 +70,33 @@ def test_raw_statistics_agree_with_fp64(kernel: bool) -> None:
 
 
 @both
+def test_buckets_that_arrive_one_after_another_amount_to_one(kernel: bool) -> None:
+    buckets = [[6, 3, 0], [], [5, 2], [1, 4]]
+    whole = stats_of(kernel)
+    parts = GradStats(SIZES, GROUPS, num_groups=5, beta=0.9, device=DEVICE, buckets=buckets, kernel=kernel)
+    for step in range(3):
+        gradients = draw(step)
+        gradients[3 if step == 1 else 2] = None
+        if step == 2:
+            gradients[5][17] = math.inf  # type: ignore[index]
+        expected = update(whole, gradients, loss_scale=2.0)
+        parts.begin()
+        found = []
+        for index, bucket in enumerate(buckets):
+            table = TensorTable(len(bucket), DEVICE)
+            held = [gradients[tensor] for tensor in bucket]
+            table.point_to(held)
+            found.append(parts.reduce(table, index).item())
+        assert found == ([0.0, 0.0, 1.0, 1.0] if step == 2 else [0.0] * 4)  # from the first non-finite one on
+        assert parts.combine(torch.tensor(2.0, device=DEVICE)).item() == expected
+        for mine, theirs in ((parts.average, whole.average), (parts.count, whole.count), (parts.sum, whole.sum)):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=0.0, equal_nan=True)
+        assert torch.equal(parts.num_elements, whole.num_elements)
+    with pytest.raises(ValueError, match="a table of 2 gradients: must be of 3"):
+        parts.reduce(TensorTable(2, DEVICE), 0)
+
+
+@both
 @pytest.mark.parametrize("beta", [0.0, 0.9])
 def test_the_average_follows_its_formula(kernel: bool, beta: float) -> None:
     stats, average = stats_of(kernel, beta), torch.zeros(4, dtype=torch.float64)

@@ -103,6 +103,26 @@ def test_equal_dense_strides() -> None:
 
 
 @pytest.mark.gpu
+def test_addresses_that_are_not_uploaded_outlive_their_tensors_and_reach_the_gpu_later() -> None:
+    device = torch.device("cuda")
+    table = TensorTable(2, device)
+    tensor = torch.ones(4, device=device)
+    graph = torch.cuda.CUDAGraph()
+    seen = torch.zeros(2, dtype=torch.int64, device=device)
+    with torch.cuda.graph(graph):
+        table.point_to([tensor, None], upload=False)
+        seen.copy_(table.addresses)
+    address = tensor.data_ptr()
+    del tensor
+    table.forget()
+    graph.replay()
+    assert seen.tolist() == [0, 0]
+    table.upload_named()
+    graph.replay()
+    assert seen.tolist() == [address, 0]
+
+
+@pytest.mark.gpu
 def test_naming_tensors_does_not_wait_for_the_gpu() -> None:
     device = torch.device("cuda")
     table = TensorTable(3, device, sizes=[4, 4, 4])

@@ -113,7 +113,12 @@ def test_restored_moments_go_on_alike() -> None:
     draw_gradients(model, 0)
     moments.update(collected(model), ONE)
     state = moments.state_dict()
-    restored.load_state_dict(state)
+    moments.remember_norm(ONE)
+    restored.load_state_dict(moments.state_dict())
+    assert torch.equal(restored.last_norm, moments.norm(ONE))
+    del state["last_norm"]
+    restored.load_state_dict(state)  # of a version that kept none
+    assert restored.last_norm.isinf()
     draw_gradients(model, 1)
     moments.update(collected(model), ONE)
     restored.update(collected(model), ONE)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from triaccel_ray.apply.step import Step, StepOutcome
+from triaccel_ray.apply.step_in_backward import BucketedGradients
 from triaccel_ray.config import ExecutionConfig
 from triaccel_ray.cuda.graphs import Graph, GraphPool
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
@@ -33,7 +34,7 @@ class Update(Protocol):
         """Whether `run` is device work alone."""
         ...
 
-    def run(self, loss_sum: Tensor, num_samples: int, gradients: Gradients) -> None:
+    def run(self, loss_sum: Tensor, num_samples: int, gradients: Gradients | BucketedGradients) -> None:
         """Takes in one step's gradients (fp64 scalar loss sum) and updates the parameters."""
         ...
 
@@ -62,7 +63,7 @@ class _Captured:
     batch: tuple[Any, Any] | None
     """Read, in place of `indices`, by a graph whose batch comes from the host."""
     loss_sum: Tensor
-    gradients: Gradients
+    gradients: Gradients | BucketedGradients
 
 
 @dataclass(kw_only=True)
@@ -95,7 +96,7 @@ class StepCache:
         self,
         step: Step,
         update: Update,
-        gradients_of: Callable[[], Gradients],
+        gradients_of: Callable[[], Gradients | BucketedGradients],
         pool: GraphPool,
         config: ExecutionConfig,
     ) -> None:
@@ -135,13 +136,11 @@ class StepCache:
         """
         key = _Key(len(indices), self.step.num_micro_batches, self.step.precision.key)
         with self.on_stream(), self._autotuning():
-            in_parts_from_host = key.num_micro_batches > 1 and not self._source.is_resident
             if not self.enabled or key in self._too_large:
                 return self._eager(indices, loss_scale, step).faults
-            if in_parts_from_host:
-                fault = _capture_fault(
-                    key, step, "batches that pass in parts are captured from tensors on the device alone"
-                )
+            if key.num_micro_batches > 1 and not self._source.is_resident:
+                text = "batches that pass in parts are captured from tensors on the device alone"
+                fault = _capture_fault(key, step, text)
                 return (*self._once(fault), *self._eager(indices, loss_scale, step).faults)
             if self._entries and self._dependencies() != self._captured_dependencies:
                 self._pool.release()
@@ -167,9 +166,10 @@ class StepCache:
     def _eager(self, indices: Tensor, loss_scale: Tensor, step: int, *, watch: bool = False) -> StepOutcome:
         if self._pool.holds_graphs:  # the curvature's count as well
             self._pool.release()
-        outcome = self.step.run(indices, loss_scale, step=step, watch=watch)
         gradients = self._eager_gradients
-        gradients.collect(self.step.precision.copies_in_force)
+        gradients.begin(publishes=True)
+        outcome = self.step.run(indices, loss_scale, step=step, watch=watch)
+        gradients.collect(self.step.precision.companions, self.step.precision.summed_gradients)
         gradients.publish()
         self._update.run(outcome.loss_sum, outcome.num_samples, gradients)
         gradients.drop()
@@ -242,9 +242,10 @@ class StepCache:
         loss_sums: list[Tensor] = []
 
         def work() -> None:
+            gradients.begin(publishes=False)
             batches = iter([(key.batch_size, *batch)]) if batch is not None else self.step.batches(static)
             loss_sums.append(self.step.accumulate(batches, key.batch_size, loss_scale))
-            gradients.collect(self.step.precision.copies_in_force)
+            gradients.collect(self.step.precision.companions, self.step.precision.summed_gradients)
             if self._update.is_capturable:
                 self._update.run(loss_sums[0], key.batch_size, gradients)
 

@@ -32,8 +32,8 @@ class ComputeCopies:
         """Makes copies, when asked, of those of `parameters` that belong to exactly one of `layers`."""
         owned = {layer.name: _parameters_of(layer) for layer in layers}
         owners = Counter(id(p) for of_layer in owned.values() for p in of_layer)
-        looked_up = {id(p) for layer in layers for p in _looked_up(layer)}  # autocast leaves embeddings in FP32
-        updated = {id(p) for p in parameters} - looked_up
+        in_fp32 = {id(p) for layer in layers for p in looked_up(layer)}  # autocast leaves embeddings in FP32
+        updated = {id(p) for p in parameters} - in_fp32
         self._parameters = {
             name: [p for p in of_layer if owners[id(p)] == 1 and id(p) in updated and p.dtype is torch.float32]
             for name, of_layer in owned.items()
@@ -109,7 +109,8 @@ def _state(parameter: Tensor) -> tuple[Any, ...]:
     return parameter._version, parameter.data_ptr(), parameter.stride()
 
 
-def _looked_up(layer: Layer) -> list[Tensor]:
+def looked_up(layer: Layer) -> list[Tensor]:
+    """Returns the weights of `layer` that an embedding looks up."""
     parts = [part for module in layer.modules for part in module.modules()]
     return [part.weight for part in parts if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
 

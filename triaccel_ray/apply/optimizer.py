@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.apply.fused_optimizer import FusedOptimizer, is_supported
+from triaccel_ray.apply.split_weights import SplitWeights
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import Layer
@@ -34,18 +35,32 @@ class LayerwiseOptimizer:
         layers: Sequence[Layer],
         *,
         release_memory: Callable[[], object] = gc.collect,
+        split: SplitWeights | None = None,
+        buckets: Sequence[Sequence[int]] | None = None,
+        in_8_bits: bool = False,
     ) -> None:
-        """Remembers which parameter belongs to which layer, and allocates SGD's momentum ahead of the first step."""
-        self.optimizer, self._release_memory = optimizer, release_memory
+        """Remembers which parameter belongs to which layer, and allocates SGD's momentum ahead of the first step.
+
+        Weights that are `split`, and parameters in `buckets` (indices of `watched`) that are stepped one after another,
+        only the kernel can step, on a CPU its reference; so with state `in_8_bits`. Where it gives way weights are
+        joined, and state becomes FP32.
+        """
+        self.optimizer, self._release_memory, self._split_weights = optimizer, release_memory, split
         self._survived: list[str] = []
         self._obstacle: str | None = None
         self._layer_of = {id(weight): layer.name for layer in layers for weight in layer.weights}
         self._skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._lr_factor = 1.0
         self._lr_scale: Mapping[str, float] = {}
-        self.watched = list(dict.fromkeys([*self.parameters, *(w for layer in layers for w in layer.weights)]))
-        """The parameters whose gradients count: those updated, then weights of layers that are not."""
-        self._fused = FusedOptimizer(optimizer, self.watched, self._layer_of) if is_supported(optimizer) else None
+        self.watched = watched_parameters(optimizer, layers)
+        """What `watched_parameters` returns."""
+        self._buckets = buckets
+        needs_kernel = split is not None or buckets is not None or in_8_bits
+        self._fused = (
+            FusedOptimizer(optimizer, self.watched, self._layer_of, buckets, in_8_bits=in_8_bits)
+            if needs_kernel or is_supported(optimizer)
+            else None
+        )
         if self._fused is None:
             _allocate_momentum(optimizer)
         device = self.watched[0].device
@@ -66,13 +81,22 @@ class LayerwiseOptimizer:
         """Whether a step asks the host if gradients are finite: neither a kernel nor the optimizer skips by itself."""
         return self._fused is None and not self._skips_on_device
 
-    def set_rates(self, lr_factor: float, lr_scale: Mapping[str, float], copies: Mapping[int, Tensor]) -> None:
-        """Sets what `update` uses: lr = group lr x `lr_factor` x the layer's scale, and the copies it writes."""
+    def set_rates(self, lr_factor: float, lr_scale: Mapping[str, float], companions: Mapping[int, Tensor]) -> None:
+        """Sets what `update` uses: lr = group lr x `lr_factor` x the layer's scale, and what else it writes.
+
+        Raises:
+            ValueError: parameters are stepped in buckets, and the kernel can do that no longer.
+        """
         self._lr_factor, self._lr_scale = lr_factor, lr_scale
         if self._fused is None:
             return
-        self._obstacle = self._fused.prepare(lr_factor, lr_scale, copies)
+        self._obstacle = self._fused.prepare(lr_factor, lr_scale, companions)
         if self._obstacle is not None:
+            if self._buckets is not None:
+                raise ValueError(f"{self._obstacle}: undo that, or give step_in_backward=False")
+            if self._split_weights is not None:
+                self._split_weights.release()
+            self._fused.release()
             self._fused = None  # the state is the optimizer's own already
 
     def take_faults(self, *, step: int, batch_size: int) -> list[Fault]:
@@ -87,8 +111,8 @@ class LayerwiseOptimizer:
         self._survived, self._obstacle = [], None
         return faults
 
-    def update(self, gradients: Gradients, *, divisor: Tensor | None, found_nonfinite: Tensor) -> None:
-        """Updates the parameters, once, from `gradients` (of `watched`); otherwise as `step`."""
+    def update(self, gradients: Gradients, *, divisor: Tensor | None, found_nonfinite: Tensor, bucket: int = 0) -> None:
+        """Updates the parameters, once, from `gradients` (of `watched`, or a bucket of it); otherwise as `step`."""
         if self._fused is None:
             for parameter, gradient in zip(gradients.parameters, gradients.tensors, strict=True):
                 if gradient is not parameter.grad:
@@ -96,7 +120,10 @@ class LayerwiseOptimizer:
             self.step(self._lr_factor, self._lr_scale, divisor=divisor, found_nonfinite=found_nonfinite)
             return
         self._fused.launch(
-            gradients, loss_scale=self._one if divisor is None else divisor, found_nonfinite=found_nonfinite
+            gradients,
+            loss_scale=self._one if divisor is None else divisor,
+            found_nonfinite=found_nonfinite,
+            bucket=bucket,
         )
 
     def step(
@@ -172,6 +199,12 @@ class LayerwiseOptimizer:
             {**group, "params": parameters, "lr": group["lr"] * lr_factor * scale}
             for scale, parameters in by_scale.items()
         ]
+
+
+def watched_parameters(optimizer: torch.optim.Optimizer, layers: Sequence[Layer]) -> list[nn.Parameter]:
+    """Returns the parameters whose gradients count: those updated, then weights of layers that are not."""
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    return list(dict.fromkeys([*updated, *(weight for layer in layers for weight in layer.weights)]))
 
 
 def _keep_state(group: dict[str, Any], parts: Sequence[dict[str, Any]]) -> None:

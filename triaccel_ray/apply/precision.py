@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from triaccel_ray.apply.copies import ComputeCopies
 from triaccel_ray.apply.fused_norm import FusedNorm
+from triaccel_ray.apply.split_weights import SplitWeights
 from triaccel_ray.model.layers import Layer, uncompiled
 from triaccel_ray.model.pytree import cast_floating, tensors_in
 from triaccel_ray.records.plan import Precision
@@ -25,7 +26,7 @@ DTYPES: Mapping[Precision, torch.dtype] = MappingProxyType(
     {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
 )
 """Precision -> the dtype that a layer computes in."""
-_NO_COPIES: Mapping[int, Tensor] = MappingProxyType({})
+_NONE: Mapping[int, Tensor] = MappingProxyType({})
 _EMULATED_RATIO = 2.5
 """A precision that takes longer than FP32 by more than this is emulated."""
 _SINGLE_DTYPE_FUNCTIONS = frozenset(
@@ -100,7 +101,8 @@ class LayerPrecision:
     """Runs each layer's forward function under `torch.autocast` to its dtype, or without autocast in FP32.
 
     Weights stay FP32 parameters: their casts are part of the graph, and gradients arrive in FP32. Where `copies` holds
-    a weight in the layer's precision the layer computes with that, and the gradient arrives there. Between layers
+    a weight in the layer's precision the layer computes with that, and the gradient arrives there. Weights that are
+    `split` need no cast in BF16, and their gradients arrive in it. Between layers
     autocast's own policy holds, to the plan's most common low dtype: embeddings, norms and residual sums are FP32 as
     under `torch.amp`, batch normalisation follows its input. Functions for which autocast refuses FP16 beside BF16
     (concatenation) get FP32.
@@ -112,6 +114,7 @@ class LayerPrecision:
         layers: Sequence[Layer],
         *,
         copies: ComputeCopies | None = None,
+        split: SplitWeights | None = None,
         norms: Sequence[FusedNorm] = (),
     ) -> None:
         """Wraps the layers' forward functions; `remove` undoes it.
@@ -123,7 +126,7 @@ class LayerPrecision:
         """
         if any(_is_wrapped(module) for module in model.modules()):
             raise ValueError("model is under the control of another loop: close() that one first")
-        self.copies, self._norms = copies, norms
+        self.copies, self.split, self._norms = copies, split, norms
         self._name_of = {module: layer.name for layer in layers for module in layer.modules}
         self._device_type = next(model.parameters()).device.type
         self._autocast_dtype: torch.dtype | None = None
@@ -152,6 +155,8 @@ class LayerPrecision:
         self._put()
         if self.copies is not None:
             self.copies.set(self._dtypes)
+        if self.split is not None:
+            self.split.set(self._dtypes)
         for norm in self._norms:
             read_in = {self._dtypes[self._name_of[module]] for module in norm.following}
             norm.output_dtype = read_in.pop() if len(read_in) == 1 and not norm.has_other_readers else None
@@ -160,14 +165,50 @@ class LayerPrecision:
         self._autocast_dtype = max((torch.bfloat16, torch.float16), key=low.count) if low else None
 
     @property
-    def copies_in_force(self) -> Mapping[int, Tensor]:
-        """Id of a parameter -> the low-precision copy that computes in its place; the same object while it holds."""
-        return _NO_COPIES if self.copies is None else self.copies.in_force
+    def companions(self) -> Mapping[int, Tensor]:
+        """Id of a parameter -> what the optimizer writes beside it; the same object while it holds.
 
-    def refresh_copies(self) -> None:
-        """Brings the copies up to date with parameters that somebody has changed since the last step."""
+        The low-precision copy that computes in its place, or the low words of a split weight.
+        """
+        if self.split is not None:
+            return self.split.in_force
+        return _NONE if self.copies is None else self.copies.in_force
+
+    @property
+    def summed_gradients(self) -> Mapping[int, Tensor]:
+        """Id of a split weight -> the sum of its gradients over the parts of a batch."""
+        return _NONE if self.split is None else self.split.sums
+
+    def refresh(self) -> None:
+        """Brings copies and split weights up to date with what somebody has changed since the last step."""
         if self.copies is not None:
             self.copies.refresh()
+        if self.split is not None:
+            self.split.refresh()
+
+    def gather_gradients(self) -> None:
+        """Adds up in FP32 what a part of a batch has left in gradients of 16 bits."""
+        if self.copies is not None:
+            self.copies.gather_gradients()
+        if self.split is not None:
+            self.split.gather_gradients()
+
+    def gather_gradient(self, weight: Tensor) -> None:
+        """Adds up in FP32 what a part of a batch has left in the gradient of one weight, if that is split."""
+        if self.split is not None:
+            self.split.gather_gradient(weight)
+
+    def drop_sum(self, weight: Tensor) -> None:
+        """Frees the sum of a weight's gradients over the parts of a batch."""
+        if self.split is not None:
+            self.split.sums.pop(id(weight), None)
+
+    def zero_grad(self) -> None:
+        """Drops the gradients that are not the parameters' own."""
+        if self.copies is not None:
+            self.copies.zero_grad()
+        if self.split is not None:
+            self.split.zero_grad()
 
     @property
     def key(self) -> tuple[torch.dtype, ...]:
@@ -195,6 +236,8 @@ class LayerPrecision:
         """Returns a context inside which the model computes in FP32 and uncompiled, whatever the plan."""
         before, self._is_suspended = self._is_suspended, True
         self._put()
+        if self.split is not None:
+            self.split.join()  # `refresh` splits again
         try:
             with uncompiled():
                 yield
@@ -209,6 +252,8 @@ class LayerPrecision:
             if own is not None:
                 module.__dict__["forward"] = own
         self._wrapped.clear()
+        if self.split is not None:
+            self.split.release()
         self._is_suspended = self.is_removed = True  # for deep copies of the model, which keep the wrapping
         self._put()
 

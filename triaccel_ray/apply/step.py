@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from triaccel_ray.apply.compile import Compilation, first_paragraph, is_compile_error, is_compiled
 from triaccel_ray.apply.fuse import Fusion
 from triaccel_ray.apply.precision import LayerPrecision
+from triaccel_ray.apply.step_in_backward import StepInBackward
 from triaccel_ray.cuda.capture_checks import watched
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError, first_line, is_out_of_memory
 from triaccel_ray.data.sampler import Sampler
@@ -54,14 +55,15 @@ class Step:
         is_exceeded_at_rest: Callable[[], bool] = lambda: False,
         fusion: Fusion | None = None,
         compilation: Compilation | None = None,
+        stepper: StepInBackward | None = None,
     ) -> None:
         """Borrows the model and its surroundings; `check_memory` raises when the process is beyond its budget.
 
         `is_exceeded_at_rest` says whether it is so without a batch in flight. `fusion` computes in place of `model`
-        for as long as it stands for it, `compilation` until compiling fails.
+        for as long as it stands for it, `compilation` until compiling fails. `stepper` takes gradients as they arrive.
         """
         self.model, self._loss, self.sampler, self.precision = model, loss, sampler, precision
-        self.fusion, self.compilation = fusion, compilation
+        self.fusion, self.compilation, self.stepper = fusion, compilation, stepper
         self._is_users_compiled = is_compiled(model) and compilation is None
         self._check_memory, self._release_memory = check_memory, release_memory
         self._is_exceeded_at_rest = is_exceeded_at_rest
@@ -163,6 +165,9 @@ class Step:
         """
         loss_sum = torch.zeros((), dtype=torch.float64, device=loss_scale.device)
         device = loss_scale.device
+        num_passed = 0
+        if self.stepper is not None:
+            self.stepper.attempt()
         for count, inputs, targets in batches:
             watch = contextlib.nullcontext() if obstacles is None else watched(obstacles, device)
             compiled = contextlib.nullcontext() if self.compilation is None else self.compilation.in_force()
@@ -172,12 +177,22 @@ class Step:
                 with torch.autocast(device.type, enabled=False):
                     loss = self._loss(outputs, targets)
                 self._require_memory()
-                (loss * (loss_scale * (count / num_samples))).backward()
-            if self.num_micro_batches > 1 and self.precision.copies is not None:
-                self.precision.copies.gather_gradients()
+                with self._taking(is_first=not num_passed, is_last=num_passed + count == num_samples):
+                    (loss * (loss_scale * (count / num_samples))).backward()
+            num_passed += count
+            if self.num_micro_batches > 1 and self.stepper is None:
+                self.precision.gather_gradients()
             loss_sum += loss.detach().double() * count
             self._require_memory()
         return loss_sum
+
+    def _taking(self, *, is_first: bool, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """Returns a context for one part's backward pass, in which gradients are taken as they arrive, or are left."""
+        return (
+            contextlib.nullcontext()
+            if self.stepper is None
+            else self.stepper.taking(is_first=is_first, is_last=is_last)
+        )
 
     def _forward_of(self, inputs: Any) -> nn.Module:
         """Returns what to call with `inputs`: the model, or what stands for it."""
@@ -193,8 +208,7 @@ class Step:
         """Drops all gradients."""
         for parameter in self._parameters:
             parameter.grad = None
-        if self.precision.copies is not None:
-            self.precision.copies.zero_grad()
+        self.precision.zero_grad()
 
     def batches(self, indices: Tensor) -> Iterator[tuple[int, Any, Any]]:
         """Yields the samples at `indices` in the present number of micro-batches: number, inputs, targets."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,13 @@ from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.apply.compile import Compilation, is_compiled, repeated_blocks
 from triaccel_ray.apply.copies import ComputeCopies
 from triaccel_ray.apply.fuse import Fusion, fuse
+from triaccel_ray.apply.fused_optimizer import has_kernel
 from triaccel_ray.apply.loss_scale import LossScale
-from triaccel_ray.apply.optimizer import LayerwiseOptimizer
+from triaccel_ray.apply.optimizer import LayerwiseOptimizer, watched_parameters
 from triaccel_ray.apply.precision import LayerPrecision, supported_precisions, useless_precisions
+from triaccel_ray.apply.split_weights import SplitWeights
 from triaccel_ray.apply.step import Step
+from triaccel_ray.apply.step_in_backward import BucketedGradients, StepInBackward, buckets_of
 from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.cuda.capture_checks import watching_forward
 from triaccel_ray.cuda.graphs import GraphPool
@@ -46,33 +50,58 @@ class TrainingUpdate:
     ) -> None:
         """Adds each step's loss to every row of `loss_sums`: fp64 [rows, 2], sum over the samples and their number.
 
-        With `clip_norm` gradients whose global norm is larger are scaled down to it.
+        With `clip_norm` gradients whose global norm is larger are scaled down to it. Those that arrive in buckets are
+        scaled by the norm of the last step, since their own is known when they are gone: those of the first to zero.
         """
         self._precision, self._moments, self._optimizer, self._loss_scale = precision, moments, optimizer, loss_scale
         self._loss_sums, self._clip_norm = loss_sums, clip_norm
+        self._divisor: Tensor | None = None
 
     @property
     def is_capturable(self) -> bool:
         """Whether `run` is device work alone."""
         return self._optimizer.is_capturable
 
-    def run(self, loss_sum: Tensor, num_samples: int, gradients: Gradients) -> None:
-        """Takes in one step: its loss summed over the samples (fp64 scalar), and its gradients.
+    def begin(self) -> None:
+        """Begins a step whose gradients arrive in buckets."""
+        self._moments.begin()
+        active = self._precision.needs_loss_scale
+        self._divisor = self._divisor_of(self._loss_scale.factor(active), active, lambda: self._moments.last_norm)
 
-        A step with a gradient that is not finite is not made, in whatever precision.
+    def take(self, bucket: int, gradients: Gradients, steps: bool) -> None:
+        """Takes in a bucket's gradients, which may go then, and with `steps` updates its parameters.
+
+        Neither this bucket nor a later one is stepped once a gradient was not finite. Those before have been.
+        """
+        found = self._moments.take(gradients, bucket)
+        if steps:
+            self._optimizer.update(gradients, divisor=self._divisor, found_nonfinite=found, bucket=bucket)
+
+    def run(self, loss_sum: Tensor, num_samples: int, gradients: Gradients | BucketedGradients) -> None:
+        """Takes in one step: its loss summed over the samples (fp64 scalar), and its gradients, if they are left.
+
+        A step with a gradient that is not finite is not made, in whatever precision; of one in buckets see `take`.
         """
         active = self._precision.needs_loss_scale
         scale = self._loss_scale.factor(active)
-        found = self._moments.update(gradients, scale)
-        divisor = scale if active else None
-        if self._clip_norm is not None:
-            norm = self._moments.norm(scale)  # of unscaled gradients; clipping is a larger divisor
-            divisor = scale * (norm / self._clip_norm).clamp(min=1.0).float()
-        self._optimizer.update(gradients, divisor=divisor, found_nonfinite=found)
+        if isinstance(gradients, Gradients):
+            found = self._moments.update(gradients, scale)
+            divisor = self._divisor_of(scale, active, lambda: self._moments.norm(scale))
+            self._optimizer.update(gradients, divisor=divisor, found_nonfinite=found)
+        else:
+            found = self._moments.combine(scale)
+            if self._clip_norm is not None:
+                self._moments.remember_norm(scale)
         if not self._optimizer.is_capturable and self._precision.copies is not None:
             # PyTorch's fused optimizers write parameters without telling, which `refresh` would rely on.
             self._precision.copies.write(self._optimizer.parameters)
         end_step(loss_sum, num_samples, self._loss_sums, found, self._loss_scale.state, moves_scale=active)
+
+    def _divisor_of(self, scale: Tensor, active: bool, norm: Callable[[], Tensor]) -> Tensor | None:
+        """Returns what gradients are divided by, fp32 scalar; `norm` is that of unscaled ones."""
+        if self._clip_norm is None:
+            return scale if active else None
+        return scale * (norm() / self._clip_norm).clamp(min=1.0).float()  # clipping is a larger divisor
 
 
 class Training:
@@ -103,8 +132,17 @@ class Training:
         require_trainable(model, optimizer, self.layers)
         self.device = next(model.parameters()).device
         to_channels_last(model)
+        self._split = self._split_weights(optimizer)
+        buckets = self._buckets(optimizer)
         self.memory, self.pool = memory_meter(self.device, *memory), GraphPool(self.device)
-        self.optimizer = LayerwiseOptimizer(optimizer, self.layers, release_memory=self.make_room)
+        self.optimizer = LayerwiseOptimizer(
+            optimizer,
+            self.layers,
+            release_memory=self.make_room,
+            split=self._split,
+            buckets=buckets,
+            in_8_bits=self._keeps_8_bits(optimizer),
+        )
         source = delivered(as_source(data), self.device, config.execution.data_on)
         # On a stream that the steps use again: another one would keep workspaces of its own.
         stream = LentStream(self.device).current() if self.device.type == "cuda" else contextlib.nullcontext()
@@ -115,10 +153,11 @@ class Training:
         self.memory.require_room()
         self.loss_sums = torch.zeros(2, 2, dtype=torch.float64, device=self.device)
         """Sum over the samples, and their number: of the present epoch, and since the last tick."""
-        self.moments = GradientMoments(self.layers, self.optimizer.watched, beta=config.precision.beta)
+        self.moments = GradientMoments(self.layers, self.optimizer.watched, beta=config.precision.beta, buckets=buckets)
         self.faults: list[Fault] = []
         """What steps are made of, what makes them slower than asked for, and what the loop leaves as it is."""
-        self.steps = self._build_steps(waits)
+        self._stepper: StepInBackward | None = None
+        self.steps = self._build_steps(waits, buckets)
         useless = useless_precisions(self.device.type, is_compiled=self.steps.step.is_compiled)
         withheld = {} if config.precision.allow_slow_precisions else useless
         self.supported = [(layer.name, supported_precisions(layer, without=withheld)) for layer in self.layers]
@@ -150,10 +189,12 @@ class Training:
             stack.callback(self.sampler.close)
             stack.callback(self.pool.release)
             stack.callback(self.precision.remove)
+            if self._stepper is not None:
+                stack.callback(self._stepper.remove)
             if self.steps.step.compilation is not None:
                 stack.callback(self.steps.step.compilation.remove)
 
-    def _build_steps(self, waits: Sequence[str]) -> StepCache:
+    def _build_steps(self, waits: Sequence[str], buckets: Sequence[Sequence[int]] | None) -> StepCache:
         """Returns what makes the steps; `waits` says why the host waits for the device in the model's forward pass.
 
         On a GPU the norms of a BatchNorm network are fused; a model without, or that cannot be traced, is compiled.
@@ -161,9 +202,17 @@ class Training:
         execution, on_gpu = self._config.execution, self.device.type == "cuda"
         fusion = self._fuse() if on_gpu and execution.compile != "on" and execution.fuse else None
         compiles = execution.compile == "on" or (execution.compile == "auto" and on_gpu and fusion is None)
-        copies = ComputeCopies(self.layers, self.optimizer.parameters) if on_gpu and not compiles else None
+        needs_copies = on_gpu and not compiles and self._split is None and buckets is None
+        copies = ComputeCopies(self.layers, self.optimizer.parameters) if needs_copies else None
         norms = () if fusion is None else fusion.norms
-        precision = LayerPrecision(self.model, self.layers, copies=copies, norms=norms)
+        precision = LayerPrecision(self.model, self.layers, copies=copies, split=self._split, norms=norms)
+        update = TrainingUpdate(
+            precision, self.moments, self.optimizer, self.loss_scale, self.loss_sums, self._config.clip_norm
+        )
+        watched = self.optimizer.watched
+        if buckets is not None:
+            in_buckets = [[watched[index] for index in bucket] for bucket in buckets]
+            self._stepper = StepInBackward(in_buckets, precision, update.begin, update.take)
         step = Step(
             self.model,
             self.loss,
@@ -174,11 +223,31 @@ class Training:
             is_exceeded_at_rest=lambda: self.memory.is_exceeded_at_rest,
             fusion=fusion,
             compilation=self._compile(waits) if compiles else None,
+            stepper=self._stepper,
         )
-        update = TrainingUpdate(
-            precision, self.moments, self.optimizer, self.loss_scale, self.loss_sums, self._config.clip_norm
-        )
-        return StepCache(step, update, lambda: Gradients(self.optimizer.watched), self.pool, execution)
+        gradients_of = partial(Gradients, watched) if self._stepper is None else self._stepper.gradients
+        return StepCache(step, update, gradients_of, self.pool, execution)
+
+    def _split_weights(self, optimizer: torch.optim.Optimizer) -> SplitWeights | None:
+        """Returns what splits the weights, if the settings ask for it."""
+        if self._config.weights == "fp32":
+            return None
+        _require_kernel(optimizer, "weights", self._config.weights, "weights='fp32'")
+        return SplitWeights(self.model, self.layers, optimizer)
+
+    def _buckets(self, optimizer: torch.optim.Optimizer) -> list[list[int]] | None:
+        """Returns the buckets in which parameters are stepped, if the settings ask for that."""
+        if not self._config.step_in_backward:
+            return None
+        _require_kernel(optimizer, "step_in_backward", True, "step_in_backward=False")
+        return buckets_of(self.model, watched_parameters(optimizer, self.layers))
+
+    def _keeps_8_bits(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether the settings ask for optimizer state in 8 bits."""
+        if self._config.optimizer_state == "fp32":
+            return False
+        _require_kernel(optimizer, "optimizer_state", self._config.optimizer_state, "optimizer_state='fp32'")
+        return True
 
     def _compile(self, waits: Sequence[str]) -> Compilation | None:
         """Returns the model compiled, unless the user has done so, and notes how and why."""
@@ -227,3 +296,14 @@ class Training:
 
     def _note(self, kind: FaultKind, phase: str, detail: str) -> None:
         self.faults.append(Fault(kind=kind, step=0, phase=phase, detail=detail))
+
+
+def _require_kernel(optimizer: torch.optim.Optimizer, name: str, value: Any, way_out: str) -> None:
+    """Raises ValueError where a setting needs the kernels, and they do not step what `optimizer` would."""
+    require(
+        has_kernel(optimizer),
+        name,
+        value,
+        "needs SGD, or Adam or AdamW with fused=True, without dampening, amsgrad, maximize, differentiable, step hooks "
+        f"or a learning rate in a tensor; change the optimizer, {type(optimizer).__name__}, or give {way_out}",
+    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from triaccel_ray.kernels.grad_stats.api import GradStats
@@ -17,16 +19,29 @@ class GradientMoments:
     Everything stays on the device; `read` returns a tensor for the tick's one copy to the host.
     """
 
-    def __init__(self, layers: Sequence[Layer], watched: Sequence[nn.Parameter], *, beta: float) -> None:
-        """Watches the weights of `layers` for variance, and all `watched` parameters for non-finite gradients."""
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        watched: Sequence[nn.Parameter],
+        *,
+        beta: float,
+        buckets: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Watches the weights of `layers` for variance, and all `watched` parameters for non-finite gradients.
+
+        `buckets` are the indices of those whose gradients arrive together; all in one by default.
+        """
         layer_of = {id(weight): index for index, layer in enumerate(layers) for weight in layer.weights}
         self._beta, self._num_layers = beta, len(layers)
+        self.last_norm = torch.full((), math.inf, dtype=torch.float64, device=watched[0].device)
+        """The norm of the last step that had a finite one, where `remember_norm` is called; infinite before. fp64."""
         # What belongs to no layer is a group of its own, for the global norm.
         self._stats = GradStats(
             [p.numel() for p in watched],
             [layer_of.get(id(p), len(layers)) for p in watched],
             num_groups=len(layers) + 1,
             beta=beta,
+            buckets=buckets,
             device=watched[0].device,
         )
 
@@ -37,6 +52,18 @@ class GradientMoments:
         without a gradient, or with a non-finite one, keeps its average.
         """
         return self._stats.update(gradients.table, loss_scale)
+
+    def begin(self) -> None:
+        """Begins a step whose buckets arrive one after another."""
+        self._stats.begin()
+
+    def take(self, gradients: Gradients, bucket: int) -> Tensor:
+        """Takes in a bucket's gradients, which may go then, and returns whether any since `begin` is not finite."""
+        return self._stats.reduce(gradients.table, bucket)
+
+    def combine(self, loss_scale: Tensor) -> Tensor:
+        """Ends a step all of whose buckets were taken in; else as `update`."""
+        return self._stats.combine(loss_scale)
 
     def read(self) -> Tensor:
         """Returns v_l with its bias towards the initial zero corrected, fp64 [num_layers]; NaN before any statistic."""
@@ -52,11 +79,18 @@ class GradientMoments:
         squares = stats.sum_squares_about_mean + stats.sum**2 / stats.num_elements.clamp(min=1)
         return squares.sum().sqrt() / loss_scale
 
+    def remember_norm(self, loss_scale: Tensor) -> None:
+        """Keeps the last update's `norm` for the next step, if it is finite."""
+        norm = self.norm(loss_scale)
+        self.last_norm.copy_(torch.where(norm.isfinite(), norm, self.last_norm))
+
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the averages and counts."""
-        return {"average": self._stats.average.clone(), "count": self._stats.count.clone()}
+        """Returns the averages and counts, and the norm that the next step may be clipped by."""
+        kept = {"average": self._stats.average, "count": self._stats.count, "last_norm": self.last_norm}
+        return {name: tensor.clone() for name, tensor in kept.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restores what `state_dict` returned."""
         self._stats.average.copy_(state["average"])
         self._stats.count.copy_(state["count"])
+        self.last_norm.copy_(state.get("last_norm", torch.tensor(math.inf)))  # older checkpoints have none

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from triaccel_ray.kernels.multi_tensor import TensorTable, have_equal_dense_strides
 
+_NONE: Mapping[int, Tensor] = MappingProxyType({})
+
 
 class Gradients:
     """A gradient for each watched parameter, or None, and the table through which kernels read them.
 
     A parameter whose layer computes from a low-precision copy gets its gradient there, in the copy's dtype: no cast
-    to FP32 stands between backward pass and optimizer.
+    to FP32 stands between backward pass and optimizer. That of a split weight is BF16, or an FP32 sum over the parts of
+    a batch.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -26,20 +30,28 @@ class Gradients:
         )
 
     @torch.no_grad()
-    def collect(self, copies: Mapping[int, Tensor]) -> None:
-        """Takes the gradients from the parameters, or from their copies (id of the parameter -> copy).
+    def collect(self, copies: Mapping[int, Tensor], sums: Mapping[int, Tensor] = _NONE) -> None:
+        """Takes the gradients from the parameters, or from their copies or sums (id of the parameter -> tensor).
 
-        Each has the memory layout of its parameter. `publish` makes them known to kernels.
+        Each has the memory layout of its parameter. `publish` makes known to kernels where they lie.
         """
-        self.tensors = [_gradient(parameter, copies.get(id(parameter))) for parameter in self.parameters]
+        self.tensors = [
+            _laid_out(p, sums[id(p)] if id(p) in sums else _gradient(p, copies.get(id(p)))) for p in self.parameters
+        ]
+        self.table.point_to(self.tensors, upload=False)
+
+    def begin(self, *, publishes: bool) -> None:
+        """Forgets the tensors of the step before; without `publishes` a CUDA graph is being captured."""
+        self.drop()
 
     def publish(self) -> None:
-        """Writes the tensors' addresses into the table; not while a CUDA graph is being captured."""
-        self.table.point_to(self.tensors)
+        """Brings to the device where the tensors lie, or lay; not while a CUDA graph is being captured."""
+        self.table.upload_named()
 
     def drop(self) -> None:
         """Forgets the tensors; the table keeps their addresses, which stay valid in a captured graph's replays."""
         self.tensors = [None] * len(self.parameters)
+        self.table.forget()
 
 
 def _gradient(parameter: nn.Parameter, copy: Tensor | None) -> Tensor | None:
@@ -47,6 +59,11 @@ def _gradient(parameter: nn.Parameter, copy: Tensor | None) -> Tensor | None:
     if copy is not None and copy.grad is not None:
         # Both only where the model also reads the weight itself, beside the layer that computes with the copy.
         gradient = copy.grad if gradient is None else gradient + copy.grad
+    return gradient
+
+
+def _laid_out(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
+    """Returns the gradient, dense, in the memory layout of its parameter."""
     if gradient is None:
         return None
     if gradient.is_sparse:

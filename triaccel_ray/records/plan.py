@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 
 class Precision(StrEnum):
-    """A layer's compute precision; weights and their optimizer state stay FP32 throughout."""
+    """A layer's compute precision; weights and their optimizer state are FP32 numbers throughout."""
 
     FP16 = "fp16"
     BF16 = "bf16"

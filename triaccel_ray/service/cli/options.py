@@ -106,10 +106,12 @@ _METHOD = replace(
 )
 _KEEP = replace(RUN_SETTINGS["keep"], default="last")
 _ELSEWHERE = {"task", "method", "purpose", "trials_per_gpu", "seed", "keep", "register"}
+_NO_THRESHOLDS = {"batch_size", "weights", "optimizer_state", "step_in_backward"}
+"""What of the control loop's settings decides nothing."""
 _TRAINING = [
     each
     for each in RUN_SETTINGS.values()
-    if each.name == "batch_size" or each.path[1:2] == ("execution",) or each.path[0] not in {"control", *_ELSEWHERE}
+    if each.name in _NO_THRESHOLDS or each.path[1:2] == ("execution",) or each.path[0] not in {"control", *_ELSEWHERE}
 ]
 _TRAINING.sort(key=lambda each: each.path[0] != "recipe")
 _THRESHOLDS = [each for each in RUN_SETTINGS.values() if each.path[0] == "control" and each not in _TRAINING]

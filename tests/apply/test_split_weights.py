@@ -1,0 +1,294 @@
+"""Weights as two words under the loop: what computes, what is stepped, and who gets to see FP32."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.build import BF16, CONFIG, FP16, FP32, QUIET, ConvNet, blobs, cross_entropy, images, mlp, same, values
+from triaccel_ray.apply.fused_optimizer import FusedOptimizer
+from triaccel_ray.apply.precision import DTYPES
+from triaccel_ray.apply.split_weights import SplitWeights
+from triaccel_ray.config import ControlConfig, PrecisionConfig
+from triaccel_ray.kernels.split_words import split
+from triaccel_ray.loop import ControlLoop
+from triaccel_ray.model.layers import find_layers
+from triaccel_ray.records.plan import FaultKind, Precision
+
+OPTIMIZERS: dict[str, Any] = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, fused=True),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.01, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
+}
+EVERY = pytest.mark.parametrize("kind", OPTIMIZERS)
+FIXED = replace(QUIET, revert_slowdowns=False, batch=replace(QUIET.batch, enabled=False))
+IN_BF16 = replace(
+    FIXED, weights="split", precision=PrecisionConfig(enabled=False, initial=BF16, allow_slow_precisions=True)
+)
+
+
+def loop_of(model: nn.Module, config: ControlConfig = IN_BF16, kind: str = "adamw", data: Any = None) -> ControlLoop:
+    return ControlLoop(model, OPTIMIZERS[kind](model.parameters()), cross_entropy, data or images(40), config=config)
+
+
+def network(**options: Any) -> ConvNet:
+    model = ConvNet(**options)
+    model.first.bias = None  # before a norm it has no gradient but rounding, of which Adam makes whole steps
+    return model
+
+
+def run(loop: ControlLoop, num_steps: int) -> None:
+    torch.manual_seed(0)
+    for _ in range(num_steps):
+        loop.step()
+
+
+def weights_of(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.dim() >= 2]
+
+
+def put(loop: ControlLoop, *levels: Precision) -> None:
+    """Puts these precisions into force, in the order of the layers, the last repeated."""
+    names = list(loop.plan.precision)
+    wanted = dict(zip(names, [*levels, *[levels[-1]] * len(names)], strict=False))
+    loop._actuators.apply(replace(loop.plan, precision=wanted), step=0)
+
+
+@EVERY
+def test_it_trains_bit_for_bit_as_fp32_weights_do_and_layers_in_bf16_hold_two_bytes_that_compute(kind: str) -> None:
+    model, twin = network(), network()
+    loop, plain = loop_of(model, kind=kind), loop_of(twin, replace(IN_BF16, weights="fp32"), kind)
+    stepped = plain.optimizer
+    stepped._fused = FusedOptimizer(stepped.optimizer, stepped.watched, stepped._layer_of)  # as on a GPU
+    run(loop, 12)
+    run(plain, 12)
+    assert {p.dtype for p in weights_of(model)} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters() if p.dim() < 2} == {torch.float32}
+    assert {p.grad.dtype for p in weights_of(model) if p.grad is not None} == {torch.bfloat16}
+    assert {t.dtype for state in loop.optimizer.optimizer.state.values() for t in state.values()} == {torch.float32}
+    assert same(values(model), values(twin))
+    assert loop.evaluate(images(40)).loss == plain.evaluate(images(40)).loss
+
+
+def test_everybody_else_sees_fp32_and_every_bit_of_it() -> None:
+    model = network()
+    loop = loop_of(model)
+    for _ in range(3):
+        loop.step()
+    seen = values(model)
+    assert all(value.dtype is torch.float32 for value in seen.values() if value.is_floating_point())
+    assert same(seen, {name: value.clone() for name, value in loop.state_dict()["model"].items()})
+    assert torch.equal(model.second.state_dict()["weight"], seen["second.weight"])
+    assert torch.equal(split(seen["second.weight"])[0], model.second.weight)
+    with loop.suspended():
+        assert torch.equal(model.second.weight, seen["second.weight"])
+    assert same(values(model), seen)
+    fresh = network(seed=1)
+    fresh.load_state_dict(model.state_dict())
+    loop.step()
+    assert model.second.weight.dtype is torch.bfloat16
+    assert not same(values(model), seen)  # what was returned is no view of what trains on
+    assert same(values(fresh), seen)
+    after = values(model)
+    loop.close()
+    assert all(torch.equal(parameter, after[name]) for name, parameter in model.named_parameters())
+    assert not model.second._state_dict_hooks
+
+
+@EVERY
+def test_a_resumed_run_equals_an_uninterrupted_one(kind: str) -> None:
+    first, second = loop_of(network(), kind=kind), loop_of(network(seed=3), kind=kind)
+    run(first, 4)
+    state = copy.deepcopy(first.state_dict())
+    run(first, 4)
+    run(second, 3)
+    second.load_state_dict(state)
+    run(second, 4)
+    assert same(values(first.model), values(second.model))
+    mine, theirs = (loop.optimizer.optimizer.state_dict()["state"] for loop in (first, second))
+    assert same(mine, theirs)
+
+
+def test_an_optimizer_that_is_loaded_by_hand_keeps_its_state_in_fp32() -> None:
+    loop = loop_of(mlp(), data=blobs(40))
+    for _ in range(3):
+        loop.step()
+    optimizer = loop.optimizer.optimizer
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    loop.optimizer.set_rates(1.0, {}, {})
+    assert same(optimizer.state_dict()["state"], before)
+
+
+def test_a_layer_that_leaves_bf16_is_joined_exactly_and_split_again_when_it_returns() -> None:
+    model = mlp()
+    loop = loop_of(model, data=blobs(40))
+    loop.step()
+    before = values(model)
+    addresses = [p.data_ptr() for p in weights_of(model)]
+    put(loop, FP32, FP16, BF16)
+    assert [p.dtype for p in weights_of(model)] == [torch.float32, torch.float32, torch.bfloat16]
+    assert same(values(model), before)
+    put(loop, BF16)
+    loop._training.precision.refresh()
+    assert [p.dtype for p in weights_of(model)] == [torch.bfloat16] * 3
+    assert same(values(model), before)
+    assert [p.data_ptr() for p in weights_of(model)] == addresses  # captured graphs read there
+
+
+def test_what_is_written_into_a_split_weight_is_taken_as_it_is() -> None:
+    model = mlp()
+    loop = loop_of(model, data=blobs(40))
+    loop.step()
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[2].weight.clamp_(-0.125, 0.125)
+    assert (model.state_dict()["0.weight"] == 0.0).all()
+    assert model.state_dict()["2.weight"].abs().max() == 0.125
+    model[4].weight.data = torch.full_like(model[4].weight, 0.3, dtype=torch.float32)
+    loop._training.precision.refresh()
+    assert torch.equal(model.state_dict()["4.weight"], torch.full((4, 16), 0.3))
+    assert model[4].weight.dtype is torch.bfloat16
+    loop.step()
+    assert all(bool(value.isfinite().all()) for value in values(model).values())
+
+
+class Tied(nn.Module):
+    """An embedding that is the output's weight, a weight no optimizer updates, and a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.frozen = nn.Embedding(4, 8), nn.Linear(8, 8)
+        self.recurrent, self.free = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 4, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_what_is_looked_up_not_updated_or_cannot_be_cast_stays_fp32() -> None:
+    model = Tied()
+    others = [p for p in model.parameters() if p is not model.frozen.weight]
+    layers = find_layers(model)
+    weights = SplitWeights(model, layers, torch.optim.SGD(others, lr=0.1))
+    weights.set({layer.name: torch.float32 if layer.fixed_precision else torch.bfloat16 for layer in layers})
+    weights.refresh()
+    assert [name for name, p in model.named_parameters() if p.dtype is torch.bfloat16] == ["free.weight"]
+    held = weights.in_force
+    weights.refresh()
+    assert weights.in_force is held  # the same object while it holds
+    weights.release()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    weights.refresh()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_gradients_of_parts_add_up_in_fp32() -> None:
+    model, whole = mlp(), mlp()
+    data = blobs(64)
+    parts = replace(IN_BF16, batch=replace(IN_BF16.batch, start=16, maximum=16, accumulate=4))
+    loop = loop_of(model, parts, data=data)
+    plain = loop_of(whole, replace(parts, weights="fp32"), data=data)
+    for each in (loop, plain):
+        each._training.precision.refresh()
+        indices = torch.arange(16)
+        each._training.steps.step.run(indices, torch.ones(()), step=0)
+    sums = loop._training.precision.summed_gradients
+    for mine, theirs in zip(weights_of(model), weights_of(whole), strict=True):
+        assert mine.grad is None
+        # Parts differ where a word at equal distance rounds otherwise; sums in BF16 would be 2^-9 off.
+        torch.testing.assert_close(sums[id(mine)], theirs.grad, rtol=1e-5, atol=1e-7)
+    loop.step()
+    assert loop.num_skipped == 0
+    assert model[0].weight.dtype is torch.bfloat16
+
+
+def test_weights_are_joined_for_good_when_the_optimizer_steps_by_itself() -> None:
+    model, twin = mlp(), mlp()
+    loop, undisturbed = loop_of(model, data=blobs(40)), loop_of(twin, data=blobs(40))
+    run(loop, 2)
+    loop.optimizer.optimizer.register_step_post_hook(lambda *_: None)
+    loop.step()
+    run(undisturbed, 3)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    faults = loop.sensors.take_faults()
+    assert [f.detail for f in faults if f.kind is FaultKind.CAPTURE_FAILED] == ["the optimizer has step hooks"]
+    for name, value in values(model).items():
+        torch.testing.assert_close(value, values(twin)[name], rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda p: torch.optim.RMSprop(p, lr=0.1), id="another rule"),
+        pytest.param(lambda p: torch.optim.Adam(p), id="steps counted on the host"),
+    ],
+)
+def test_an_optimizer_that_the_kernels_do_not_know_is_refused_with_the_way_out(make: Any) -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match=r"weights = 'split': needs SGD, or Adam .* or give weights='fp32'"):
+        ControlLoop(model, make(model.parameters()), cross_entropy, blobs(40), config=IN_BF16)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_the_whole_loop_adapts_over_split_weights() -> None:
+    config = replace(CONFIG, weights="split", revert_slowdowns=False)
+    model = mlp()
+    loop = loop_of(model, config, "momentum", data=blobs(96))
+    seen: set[Precision] = set()
+    for _ in range(6):
+        loop.train_epoch()
+        seen |= set(loop.plan.precision.values())
+    assert len(seen) > 1
+    loop._training.precision.refresh()
+    for layer, weight in zip(loop.plan.precision.values(), weights_of(model), strict=True):
+        assert weight.dtype is (torch.bfloat16 if DTYPES[layer] is torch.bfloat16 else torch.float32)
+    assert loop.evaluate(blobs(40)).metrics["accuracy"] > 90.0
+    assert any(state.eigenvalues for state in loop.state.layers.values())
+
+
+@pytest.mark.gpu
+@EVERY
+@pytest.mark.parametrize("compiles", ["on", "off"])
+def test_on_a_gpu_captured_steps_equal_eager_ones(kind: str, compiles: Any) -> None:
+    finals = []
+    for capture in (True, False):
+        model = mlp(features=64).cuda()
+        execution = replace(IN_BF16.execution, capture=capture, compile=compiles)
+        data = tuple(tensor.cuda() for tensor in blobs(640, features=64))
+        loop = loop_of(model, replace(IN_BF16, execution=execution), kind, data)
+        for _ in range(3):
+            loop.train_epoch()
+            loop.evaluate(data)  # joins; the graphs hold, for addresses stay
+        assert (loop._training.steps.num_captured > 0) == capture
+        assert {p.dtype for p in weights_of(model)} == {torch.float32}
+        loop.step()
+        assert {p.dtype for p in weights_of(model)} == {torch.bfloat16}
+        finals.append(values(model))
+        loop.close()
+    for name, value in finals[0].items():
+        torch.testing.assert_close(value, finals[1][name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_step_needs_two_bytes_a_weight_less() -> None:
+    peaks = {}
+    for weights in ("fp32", "split"):
+        before = torch.cuda.memory_allocated()
+        model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8))).cuda()
+        execution = replace(IN_BF16.execution, capture=False, compile="off")
+        data: tuple[Tensor, Tensor] = (torch.randn(64, 2048).cuda(), torch.randint(0, 4, (64,)).cuda())
+        loop = loop_of(model, replace(IN_BF16, weights=weights, execution=execution), "adamw", data)
+        loop.step()  # splits
+        torch.cuda.reset_peak_memory_stats()
+        loop.step()
+        peaks[weights] = torch.cuda.max_memory_allocated() - before
+        loop.close()
+        del loop, model
+    num_weights = 8 * 2048 * 2048
+    # Without split weights there are copies in BF16 beside FP32: 2 bytes. Gradients are BF16 either way.
+    assert peaks["fp32"] - peaks["split"] > 1.8 * num_weights

@@ -1,0 +1,224 @@
+"""Steps from inside the backward pass against the same steps after it: one trajectory, and no gradient left."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.apply.test_split_weights import EVERY, FIXED, IN_BF16, OPTIMIZERS, network, put, run, weights_of
+from tests.build import FP32, RerunPool, blobs, cross_entropy, images, mlp, same, values
+from triaccel_ray.apply import step_in_backward
+from triaccel_ray.apply.fused_optimizer import FusedOptimizer
+from triaccel_ray.apply.step_in_backward import buckets_of
+from triaccel_ray.config import ControlConfig
+from triaccel_ray.loop import ControlLoop
+
+IN_FP32 = replace(FIXED, step_in_backward=True)
+IN_WORDS = replace(IN_BF16, step_in_backward=True)
+EACH_KIND_OF_WEIGHTS = pytest.mark.parametrize("config", [IN_FP32, IN_WORDS], ids=["fp32", "split"])
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_in_backward, "BUCKET_ELEMENTS", 30)
+
+
+def loop_of(
+    model: nn.Module, config: ControlConfig, kind: str = "adamw", data: Any = None, loss: Any = cross_entropy
+) -> ControlLoop:
+    loop = ControlLoop(model, OPTIMIZERS[kind](model.parameters()), loss, data or images(40), config=config)
+    if loop.optimizer._fused is None:  # as on a GPU
+        stepped = loop.optimizer
+        stepped._fused = FusedOptimizer(stepped.optimizer, stepped.watched, stepped._layer_of)
+    return loop
+
+
+def after(config: ControlConfig) -> ControlConfig:
+    """The same with steps after the backward pass."""
+    return replace(config, step_in_backward=False)
+
+
+def test_buckets_follow_the_model_from_its_end_and_hold_each_parameter_once() -> None:
+    model = mlp()  # 128 + 16, 256 + 16, 64 + 4 elements
+    elsewhere = nn.Parameter(torch.zeros(3))
+    watched = [*sorted(model.parameters(), key=lambda p: -p.dim()), elsewhere]  # weights first, as recipes have it
+    names = {id(p): name for name, p in model.named_parameters()} | {id(elsewhere): "elsewhere"}
+    found = [[names[id(watched[index])] for index in bucket] for bucket in buckets_of(model, watched)]
+    assert found == [["4.bias", "4.weight"], ["2.bias", "2.weight"], ["0.bias", "0.weight"], ["elsewhere"]]
+
+
+@EVERY
+@EACH_KIND_OF_WEIGHTS
+def test_it_is_the_trajectory_of_steps_after_the_backward_pass(kind: str, config: ControlConfig) -> None:
+    models = network(), network()
+    for model, each in zip(models, (config, after(config)), strict=True):
+        run(loop_of(model, each, kind), 10)
+    assert same(values(models[0]), values(models[1]))
+    assert all(p.grad is None for p in models[0].parameters())
+
+
+@EACH_KIND_OF_WEIGHTS
+def test_what_a_graph_captures_is_the_same_work(config: ControlConfig) -> None:
+    parts = replace(config, batch=replace(config.batch, start=16, maximum=16, accumulate=2))
+    for each in (config, parts):
+        models = mlp(), mlp()
+        for model, how in zip(models, (each, after(each)), strict=True):
+            loop = loop_of(model, how, data=blobs(64))
+            steps = loop._training.steps
+            steps.enabled, steps._pool = True, RerunPool()  # a capture makes its step, too: of both loops alike
+            run(loop, 2)
+            assert steps.num_captured == 1
+            steps.enabled = how is each  # a second replay of the other would add to gradients that a graph replaces
+            run(loop, 2)
+        assert same(values(models[0]), values(models[1]))
+
+
+@EACH_KIND_OF_WEIGHTS
+def test_statistics_and_skips_are_those_of_steps_after_the_backward_pass(config: ControlConfig) -> None:
+    read = []
+    for each in (config, after(config)):
+        loop = loop_of(network(), replace(each, every_steps=100))
+        run(loop, 5)
+        read.append(loop._training.moments.read())
+        assert loop.num_skipped == 0
+    torch.testing.assert_close(read[0], read[1], rtol=1e-12, atol=0.0)
+
+
+@EACH_KIND_OF_WEIGHTS
+def test_gradients_never_exist_all_at_once(config: ControlConfig) -> None:
+    model = mlp()
+    alive: list[int] = []
+    seen: list[weakref.ref[Tensor]] = []
+    loop = loop_of(model, config, data=blobs(40))
+    stepper = loop._training.steps.step.stepper
+    assert stepper is not None
+    take = stepper._take
+
+    def watching(index: int, gradients: Any, steps: bool) -> None:
+        seen.extend(weakref.ref(tensor) for tensor in gradients.tensors if tensor is not None)
+        take(index, gradients, steps)
+        alive.append(sum(ref() is not None for ref in seen))
+
+    stepper._take = watching
+    loop.step()
+    gc.collect()
+    assert alive == [2, 2, 2]  # those of its own bucket
+    assert not any(ref() is not None for ref in seen)
+
+
+@EACH_KIND_OF_WEIGHTS
+def test_parts_of_a_batch_add_up_and_the_last_one_steps(config: ControlConfig) -> None:
+    config = replace(config, batch=replace(config.batch, start=16, maximum=16, accumulate=4))
+    models = mlp(), mlp()
+    for model, each in zip(models, (config, after(config)), strict=True):
+        loop = loop_of(model, each, data=blobs(64))
+        run(loop, 6)
+        if each is config:
+            assert not loop._training.precision.summed_gradients
+    assert same(values(models[0]), values(models[1]))
+
+
+class ScaledLoss:
+    """A loss times a factor."""
+
+    factor = 1.0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.factor * cross_entropy(outputs, targets)
+
+
+def test_the_norm_of_the_step_before_clips_and_travels_with_a_checkpoint() -> None:
+    config = replace(IN_FP32, clip_norm=0.05)
+    model, twin = mlp(), mlp()
+    loss = ScaledLoss()
+    loop = loop_of(model, config, "momentum", blobs(40))
+    plain = loop_of(twin, replace(IN_FP32, clip_norm=None), "momentum", blobs(40), loss)
+    loss.factor = 0.0  # no norm is known yet
+    run(loop, 1)
+    run(plain, 1)
+    assert same(values(model), values(twin))
+    norm = float(loop._training.moments.last_norm)
+    assert norm > 0.05
+    state = copy.deepcopy(loop.state_dict())
+    loss.factor = 0.05 / norm
+    run(loop, 1)
+    run(plain, 1)
+    for name, value in values(model).items():
+        torch.testing.assert_close(value, values(twin)[name], rtol=1e-5, atol=1e-6)
+    resumed = loop_of(mlp(seed=5), config, "momentum", blobs(40))
+    resumed.load_state_dict(state)
+    run(resumed, 1)
+    assert same(values(resumed.model), values(model))
+
+
+def test_layers_change_their_precision_on_the_way() -> None:
+    models = mlp(), mlp()
+    for model, each in zip(models, (IN_WORDS, after(IN_WORDS)), strict=True):
+        loop = loop_of(model, each, data=blobs(40))
+        run(loop, 2)
+        put(loop, FP32, FP32, IN_BF16.precision.initial)
+        run(loop, 2)
+        assert [p.dtype for p in weights_of(model)] == [torch.float32, torch.float32, torch.bfloat16]
+    assert same(values(models[0]), values(models[1]))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_code_hands_its_gradients_over_too(whole: bool) -> None:
+    models = mlp(), mlp()
+    for model, each in zip(models, (IN_WORDS, after(IN_WORDS)), strict=True):
+        if whole:
+            each = replace(each, execution=replace(each.execution, compile="on"))
+        else:
+            model[2].compile()
+        run(loop_of(model, each, data=blobs(40)), 3)
+    assert same(values(models[0]), values(models[1]))
+
+
+class TestOnAGpu:
+    pytestmark = pytest.mark.gpu
+
+    @EVERY
+    @EACH_KIND_OF_WEIGHTS
+    @pytest.mark.parametrize("compiles", ["on", "off"])
+    @pytest.mark.parametrize("capture", [True, False])
+    def test_it_is_the_trajectory_of_steps_after_the_backward_pass(
+        self, kind: str, config: ControlConfig, compiles: Any, capture: bool
+    ) -> None:
+        finals = []
+        data = tuple(tensor.cuda() for tensor in blobs(640, features=64))
+        for each in (config, after(config)):
+            model = mlp(features=64).cuda()
+            execution = replace(each.execution, capture=capture, compile=compiles)
+            loop = loop_of(model, replace(each, execution=execution, clip_norm=None), kind, data)
+            for _ in range(2):
+                loop.train_epoch()
+            assert (loop._training.steps.num_captured > 0) == capture
+            finals.append(values(model))
+            loop.close()
+        for name, value in finals[0].items():
+            torch.testing.assert_close(value, finals[1][name], rtol=1e-3, atol=1e-4)
+
+    def test_the_step_holds_no_gradients(self) -> None:
+        peaks = {}
+        for in_backward in (False, True):
+            before = torch.cuda.memory_allocated()
+            model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16))).cuda()
+            execution = replace(IN_WORDS.execution, capture=False, compile="off")
+            config = replace(IN_WORDS, step_in_backward=in_backward, execution=execution)
+            data = torch.randn(64, 2048).cuda(), torch.randint(0, 4, (64,)).cuda()
+            loop = loop_of(model, config, "adamw", data)
+            loop.step()  # splits
+            torch.cuda.reset_peak_memory_stats()
+            loop.step()
+            peaks[in_backward] = torch.cuda.max_memory_allocated() - before
+            loop.close()
+            del loop, model
+        # BF16 gradients of 16 layers, less those of the buckets under way.
+        assert peaks[False] - peaks[True] > 0.7 * 2 * 16 * 2048**2

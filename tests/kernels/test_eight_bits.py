@@ -1,0 +1,134 @@
+"""Optimizer state in 8 bits: what a code keeps, and steps that read and write codes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.build import DEVICE, both
+from tests.kernels.test_optimizer_step import Model, draw
+from triaccel_ray.kernels.eight_bits import BLOCK, BLOCK_BYTES, GROUP, decode, encode, num_bytes
+from triaccel_ray.kernels.multi_tensor import TensorTable
+from triaccel_ray.kernels.optimizer_step.api import AdamWStep, SgdStep
+
+# Triton's interpreter computes by NumPy, which warns of NaN and infinity.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+each_optimizer = pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+SIZES = [1, GROUP, BLOCK - 1, BLOCK, 3 * BLOCK + 70]
+
+
+def numbers(size: int, decades: float = 3.0) -> Tensor:
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(size, generator=generator) * 10.0 ** (-decades * torch.rand(size, generator=generator))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_codes_keep_a_bounded_part_of_every_number(size: int) -> None:
+    values = numbers(size)
+    codes = encode(values)
+    assert codes.shape == (num_bytes(size),)
+    error = (decode(codes, size, signed=True) - values).abs()
+    largest = torch.nn.functional.pad(values, (0, -size % GROUP)).view(-1, GROUP).abs().amax(1)
+    largest = largest.repeat_interleave(GROUP)[:size]
+    # Half a code of 1/127 in y = sqrt(|x| / s): |dx| <= 2 sqrt(s |x|) dy + s dy^2.
+    half = 0.5 / 127
+    assert (error <= 2 * (largest * values.abs()).sqrt() * half + largest * half**2 + 1e-6 * largest).all()
+    squares = values.square()
+    found = decode(encode(squares, torch.tensor(3.0)), size, signed=False)
+    # A code of 1/255 in y = (x / s)^(1/4), and never 0 for what is not.
+    root, code = (squares / largest.square()) ** 0.25, 1.0 / 255
+    assert ((found / largest.square()) ** 0.25 - root).abs().max() <= code * (1 + 1e-4)
+    assert (found > 0).all()
+
+
+def test_zero_bytes_are_zeros() -> None:
+    nothing = torch.zeros(num_bytes(1500), dtype=torch.uint8)
+    for signed in (True, False):
+        assert torch.equal(decode(nothing, 1500, signed=signed), torch.zeros(1500))
+    assert torch.equal(encode(torch.zeros(1500)), nothing)
+    assert len(nothing) == 2 * BLOCK_BYTES
+
+
+def test_a_second_moment_follows_what_moves_it_by_less_than_a_code() -> None:
+    size, beta = 4 * GROUP, 0.999
+    target = torch.logspace(-2, 0, size)
+    codes = encode(torch.full((size,), 0.1), torch.tensor(0.0))
+    for step in range(6000):
+        value = decode(codes, size, signed=False)
+        codes = encode(value * beta + (1 - beta) * target, torch.tensor(float(step)))
+    value = decode(codes, size, signed=False)
+    assert (value / target).log().mean().abs() < 0.05  # rounded to the nearest, most would not have moved
+    assert (value / target).log().abs().max() < 0.5
+
+
+def into_codes(model: Model) -> int:
+    """Has the model keep the state of every other tensor in codes; returns of how many."""
+    model.table["first"] = TensorTable(len(model.sizes), DEVICE)  # of any size
+    chosen = range(0, len(model.sizes), 2)
+    for index in chosen:
+        for state in (model.first, model.second):
+            state[index] = torch.zeros(num_bytes(model.sizes[index]), dtype=torch.uint8, device=DEVICE)
+    return len(chosen)
+
+
+@each_optimizer
+@pytest.mark.parametrize("aligned", [True, False])
+def test_the_kernel_computes_what_its_reference_does(optimizer: str, aligned: bool) -> None:
+    kernel, plain = Model(optimizer, aligned=aligned), Model(optimizer, aligned=aligned)
+    assert into_codes(kernel) == 4
+    reference = Model(optimizer, kernel=False) if DEVICE.type == "cpu" else None
+    if reference is not None:
+        into_codes(reference)
+    for step in range(3):
+        gradients = draw(kernel, step)
+        for model in (kernel, plain, reference):
+            if model is not None:
+                model.step(gradients)
+        for index, (mine, exact) in enumerate(zip(kernel.parameters, plain.parameters, strict=True)):
+            if reference is not None:
+                torch.testing.assert_close(mine, reference.parameters[index], rtol=1e-5, atol=1e-5)
+            assert (mine - exact).abs().max() < 0.1 * (1 + step)  # the state was near enough
+            if index % 2:  # in FP32 beside them
+                torch.testing.assert_close(mine, exact, rtol=1e-6, atol=1e-7)
+
+
+@both
+@each_optimizer
+def test_a_skipped_step_writes_no_code(optimizer: str, kernel: bool) -> None:
+    model = Model(optimizer, kernel=kernel)
+    into_codes(model)
+    model.step(draw(model, 0))
+    before = model.state()
+    model.found.fill_(1.0)
+    model.step(draw(model, 1))
+    assert all(torch.equal(old, new) for old, new in zip(before, model.state(), strict=True))
+
+
+@pytest.mark.parametrize("rule", ["momentum", "adamw"])
+def test_a_long_run_ends_as_low_as_with_fp32_state(rule: str) -> None:
+    size, ends = 8 * GROUP, []
+    curvature = torch.logspace(-2, 0, size)
+    for in_codes in (False, True):
+        parameter, gradient = torch.ones(size), torch.zeros(size)
+        kinds = [torch.zeros(num_bytes(size), dtype=torch.uint8) if in_codes else torch.zeros(size) for _ in range(2)]
+        states = kinds[:1] if rule == "momentum" else [*kinds, torch.zeros(())]
+        tables = [TensorTable(1, torch.device("cpu")) for _ in range(3 + len(states))]
+        for table, tensor in zip(tables, (parameter, gradient, None, *states), strict=True):
+            table.point_to([tensor])
+        step = (SgdStep if rule == "momentum" else AdamWStep)([size], torch.device("cpu"))
+        if isinstance(step, SgdStep):
+            step.set(lr=[0.05], weight_decay=[0.0], momentum=[0.9], nesterov=[False])
+        else:
+            betas = {"beta1": [0.9], "beta2": [0.999], "eps": [1e-8]}
+            step.set(lr=[3e-3], weight_decay=[0.0], decoupled=[True], **betas)
+        by = {"loss_scale": torch.ones(()), "found_nonfinite": torch.zeros(())}
+        noise = torch.Generator().manual_seed(0)
+        for index in range(2000):
+            gradient.copy_(curvature * parameter + 0.1 * curvature * torch.randn(size, generator=noise))
+            lr_factor = torch.tensor(0.5 * (1 + math.cos(math.pi * index / 2000)))
+            step.step(tables[0], tables[1], tables[3:], tables[2], lr_factor=lr_factor, **by)
+        ends.append(float((curvature * parameter.square()).sum()))
+    assert ends[1] <= 1.1 * ends[0] + 1e-4

@@ -1,0 +1,126 @@
+"""Weights in two words: exact, and stepped bit for bit as their FP32 numbers would be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.build import both
+from tests.kernels.test_optimizer_step import COPY_DTYPES, Model, draw
+from triaccel_ray.kernels.multi_tensor import TensorTable
+from triaccel_ray.kernels.optimizer_step.api import AdamWStep, SgdStep
+from triaccel_ray.kernels.split_words import join, split
+
+# Triton's interpreter computes by NumPy, which warns of NaN and infinity.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+each_optimizer = pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+EDGES = [0x00000000, 0x00000001, 0x00007FFF, 0x00008000, 0x007FFFFF, 0x3F800000, 0x3F808000, 0x3F807FFF, 0x3F818000,
+         0x7F7F7FFF, 0x7F7FFFFF, 0x7F800000]  # fmt: skip
+NANS = [0x7F800001, 0x7FC00000, 0x7FFF7FFF, 0x7FFFFFFF]
+
+
+def numbers(bits: list[int]) -> Tensor:
+    """FP32 numbers of these bits, of both signs."""
+    positive = torch.tensor(bits, dtype=torch.int64)
+    return torch.cat([positive, positive - 2**31]).to(torch.int32).view(torch.float32)
+
+
+def test_every_number_comes_back_bit_for_bit_and_its_high_word_is_the_nearest() -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(-(2**31), 2**31, (200_000,), generator=generator).to(torch.int32).view(torch.float32)
+    values = torch.cat([drawn[~drawn.isnan()], numbers(EDGES)])
+    high, low = split(values)
+    assert torch.equal(join(high, low).view(torch.int32), values.view(torch.int32))
+    is_tie = values.view(torch.int32) & 0xFFFF == 0x8000  # where PyTorch rounds to the even one
+    assert torch.equal(high[~is_tie].view(torch.int16), values.bfloat16()[~is_tie].view(torch.int16))
+    away = values[is_tie].view(torch.int32) + 0x8000
+    assert torch.equal(high[is_tie].float().view(torch.int32), away)
+
+
+def test_nan_stays_nan_and_nothing_that_computes_becomes_a_number() -> None:
+    high, low = split(numbers(NANS))
+    assert join(high, low).isnan().all()
+    assert not high.isfinite().any()
+
+
+def into_words(model: Model) -> int:
+    """Has the model step words in place of some parameters; returns of how many."""
+    num_words = 0
+    for index, (parameter, dtype) in enumerate(zip(model.parameters, COPY_DTYPES, strict=True)):
+        if dtype not in (None, torch.bfloat16):
+            continue
+        high, low = split(parameter)
+        if parameter.data_ptr() % 16:
+            high, low = shifted(high), shifted(low)
+        model.parameters[index], model.copies[index] = high, low
+        num_words += 1
+    return num_words
+
+
+def shifted(tensor: Tensor) -> Tensor:
+    """The same beginning at an odd address."""
+    whole = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:]
+    return whole.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
+@both
+@each_optimizer
+@pytest.mark.parametrize("aligned", [True, False])
+def test_words_are_stepped_as_the_numbers_would_be(optimizer: str, kernel: bool, aligned: bool) -> None:
+    plain, words = (Model(optimizer, kernel=kernel, aligned=aligned) for _ in range(2))
+    assert into_words(words) == 4
+    for step in range(4):
+        gradients = draw(plain, step)
+        if step == 2:
+            gradients[3] = None
+        for model in (plain, words):
+            model.found.fill_(float(step == 3))
+            model.step(gradients)
+        for mine, low, theirs in zip(words.parameters, words.copies, plain.parameters, strict=True):
+            joined = mine if low is None or low.dtype is not torch.int16 else join(mine, low)
+            assert torch.equal(joined, theirs)
+    for mine, theirs in zip(words.first, plain.first, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_bf16_parameter_without_its_low_words_is_refused() -> None:
+    model = Model("sgd")
+    model.table["parameters"].point_to([p.bfloat16() for p in model.parameters])
+    with pytest.raises(ValueError, match=r"parameters or optimizer state are torch\.bfloat16: must be torch\.float32"):
+        model.launch()
+
+
+@pytest.mark.parametrize("rule", ["momentum", "nesterov", "adam", "adamw"])
+def test_ten_thousand_steps_equal_those_of_fp32_masters_whose_rounded_words_compute(rule: str) -> None:
+    size = 64
+    generator = torch.Generator().manual_seed(1)
+    curvature = torch.logspace(-2, 0, size)
+    targets = torch.randn(size, generator=generator)
+    master = torch.randn(size, generator=generator)
+    start, (high, low) = master.clone(), split(master)
+    device = torch.device("cpu")
+    is_sgd = rule in ("momentum", "nesterov")
+    finals = []
+    for parameter, companion in ((master, None), (high, low)):
+        states = [torch.zeros(size)] if is_sgd else [torch.zeros(size), torch.zeros(size), torch.zeros(())]
+        tables = [TensorTable(1, device) for _ in range(3 + len(states))]
+        kernel = (SgdStep if is_sgd else AdamWStep)([size], device)
+        if isinstance(kernel, SgdStep):
+            kernel.set(lr=[0.02], weight_decay=[1e-3], momentum=[0.9], nesterov=[rule == "nesterov"])
+        else:
+            betas = {"beta1": [0.9], "beta2": [0.99], "eps": [1e-8]}
+            kernel.set(lr=[1e-3], weight_decay=[1e-2], decoupled=[rule == "adamw"], **betas)
+        noise = torch.Generator().manual_seed(2)
+        gradient = torch.zeros(size, dtype=torch.bfloat16)
+        for table, tensor in zip(tables, (parameter, gradient, companion, *states), strict=True):
+            table.point_to([tensor])
+        by = {"lr_factor": torch.ones(()), "loss_scale": torch.ones(()), "found_nonfinite": torch.zeros(())}
+        for _ in range(10_000):
+            computes = split(parameter)[0] if companion is None else parameter
+            exact = curvature * (computes.float() - targets) + 0.1 * torch.randn(size, generator=noise)
+            gradient.copy_(exact)
+            kernel.step(tables[0], tables[1], tables[3:], tables[2], **by)
+        finals.append(parameter if companion is None else join(parameter, companion))
+    assert torch.equal(finals[0], finals[1])
+    assert not torch.equal(finals[0], start)  # it has moved

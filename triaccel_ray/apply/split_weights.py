@@ -1,0 +1,208 @@
+"""Weights of layers in BF16, kept as the word that computes and the 16 bits that complete the FP32 number.
+
+The word is the parameter itself: no copy in FP32 stands beside it, no pass casts it, and its gradient is half as large.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from triaccel_ray.apply.copies import looked_up
+from triaccel_ray.kernels.multi_tensor import have_equal_dense_strides, is_dense
+from triaccel_ray.kernels.split_words import join, split
+from triaccel_ray.model.layers import Layer
+
+_PIECE = 2**20
+"""Elements that are split or joined at once: what is computed on the way takes some 16 bytes for each."""
+_ALIGNMENT = 8
+"""Words to a multiple of which the low ones begin: 16 bytes, which kernels read at once."""
+
+
+class SplitWeights:
+    """Splits the weights of layers in BF16, and joins them when somebody else is to see them.
+
+    A weight's two halves lie in one stretch of memory, in which it is joined and split in place: its address stays, and
+    FP32 exists nowhere else. `refresh` splits what is to be split before a step; everything that reads or writes FP32
+    joins first: evaluation and curvature, checkpoints that are loaded, the optimizer's own step. `model.state_dict()`
+    holds FP32 at any time, of split weights in host memory. What somebody writes into a split weight in place is
+    noticed by its version counter, and taken as it is.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[Layer], optimizer: torch.optim.Optimizer) -> None:
+        """Splits, when asked, weights that `optimizer` updates, and that belong to exactly one of `layers`.
+
+        Not those that an embedding looks up, for autocast leaves them in FP32.
+        """
+        owners = Counter(id(weight) for layer in layers for weight in layer.weights)
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        left_out = {id(p) for layer in layers for p in looked_up(layer)}
+        self._weights = {
+            layer.name: [w for w in layer.weights if owners[id(w)] == 1 and id(w) in updated - left_out]
+            for layer in layers
+        }
+        self._words: dict[int, _Words] = {}
+        self._dtypes: Mapping[str, torch.dtype] = {}
+        self._is_released = False
+        self.in_force: Mapping[int, Tensor] = MappingProxyType({})
+        """Id of a split weight -> its low words, int16; another object whenever it changes."""
+        self.sums: dict[int, Tensor] = {}
+        """Id of a split weight -> the sum of its gradients over the parts of a batch, fp32."""
+        mine = {id(weight) for weights in self._weights.values() for weight in weights}
+        self._hooks: list[RemovableHandle] = [
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.join())  # it would bring state to BF16
+        ]
+        for module in model.modules():
+            if any(id(p) in mine for p in module._parameters.values()):
+                self._hooks.extend(_hooked(module, self._words))
+
+    def set(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Takes the dtype of each layer, by name; joins the weights of those that leave BF16."""
+        self._dtypes = dict(dtypes)
+        kept = {id(weight) for weight in self._to_split()}
+        self._join([words for key, words in self._words.items() if key not in kept])
+
+    def refresh(self) -> None:
+        """Splits the weights of layers in BF16 that are not split, or that somebody has changed since."""
+        before = dict(self.in_force)
+        for weight in self._to_split():
+            words = self._words.get(id(weight))
+            if words is None or not (words.is_split or have_equal_dense_strides(words.low, weight)):
+                if not is_dense(weight):
+                    continue
+                words = self._words[id(weight)] = _Words(weight)
+            words.split()
+        found = {key: words.low for key, words in self._words.items() if words.is_split}
+        if found.keys() != before.keys() or any(found[key] is not before[key] for key in found):
+            self.in_force = found
+
+    def join(self) -> None:
+        """Makes all weights FP32 again, until the next `refresh`."""
+        self._join(self._words.values())
+
+    def release(self) -> None:
+        """Makes all weights FP32 again, for good."""
+        self.join()
+        self._is_released = True
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def gather_gradient(self, weight: Tensor) -> None:
+        """Adds the gradient of a weight, if it is split, to `sums`, in FP32: sums of parts lose digits in 16 bits."""
+        key = id(weight)
+        if key in self.in_force and weight.grad is not None:
+            total = self.sums.get(key)
+            self.sums[key] = weight.grad.float() if total is None else total.add_(weight.grad)
+            weight.grad = None
+
+    def gather_gradients(self) -> None:
+        """Adds the gradients of all split weights to `sums`."""
+        for words in self._words.values():
+            self.gather_gradient(words.weight)
+
+    def zero_grad(self) -> None:
+        """Drops the sums."""
+        self.sums.clear()
+
+    def _to_split(self) -> list[nn.Parameter]:
+        if self._is_released:
+            return []
+        return [w for name, dtype in self._dtypes.items() if dtype is torch.bfloat16 for w in self._weights[name]]
+
+    def _join(self, some: Any) -> None:
+        for words in some:
+            words.join()
+        self.in_force = {key: words.low for key, words in self._words.items() if words.is_split}
+
+
+class _Words:
+    """Four bytes for each element of a weight: its FP32 numbers, or all high words and then all low ones."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        """Allocates the memory; the weight is where it was until it is split."""
+        number = weight.numel()
+        begin = -(-number // _ALIGNMENT) * _ALIGNMENT
+        memory = torch.empty(2 * begin, dtype=torch.int16, device=weight.device)
+        self.weight, self._version = weight, weight._version
+        self._flat = memory.view(torch.float32)[:number]
+        self._numbers = self._flat.as_strided(weight.shape, weight.stride())
+        self._flat_high = memory[:number].view(torch.bfloat16)
+        self._flat_low = memory[begin : begin + number]
+        self._high = self._flat_high.as_strided(weight.shape, weight.stride())
+        self.low = self._flat_low.as_strided(weight.shape, weight.stride(), begin)
+        """The low words, int16, laid out as the weight is."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the weight is the high words."""
+        return self._is_at_home and self.weight.dtype is torch.bfloat16
+
+    @property
+    def _is_at_home(self) -> bool:
+        return self.weight.data_ptr() == self._flat.data_ptr()
+
+    @torch.no_grad()
+    def split(self) -> None:
+        """Makes the weight the high words."""
+        if self.is_split:
+            self._take_what_was_written()
+            return
+        if not self._is_at_home:
+            self._numbers.copy_(self.weight)
+        # All of it before a word is written: they take the place of the numbers.
+        words = [split(piece) for piece in self._flat.split(_PIECE)]
+        torch.cat([high for high, _ in words], out=self._flat_high)
+        torch.cat([low for _, low in words], out=self._flat_low)
+        self._show(self._high)
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Makes the weight FP32."""
+        if self.is_split:
+            self._flat.copy_(self._joined())
+            self._show(self._numbers)
+
+    @torch.no_grad()
+    def joined(self) -> Tensor:
+        """Returns the FP32 numbers of a split weight, in host memory: a second model has no place on the device."""
+        return self._joined().cpu().as_strided(self.weight.shape, self.weight.stride())
+
+    def _joined(self) -> Tensor:
+        """Returns the numbers in the order in which they lie, [number]."""
+        self._take_what_was_written()
+        pieces = zip(self._flat_high.split(_PIECE), self._flat_low.split(_PIECE), strict=True)
+        return torch.cat([join(high, low) for high, low in pieces])
+
+    def _take_what_was_written(self) -> None:
+        if self.weight._version != self._version:
+            self.low.zero_()  # they completed other words
+            self._version = self.weight._version
+
+    def _show(self, values: Tensor) -> None:
+        self.weight.grad = None  # of the other dtype
+        self.weight.data = values
+        self._version = self.weight._version
+
+
+def _hooked(module: nn.Module, words: Mapping[int, _Words]) -> list[RemovableHandle]:
+    """Has `module` give its split weights in FP32 into a state_dict, and join them before it is given one."""
+
+    # Functions, which a deep copy of the module shares, and not objects, which it would copy with all weights.
+    def put_joined(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name, parameter in module._parameters.items():
+            if id(parameter) in words and words[id(parameter)].is_split:
+                state[prefix + name] = words[id(parameter)].joined()
+
+    def join_own(module: nn.Module, *_: Any) -> None:
+        for parameter in module._parameters.values():
+            if id(parameter) in words:
+                words[id(parameter)].join()
+
+    return [module.register_state_dict_post_hook(put_joined), module.register_load_state_dict_pre_hook(join_own)]

@@ -1,0 +1,159 @@
+"""Optimizer steps from inside the backward pass: a bucket of gradients goes as soon as it is complete.
+
+PyTorch's tutorial and torchtune step one parameter at a time, which costs launches, and refuse loss scaling, clipping
+and accumulation. LOMO (Lv et al. 2023) passes backward twice for the norm to clip by; here the last step's serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from triaccel_ray.apply.precision import LayerPrecision
+from triaccel_ray.model.gradients import Gradients
+
+BUCKET_ELEMENTS = 2**23
+"""Elements from which on a bucket is full, 16 MiB of BF16 gradients: few launches for many small parameters."""
+
+
+def buckets_of(model: nn.Module, watched: Sequence[nn.Parameter]) -> list[list[int]]:
+    """Returns the indices of `watched` parameters in buckets, in the order in which gradients arrive: the last first.
+
+    Parameters that lie side by side in the model share a bucket.
+    """
+    place_of = {id(p): place for place, p in enumerate(model.parameters())}
+    found: list[list[int]] = [[]]
+    size = 0
+    for index in sorted(range(len(watched)), key=lambda index: -place_of.get(id(watched[index]), -1)):
+        if size >= BUCKET_ELEMENTS:
+            found.append([])
+            size = 0
+        found[-1].append(index)
+        size += watched[index].numel()
+    return found
+
+
+class BucketedGradients:
+    """The gradients of one step, a bucket at a time: none is left when the backward pass has ended."""
+
+    def __init__(self, stepper: StepInBackward, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Begins empty."""
+        self._stepper = stepper
+        self.buckets = [Gradients(bucket) for bucket in buckets]
+        self.publishes = True
+
+    def begin(self, *, publishes: bool) -> None:
+        """Takes what arrives from here on; without `publishes` a CUDA graph is being captured."""
+        self.publishes = publishes
+        self._stepper.begin(self)
+
+    def collect(self, companions: Mapping[int, Tensor], sums: Mapping[int, Tensor]) -> None:
+        """Hands over the buckets to which not every gradient has come; takes none any more."""
+        self._stepper.end()
+
+    def publish(self) -> None:
+        """Brings the addresses to the device, where a captured graph will read them."""
+        for bucket in self.buckets:
+            bucket.publish()
+
+    def drop(self) -> None:
+        """Forgets the tensors; `Gradients.drop`."""
+        for bucket in self.buckets:
+            bucket.drop()
+
+
+class StepInBackward:
+    """Hands each bucket over once its last gradient has arrived in the last part of a batch, and frees its gradients.
+
+    A batch that is tried again, after it did not fit, takes up its buckets' statistics again; a bucket that has been
+    stepped is not stepped twice.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Sequence[nn.Parameter]],
+        precision: LayerPrecision,
+        begin: Callable[[], None],
+        take: Callable[[int, Gradients, bool], None],
+    ) -> None:
+        """Waits for gradients of `buckets`; `remove` ends it.
+
+        `begin` is called before a batch passes; `take` with a bucket's index, its gradients, and whether to step it.
+        """
+        self._buckets, self._precision, self._begin, self._take = buckets, precision, begin, take
+        self._bucket_of = {id(p): index for index, bucket in enumerate(buckets) for p in bucket}
+        self._gradients: BucketedGradients | None = None
+        self._missing: list[set[int]] = []
+        self._is_taking = self._is_last_part = self._sums_parts = False
+        self._is_stepped: list[bool] = []
+        self._is_taken: list[bool] = []
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._arrived) for bucket in buckets for p in bucket if p.requires_grad
+        ]
+
+    def gradients(self) -> BucketedGradients:
+        """Returns tables for the gradients of one step."""
+        return BucketedGradients(self, self._buckets)
+
+    def begin(self, gradients: BucketedGradients) -> None:
+        """Hands over to `gradients` what arrives from here on."""
+        self._gradients = gradients
+        self._is_stepped = [False] * len(self._buckets)
+
+    def attempt(self) -> None:
+        """Begins to pass the batch, for the first time or again."""
+        self._missing = [{id(p) for p in bucket if p.requires_grad} for bucket in self._buckets]
+        self._is_taken = [False] * len(self._buckets)
+        self._begin()
+
+    @contextlib.contextmanager
+    def taking(self, *, is_first: bool, is_last: bool) -> Iterator[None]:
+        """Returns a context for the backward pass of a part of the batch; the last part completes gradients."""
+        self._is_taking, self._is_last_part, self._sums_parts = True, is_last, not (is_first and is_last)
+        try:
+            yield
+        finally:
+            self._is_taking = False
+
+    def end(self) -> None:
+        """Hands over what is left."""
+        for index, is_taken in enumerate(self._is_taken):
+            if not is_taken:
+                self._hand_over(index)
+
+    def remove(self) -> None:
+        """Leaves gradients to others again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _arrived(self, parameter: Tensor) -> None:
+        if not self._is_taking:
+            return
+        if self._sums_parts:
+            self._precision.gather_gradient(parameter)
+        if not self._is_last_part:
+            return
+        index = self._bucket_of[id(parameter)]
+        if self._is_taken[index]:
+            raise RuntimeError(
+                f"the gradient of a weight of shape {tuple(parameter.shape)} arrives in several pieces, the last after "
+                "it was stepped: checkpoint with use_reentrant=False, or give step_in_backward=False"
+            )
+        self._missing[index].discard(id(parameter))
+        if not self._missing[index]:
+            self._hand_over(index)
+
+    def _hand_over(self, index: int) -> None:
+        assert self._gradients is not None
+        gradients = self._gradients.buckets[index]
+        gradients.collect(self._precision.companions, self._precision.summed_gradients)
+        if self._gradients.publishes:
+            gradients.publish()
+        self._take(index, gradients, not self._is_stepped[index])
+        self._is_taken[index] = self._is_stepped[index] = True
+        gradients.drop()
+        for parameter in self._buckets[index]:
+            parameter.grad = None
+            self._precision.drop_sum(parameter)
