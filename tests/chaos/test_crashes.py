@@ -110,9 +110,9 @@ def begun(whole: Path, storage: Path) -> Path:
 
 
 def outcome(folder: Path) -> dict[str, list[Any]]:
-    """What every run learned and decided; seconds and bytes differ from run to run."""
+    """What every run learned and decided; seconds and bytes differ from run to run, and with them which is the best."""
     told: dict[str, list[Any]] = {}
-    for path in sorted(folder.glob(f"*/*/{EVENTS}")):
+    for path in sorted(folder.glob(f"[bt]*/*/{EVENTS}")):
         told[path.parent.name] = lines = []
         for record in (event.record for event in read_events(path)):
             if isinstance(record, Tick):
@@ -124,7 +124,7 @@ def outcome(folder: Path) -> dict[str, list[Any]]:
 
 def recorded(storage: Path) -> list[str]:
     tracker = Tracker(f"sqlite:///{storage / 'mlflow.db'}", storage / "artifacts")
-    return sorted(run.name for run in runs(tracker, "triaccel-searches"))
+    return sorted(run.name for run in runs(tracker, "triaccel-searches") if not run.name.endswith("-again"))
 
 
 def interruptions(folder: Path, *names: str) -> list[list[str]]:

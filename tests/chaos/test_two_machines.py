@@ -135,14 +135,15 @@ def hunt(starting_server: Server, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def test_trials_run_on_both_machines_and_all_of_the_search_is_recorded(hunt: Hunt) -> None:
-    *baselines, one, other = (hunt.place / "nodes.txt").read_text().split()
-    assert {one, other} == set(baselines)
+    fp32, amp, one, other, *_ = (hunt.place / "nodes.txt").read_text().split()
+    assert {one, other} == {fp32, amp}
     assert one != other
     record = read_search(hunt.folder)
     assert [run.status for run in (*record.baselines.values(), *record.trials)] == ["finished"] * (2 + NUM_TRIALS)
     found = {run.name: run for run in runs(hunt.tracker, "triaccel-searches")}
     mine = {name.removeprefix("hunt/"): run for name, run in found.items() if name != "hunt"}
-    assert set(mine) == {"fp32", "amp", *(f"trial-{number:03d}" for number in range(NUM_TRIALS))}
+    names = {"fp32", "amp", *(f"trial-{number:03d}" for number in range(NUM_TRIALS))}
+    assert set(mine) == names | {f"{name}-again" for name in record.repeats}
     assert {run.status for run in (found["hunt"], *mine.values())} == {"FINISHED"}
     for run in mine.values():
         (folder,) = hunt.folder.glob(f"*/{run.name.removeprefix('hunt/')}")
