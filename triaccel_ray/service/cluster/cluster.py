@@ -47,7 +47,11 @@ def cluster(address: str | None, *, num_cpus: int | None = None, last_words: str
     is_own = not ray.is_initialized()
     with token_meanwhile() if is_own else contextlib.nullcontext():
         if is_own:
-            _connect(address, num_cpus)
+            try:
+                _connect(address, num_cpus)
+            except BaseException:
+                ray.shutdown()  # Ctrl-C, perhaps: Ray's threads would miss the token, and say so
+                raise
         # Ray's own handling of SIGTERM ends the process with a stack trace, before runs have ended their logs.
         with as_interrupt(signal.SIGTERM), watching(ray.get_runtime_context().gcs_address, last_words):
             try:
