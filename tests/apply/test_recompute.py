@@ -123,6 +123,28 @@ def test_a_models_own_autocast_holds_the_second_time_too() -> None:
     assert same(found[0], found[1])
 
 
+class Dense(Network):
+    """Hands its blocks a list that grows, as DenseNet does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [self.stem(x)]
+        for block in self.blocks:
+            found.append(block(found, scale=0.5))
+        return self.head(sum(found).mean((2, 3)))
+
+
+def test_lists_that_grow_are_as_long_the_second_time_as_the_first() -> None:
+    found = []
+    for make in (step_of, recomputing):
+        model = Dense()
+        for block in model.blocks:
+            block.forward = lambda xs, scale, block=block: Residual.forward(block, sum(xs), scale=scale)
+        torch.manual_seed(1)
+        make(model, images()).run(torch.arange(12), SCALE, step=0)
+        found.append(gradients(model))
+    assert same(found[0], found[1])
+
+
 @pytest.mark.parametrize("config", [FIXED, IN_BF16], ids=["fp32", "split"])
 @pytest.mark.parametrize("steps_in_backward", [False, True])
 def test_trajectories_are_those_of_kept_activations(

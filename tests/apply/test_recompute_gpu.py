@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 CONFIG = ControlConfig(
-    every_steps=10,
+    every_steps=100,
     curvature=CurvatureConfig(enabled=False),
     precision=PrecisionConfig(enabled=False),
     batch=replace(BatchConfig().around(64), enabled=False),
@@ -79,10 +79,10 @@ def test_captured_compiled_fused_and_eager_steps_compute_again_what_they_do_not_
         loop._training.make_room()
         torch.cuda.reset_peak_memory_stats()
         resting = torch.cuda.memory_allocated()
-        for _ in range(2):  # captured anew, since the graphs were dropped; then a tick
-            loop.step()
+        loop.step()  # captured anew, since the graphs were dropped
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - resting)
+        loop.tick()
         assert {fault.kind for fault in faults} <= {FaultKind.COMPILED}
         loop.close()
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
@@ -106,8 +106,9 @@ def kept_and_compiled(widths: list[int], dropout: float, execution: ExecutionCon
     model = nn.Sequential(nn.Linear(16, widths[0]), *blocks, nn.Linear(widths[-1], 10)).cuda()
     data = torch.randn(512, 16), torch.randint(0, 10, (512,))
     loop, faults = loop_of((model, data, nn.functional.cross_entropy), replace(CONFIG, execution=execution))
-    for _ in range(10):
+    for _ in range(4):
         loop.step()
+    loop.tick()
     told = {fault.kind: fault.detail for fault in faults}
     return loop, told.get(FaultKind.ACTIVATIONS_KEPT, ""), told.get(FaultKind.COMPILED, "")
 

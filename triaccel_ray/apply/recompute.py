@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from triaccel_ray.apply.divide import Divided
-from triaccel_ray.model.pytree import tensors_in
+from triaccel_ray.model.pytree import map_tensors, tensors_in
 from triaccel_ray.model.regions import Call, interposed
 from triaccel_ray.records.plan import Fault, FaultKind
 
@@ -80,7 +81,16 @@ class Recomputation:
             return call(*args, **kwargs)
         is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         before = None if is_captured else self._random_states()
-        versions = _versions(args, kwargs)
+        frozen = map_tensors(lambda tensor: tensor, (args, kwargs))  # lists may have grown when it is called again
+        inputs, times = tensors_in(frozen), itertools.count()
+        versions = [tensor._version for tensor in inputs]
+
+        def run(*tensors: Tensor) -> Any:
+            if next(times) == 0:
+                return call(*args, **kwargs)
+            unpacked = iter(tensors)  # by autograd, which finds out whether somebody has written to them
+            positional, named = map_tensors(lambda _: next(unpacked), frozen)
+            return call(*positional, **named)
 
         @contextlib.contextmanager
         def again() -> Iterator[None]:
@@ -88,16 +98,15 @@ class Recomputation:
                 yield
 
         outputs = checkpoint(
-            call,
-            *args,
+            run,
+            *inputs,
             use_reentrant=False,
-            preserve_rng_state=False,  # it would look for GPUs among positional arguments alone
+            preserve_rng_state=False,  # captured steps cannot, and others do so above
             context_fn=lambda: (contextlib.nullcontext(), again()),
-            **kwargs,
         )
         if before is not None and not all(map(torch.equal, before, self._random_states())):
             self._drawing.add(name)
-        if _versions(args, kwargs) != versions:
+        if [tensor._version for tensor in inputs] != versions:
             self._overwriting.add(name)  # the backward pass will fail
         return outputs
 
@@ -115,11 +124,6 @@ class Recomputation:
             for device, state in zip(self._gpus, states[1:], strict=True):
                 torch.cuda.set_rng_state(state, device)
             yield
-
-
-def _versions(*values: Any) -> list[int]:
-    """Returns how often tensors have been written to."""
-    return [tensor._version for tensor in tensors_in(values)]
 
 
 def _scratch_of(region: nn.Module) -> list[_Scratch]:
