@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from triaccel_ray.apply.divide import Divided
+from triaccel_ray.cuda.random_states import preserved_random_states, random_states, set_random_states
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 from triaccel_ray.model.regions import Call, interposed
 from triaccel_ray.records.plan import Fault, FaultKind
@@ -37,14 +38,12 @@ class Recomputation:
         self.regions = {name: module for name, module in regions.items() if divided is None or name in divided.regions}
         """Name -> module, in module order."""
         self._scratch = {name: _scratch_of(module) for name, module in self.regions.items()}
-        parameter = next((p for module in regions.values() for p in module.parameters()), None)
-        self._gpus = [parameter.device] if parameter is not None and parameter.is_cuda else []
         self._drawing: set[str] = set()
         self._overwriting: set[str] = set()
 
     def keep_drawing(self, step: int) -> tuple[Fault, ...]:
-        """Keeps from now on what regions compute that have drawn random numbers; returns that, once."""
-        return self._keep(self._drawing, "a captured step cannot draw random numbers twice the same", step)
+        """Keeps from now on what regions compute that have drawn random numbers on a GPU; returns that, once."""
+        return self._keep(self._drawing, "captured steps (`capture`) cannot draw random numbers twice the same", step)
 
     def keep_overwriting(self, step: int) -> tuple[Fault, ...]:
         """Keeps from now on what regions compute that have written into their inputs; returns that, once."""
@@ -80,7 +79,7 @@ class Recomputation:
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        before = None if is_captured else self._random_states()
+        before = None if is_captured else random_states(cuda=torch.cuda.is_initialized())
         frozen = map_tensors(lambda tensor: tensor, (args, kwargs))  # lists may have grown when it is called again
         inputs, times = tensors_in(frozen), itertools.count()
         versions = [tensor._version for tensor in inputs]
@@ -94,7 +93,7 @@ class Recomputation:
 
         @contextlib.contextmanager
         def again() -> Iterator[None]:
-            with surroundings(), _statistics_kept(self._scratch[name]), self._drawing_as(before):
+            with surroundings(), _statistics_kept(self._scratch[name]), _drawing_as(before):
                 yield
 
         outputs = checkpoint(
@@ -104,26 +103,22 @@ class Recomputation:
             preserve_rng_state=False,  # captured steps cannot, and others do so above
             context_fn=lambda: (contextlib.nullcontext(), again()),
         )
-        if before is not None and not all(map(torch.equal, before, self._random_states())):
+        if before and before["cuda"] and not all(map(torch.equal, before["cuda"], torch.cuda.get_rng_state_all())):
             self._drawing.add(name)
         if [tensor._version for tensor in inputs] != versions:
             self._overwriting.add(name)  # the backward pass will fail
         return outputs
 
-    def _random_states(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._gpus)]
 
-    @contextlib.contextmanager
-    def _drawing_as(self, states: Sequence[Tensor] | None) -> Iterator[None]:
-        """Has random numbers drawn from these states, and puts the present ones back; None: leaves them alone."""
-        if states is None:
-            yield
-            return
-        with torch.random.fork_rng(self._gpus, device_type="cuda"):
-            torch.set_rng_state(states[0])
-            for device, state in zip(self._gpus, states[1:], strict=True):
-                torch.cuda.set_rng_state(state, device)
-            yield
+@contextlib.contextmanager
+def _drawing_as(states: dict[str, Any] | None) -> Iterator[None]:
+    """Has random numbers drawn from these states, and puts the present ones back; None: leaves them alone."""
+    if states is None:
+        yield
+        return
+    with preserved_random_states(cuda=bool(states["cuda"])):
+        set_random_states(states)
+        yield
 
 
 def _scratch_of(region: nn.Module) -> list[_Scratch]:
