@@ -136,6 +136,7 @@ class Step:
             before.restore(self.sampler)
             self._release_memory()
             obstacles.clear()
+            kept += keeps
             if is_uncompilable and self.compilation is not None:
                 self.compilation.remove()
                 self.compilation = None
@@ -143,7 +144,6 @@ class Step:
                 compiling = (Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text),)
                 continue
             if keeps:
-                kept += keeps
                 continue
             if is_soft and (is_smallest or self._is_exceeded_at_rest()):
                 (self.num_micro_batches, self.min_micro_batch_size), self._is_budget_waived = as_planned, True
