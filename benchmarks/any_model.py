@@ -5,13 +5,14 @@
     graph            the whole step, compiled, in one CUDA graph captured by hand: passes, gradients, optimizer
     loop             `ControlLoop` by its defaults at this batch size: a tick every 50 steps, curvature every 200
     bare             the same without ticks, curvature and changes of precision
+    checkpointed     bare, with activation_checkpointing
     lean             bare, with weights="split" and step_in_backward
     lean-8bit        lean, with optimizer_state="8bit"
 
 Each runs in a process of its own: memory is what NVML sees of a process. With `--prewarm` all compile at once first,
 and what is then measured starts from a warm cache. Data are noise with a weak signal, a tenth of the labels wrong. All
 methods see the same batches in the same order, so that their losses can be compared.
-The classifiers of timm and transformers need these packages; without them their rows are left out.
+The classifiers of timm, torchvision and transformers need these packages; without them their rows are left out.
 """
 
 from __future__ import annotations
@@ -27,46 +28,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
+from benchmarks.jobs import NEEDS, SIZES, Job, job_of
 from triaccel_ray.data.sampler import epoch_order
 from triaccel_ray.model.pytree import map_tensors
-from triaccel_ray.trainables.models import efficientnet_b0, resnet18
-from triaccel_ray.trainables.text import GPT
 
-OURS = ("loop", "bare", "lean", "lean-8bit")
+OURS = ("loop", "bare", "checkpointed", "lean", "lean-8bit")
 METHODS = ("amp", "reduce-overhead", "graph", *OURS)
-SIZES = {
-    "convnext_tiny": 64, "vit_small": 64, "bert_base": 32, "gpt": 64, "resnet18": 96, "resnet18_512": 512,
-    "efficientnet_b0": 96, "gpt_350m": 4,
-}  # fmt: skip
-"""Model -> batch size."""
-GPTS = {"gpt": (6, 384, 6, 256), "gpt_350m": (24, 1024, 16, 1024)}
-"""Model -> blocks, width, heads, tokens."""
-NEEDS = {"convnext_tiny": "timm", "vit_small": "timm", "bert_base": "transformers"}
-NUM_SAMPLES = {"convnext_tiny": 2048, "vit_small": 2048, "efficientnet_b0": 2016, "resnet18": 4128, "gpt_350m": 512}
-"""Model -> samples, in whole batches; 4096 of the others."""
 LOSS_STEPS = (180, 200)
 """Steps over which the training loss is compared."""
 Step = Callable[[], Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is trained."""
-
-    model: nn.Module
-    inputs: Any
-    """A tensor, or a mapping of tensors, on the device; samples along dimension 0."""
-    targets: Tensor
-    loss: Callable[[Any, Tensor], Tensor]
-    batch_size: int
-    is_image: bool = False
 
 
 class Samples(torch.utils.data.Dataset[Any]):
@@ -80,48 +55,6 @@ class Samples(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return {name: tensor[index] for name, tensor in self._inputs.items()}, self._targets[index]
-
-
-def job_of(name: str) -> Job:
-    """Returns the job of this name, on the GPU."""
-    torch.manual_seed(0)
-    num_samples = NUM_SAMPLES.get(name, 4096)
-    if name in GPTS:
-        layers, width, heads, context = GPTS[name]
-        text = torch.randint(0, 96, (num_samples, context + 1), device="cuda")
-        text[:, 1::2] = (text[:, :-1:2] * 7 + 3) % 96  # every second character follows from the one before
-        model = GPT(layers=layers, width=width, heads=heads, context=context).cuda()
-        inputs, following = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-        return Job(model=model, inputs=inputs, targets=following, batch_size=SIZES[name],
-                   loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()))  # fmt: skip
-    targets = torch.randint(0, 10, (num_samples,), device="cuda")
-    labels = torch.where(torch.rand(num_samples, device="cuda") < 0.1, torch.randint_like(targets, 10), targets)
-    if name == "bert_base":
-        from transformers import BertConfig, BertForSequenceClassification
-
-        ids = torch.randint(100, 30000, (num_samples, 128), device="cuda")
-        ids[:, 1] = 10 + targets
-        mask = torch.ones_like(ids)
-        mask[::2, 96:] = 0
-        model = BertForSequenceClassification(BertConfig(num_labels=10)).cuda()
-        return Job(model=model, inputs={"input_ids": ids, "attention_mask": mask}, targets=labels,
-                   loss=lambda out, y: F.cross_entropy(out.logits, y), batch_size=SIZES[name])  # fmt: skip
-    size = 32 if name.startswith("resnet18") else 224
-    images = torch.randn(num_samples, 3, size, size, device="cuda")
-    images[:, 0] += (targets.float() / 5 - 1).view(-1, 1, 1)
-    return Job(model=classifier(name).cuda(), inputs=images, targets=labels, loss=F.cross_entropy,
-               batch_size=SIZES[name], is_image=True)  # fmt: skip
-
-
-def classifier(name: str) -> nn.Module:
-    """Returns an image classifier of 10 classes."""
-    if name in ("convnext_tiny", "vit_small"):
-        import timm  # type: ignore[import-not-found]  # optional
-
-        model: nn.Module = timm.create_model({"vit_small": "vit_small_patch16_224"}.get(name, name), num_classes=10)
-        return model
-    network = efficientnet_b0(10) if name == "efficientnet_b0" else resnet18(10, "cifar")
-    return network.to(memory_format=torch.contiguous_format)  # as a tutorial has it
 
 
 def optimizer_of(job: Job) -> torch.optim.Optimizer:
@@ -217,15 +150,16 @@ def _loss(job: Job, forward: Any, inputs: Any, targets: Tensor) -> Tensor:
 
 def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
     """Returns a function that makes a step, one that returns the last step's loss, and the loop."""
-    from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, PrecisionConfig
+    from triaccel_ray import BatchConfig, ControlConfig, ControlLoop, CurvatureConfig, ExecutionConfig, PrecisionConfig
     from triaccel_ray.cuda.allocator import hold_less
 
     config = ControlConfig(batch=BatchConfig(enabled=False, minimum=job.batch_size, start=job.batch_size, maximum=512))
     if method != "loop":
         config = ControlConfig(
             every_steps=10**9, batch=config.batch, precision=PrecisionConfig(enabled=False),
-            curvature=CurvatureConfig(enabled=False), weights="fp32" if method == "bare" else "split",
-            step_in_backward=method != "bare", optimizer_state="8bit" if method == "lean-8bit" else "fp32",
+            curvature=CurvatureConfig(enabled=False), weights="split" if method.startswith("lean") else "fp32",
+            step_in_backward=method.startswith("lean"), optimizer_state="8bit" if method == "lean-8bit" else "fp32",
+            execution=ExecutionConfig(activation_checkpointing=method == "checkpointed"),
         )  # fmt: skip
     data = Samples(job) if isinstance(job.inputs, dict) else (job.inputs, job.targets)
     ticks: list[Any] = []

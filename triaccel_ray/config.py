@@ -277,6 +277,9 @@ class ExecutionConfig(_Checked):
     recompute: bool = True
     """Whether a convolution that alone reads such a kernel's output has it computed again in the backward pass, where
     keeping it would take memory. Without effect where nothing is fused."""
+    activation_checkpointing: bool = False
+    """Whether blocks of the model keep their inputs alone and are computed again in the backward pass: less memory for
+    longer steps. Captured steps leave out blocks that draw random numbers, dropout's for example."""
     autotune: bool = False
     """Whether cuDNN times its algorithms for every new batch size and precision: 1 to 4 seconds each, for steps that
     are 2 to 7% faster. Pays in runs of minutes at one batch size."""

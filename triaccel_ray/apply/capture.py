@@ -32,11 +32,9 @@ class Update(Protocol):
     @property
     def is_capturable(self) -> bool:
         """Whether `run` is device work alone."""
-        ...
 
     def run(self, loss_sum: Tensor, num_samples: int, gradients: Gradients | BucketedGradients) -> None:
         """Takes in one step's gradients (fp64 scalar loss sum) and updates the parameters."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -198,8 +196,9 @@ class StepCache:
         if self._dependencies() != before:
             obstacles.append("the step puts other tensors in place of parameters or buffers, which a replay would not")
         if not obstacles:
-            return outcome.faults
-        if self.step.compilation is not None and self.step.compilation.is_regional:
+            recomputation = self.step.recomputation
+            return (*outcome.faults, *(() if recomputation is None else recomputation.keep_drawing(step)))
+        if self.step.recomputation is None and self.step.compilation is not None and self.step.compilation.is_regional:
             self.step.compilation.compile_whole()  # the code between the blocks may do without, once compiled
             self._compiled.clear()
             self._warm.clear()

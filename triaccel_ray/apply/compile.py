@@ -12,10 +12,8 @@ import torch
 from torch import nn
 
 from triaccel_ray.model.pytree import tensors_in
+from triaccel_ray.model.regions import CONTAINERS, MINIMAL_MODULES
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_MINIMAL_MODULES = 3
-"""A block holds at least so many modules: one layer by itself has nothing to fuse."""
 _MAXIMAL_KINDS = 2
 """Kinds of blocks, an encoder's and a decoder's, say: beyond that compiling the whole model takes less time."""
 _MINIMAL_SHARE = 0.8
@@ -33,7 +31,7 @@ def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
     """
     alike: dict[Any, list[nn.Module]] = defaultdict(list)
     for module in model.modules():
-        if not isinstance(module, _CONTAINERS) and len(list(module.modules())) >= _MINIMAL_MODULES:
+        if not isinstance(module, CONTAINERS) and len(list(module.modules())) >= MINIMAL_MODULES:
             alike[type(module), tuple(p.shape for p in module.parameters())].append(module)
     found: list[nn.Module] = []
     inside: set[int] = set()
@@ -72,23 +70,25 @@ class Compilation:
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module] = (), *, batch_varies: bool = True) -> None:
         """Generates no code yet."""
-        self.model, self._blocks, self._batch_varies = model, tuple(blocks), batch_varies
+        self.model, self._batch_varies = model, batch_varies
+        self.blocks = tuple(blocks)
+        """Those compiled each by itself; none where the model is compiled as a whole."""
         self._whole: Any = None
-        self._compiled = [*self._blocks, *_between(model, self._blocks)] if self._blocks else []
+        self._compiled = [*self.blocks, *_between(model, self.blocks)] if self.blocks else []
         for module in self._compiled:
             module.compile(dynamic=True)
-        if not self._blocks:
+        if not self.blocks:
             self.compile_whole()
 
     def __str__(self) -> str:
-        if self._blocks:
-            return f"{len(self._blocks)} x {type(self._blocks[0]).__name__} compiled"
+        if self.blocks:
+            return f"{len(self.blocks)} x {type(self.blocks[0]).__name__} compiled"
         return f"{type(self.model).__name__} compiled as a whole"
 
     @property
     def is_regional(self) -> bool:
         """Whether blocks are compiled, and the rest of the model is not."""
-        return len(self._blocks) > 0
+        return len(self.blocks) > 0
 
     def compile_whole(self) -> None:
         """Compiles the model as a whole from now on."""
@@ -119,7 +119,7 @@ class Compilation:
     def _release_blocks(self) -> None:
         for module in self._compiled:
             module._compiled_call_impl = None  # `Module.compile` has no opposite
-        self._blocks, self._compiled = (), []
+        self.blocks, self._compiled = (), []
 
 
 def is_compile_error(error: BaseException) -> bool:

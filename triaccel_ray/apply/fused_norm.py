@@ -118,10 +118,12 @@ class RecomputedInput(nn.Module):
         """Shares `layer`."""
         super().__init__()
         self.layer = layer
+        self.keeps_input = False
+        """Whether the layer is called as it is."""
 
     def forward(self, y: Tensor) -> Any:
         """Returns the layer's output for y, a fused norm's."""
-        recompute = recomputer(y)
+        recompute = None if self.keeps_input else recomputer(y)
         if recompute is None:
             return self.layer(y)
         memory = y.data_ptr(), y.shape, y.stride(), y.dtype

@@ -224,12 +224,14 @@ class LayerPrecision:
     def in_force(self) -> Iterator[None]:
         """Returns a context for the forward pass, inside which precisions apply between layers too."""
         enabled = self._autocast_dtype is not None and not self._is_suspended
-        refuses = enabled and {torch.float16, torch.bfloat16} <= set(self._dtypes.values())
-        with (
-            torch.autocast(self._device_type, dtype=self._autocast_dtype or torch.bfloat16, enabled=enabled),
-            _Promotion() if refuses else contextlib.nullcontext(),
-        ):
+        dtype = self._autocast_dtype or torch.bfloat16
+        with torch.autocast(self._device_type, dtype=dtype, enabled=enabled), self.promoting():
             yield
+
+    def promoting(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context in which functions that demand one dtype take several: all of `in_force` but autocast."""
+        refuses = not self._is_suspended and {torch.float16, torch.bfloat16} <= set(self._dtypes.values())
+        return _Promotion() if refuses else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from triaccel_ray.apply.compile import Compilation, first_paragraph, is_compile_error, is_compiled
 from triaccel_ray.apply.fuse import Fusion
 from triaccel_ray.apply.precision import LayerPrecision
+from triaccel_ray.apply.recompute import Recomputation
 from triaccel_ray.apply.step_in_backward import StepInBackward
 from triaccel_ray.cuda.capture_checks import watched
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError, first_line, is_out_of_memory
@@ -56,14 +57,17 @@ class Step:
         fusion: Fusion | None = None,
         compilation: Compilation | None = None,
         stepper: StepInBackward | None = None,
+        recomputation: Recomputation | None = None,
     ) -> None:
         """Borrows the model and its surroundings; `check_memory` raises when the process is beyond its budget.
 
         `is_exceeded_at_rest` says whether it is so without a batch in flight. `fusion` computes in place of `model`
         for as long as it stands for it, `compilation` until compiling fails. `stepper` takes gradients as they arrive.
+        `recomputation` has regions of the model computed again in the backward pass.
         """
         self.model, self._loss, self.sampler, self.precision = model, loss, sampler, precision
         self.fusion, self.compilation, self.stepper = fusion, compilation, stepper
+        self.recomputation = recomputation
         self._is_users_compiled = is_compiled(model) and compilation is None
         self._check_memory, self._release_memory = check_memory, release_memory
         self._is_exceeded_at_rest = is_exceeded_at_rest
@@ -98,6 +102,7 @@ class Step:
         """
         obstacles: list[str] = []
         compiling: tuple[Fault, ...] = ()
+        kept: tuple[Fault, ...] = ()
         retreat: tuple[Fault, ...] = ()  # the last attempt's alone
         before, as_planned = (
             _Snapshot(self._with_buffers, self.sampler),
@@ -113,7 +118,7 @@ class Step:
                 return StepOutcome(
                     loss_sum=loss_sum,
                     num_samples=len(indices),
-                    faults=(*compiling, *retreat),
+                    faults=(*compiling, *kept, *retreat),
                     obstacles=tuple(obstacles),
                 )
             except (RuntimeError, MemoryError) as error:
@@ -121,7 +126,9 @@ class Step:
                 is_smallest = num_parts >= len(indices)
                 is_too_large = is_out_of_memory(error)
                 is_uncompilable = self.compilation is not None and is_compile_error(error) and not is_too_large
-                if not is_uncompilable and (not is_too_large or (is_smallest and not is_soft)):
+                keeps = () if self.recomputation is None else self.recomputation.keep_overwriting(step)
+                is_survivable = is_uncompilable or bool(keeps)
+                if not is_survivable and (not is_too_large or (is_smallest and not is_soft)):
                     raise
                 detail = first_paragraph(error) if is_uncompilable else first_line(error)
             # Outside the handler: the traceback no longer holds the attempt's tensors.
@@ -129,11 +136,14 @@ class Step:
             before.restore(self.sampler)
             self._release_memory()
             obstacles.clear()
+            kept += keeps
             if is_uncompilable and self.compilation is not None:
                 self.compilation.remove()
                 self.compilation = None
                 text = f"torch.compile failed, the model runs as it is: {detail}"
                 compiling = (Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text),)
+                continue
+            if keeps:
                 continue
             if is_soft and (is_smallest or self._is_exceeded_at_rest()):
                 (self.num_micro_batches, self.min_micro_batch_size), self._is_budget_waived = as_planned, True
@@ -170,10 +180,10 @@ class Step:
             self.stepper.attempt()
         for count, inputs, targets in batches:
             watch = contextlib.nullcontext() if obstacles is None else watched(obstacles, device)
-            compiled = contextlib.nullcontext() if self.compilation is None else self.compilation.in_force()
-            with watch, compiled:
+            called = self._forward_of(inputs)
+            with watch, self._compiling(), self._recomputing(called):
                 with self.precision.in_force():
-                    outputs = cast_floating(forward(self._forward_of(inputs), inputs), torch.float32)
+                    outputs = cast_floating(forward(called, inputs), torch.float32)
                 with torch.autocast(device.type, enabled=False):
                     loss = self._loss(outputs, targets)
                 self._require_memory()
@@ -194,10 +204,25 @@ class Step:
             else self.stepper.taking(is_first=is_first, is_last=is_last)
         )
 
+    def _compiling(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.compilation is None else self.compilation.in_force()
+
+    def _recomputing(self, called: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Returns a context for one pass of `called`, in which its regions are computed again if they are to be."""
+        if self.recomputation is None:
+            return contextlib.nullcontext()
+        return self.recomputation.in_force(called, self._again)
+
+    @contextlib.contextmanager
+    def _again(self) -> Iterator[None]:
+        with self._compiling(), self.precision.promoting():
+            yield
+
     def _forward_of(self, inputs: Any) -> nn.Module:
         """Returns what to call with `inputs`: the model, or what stands for it."""
         if self.fusion is not None and self.fusion.holds():
-            return self.fusion.module
+            divided = None if self.recomputation is None else self.recomputation.divided
+            return self.fusion.module if divided is None else divided.module
         return self.model if self.compilation is None else self.compilation.forward_of(inputs)
 
     def _require_memory(self) -> None:

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.apply.compile import Compilation, is_compiled, repeated_blocks
 from triaccel_ray.apply.copies import ComputeCopies
+from triaccel_ray.apply.divide import divide
 from triaccel_ray.apply.fuse import Fusion, fuse
 from triaccel_ray.apply.fused_optimizer import has_kernel
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer, watched_parameters
 from triaccel_ray.apply.precision import LayerPrecision, supported_precisions, useless_precisions
+from triaccel_ray.apply.recompute import Recomputation
 from triaccel_ray.apply.split_weights import SplitWeights
 from triaccel_ray.apply.step import Step
 from triaccel_ray.apply.step_in_backward import BucketedGradients, StepInBackward, buckets_of
@@ -33,6 +35,7 @@ from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.model.dry_run import require_working
 from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import Loss, find_layers, require_trainable, to_channels_last, unwatched_weights
+from triaccel_ray.model.regions import find_regions
 from triaccel_ray.records.plan import Fault, FaultKind, Precision
 
 
@@ -213,6 +216,7 @@ class Training:
         if buckets is not None:
             in_buckets = [[watched[index] for index in bucket] for bucket in buckets]
             self._stepper = StepInBackward(in_buckets, precision, update.begin, update.take)
+        compilation = self._compile(waits) if compiles else None
         step = Step(
             self.model,
             self.loss,
@@ -222,8 +226,9 @@ class Training:
             release_memory=self.make_room,
             is_exceeded_at_rest=lambda: self.memory.is_exceeded_at_rest,
             fusion=fusion,
-            compilation=self._compile(waits) if compiles else None,
+            compilation=compilation,
             stepper=self._stepper,
+            recomputation=self._recomputation(fusion, compilation) if execution.activation_checkpointing else None,
         )
         gradients_of = partial(Gradients, watched) if self._stepper is None else self._stepper.gradients
         return StepCache(step, update, gradients_of, self.pool, execution)
@@ -255,13 +260,33 @@ class Training:
             self._note(FaultKind.COMPILED, "compile", "the model is compiled already: it stays as it is")
             return None
         whole = self._config.execution.compile == "on"
+        checkpoints = self._config.execution.activation_checkpointing
         blocks = () if whole else repeated_blocks(self.model)
         why = "its blocks repeat" if blocks else "as asked" if whole else "no block of it repeats"
-        if blocks and waits:
+        if checkpoints and not (whole or blocks) and (regions := find_regions(self.model)):
+            blocks, why = tuple(regions.values()), "their activations are checkpointed"
+        if blocks and waits and not checkpoints:
             blocks, why = (), f"between its blocks {waits[0]}"
         compilation = Compilation(self.model, blocks, batch_varies=self._config.batch.enabled)
         self._note(FaultKind.COMPILED, "compile", f"{compilation}: {why}")
         return compilation
+
+    def _recomputation(self, fusion: Fusion | None, compilation: Compilation | None) -> Recomputation | None:
+        """Returns what has the compiled blocks, or the model's regions, computed again; notes where there is none."""
+        regions = find_regions(self.model)
+        text = "the model has no blocks of several layers to checkpoint"
+        if compilation is not None and compilation.is_regional:
+            name_of = {module: name for name, module in self.model.named_modules()}
+            regions = {name_of[block]: block for block in compilation.blocks}
+        elif regions and (compilation is not None or is_compiled(self.model)):
+            regions = {}
+            text = "blocks of compiled code cannot be checkpointed: give compile='auto', and compile nothing yourself"
+        divided = None if fusion is None else divide(self.model, fusion.module, list(regions))
+        recomputation = Recomputation(regions, divided)
+        if recomputation.regions:
+            return recomputation
+        self._note(FaultKind.ACTIVATIONS_KEPT, "checkpoint", text)
+        return None
 
     def _fuse(self) -> Fusion | None:
         """Returns the model with its norms fused; None where there is none, or, with a note, where that is refused."""

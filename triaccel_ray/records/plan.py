@@ -130,6 +130,8 @@ class FaultKind(StrEnum):
     """Weights that belong to no layer keep the precision and the learning rate that they have."""
     COMPILED = "compiled"
     """What `torch.compile` makes of the model, or why nothing."""
+    ACTIVATIONS_KEPT = "activations_kept"
+    """Blocks whose activations were to be checkpointed keep them."""
     CURVATURE_OFF = "curvature_off"
     """Curvature cannot be measured: it is off from here on, and what was measured before stays in force."""
     CURVATURE_FALLBACK = "curvature_fallback"

@@ -1,0 +1,88 @@
+"""The models that `any_model` trains, with their samples: noise with a weak signal, a tenth of the labels wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from triaccel_ray.trainables.models import efficientnet_b0, resnet18
+from triaccel_ray.trainables.text import GPT
+
+SIZES = {
+    "convnext_tiny": 64, "vit_small": 64, "bert_base": 32, "gpt": 64, "resnet18": 96, "resnet18_512": 512,
+    "efficientnet_b0": 96, "gpt_350m": 4, "resnet152": 64,
+}  # fmt: skip
+"""Model -> batch size."""
+GPTS = {"gpt": (6, 384, 6, 256), "gpt_350m": (24, 1024, 16, 1024)}
+"""Model -> blocks, width, heads, tokens."""
+NEEDS = {"convnext_tiny": "timm", "vit_small": "timm", "bert_base": "transformers", "resnet152": "torchvision"}
+NUM_SAMPLES = {
+    "convnext_tiny": 2048, "vit_small": 2048, "efficientnet_b0": 2016, "resnet18": 4128, "gpt_350m": 512,
+    "resnet152": 2048,
+}  # fmt: skip
+"""Model -> samples, in whole batches; 4096 of the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained."""
+
+    model: nn.Module
+    inputs: Any
+    """A tensor, or a mapping of tensors, on the device; samples along dimension 0."""
+    targets: Tensor
+    loss: Callable[[Any, Tensor], Tensor]
+    batch_size: int
+    is_image: bool = False
+
+
+def job_of(name: str) -> Job:
+    """Returns the job of this name, on the GPU."""
+    torch.manual_seed(0)
+    num_samples = NUM_SAMPLES.get(name, 4096)
+    if name in GPTS:
+        layers, width, heads, context = GPTS[name]
+        text = torch.randint(0, 96, (num_samples, context + 1), device="cuda")
+        text[:, 1::2] = (text[:, :-1:2] * 7 + 3) % 96  # every second character follows from the one before
+        model = GPT(layers=layers, width=width, heads=heads, context=context).cuda()
+        inputs, following = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        return Job(model=model, inputs=inputs, targets=following, batch_size=SIZES[name],
+                   loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()))  # fmt: skip
+    targets = torch.randint(0, 10, (num_samples,), device="cuda")
+    labels = torch.where(torch.rand(num_samples, device="cuda") < 0.1, torch.randint_like(targets, 10), targets)
+    if name == "bert_base":
+        from transformers import BertConfig, BertForSequenceClassification
+
+        ids = torch.randint(100, 30000, (num_samples, 128), device="cuda")
+        ids[:, 1] = 10 + targets
+        mask = torch.ones_like(ids)
+        mask[::2, 96:] = 0
+        model = BertForSequenceClassification(BertConfig(num_labels=10)).cuda()
+        return Job(model=model, inputs={"input_ids": ids, "attention_mask": mask}, targets=labels,
+                   loss=lambda out, y: F.cross_entropy(out.logits, y), batch_size=SIZES[name])  # fmt: skip
+    size = 32 if name in ("resnet18", "resnet18_512") else 224
+    images = torch.randn(num_samples, 3, size, size, device="cuda")
+    images[:, 0] += (targets.float() / 5 - 1).view(-1, 1, 1)
+    return Job(model=classifier(name).cuda(), inputs=images, targets=labels, loss=F.cross_entropy,
+               batch_size=SIZES[name], is_image=True)  # fmt: skip
+
+
+def classifier(name: str) -> nn.Module:
+    """Returns an image classifier of 10 classes."""
+    if name in ("convnext_tiny", "vit_small"):
+        import timm  # type: ignore[import-not-found]  # optional
+
+        model: nn.Module = timm.create_model({"vit_small": "vit_small_patch16_224"}.get(name, name), num_classes=10)
+        return model
+    if name == "resnet152":
+        import torchvision
+
+        network: nn.Module = torchvision.models.resnet152(num_classes=10)
+        return network
+    network = efficientnet_b0(10) if name == "efficientnet_b0" else resnet18(10, "cifar")
+    return network.to(memory_format=torch.contiguous_format)  # as a tutorial has it

@@ -1,0 +1,325 @@
+"""Regions that are computed again: the same gradients, statistics and random numbers, for less memory."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.apply.test_split_weights import FIXED, IN_BF16
+from tests.build import BF16, FP16, FP32, RerunPool, cache_of, cross_entropy, gradients, loop_of, same, step_of, values
+from triaccel_ray.apply import step_in_backward
+from triaccel_ray.apply.compile import Compilation
+from triaccel_ray.apply.divide import divide
+from triaccel_ray.apply.fuse import Fusion, fuse
+from triaccel_ray.apply.recompute import Recomputation
+from triaccel_ray.apply.step import Step
+from triaccel_ray.config import ControlConfig, ExecutionConfig
+from triaccel_ray.loop import ControlLoop
+from triaccel_ray.model.layers import find_layers
+from triaccel_ray.model.regions import find_regions, interposed
+from triaccel_ray.records.plan import FaultKind
+from triaccel_ray.trainables.models import efficientnet_b0, resnet18
+
+ALL = ("blocks.0", "blocks.1", "blocks.2")
+SCALE = torch.ones(())
+CHECKPOINTED = ExecutionConfig(activation_checkpointing=True)
+
+
+class Residual(nn.Module):
+    """A block with running statistics and random numbers, which takes several dtypes."""
+
+    def __init__(self, width: int, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        both = torch.stack([self.norm(self.conv(x)), x])  # demands one dtype
+        return x + scale * self.dropout(torch.relu(both.sum(0)))
+
+
+class Network(nn.Module):
+    def __init__(self, *dropouts: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.blocks = nn.Sequential(*[Residual(4, dropout) for dropout in dropouts or (0.3, 0.3, 0.3)])
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+def images(num_samples: int = 12, size: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(num_samples, 3, size, size, generator=generator), torch.arange(num_samples) % 4
+
+
+def recomputing(model: nn.Module, data: Any = None) -> Step:
+    step = step_of(model, data or images())
+    step.recomputation = Recomputation(find_regions(model))
+    return step
+
+
+def test_regions_are_the_smallest_blocks_that_repeat_or_the_children_where_none_does() -> None:
+    assert tuple(find_regions(Network())) == ALL
+    assert list(find_regions(resnet18(10, "cifar"))) == [f"layer{i}.{j}" for i in range(1, 5) for j in range(2)]
+    stages = nn.Sequential(*[nn.Sequential(*[Residual(width) for _ in range(2)]) for width in (4, 8)])
+    assert list(find_regions(stages)) == ["0.0", "0.1", "1.0", "1.1"]
+    layers = nn.ModuleDict({"in": nn.Linear(2, 8), "hidden": nn.Sequential(nn.Linear(8, 8), nn.ReLU())})
+    assert list(find_regions(layers)) == ["hidden"]
+    shared = Residual(4)
+    assert list(find_regions(nn.Sequential(shared, nn.ReLU(), shared))) == ["0"]
+    assert find_regions(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == {}
+    text = nn.Sequential(nn.Embedding(999, 4), nn.Sequential(Residual(4), Residual(4)))
+    assert list(find_regions(nn.Sequential(text))) == ["0.1.0", "0.1.1"]  # however large the embedding is
+
+
+@pytest.mark.parametrize("levels", [(FP32,), (BF16,), (BF16, FP32), (FP16, BF16)])
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_gradients_statistics_and_random_states_are_those_of_kept_activations(
+    levels: tuple[Any, ...], num_parts: int
+) -> None:
+    found = []
+    for make in (step_of, recomputing):
+        model = Network()
+        step = make(model, images())
+        layers = find_layers(model)
+        step.precision.set({layer.name: levels[index % len(levels)] for index, layer in enumerate(layers)})
+        step.set_num_micro_batches(num_parts)
+        torch.manual_seed(1)
+        outcome = step.run(torch.arange(12), SCALE, step=0)
+        found.append((outcome.loss_sum, gradients(model), values(model), torch.get_rng_state()))
+    assert same(found[0], found[1])
+
+
+class Guarded(Network):
+    """Computes its blocks under an autocast of its own, and calls one by keyword."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.stem(x)
+        with torch.autocast("cpu", enabled=False):
+            for block in self.blocks:
+                hidden = block(x=hidden.float(), scale=0.5)
+        return self.head(hidden.mean((2, 3)))
+
+
+def test_a_models_own_autocast_holds_the_second_time_too() -> None:
+    found = []
+    for make in (step_of, recomputing):
+        model = Guarded()
+        for block in model.blocks:  # no layer of the loop's, which has an autocast of its own
+            block.register_parameter("gain", nn.Parameter(torch.eye(6)))
+            block.forward = lambda x, scale, block=block: Residual.forward(block, x, scale=scale) @ block.gain
+        step = make(model, images())
+        step.precision.set(dict.fromkeys(step.precision._regions, BF16))
+        torch.manual_seed(1)
+        step.run(torch.arange(12), SCALE, step=0)
+        found.append(gradients(model))
+    assert same(found[0], found[1])
+
+
+class Dense(Network):
+    """Hands its blocks a list that grows, as DenseNet does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [self.stem(x)]
+        for block in self.blocks:
+            found.append(block(found, scale=0.5))
+        return self.head(sum(found).mean((2, 3)))
+
+
+def test_lists_are_as_long_and_numbers_of_the_host_the_same_the_second_time() -> None:
+    found = []
+    for make in (step_of, recomputing):
+        model = Dense()
+        for block in model.blocks:
+            block.forward = lambda xs, scale, block=block: Residual.forward(
+                block, sum(xs), scale=scale * random.random()
+            )
+        torch.manual_seed(1)
+        random.seed(1)
+        make(model, images()).run(torch.arange(12), SCALE, step=0)
+        found.append(gradients(model))
+    assert same(found[0], found[1])
+
+
+@pytest.mark.parametrize("config", [FIXED, IN_BF16], ids=["fp32", "split"])
+@pytest.mark.parametrize("steps_in_backward", [False, True])
+def test_trajectories_are_those_of_kept_activations(
+    config: ControlConfig, steps_in_backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_in_backward, "BUCKET_ELEMENTS", 30)
+    config = replace(config, step_in_backward=steps_in_backward)
+    found = []
+    for execution in (ExecutionConfig(), CHECKPOINTED):
+        loop, _ = loop_of(Network(), images(40), replace(config, execution=execution))
+        assert (loop._training.steps.step.recomputation is None) == (execution is not CHECKPOINTED)
+        torch.manual_seed(1)
+        for _ in range(6):
+            loop.step()
+        found.append((values(loop.model), float(loop.epoch_loss[0])))
+        loop.close()
+    assert same(found[0], found[1])
+
+
+def saved_bytes(step: Step) -> int:
+    """What autograd holds once the forward pass is over."""
+    held: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), step._recomputing(step.model):
+        step.model(images()[0]).sum()
+    return sum(held.values())
+
+
+def test_what_is_computed_again_is_not_held() -> None:
+    assert saved_bytes(recomputing(Network())) < 0.4 * saved_bytes(step_of(Network(), images()))
+
+
+def test_outside_of_a_step_calls_are_the_models_own() -> None:
+    step = recomputing(Network())
+    blocks = dict(step.model.blocks.named_children())
+    before = {name: dict(block.__dict__) for name, block in blocks.items()}
+    with step._recomputing(step.model):
+        assert all(block._compiled_call_impl is not None for block in blocks.values())
+        with torch.no_grad():
+            step.model(images()[0])
+    assert {name: dict(block.__dict__) for name, block in blocks.items()} == before
+
+
+def test_interposed_calls_see_name_and_arguments() -> None:
+    model, seen = Network(), []
+
+    def around(name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        seen.append((name, kwargs))
+        return call(*args, **kwargs)
+
+    with interposed({"a": model.blocks[0]}, around):
+        model.blocks[0](torch.ones(2, 4, 3, 3), scale=2.0)
+    model.blocks[0](torch.ones(2, 4, 3, 3))
+    assert seen == [("a", {"scale": 2.0})]
+
+
+def test_an_input_that_changes_before_the_backward_pass_is_an_error_and_not_a_wrong_gradient() -> None:
+    class Overwriting(Network):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.stem(x)
+            out = self.blocks[0](hidden)
+            hidden.mul_(2.0)
+            return self.head(out.mean((2, 3)))
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        recomputing(Overwriting()).run(torch.arange(12), SCALE, step=0)
+
+
+def test_compiled_blocks_stay_compiled_and_share_their_code() -> None:
+    compiled, num_runs = [], []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        compiled.append(graph)
+
+        def run(*args: Any) -> Any:
+            num_runs.append(1)
+            return graph(*args)
+
+        return run
+
+    torch._dynamo.reset()
+    found = []
+    model = Network(0.0, 0.0, 0.0)
+    compilation = Compilation(model, list(model.blocks))
+    for block in model.blocks:
+        block.compile(backend=backend)
+    step = step_of(model, images())
+    step.compilation = compilation
+    for recomputation in (None, Recomputation(find_regions(model))):
+        step.recomputation = recomputation
+        step.run(torch.arange(12), SCALE, step=0)
+        found.append((len(compiled), len(num_runs), gradients(model)))
+    (code, runs, kept), (same_code, all_runs, again) = found
+    assert 0 < code == same_code
+    assert all_runs == 3 * runs  # once in the first step, twice in the second
+    assert same(kept, again)
+    torch._dynamo.reset()
+
+
+def fused_step(model: nn.Module, *, recomputes: bool) -> Step:
+    step = step_of(model, images(8, size=32))
+    # The loop's layers are leaves of the trace, wrapped or not.
+    fusion = fuse(model, [module for layer in find_layers(model) for module in layer.modules])
+    assert isinstance(fusion, Fusion)
+    step.fusion = fusion
+    if recomputes:
+        regions = find_regions(model)
+        step.recomputation = Recomputation(regions, divide(model, fusion.module, list(regions)))
+    return step
+
+
+@pytest.mark.parametrize(
+    ("make", "overwriting"), [(lambda: resnet18(10, "cifar"), []), (lambda: efficientnet_b0(10), ["classifier"])]
+)
+def test_a_fused_model_is_divided_at_its_regions_and_computes_the_same(make: Any, overwriting: list[str]) -> None:
+    found = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        model = make()
+        step = fused_step(model, recomputes=recomputes)
+        outcome = step.run(torch.arange(8), SCALE, step=0)
+        found.append((outcome.loss_sum, gradients(model), values(model)))
+    assert same(found[0], found[1])
+    assert list(step.recomputation.regions) == [name for name in find_regions(model) if name not in overwriting]
+    assert [fault.kind for fault in outcome.faults] == [FaultKind.ACTIVATIONS_KEPT] * len(overwriting)
+
+
+def test_every_norm_of_a_fused_region_is_computed_twice() -> None:
+    step = fused_step(resnet18(10, "cifar"), recomputes=True)
+    calls: Counter[int] = Counter()
+    for index, norm in enumerate(step.fusion.norms):
+        norm.register_forward_pre_hook(lambda *_, index=index: calls.update([index]))
+    step.run(torch.arange(8), SCALE, step=0)
+    assert sorted(calls.values()) == [1, *[2] * (len(step.fusion.norms) - 1)]  # the first is outside of them
+
+
+def test_layers_next_to_a_region_that_is_computed_again_keep_their_inputs_for_as_long() -> None:
+    step = fused_step(resnet18(10, "cifar"), recomputes=True)
+    recomputation, divided = step.recomputation, step.recomputation.divided
+    recomputation.regions = {"layer1.0": recomputation.regions["layer1.0"]}
+    touching = {layer for layer, regions in divided.spared.items() if "layer1.0" in regions}
+    assert touching
+    assert touching != set(divided.spared)
+    with step._recomputing(divided.module):
+        assert {layer for layer in divided.spared if layer.keeps_input} == touching
+    assert not any(layer.keeps_input for layer in divided.spared)
+
+
+def test_captured_steps_keep_what_regions_compute_that_draw_random_numbers() -> None:
+    step = recomputing(Network(0.0, 0.0, 0.0))
+    step.recomputation._drawing.add("blocks.1")  # as if on a GPU: numbers drawn on the host prevent capturing
+    cache = cache_of(step, pool=RerunPool())
+    (fault,), *others = (cache.run(torch.arange(4), SCALE, step=index) for index in range(3))
+    assert (fault.kind, fault.step) == (FaultKind.ACTIVATIONS_KEPT, 0)
+    assert "activations of blocks.1 are kept" in fault.detail
+    assert others == [(), ()]
+    assert tuple(step.recomputation.regions) == ("blocks.0", "blocks.2")
+    assert cache.num_captured == 1
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_where_there_is_nothing_to_checkpoint_a_fault_says_why(compiles: bool) -> None:
+    model = Network() if compiles else nn.Sequential(nn.Conv2d(3, 4, 6), nn.Flatten())
+    config = replace(FIXED, execution=replace(CHECKPOINTED, compile="on" if compiles else "off"))
+    loop = ControlLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), cross_entropy, images(), config=config)
+    found = {fault.kind: fault.detail for fault in loop._training.faults}
+    assert ("compiled code" if compiles else "no blocks") in found[FaultKind.ACTIVATIONS_KEPT]
+    assert loop._training.steps.step.recomputation is None
+    loop.close()
