@@ -129,18 +129,24 @@ def test_the_better_one_of_the_baselines_is_named() -> None:
         assert recommendation(replace(record, baselines={**record.baselines, "fp32": run})).beaten_by == beaten_by
 
 
-def test_what_ran_once_more_decides() -> None:
+def test_of_a_run_and_its_repeat_the_better_one_counts() -> None:
     record = search(91.0)
-    (trial,), baselines = record.trials, {name: record.baselines[name] for name in ("amp", "fp32")}
-    slow = replace(trial, epochs=tuple(replace(epoch, seconds=20.0) for epoch in trial.epochs))
-    assert recommendation(replace(record, repeats={"trial-000": slow})).beaten_by == ""  # the others are missing
-    repeated = replace(record, repeats={**baselines, "trial-000": slow})
+
+    def at(run: RunRecord, seconds: float) -> RunRecord:
+        return replace(run, epochs=tuple(replace(epoch, seconds=seconds) for epoch in run.epochs))
+
+    amp, (trial,) = record.baselines["amp"], record.trials
+    repeated = replace(record, repeats={"amp": at(amp, 5.0), "trial-000": at(trial, 20.0)})
     advice = recommendation(repeated)
-    assert advice.sentence.startswith("The best trial, trial-000, scores 9.1, below AMP's 18: ")
-    assert advice.command == f"triaccel run --from {record.baselines['amp'].folder.absolute()}"
-    assert [row[0] for row in search_grid(repeated).rows][:3] == ["AMP again", "FP32 again", "trial-000 again"]
-    ring = next(each for each in outcomes(repeated) if each.label == "best: trial-000, score 9.1")
-    assert [point.seconds for point in ring.points] == [20.0]
+    assert advice.sentence.startswith("The best trial, trial-000, scores 18.2, below AMP's 36: ")
+    assert advice.command == f"triaccel run --from {amp.folder.absolute()}"
+    assert [row[0] for row in search_grid(repeated).rows][:2] == ["AMP again", "trial-000 again"]
+    repeated = replace(record, repeats={"amp": at(amp, 20.0), "trial-000": at(trial, 5.0)})
+    assert recommendation(repeated).sentence.startswith("The best trial, trial-000, scores 36.4 (AMP 18, FP32 18).")
+    ring = next(each for each in outcomes(repeated) if each.label == "best: trial-000, score 36.4")
+    assert [point.seconds for point in ring.points] == [5.0]
+    failed = replace(at(amp, 5.0), end=End(status="failed", cause="non_finite"))
+    assert recommendation(replace(record, repeats={"amp": failed})).beaten_by == ""
 
 
 def test_short_runs_are_repeated_once() -> None:

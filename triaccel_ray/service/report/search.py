@@ -143,7 +143,7 @@ def search_grid(record: SearchRecord) -> Grid:
             f"{objective.margin_text}); * behind AMP at the same epoch by more than the margin"
         )
     if record.repeats:
-        notes.append("again: the best trial and the baselines once more, one right after another, to choose by")
+        notes.append("again: the best trial and the baselines once more; of each the better run counts")
     if any(run.status == "stopped" for run in record.trials):
         notes.append("stopped: pruned before its last epoch, hence ranked after all that finished")
     return Grid(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -42,7 +43,7 @@ FOUND = "found.json"
 PROBE_EPOCHS = 10
 """The probe trains for half of the run's epochs, for this many at most: variances fall over time."""
 REPEATED_BELOW_S = 60.0
-"""Runs that train for less are repeated before they are compared: they differ by less than machines do in a minute."""
+"""Runs that train for less are repeated before they are compared: what else a machine does differs as much."""
 MIN_HEADROOM_BYTES = 64 * 2**20
 """Below this the noise of a resident set would decide about batch sizes."""
 
@@ -69,7 +70,7 @@ class SearchRecord:
     damaged: Mapping[str, str] = field(default_factory=dict)
     """Name of a trial whose log or spec cannot be read -> what is wrong with it."""
     repeats: Mapping[str, RunRecord] = field(default_factory=dict)
-    """Name of the best trial or of a baseline -> that run once more, one right after another."""
+    """Name of the best trial or of a baseline -> that run once more."""
 
     @property
     def objective(self) -> Objective:
@@ -99,7 +100,8 @@ def prepare(spec: SearchSpec, place: StoragePath, *, num_gpus: float, shared: Sh
         specs["probe"] = replace(base, method="probe", recipe=replace(base.recipe, epochs=epochs))
     done = {name: run for name in specs if is_finished(run := read_if_begun(folder / BASELINES / name))}
     missing = {name: each for name, each in specs.items() if name not in done}
-    for error in run_all(missing, place / BASELINES, num_gpus=num_gpus, shared=shared).values():
+    # In one process, as trials are: a new one holds less memory.
+    for error in run_all(missing, place / BASELINES, num_gpus=num_gpus, shared=shared, reuse_actors=True).values():
         raise error
     done |= {name: read_run(folder / BASELINES / name) for name in missing}
     prepared = _prepared(spec, done)
@@ -193,13 +195,19 @@ def best_trial(record: SearchRecord) -> RunRecord | None:
 def contenders(record: SearchRecord) -> dict[str, RunRecord]:
     """Returns the best trial, first and where there is one, and the baselines that finished, by name.
 
-    That is, their repeats where all have finished: figures of one minute can be compared.
+    Of a run and its repeat it is the better one: what else a machine does lengthens steps, and never shortens them.
     """
     best = best_trial(record)
-    first = {} if best is None else {best.name: best}
-    first |= {name: run for name in ("amp", "fp32") if is_finished(run := record.baselines.get(name))}
-    again = {name: run for name in first if is_finished(run := record.repeats.get(name))}
-    return again if again.keys() == first.keys() else first
+    found = {} if best is None else {best.name: best}
+    found |= {name: run for name in ("amp", "fp32") if is_finished(run := record.baselines.get(name))}
+    again = {name: run for name in found if is_finished(run := record.repeats.get(name))}
+    return {name: max(run, again.get(name, run), key=partial(_value, record)) for name, run in found.items()}
+
+
+def _value(record: SearchRecord, run: RunRecord) -> float:
+    """Returns what the search maximised, of a finished run."""
+    figures = run.figures
+    return -math.inf if figures is None else record.objective.value(run.epochs[-1].epoch, figures)
 
 
 def to_be_repeated(record: SearchRecord) -> dict[str, RunSpec]:
