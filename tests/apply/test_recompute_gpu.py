@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.loop import ControlLoop
-from triaccel_ray.records.plan import Fault, FaultKind, Precision
+from triaccel_ray.records.plan import FaultKind, Precision
 from triaccel_ray.trainables.models import resnet18
 from triaccel_ray.trainables.text import GPT
 
@@ -44,14 +44,10 @@ def job(name: str) -> tuple[nn.Module, Any, Any]:
     return GPT(layers=4, width=128, heads=4, context=128).cuda(), (text[:, :-1], text[:, 1:]), loss
 
 
-def loop_of(parts: tuple[nn.Module, Any, Any], config: ControlConfig) -> tuple[ControlLoop, list[Fault]]:
+def loop_of(parts: tuple[nn.Module, Any, Any], config: ControlConfig) -> ControlLoop:
     model, data, loss = parts
-    faults: list[Fault] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
-    loop = ControlLoop(
-        model, optimizer, loss, data, config=config, on_tick=lambda tick: faults.extend(tick.observation.faults)
-    )
-    return loop, faults
+    return ControlLoop(model, optimizer, loss, data, config=config)
 
 
 @pytest.mark.parametrize("level", [Precision.BF16, Precision.FP32])
@@ -70,7 +66,7 @@ def test_captured_compiled_fused_and_eager_steps_compute_again_what_they_do_not_
     found, peaks = [], []
     for checkpoints in (False, True):
         execution = replace(execution, activation_checkpointing=checkpoints)
-        loop, faults = loop_of(job(name), replace(config, execution=execution))
+        loop = loop_of(job(name), replace(config, execution=execution))
         for _ in range(8):
             loop.step()
         torch.cuda.synchronize()
@@ -82,8 +78,7 @@ def test_captured_compiled_fused_and_eager_steps_compute_again_what_they_do_not_
         loop.step()  # captured anew, since the graphs were dropped
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - resting)
-        loop.tick()
-        assert {fault.kind for fault in faults} <= {FaultKind.COMPILED}
+        assert {fault.kind for fault in loop.tick().observation.faults} <= {FaultKind.COMPILED}
         loop.close()
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0] if key.endswith("num_batches_tracked"))
@@ -105,11 +100,10 @@ def kept_and_compiled(widths: list[int], dropout: float, execution: ExecutionCon
     blocks = [Block(*pair, dropout) for pair in itertools.pairwise(widths)]
     model = nn.Sequential(nn.Linear(16, widths[0]), *blocks, nn.Linear(widths[-1], 10)).cuda()
     data = torch.randn(512, 16), torch.randint(0, 10, (512,))
-    loop, faults = loop_of((model, data, nn.functional.cross_entropy), replace(CONFIG, execution=execution))
+    loop = loop_of((model, data, nn.functional.cross_entropy), replace(CONFIG, execution=execution))
     for _ in range(4):
         loop.step()
-    loop.tick()
-    told = {fault.kind: fault.detail for fault in faults}
+    told = {fault.kind: fault.detail for fault in loop.tick().observation.faults}
     return loop, told.get(FaultKind.ACTIVATIONS_KEPT, ""), told.get(FaultKind.COMPILED, "")
 
 
