@@ -124,7 +124,7 @@ def outcome(folder: Path) -> dict[str, list[Any]]:
 
 def recorded(storage: Path) -> list[str]:
     tracker = Tracker(f"sqlite:///{storage / 'mlflow.db'}", storage / "artifacts")
-    return sorted(run.name for run in runs(tracker, "triaccel-searches") if not run.name.endswith("-again"))
+    return sorted(run.name for run in runs(tracker, "triaccel-searches") if "-again-" not in run.name)
 
 
 def interruptions(folder: Path, *names: str) -> list[list[str]]:

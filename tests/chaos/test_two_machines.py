@@ -143,7 +143,7 @@ def test_trials_run_on_both_machines_and_all_of_the_search_is_recorded(hunt: Hun
     found = {run.name: run for run in runs(hunt.tracker, "triaccel-searches")}
     mine = {name.removeprefix("hunt/"): run for name, run in found.items() if name != "hunt"}
     names = {"fp32", "amp", *(f"trial-{number:03d}" for number in range(NUM_TRIALS))}
-    assert set(mine) == names | {f"{name}-again" for name in record.repeats}
+    assert set(mine) == names | {run.name for again in record.repeats.values() for run in again}
     assert {run.status for run in (found["hunt"], *mine.values())} == {"FINISHED"}
     for run in mine.values():
         (folder,) = hunt.folder.glob(f"*/{run.name.removeprefix('hunt/')}")

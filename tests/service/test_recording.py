@@ -114,7 +114,7 @@ def test_a_search_that_goes_on_stays_one_tree(
         "tree/amp",
         "probe",
         *trials,
-        *(f"{name}-again" for name in record.repeats),
+        *(run.name for again in record.repeats.values() for run in again),
     }
     parent = recorded.pop("tree")
     assert {recorded[name].tags["mlflow.parentRunId"] for name in ("probe", *trials)} == {parent.id}

@@ -129,35 +129,35 @@ def test_the_better_one_of_the_baselines_is_named() -> None:
         assert recommendation(replace(record, baselines={**record.baselines, "fp32": run})).beaten_by == beaten_by
 
 
-def test_of_a_run_and_its_repeat_the_better_one_counts() -> None:
+def test_of_a_run_and_its_repeats_the_best_one_counts() -> None:
     record = search(91.0)
 
     def at(run: RunRecord, seconds: float) -> RunRecord:
         return replace(run, epochs=tuple(replace(epoch, seconds=seconds) for epoch in run.epochs))
 
     amp, (trial,) = record.baselines["amp"], record.trials
-    repeated = replace(record, repeats={"amp": at(amp, 5.0), "trial-000": at(trial, 20.0)})
+    repeated = replace(record, repeats={"amp": [at(amp, 15.0), at(amp, 5.0)], "trial-000": [at(trial, 20.0)]})
     advice = recommendation(repeated)
     assert advice.sentence.startswith("The best trial, trial-000, scores 18.2, below AMP's 36: ")
     assert advice.command == f"triaccel run --from {amp.folder.absolute()}"
     assert [row[0] for row in search_grid(repeated).rows][:2] == ["AMP again", "trial-000 again"]
-    repeated = replace(record, repeats={"amp": at(amp, 20.0), "trial-000": at(trial, 5.0)})
+    repeated = replace(record, repeats={"amp": [at(amp, 20.0)], "trial-000": [at(trial, 5.0)]})
     assert recommendation(repeated).sentence.startswith("The best trial, trial-000, scores 36.4 (AMP 18, FP32 18).")
     ring = next(each for each in outcomes(repeated) if each.label == "best: trial-000, score 36.4")
     assert [point.seconds for point in ring.points] == [5.0]
     failed = replace(at(amp, 5.0), end=End(status="failed", cause="non_finite"))
-    assert recommendation(replace(record, repeats={"amp": failed})).beaten_by == ""
+    assert recommendation(replace(record, repeats={"amp": [failed]})).beaten_by == ""
 
 
-def test_short_runs_are_repeated_once() -> None:
+def test_short_runs_are_repeated_by_turns() -> None:
     record = search(91.0)
     todo = to_be_repeated(record)
-    assert list(todo) == ["trial-000-again", "amp-again", "fp32-again"]
-    assert todo["amp-again"] == record.baselines["amp"].spec
-    done = replace(record, repeats={"amp": record.baselines["amp"]})
-    assert list(to_be_repeated(done)) == ["trial-000-again", "fp32-again"]
-    assert to_be_repeated(search(50.0)) == {}  # there is no best trial
+    assert list(todo) == [f"{name}-again-{number}" for number in (1, 2, 3) for name in ("trial-000", "amp", "fp32")]
     amp = record.baselines["amp"]
+    assert todo["amp-again-2"] == amp.spec
+    done = replace(amp, folder=Path("amp-again-2"))
+    assert set(todo) - set(to_be_repeated(replace(record, repeats={"amp": [done]}))) == {"amp-again-2"}
+    assert to_be_repeated(search(50.0)) == {}  # there is no best trial
     long = replace(amp, epochs=tuple(replace(epoch, seconds=50.0) for epoch in amp.epochs))
     assert to_be_repeated(replace(record, baselines={**record.baselines, "amp": long})) == {}
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Final
 
 import optuna
@@ -28,7 +29,17 @@ from triaccel_ray.service.report.tables import FIGURE_COLUMNS, STAR, Grid, figur
 from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.search.dimensions import dimensions
-from triaccel_ray.service.search.search import FOUND, TRIALS, SearchRecord, best_trial, contenders, found_in, ranked
+from triaccel_ray.service.search.search import (
+    FOUND,
+    NUM_REPEATS,
+    TRIALS,
+    SearchRecord,
+    best_repeats,
+    best_trial,
+    contenders,
+    found_in,
+    ranked,
+)
 from triaccel_ray.service.search.suggestions import quiet_optuna, trial_name
 from triaccel_ray.service.storage.layout import FIGURES
 from triaccel_ray.service.units import counted
@@ -73,7 +84,7 @@ def view_search(record: SearchRecord) -> View:
         path = record.folder / FOUND
         shown.append(f"thresholds of the best trial, and what it takes to find them again: {path}")
     runs = {f"baseline {name}": run for name, run in record.baselines.items()}
-    runs |= {run.name: run for run in (*record.trials, *record.repeats.values())}
+    runs |= {run.name: run for run in chain(record.trials, *record.repeats.values())}
     unwell = troubles(runs, missing_runs(record), record.damaged)
     rows = zip(grid.as_dicts(), grid.rows, strict=True)
     return View(
@@ -129,7 +140,7 @@ def search_grid(record: SearchRecord) -> Grid:
     names = tuple(scale.name for scale in dimensions(spec.optional))
     header = ("run", "status", *names, "at epoch", objective.goal.heading, *FIGURE_COLUMNS)
     labels = {name: name.upper() for name in record.baselines if name != "probe"}
-    rows = [_row(f"{labels.get(name, name)} again", run, record) for name, run in record.repeats.items()]
+    rows = [_row(f"{labels.get(name, name)} again", run, record) for name, run in best_repeats(record).items()]
     rows += [_row(label, record.baselines[name], record) for name, label in labels.items()]
     rows += [_row(run.name, run, record) for _, run in ranked(record)]
     without = {run.name: run.status for run in record.trials if run.figures is None}
@@ -143,7 +154,9 @@ def search_grid(record: SearchRecord) -> Grid:
             f"{objective.margin_text}); * behind AMP at the same epoch by more than the margin"
         )
     if record.repeats:
-        notes.append("again: the best trial and the baselines once more; of each the better run counts")
+        notes.append(
+            f"again: the best of {NUM_REPEATS} more runs; of the best trial and the baselines the best run counts"
+        )
     if any(run.status == "stopped" for run in record.trials):
         notes.append("stopped: pruned before its last epoch, hence ranked after all that finished")
     return Grid(

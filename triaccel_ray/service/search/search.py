@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -36,7 +37,7 @@ _WAY_OUT = "restore it, or begin a new search"
 SEARCH = "search.json"
 PREPARED = "prepared.json"
 TRIALS = "trials"
-_AGAIN = "-again"
+_AGAIN = "-again-"
 JOURNAL = "trials.jsonl"
 REPEATS = "repeats"
 FOUND = "found.json"
@@ -44,6 +45,7 @@ PROBE_EPOCHS = 10
 """The probe trains for half of the run's epochs, for this many at most: variances fall over time."""
 REPEATED_BELOW_S = 60.0
 """Runs that train for less are repeated before they are compared: what else a machine does differs as much."""
+NUM_REPEATS = 3
 MIN_HEADROOM_BYTES = 64 * 2**20
 """Below this the noise of a resident set would decide about batch sizes."""
 
@@ -69,8 +71,8 @@ class SearchRecord:
     trials: tuple[RunRecord, ...] = ()
     damaged: Mapping[str, str] = field(default_factory=dict)
     """Name of a trial whose log or spec cannot be read -> what is wrong with it."""
-    repeats: Mapping[str, RunRecord] = field(default_factory=dict)
-    """Name of the best trial or of a baseline -> that run once more."""
+    repeats: Mapping[str, Sequence[RunRecord]] = field(default_factory=dict)
+    """Name of the best trial or of a baseline -> the same run again, several times."""
 
     @property
     def objective(self) -> Objective:
@@ -158,12 +160,14 @@ def read_search(folder: Path) -> SearchRecord:
     if not (folder / SEARCH).exists():
         raise LogError(f"folder {folder} holds no search ({SEARCH} is missing)")
     baselines = {name: run for name in ("fp32", "amp", "probe") if (run := read_if_begun(folder / BASELINES / name))}
-    runs: dict[str, dict[str, RunRecord]] = {TRIALS: {}, REPEATS: {}}
+    trials: list[RunRecord] = []
+    repeats: dict[str, list[RunRecord]] = defaultdict(list)
     damaged = {}
-    for path in sorted(path for kind in runs for path in (folder / kind).glob("*")):
+    for path in sorted(path for kind in (TRIALS, REPEATS) for path in (folder / kind).glob("*")):
         try:
             if run := read_if_begun(path):
-                runs[path.parent.name][path.name.removesuffix(_AGAIN)] = run
+                is_repeat = path.parent.name == REPEATS
+                (repeats[path.name.rpartition(_AGAIN)[0]] if is_repeat else trials).append(run)
         except LogError as error:
             damaged[path.name] = str(error)
     return SearchRecord(
@@ -171,9 +175,9 @@ def read_search(folder: Path) -> SearchRecord:
         spec=read_value(SearchSpec, folder / SEARCH, _WAY_OUT),
         prepared=read_value(Prepared, folder / PREPARED, _WAY_OUT) if (folder / PREPARED).exists() else None,
         baselines=baselines,
-        trials=tuple(runs[TRIALS].values()),
+        trials=tuple(trials),
         damaged=damaged,
-        repeats=runs[REPEATS],
+        repeats=repeats,
     )
 
 
@@ -195,13 +199,19 @@ def best_trial(record: SearchRecord) -> RunRecord | None:
 def contenders(record: SearchRecord) -> dict[str, RunRecord]:
     """Returns the best trial, first and where there is one, and the baselines that finished, by name.
 
-    Of a run and its repeat it is the better one: what else a machine does lengthens steps, and never shortens them.
+    Of a run and its repeats it is the best one: what else a machine does lengthens steps, and never shortens them.
     """
     best = best_trial(record)
     found = {} if best is None else {best.name: best}
     found |= {name: run for name in ("amp", "fp32") if is_finished(run := record.baselines.get(name))}
-    again = {name: run for name in found if is_finished(run := record.repeats.get(name))}
+    again = best_repeats(record)
     return {name: max(run, again.get(name, run), key=partial(_value, record)) for name, run in found.items()}
+
+
+def best_repeats(record: SearchRecord) -> dict[str, RunRecord]:
+    """Returns the best of the finished repeats of each run that was repeated, by the run's name."""
+    finished = {name: [run for run in again if is_finished(run)] for name, again in record.repeats.items()}
+    return {name: max(again, key=partial(_value, record)) for name, again in finished.items() if again}
 
 
 def _value(record: SearchRecord, run: RunRecord) -> float:
@@ -211,14 +221,16 @@ def _value(record: SearchRecord, run: RunRecord) -> float:
 
 
 def to_be_repeated(record: SearchRecord) -> dict[str, RunSpec]:
-    """Returns the best trial and the baselines, by the names of their repeats, as far as these are wanted and missing.
+    """Returns the best trial and the baselines by turns, by the names of their repeats, as far as these are missing.
 
     The baselines are timed before all trials, and what else a machine does meanwhile decides between short runs.
     """
     runs = {} if best_trial(record) is None else contenders(record)
     if any(sum(epoch.seconds for epoch in run.epochs) > REPEATED_BELOW_S for run in runs.values()):
         return {}
-    return {f"{name}{_AGAIN}": run.spec for name, run in runs.items() if not is_finished(record.repeats.get(name))}
+    done = {run.name for again in record.repeats.values() for run in again if is_finished(run)}
+    rounds = [(f"{name}{_AGAIN}{number + 1}", run) for number in range(NUM_REPEATS) for name, run in runs.items()]
+    return {name: run.spec for name, run in rounds if name not in done}
 
 
 def found_in(record: SearchRecord) -> TunedThresholds | None:
