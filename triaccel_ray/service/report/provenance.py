@@ -25,6 +25,7 @@ _SLOWER = {
     (FaultKind.CURVATURE_WAITS, "curvature"): "curvature was measured later than asked for",
     (FaultKind.CURVATURE_FALLBACK, "curvature"): "curvature took one pass of the model per sample",
     (FaultKind.FUSION_REFUSED, "fuse"): "batch normalisation ran apart from what follows it",
+    (FaultKind.ACTIVATIONS_KEPT, "checkpoint"): "blocks kept activations that were to be computed again",
 }
 
 
