@@ -43,7 +43,7 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     ("run digits --keep best --final", "leave out --final, or --keep best"),
     ("run digits --register a/b", "register = 'a/b': must name a model"),
     ("run digits --memory-budget 2", "memory_budget = '2': must be a positive number with a unit"),
-    ("run digits --batch-min 600", "(batch_min, batch_size, batch_max) = (600, 96, 192): must be in ascending order"),
+    ("run digits --batch-min 600", "(batch_min, batch_size, batch_max) = (600, 96, 256): must be in ascending order"),
     ("run digits --memory-budget 9999GiB --device cpu", "at most the"),
     ("run digits --memory-budget 1GiB --memory-headroom 1GiB", "give a budget or a headroom, not both"),
     *((f"{each} --memory-budget 64MiB --device cpu", "memory budget = 64 MiB") for each in ALL),
