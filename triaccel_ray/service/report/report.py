@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -22,13 +23,14 @@ REPORT: Final = "report.html"
 
 _HEAD: Final = """<!doctype html>
 <html lang=en><meta charset=utf-8>
-<meta http-equiv=Content-Security-Policy content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <meta name=viewport content='width=device-width'>
 <style>
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
 .notice { border-left: 4px solid #D98200; background: #D9820018; padding: .6rem .9rem; }
+.sortable th { cursor: pointer; } .sortable th:hover { text-decoration: underline; }
+th[aria-sort=ascending]::after { content: " \\2191"; } th[aria-sort=descending]::after { content: " \\2193"; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #8884; white-space: nowrap; }
 th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
@@ -39,6 +41,33 @@ img { max-width: 100%; min-width: 36rem; background: white; border-radius: 4px; 
 summary { cursor: pointer; padding: .3rem 0; } details { border-bottom: 1px solid #8884; }
 </style>
 """
+
+_SCRIPT: Final = """
+"use strict";
+for (const table of document.querySelectorAll("table.sortable")) {
+  const heads = [...table.rows[0].cells];
+  const key = (row, column) => {
+    const text = row.cells[column].textContent.replace(/[,<]/g, "").trim(), number = parseFloat(text);
+    return {text, number, rank: text === "" ? 2 : Number.isNaN(number) ? 1 : 0};
+  };
+  heads.forEach((head, column) => head.addEventListener("click", () => {
+    const sign = head.getAttribute("aria-sort") === "descending" ? 1 : -1;
+    heads.forEach(each => each.removeAttribute("aria-sort"));
+    head.setAttribute("aria-sort", sign > 0 ? "ascending" : "descending");
+    const rows = [...table.rows].slice(1).map(row => [key(row, column), row]);
+    rows.sort(([a], [b]) => a.rank - b.rank
+      || sign * (a.rank === 0 ? a.number - b.number : a.text.localeCompare(b.text)));
+    rows.forEach(([, row]) => row.parentNode.append(row));
+  }));
+}
+"""
+"""Sorts a table by the column whose heading is clicked: numbers first, empty cells last."""
+
+_HASH: Final = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+_POLICY: Final = (
+    "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+    f"script-src 'sha256-{_HASH}'\">\n"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +119,12 @@ def show(view: View, to: Console | None = None) -> None:
 def write_page(folder: Path, title: str, sections: Sequence[Section]) -> Path:
     """Writes the page into `folder` and returns its path; pictures are embedded, so the file can be sent to anybody.
 
-    The page loads and runs nothing, whatever it shows.
+    The page loads nothing, and runs nothing but the script that sorts its tables, whatever it shows.
     """
     body = "\n".join(map(_section, sections))
     path = folder / REPORT
-    write_atomically(path, f"{_HEAD}<title>{escape(title)}</title>\n<h1>{escape(title)}</h1>\n{body}\n</html>\n")
+    head = f"{_HEAD}{_POLICY}<title>{escape(title)}</title>\n<h1>{escape(title)}</h1>"
+    write_atomically(path, f"{head}\n{body}\n<script>{_SCRIPT}</script>\n</html>\n")
     return path
 
 
@@ -128,7 +158,8 @@ def _table(grid: Grid) -> str:
     rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in grid.rows)
     body = "\n".join(f"<tr>{row}</tr>" for row in rows)
     note = f"\n<p>{_lines(grid.note)}</p>" if grid.note else ""
-    return f"<div class=wide><table><tr>{head}</tr>\n{body}</table></div>{note}"
+    kind = " class=sortable" if len(grid.rows) > 1 else ""
+    return f"<div class=wide><table{kind}><tr>{head}</tr>\n{body}</table></div>{note}"
 
 
 def _lines(text: str) -> str:
