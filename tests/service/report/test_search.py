@@ -191,9 +191,10 @@ def test_a_search_without_a_trial_to_its_end_says_what_ended_them(ends: Sequence
 
 def test_what_decides_is_found_important_among_trials_at_the_same_epoch() -> None:
     said = importance(search_by_rho(24))
-    name, share = said.split(",")[0].split()
+    name, share, _, deviation = said.split(",")[0].split()
     assert name == "rho_low"
     assert float(share.rstrip("%")) > 60
+    assert 0 < float(deviation.rstrip("%")) < 30
     assert "between 24 trials" in said
     assert said == importance(search_by_rho(24))
     pruned = importance(search_by_rho(40, num_epochs=(1, 2, 3, 4)))
@@ -216,6 +217,7 @@ def test_the_picture_of_outcomes_has_trials_the_best_and_baselines() -> None:
     record = search_of(*trials, objective=BY_ACCURACY)
     found = {each.label: [point.metric for point in each.points] for each in outcomes(record)}
     assert found == {
+        "stopped early (pruned)": [90.0],
         "trial beyond the margin": [60.0],
         "trial": [91.0],
         "beaten by no other trial": [91.0],

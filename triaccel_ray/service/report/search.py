@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from statistics import stdev
 from typing import Final
 
 import optuna
@@ -46,6 +48,7 @@ from triaccel_ray.service.units import counted
 
 MIN_TRIALS: Final = 20
 """Fewer trials say nothing about how much four thresholds matter."""
+_NUM_DRAWN: Final = 10
 _SAYS: Final[Mapping[str, tuple[str, Callable[[Figures, Goal], str]]]] = {
     "score": ("scores", lambda figures, goal: f"{figures.score:.4g}"),
     "metric": ("reaches", lambda figures, goal: goal.text(figures.metric)),
@@ -268,23 +271,34 @@ def importance(record: SearchRecord) -> str:
     ranges: dict[str, BaseDistribution] = {
         key: FloatDistribution(min(column), max(column)) for key, column in columns.items()
     }
-    with quiet_optuna():
+
+    def shares_of(names: Sequence[str]) -> Mapping[str, float]:
         study = optuna.create_study()
-        for name, value in values.items():
-            study.add_trial(optuna.create_trial(params=places[name], distributions=ranges, value=ranks[value]))
-        shares = optuna.importance.get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0))
-    told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+        for name in names:
+            value = ranks[values[name]]
+            study.add_trial(optuna.create_trial(params=places[name], distributions=ranges, value=value))
+        return optuna.importance.get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0))
+
+    names, chance = sorted(values, key=lambda name: values[name]), random.Random(0)
+    with quiet_optuna():
+        shares = shares_of(names)
+        ends = names[0], names[-1]  # or all drawn could be alike
+        drawn = [shares_of([*ends, *chance.choices(names, k=len(names) - 2)]) for _ in range(_NUM_DRAWN)]
+    told = ", ".join(
+        f"{name} {share:.0%} ± {stdev(each[name] for each in drawn):.0%}" for name, share in shares.items()
+    )
     return (
         f"{told}: the share of the differences between {len(values)} trials that each explains (functional analysis "
-        f"of variance of their ranks after epoch {epoch}; rough with so few). tau_low and tau_high move together, and "
-        "so do rho_low and rho_high: of such a pair read the sum."
+        f"of variance of their ranks after epoch {epoch}; ± standard deviation over {_NUM_DRAWN} draws of as many "
+        "trials). tau_low and tau_high move together, and so do rho_low and rho_high: of such a pair read the sum."
     )
 
 
 def outcomes(record: SearchRecord) -> list[Series]:
-    """Returns what was judged at the end of its training: trials, those that none beats, the best, baselines."""
+    """Returns how trials ended, those that none beats, the best, and baselines; pruned trials as they were by then."""
     good: list[Figures] = []
     poor: list[Figures] = []
+    pruned = [run.figures for run in record.trials if run.status == "stopped" and run.figures is not None]
     best, compared = best_trial(record), contenders(record)
     for run in (compared.get(trial.name, trial) for trial in record.trials):
         if run.figures is not None and run.status == "finished":
@@ -294,6 +308,7 @@ def outcomes(record: SearchRecord) -> list[Series]:
     dot = {"marker": "o", "color": BLUE, "alpha": 0.55}
     joined = {"marker": "o", "color": NAVY, "linestyle": "-", "linewidth": 1.6, "drawstyle": "steps-post"}
     series = [
+        Series(label="stopped early (pruned)", points=pruned, look={"marker": "x", "color": GREY, "alpha": 0.7}),
         Series(label="trial beyond the margin", points=poor, look={**hollow, "color": GREY}),
         Series(label="trial", points=good, look=dot),
         Series(label="beaten by no other trial", points=good, look=joined, is_front=True),
