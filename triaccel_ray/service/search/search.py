@@ -124,7 +124,6 @@ def tune_trials(
     """Runs the trials, with samples from `shared`; with `resume`, those that have not ended.
 
     With a `claim` on the search's own log, nothing is begun or noted once another process goes on with the search.
-
     A bug is no end. Whatever is on record is told to scheduler and sampler from the trials' logs, so that they know all
     that the search knew when it was broken off. Trials are read back by `read_search`.
 
@@ -160,9 +159,8 @@ def read_search(folder: Path) -> SearchRecord:
     if not (folder / SEARCH).exists():
         raise LogError(f"folder {folder} holds no search ({SEARCH} is missing)")
     baselines = {name: run for name in ("fp32", "amp", "probe") if (run := read_if_begun(folder / BASELINES / name))}
-    trials: list[RunRecord] = []
-    repeats: dict[str, list[RunRecord]] = defaultdict(list)
-    damaged = {}
+    trials, damaged = list[RunRecord](), dict[str, str]()
+    repeats = defaultdict[str, list[RunRecord]](list)
     for path in sorted(path for kind in (TRIALS, REPEATS) for path in (folder / kind).glob("*")):
         try:
             if run := read_if_begun(path):
@@ -216,8 +214,7 @@ def best_repeats(record: SearchRecord) -> dict[str, RunRecord]:
 
 def _value(record: SearchRecord, run: RunRecord) -> float:
     """Returns what the search maximised, of a finished run."""
-    figures = run.figures
-    return -math.inf if figures is None else record.objective.value(run.epochs[-1].epoch, figures)
+    return -math.inf if (figures := run.figures) is None else record.objective.value(run.epochs[-1].epoch, figures)
 
 
 def to_be_repeated(record: SearchRecord) -> dict[str, RunSpec]:
@@ -225,7 +222,7 @@ def to_be_repeated(record: SearchRecord) -> dict[str, RunSpec]:
 
     The baselines are timed before all trials, and what else a machine does meanwhile decides between short runs.
     """
-    runs = {} if best_trial(record) is None else contenders(record)
+    runs = contenders(record) if best_trial(record) else {}
     if any(sum(epoch.seconds for epoch in run.epochs) > REPEATED_BELOW_S for run in runs.values()):
         return {}
     done = {run.name for again in record.repeats.values() for run in again if is_finished(run)}
