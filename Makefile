@@ -26,9 +26,8 @@ test: setup lint
 test-fast: setup
 	$(BIN)/pytest $(PARALLEL) $(foreach each,$(SLOW),--ignore tests/$(each))
 
-# Machines that are slow at the wrong moment fail such a test, too: what fails runs once more, by itself.
 test-chaos: setup
-	$(BIN)/pytest $(PARALLEL) tests/chaos || $(BIN)/pytest --last-failed --last-failed-no-failures none tests/chaos
+	$(BIN)/pytest $(PARALLEL) tests/chaos
 
 gpu: setup
 	$(BIN)/pytest -m gpu

@@ -22,7 +22,7 @@ class Result:
     metric: float
     """What the task is judged by."""
     seconds_per_epoch: float
-    """Mean of the last five epochs."""
+    """By which the search judged its trials: `typical_seconds` of the log."""
     peak_gb: float
     """Of the process on its device, 10^9 bytes."""
     score: float

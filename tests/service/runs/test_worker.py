@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,24 @@ def test_a_search_run_is_judged_after_every_epoch(worker_factory: WorkerFactory,
     results = worker.finish()
     assert len(reads) == 150  # the last epoch's judgement is the run's
     assert (results["accuracy"], results["score"]) == pytest.approx((figures.metric, figures.score))
+
+
+def test_on_a_cpu_time_that_others_have_the_core_does_not_count(
+    worker_factory: WorkerFactory, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = worker_factory.start(own_spec(f"{module}:Blobs"), tmp_path / "run")
+    step = worker.loop.step
+
+    def waiting() -> None:
+        time.sleep(0.1)
+        step()
+
+    monkeypatch.setattr(worker.loop, "step", waiting)
+    epoch = worker.train_epoch()
+    waited = 0.1 * worker.loop.num_steps
+    assert epoch.seconds > waited
+    assert epoch.typical_seconds is not None
+    assert 0.0 < epoch.typical_seconds < epoch.seconds - 0.9 * waited
 
 
 def test_the_log_tells_the_whole_run(worker_factory: WorkerFactory, module: str, tmp_path: Path) -> None:
