@@ -147,9 +147,9 @@ class ControlLoop(EpochLoop):
             timer.interrupt()
         if not self.model.training:
             self.model.train()
-        precision.refresh()
+        precision.weights.refresh()
         lr_factor = self._schedule.factor(self.sampler.position) * plan.batch_lr_scale
-        self.optimizer.set_rates(lr_factor, plan.lr_scale, precision.companions)
+        self.optimizer.set_rates(lr_factor, plan.lr_scale, precision.weights.in_force)
         scale = self.loss_scale.factor(precision.needs_loss_scale)
         indices = self.sampler.take(plan.batch_size)
         timer.begin()

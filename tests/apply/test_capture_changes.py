@@ -46,7 +46,7 @@ def test_weights_loaded_from_elsewhere_reach_the_next_step() -> None:
         loops[1].step()
     model.load_state_dict(other.state_dict())
     loops[0].step()
-    copies = loops[0]._training.precision.copies
+    copies = loops[0]._training.precision.weights
     assert copies is not None
     for p in model.parameters():
         if id(p) in copies.in_force:
@@ -81,7 +81,7 @@ def test_a_hook_registered_after_capture_fires_and_no_graph_reads_the_copy_that_
         weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.dtype))
         loop.step()
         assert seen[-1] is torch.float32
-        copies = loop._training.precision.copies
+        copies = loop._training.precision.weights
         assert copies is not None
         assert id(weight) not in copies.in_force
         held = [torch.full((10, 64), torch.nan, dtype=torch.half, device="cuda") for _ in range(4096)]  # where it was

@@ -72,12 +72,12 @@ def test_a_copy_outlives_a_change_of_plan_until_it_is_dropped() -> None:
 def test_a_parameter_with_hooks_keeps_them_and_copies_that_are_let_go_are_another_generation(hook: str) -> None:
     model, seen = mlp(), []
     copies = copies_of(model)
-    precision = LayerPrecision(model, find_layers(model), copies=copies)
+    precision = LayerPrecision(model, find_layers(model), weights=copies)
     precision.set(LEVELS)
     copies.refresh()
     assert copies.generation == 0  # all that was made is still there
     getattr(model[0].weight, hook)(lambda tensor: seen.append(tensor.dtype))
-    precision.refresh()
+    copies.refresh()
     assert copies.generation == 1
     assert id(model[0].weight) not in copies.in_force
     assert id(model[2].weight) in copies.in_force
@@ -95,7 +95,7 @@ def test_gradients_arrive_at_the_copies_and_equal_those_through_a_cast() -> None
     LayerPrecision(cast, find_layers(cast)).set(LEVELS)
     cross_entropy(cast(inputs).float(), targets).backward()
     copies = copies_of(copied)
-    LayerPrecision(copied, find_layers(copied), copies=copies).set(LEVELS)
+    LayerPrecision(copied, find_layers(copied), weights=copies).set(LEVELS)
     cross_entropy(copied(inputs).float(), targets).backward()
     found = Gradients(list(copied.parameters()))
     found.collect(copies.in_force)
@@ -119,7 +119,7 @@ def test_a_weight_that_the_model_reads_beside_its_layer_gathers_both_gradients()
     reference.load_state_dict(model.state_dict())
     inputs = torch.randn(8, 4)
     copies = copies_of(model)
-    LayerPrecision(model, find_layers(model), copies=copies).set({"layer": Precision.BF16})
+    LayerPrecision(model, find_layers(model), weights=copies).set({"layer": Precision.BF16})
     model(inputs).sum().backward()
     reference(inputs).sum().backward()
     found = Gradients(list(model.parameters()))
@@ -145,7 +145,7 @@ def test_gradients_of_many_parts_are_added_in_fp32() -> None:
     copy = copies.in_force[id(model[0].weight)]
     for _ in range(300):
         copy.grad = torch.ones_like(copy)
-        copies.gather_gradients()
+        copies.gather_gradient(model[0].weight)
     # In BF16 the sum would stop at 256, where 1 is less than half of what two neighbouring numbers are apart.
     assert copy.grad is None
     assert torch.equal(model[0].weight.grad, torch.full_like(model[0].weight, 300.0))
@@ -163,7 +163,7 @@ def test_an_optimizer_that_says_nothing_of_its_writing_reaches_the_copies(make: 
     layers = find_layers(model)
     optimizer = LayerwiseOptimizer(make(model.parameters()), layers)
     copies = copies_of(model)
-    precision = LayerPrecision(model, layers, copies=copies)
+    precision = LayerPrecision(model, layers, weights=copies)
     precision.set(LEVELS)
     moments = GradientMoments(layers, optimizer.watched, beta=0.9)
     losses = torch.zeros(1, 2, dtype=torch.float64)

@@ -136,7 +136,7 @@ def test_a_layer_that_leaves_bf16_is_joined_exactly_and_split_again_when_it_retu
     assert [p.dtype for p in weights_of(model)] == [torch.float32, torch.float32, torch.bfloat16]
     assert same(values(model), before)
     put(loop, BF16)
-    loop._training.precision.refresh()
+    loop._training.precision.weights.refresh()
     assert [p.dtype for p in weights_of(model)] == [torch.bfloat16] * 3
     assert same(values(model), before)
     assert [p.data_ptr() for p in weights_of(model)] == addresses  # captured graphs read there
@@ -152,7 +152,7 @@ def test_what_is_written_into_a_split_weight_is_taken_as_it_is() -> None:
     assert (model.state_dict()["0.weight"] == 0.0).all()
     assert model.state_dict()["2.weight"].abs().max() == 0.125
     model[4].weight.data = torch.full_like(model[4].weight, 0.3, dtype=torch.float32)
-    loop._training.precision.refresh()
+    loop._training.precision.weights.refresh()
     assert torch.equal(model.state_dict()["4.weight"], torch.full((4, 16), 0.3))
     assert model[4].weight.dtype is torch.bfloat16
     loop.step()
@@ -194,10 +194,10 @@ def test_gradients_of_parts_add_up_in_fp32() -> None:
     loop = loop_of(model, parts, data=data)
     plain = loop_of(whole, replace(parts, weights="fp32"), data=data)
     for each in (loop, plain):
-        each._training.precision.refresh()
+        each._training.precision.weights.refresh()
         indices = torch.arange(16)
         each._training.steps.step.run(indices, torch.ones(()), step=0)
-    sums = loop._training.precision.summed_gradients
+    sums = loop._training.precision.weights.sums
     for mine, theirs in zip(weights_of(model), weights_of(whole), strict=True):
         assert mine.grad is None
         # Parts differ where a word at equal distance rounds otherwise; sums in BF16 would be 2^-9 off.
@@ -244,7 +244,7 @@ def test_the_whole_loop_adapts_over_split_weights() -> None:
         loop.train_epoch()
         seen |= set(loop.plan.precision.values())
     assert len(seen) > 1
-    loop._training.precision.refresh()
+    loop._training.precision.weights.refresh()
     for layer, weight in zip(loop.plan.precision.values(), weights_of(model), strict=True):
         assert weight.dtype is (torch.bfloat16 if DTYPES[layer] is torch.bfloat16 else torch.float32)
     assert loop.evaluate(blobs(40)).metrics["accuracy"] > 90.0

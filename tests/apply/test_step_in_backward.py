@@ -121,7 +121,7 @@ def test_parts_of_a_batch_add_up_and_the_last_one_steps(config: ControlConfig) -
         loop = loop_of(model, each, data=blobs(64))
         run(loop, 6)
         if each is config:
-            assert not loop._training.precision.summed_gradients
+            assert not loop._training.precision.weights.sums
     assert same(values(models[0]), values(models[1]))
 
 

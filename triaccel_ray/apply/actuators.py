@@ -32,18 +32,11 @@ class Actuators:
             self.plan = plan
         except (RuntimeError, KeyError, MemoryError) as error:
             self._put(self.plan)
-            faults = (
-                Fault(
-                    kind=FaultKind.APPLY_FAILED,
-                    step=step,
-                    phase="apply",
-                    batch_size=plan.batch_size,
-                    detail=f"{type(error).__name__}: {error}"[:500],
-                ),
-            )
-        cost = self._cache.take_cost()
-        self.adapting_ms += cost.milliseconds
-        return Applied(plan=self.plan, faults=faults, evicted=tuple(cost.evicted), adapt_ms=cost.milliseconds)
+            detail, size = f"{type(error).__name__}: {error}"[:500], plan.batch_size
+            faults = (Fault(kind=FaultKind.APPLY_FAILED, step=step, phase="apply", batch_size=size, detail=detail),)
+        milliseconds, evicted = self._cache.take_cost()
+        self.adapting_ms += milliseconds
+        return Applied(plan=self.plan, faults=faults, evicted=evicted, adapt_ms=milliseconds)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the plan in force, and in how many parts steps pass: more, after one that did not fit."""

@@ -6,8 +6,8 @@ import contextlib
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,8 +51,7 @@ class _Key:
         return f"batch {self.batch_size}{parts}, " + ", ".join(f"{count} x {name}" for name, count in counts.items())
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Captured:
+class _Captured(NamedTuple):
     """A graph with the tensors that it reads and writes."""
 
     graph: Graph
@@ -64,30 +63,21 @@ class _Captured:
     gradients: Gradients | BucketedGradients
 
 
-@dataclass(kw_only=True)
-class AdaptingCost:
-    """What new plans have cost since this was last asked for."""
-
-    milliseconds: float = 0.0
-    """First steps of new batch sizes and precisions, autotuning and compilation included, and captures; whether they
-    succeeded or not."""
-    evicted: list[str] = field(default_factory=list)
-    """Captured steps that were dropped."""
+class _BatchesDifferError(RuntimeError):
+    """A batch does not fit where the captured step reads it."""
 
 
 class StepCache:
     """Makes training steps: the first of a kind eagerly, the later ones as replays of a captured graph.
 
     Between two ticks a step is a function of batch size and precision plan; learning rates, loss scale and counters
-    are read from the device. So a step is captured once and replayed, which costs the host one launch where an eager
-    step of a small network takes longer to launch than to compute.
+    are read from the device. So a step is captured once and replayed, which costs the host one launch.
 
     The first step of a kind runs eagerly: libraries choose their kernels then. Eager steps and captured ones never
-    hold memory at once, or the process would need twice what a step needs: an eager step on a GPU drops all graphs,
-    and they are captured again when next used. After a step that waits for the device, or fails to be captured, all
-    steps are eager: reported once as a fault. Where only memory was wanting, steps of that kind are eager until memory
-    is given back: a fault of its own kind, at each attempt. A model whose forward pass changes Python state does that
-    at captures only.
+    hold memory at once: an eager step on a GPU drops all graphs, and they are captured again when next used. After a
+    step that waits for the device, or fails to be captured, all steps are eager: reported once as a fault. Where only
+    memory was wanting, steps of that kind are eager until memory is given back: a fault at each attempt. A model whose
+    forward pass changes Python state does that at captures only.
     """
 
     def __init__(
@@ -98,21 +88,21 @@ class StepCache:
         pool: GraphPool,
         config: ExecutionConfig,
     ) -> None:
-        """Captures nothing yet; without a CUDA device, or where the configuration says so, every step is eager."""
         self.step = step
         self._update, self._gradients_of, self._pool = update, gradients_of, pool
         self._autotune = config.autotune
         self.enabled = config.capture and pool.can_capture
         """Whether steps may be captured."""
-        self._source = step.sampler.source
+        self._source, self._generator = step.sampler.source, step.sampler.generator
         self._eager_gradients = gradients_of()
-        self._stream = LentStream(step.sampler.generator.device) if pool.handle is not None else None
+        self._stream = LentStream(self._generator.device) if pool.handle is not None else None
         self._entries: OrderedDict[_Key, _Captured] = OrderedDict()
-        self._compiled: set[_Key] = set()
-        self._warm: set[_Key] = set()
+        self._is_ready: dict[_Key, bool] = {}
+        """Kinds of steps that have been made eagerly -> whether the next is captured: not after one that compiled."""
         self._too_large: set[_Key] = set()
         self._captured_dependencies: tuple[Any, ...] = ()
-        self._cost = AdaptingCost()
+        self._milliseconds = 0.0
+        self._evicted: list[str] = []
         self._reported: set[FaultKind] = set()
         pool.on_release(self._drop_all)
 
@@ -121,9 +111,13 @@ class StepCache:
         """Graphs held now."""
         return len(self._entries)
 
-    def take_cost(self) -> AdaptingCost:
-        """Returns what adapting has cost since the last call."""
-        cost, self._cost = self._cost, AdaptingCost()
+    def take_cost(self) -> tuple[float, tuple[str, ...]]:
+        """Returns what new plans have cost since the last call: milliseconds, and the captured steps dropped.
+
+        Counted are first steps of a kind, autotuning and compilation included, and captures, successful or not.
+        """
+        cost = self._milliseconds, tuple(self._evicted)
+        self._milliseconds, self._evicted = 0.0, []
         return cost
 
     def run(self, indices: Tensor, loss_scale: Tensor, *, step: int) -> tuple[Fault, ...]:
@@ -142,17 +136,17 @@ class StepCache:
                 return (*self._once(fault), *self._eager(indices, loss_scale, step).faults)
             if self._entries and self._dependencies() != self._captured_dependencies:
                 self._pool.release()
-                self._warm.clear()
-                self._compiled.clear()
-            if key in self._entries:
-                obstacle = self._fill(key, indices, step)
-            elif key not in self._warm:
+                self._is_ready.clear()
+            if key not in self._entries and not self._is_ready.get(key):
                 return self._first(key, indices, loss_scale, step)
-            else:
-                obstacle = self._capture(key, indices, loss_scale, step)
+            obstacle = self._prepare(key, indices, loss_scale, step)
             if obstacle is not None:
                 return (obstacle, *self._eager(indices, loss_scale, step).faults)
-            self._replay(key)
+            entry = self._entries[key]
+            self._entries.move_to_end(key)
+            entry.graph.replay()
+            if not self._update.is_capturable:
+                self._update.run(entry.loss_sum, key.batch_size, entry.gradients)
         return ()
 
     def _once(self, fault: Fault) -> tuple[Fault, ...]:
@@ -164,10 +158,10 @@ class StepCache:
     def _eager(self, indices: Tensor, loss_scale: Tensor, step: int, *, watch: bool = False) -> StepOutcome:
         if self._pool.holds_graphs:  # the curvature's count as well
             self._pool.release()
-        gradients = self._eager_gradients
+        gradients, weights = self._eager_gradients, self.step.precision.weights
         gradients.begin(publishes=True)
         outcome = self.step.run(indices, loss_scale, step=step, watch=watch)
-        gradients.collect(self.step.precision.companions, self.step.precision.summed_gradients)
+        gradients.collect(weights.in_force, weights.sums)
         gradients.publish()
         self._update.run(outcome.loss_sum, outcome.num_samples, gradients)
         gradients.drop()
@@ -182,61 +176,69 @@ class StepCache:
         Compiling waits for the device itself: a step that compiles is not watched, but the one after it.
         """
         before = self._dependencies()
-        compiles = self.step.is_compiled and key not in self._compiled
+        compiles = self.step.is_compiled and key not in self._is_ready
         with self._timed():
             outcome = self._eager(indices, loss_scale, step, watch=not compiles)
             self.step.zero_grad()
         if any(fault.kind is FaultKind.OUT_OF_MEMORY for fault in outcome.faults):
             return outcome.faults  # what passed in the end was another kind of step
+        self._is_ready[key] = not compiles
         if compiles:
-            self._compiled.add(key)
             return outcome.faults
-        self._warm.add(key)
         obstacles = [*outcome.obstacles]
         if self._dependencies() != before:
             obstacles.append("the step puts other tensors in place of parameters or buffers, which a replay would not")
+        recomputation, compilation = self.step.recomputation, self.step.compilation
         if not obstacles:
-            recomputation = self.step.recomputation
             return (*outcome.faults, *(() if recomputation is None else recomputation.keep_drawing(step)))
-        if self.step.recomputation is None and self.step.compilation is not None and self.step.compilation.is_regional:
-            self.step.compilation.compile_whole()  # the code between the blocks may do without, once compiled
-            self._compiled.clear()
-            self._warm.clear()
-            text = f"{self.step.compilation}: {'; '.join(obstacles)}"
+        if recomputation is None and compilation is not None and compilation.blocks:
+            compilation.compile_whole()  # the code between the blocks may do without, once compiled
+            self._is_ready.clear()
+            text = f"{compilation}: {'; '.join(obstacles)}"
             return (*outcome.faults, Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text))
         self.enabled = False
         return (*outcome.faults, _capture_fault(key, step, "; ".join(obstacles)))
 
-    def _capture(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> Fault | None:
-        """Captures the step on these samples without making it, and keeps it; returns what prevented that."""
-        self.step.zero_grad()
+    def _prepare(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> Fault | None:
+        """Captures the step, or writes these samples to where its graph reads them; returns what prevented that."""
+        is_captured = key in self._entries
         try:
-            captured = self._record(key, indices, loss_scale)
+            if is_captured:
+                self._fill(self._entries[key], indices)
+            else:
+                self._capture(key, indices, loss_scale)
+            return None
         except Exception as error:  # CUDA, PyTorch and the model's own code may all refuse, each in its way
             is_too_large = is_out_of_memory(error)
-            kind = FaultKind.CAPTURE_OUT_OF_MEMORY if is_too_large else FaultKind.CAPTURE_FAILED
-            fault = _capture_fault(key, step, first_line(error), kind)
-        else:
-            self.step.zero_grad()
-            self._captured_dependencies = self._dependencies()
-            self._entries[key] = captured
-            if len(self._entries) > MAX_GRAPHS:
-                self._pool.synchronize()
-                self._cost.evicted.append(str(self._entries.popitem(last=False)[0]))
-            return None
+            if is_captured and not is_too_large and not isinstance(error, _BatchesDifferError):
+                raise  # the data's own
+            detail = first_line(error)
+        # Outside the handler: the traceback no longer holds the attempt's tensors.
         self.step.zero_grad()
         self._pool.release()
         if is_too_large:
             self._too_large.add(key)  # until memory is given back the next time
-        else:
-            self.enabled = False
-        return fault
+            return _capture_fault(key, step, detail, FaultKind.CAPTURE_OUT_OF_MEMORY)
+        self.enabled = False
+        return _capture_fault(key, step, detail)
 
-    def _record(self, key: _Key, indices: Tensor, loss_scale: Tensor) -> _Captured:
-        gradients = self._gradients_of()
+    def _fill(self, entry: _Captured, indices: Tensor) -> None:
+        if entry.batch is None:
+            entry.indices.copy_(indices, non_blocking=True)
+            return
+        fresh = self._source.batch(indices, self._generator)
+        if _kind(fresh) != _kind(entry.batch):
+            raise _BatchesDifferError("batches of one size differ in their shapes or in what is no tensor")
+        for mine, theirs in zip(tensors_in(entry.batch), tensors_in(fresh), strict=True):
+            mine.copy_(theirs, non_blocking=True)
+
+    def _capture(self, key: _Key, indices: Tensor, loss_scale: Tensor) -> None:
+        """Captures the step on these samples without making it, and keeps it."""
+        self.step.zero_grad()
+        gradients, weights = self._gradients_of(), self.step.precision.weights
         batch = None
         if not self._source.is_resident:
-            batch = map_tensors(torch.clone, self._source.batch(indices, self.step.sampler.generator))
+            batch = map_tensors(torch.clone, self._source.batch(indices, self._generator))
         static = indices.clone()
         loss_sums: list[Tensor] = []
 
@@ -244,56 +246,30 @@ class StepCache:
             gradients.begin(publishes=False)
             batches = iter([(key.batch_size, *batch)]) if batch is not None else self.step.batches(static)
             loss_sums.append(self.step.accumulate(batches, key.batch_size, loss_scale))
-            gradients.collect(self.step.precision.companions, self.step.precision.summed_gradients)
+            gradients.collect(weights.in_force, weights.sums)
             if self._update.is_capturable:
                 self._update.run(loss_sums[0], key.batch_size, gradients)
 
         with self._timed():
-            graph = self._pool.capture(work, generators=[self.step.sampler.generator])
+            graph = self._pool.capture(work, generators=[self._generator])
         gradients.publish()
         if self._update.is_capturable:
             gradients.drop()
-        return _Captured(graph=graph, indices=static, batch=batch, loss_sum=loss_sums[0], gradients=gradients)
-
-    def _fill(self, key: _Key, indices: Tensor, step: int) -> Fault | None:
-        """Writes these samples to where the graph reads them; returns what prevented it."""
-        entry = self._entries[key]
-        if entry.batch is None:
-            entry.indices.copy_(indices, non_blocking=True)
-            return None
-        try:
-            fresh = self._source.batch(indices, self.step.sampler.generator)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            fault = _capture_fault(key, step, first_line(error), FaultKind.CAPTURE_OUT_OF_MEMORY)
-        else:
-            if _kind(fresh) == _kind(entry.batch):
-                for mine, theirs in zip(tensors_in(entry.batch), tensors_in(fresh), strict=True):
-                    mine.copy_(theirs, non_blocking=True)
-                return None
-            self.enabled = False
-            return _capture_fault(key, step, "batches of one size differ in their shapes or in what is no tensor")
-        # Outside the handler: the traceback no longer holds the attempt's tensors.
-        self._pool.release()
-        self._too_large.add(key)
-        return fault
-
-    def _replay(self, key: _Key) -> None:
-        entry = self._entries[key]
-        self._entries.move_to_end(key)
-        entry.graph.replay()
-        if not self._update.is_capturable:
-            self._update.run(entry.loss_sum, key.batch_size, entry.gradients)
+        self.step.zero_grad()
+        self._captured_dependencies = self._dependencies()
+        self._entries[key] = _Captured(graph, static, batch, loss_sums[0], gradients)
+        if len(self._entries) > MAX_GRAPHS:
+            self._pool.synchronize()
+            self._evicted.append(str(self._entries.popitem(last=False)[0]))
 
     def _dependencies(self) -> tuple[Any, ...]:
         """Returns what graphs stand on and others may change.
 
         Parameters and buffers, their low-precision copies, modes, whether norms fuse and the update is part of a graph.
         """
-        model, fusion, copies = self.step.model, self.step.fusion, self.step.precision.copies
+        model, fusion = self.step.model, self.step.fusion
         return (
-            None if copies is None else copies.generation,
+            self.step.precision.weights.generation,
             self._update.is_capturable,
             *((p.data_ptr(), p.requires_grad, has_hooks(p)) for p in model.parameters()),
             *(buffer.data_ptr() for buffer in model.buffers()),
@@ -302,11 +278,10 @@ class StepCache:
         )
 
     def _drop_all(self) -> None:
-        self._cost.evicted.extend(map(str, self._entries))
+        self._evicted.extend(map(str, self._entries))
         self._entries.clear()
         self._too_large.clear()
-        if self.step.precision.copies is not None:
-            self.step.precision.copies.drop_unused()
+        self.step.precision.weights.drop_unused()
 
     def on_stream(self) -> contextlib.AbstractContextManager[None]:
         """Has what is inside run on the stream that captures, between what is launched before it and after it."""
@@ -330,7 +305,7 @@ class StepCache:
             yield
             self._pool.synchronize()
         finally:
-            self._cost.milliseconds += 1e3 * (time.perf_counter() - start)
+            self._milliseconds += 1e3 * (time.perf_counter() - start)
 
 
 def _capture_fault(key: _Key, step: int, detail: str, kind: FaultKind = FaultKind.CAPTURE_FAILED) -> Fault:

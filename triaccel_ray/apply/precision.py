@@ -6,18 +6,17 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from triaccel_ray.apply.copies import ComputeCopies
 from triaccel_ray.apply.fused_norm import FusedNorm
-from triaccel_ray.apply.split_weights import SplitWeights
+from triaccel_ray.apply.weights import Weights
 from triaccel_ray.model.layers import Layer, uncompiled
 from triaccel_ray.model.pytree import cast_floating, tensors_in
 from triaccel_ray.records.plan import Precision
@@ -26,7 +25,6 @@ DTYPES: Mapping[Precision, torch.dtype] = MappingProxyType(
     {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
 )
 """Precision -> the dtype that a layer computes in."""
-_NONE: Mapping[int, Tensor] = MappingProxyType({})
 _EMULATED_RATIO = 2.5
 """A precision that takes longer than FP32 by more than this is emulated."""
 _SINGLE_DTYPE_FUNCTIONS = frozenset(
@@ -60,9 +58,8 @@ def useless_precisions(device_type: str, *, is_compiled: bool) -> Mapping[Precis
 def _emulated_precisions(device_type: str) -> Mapping[Precision, str]:
     """Returns the precisions without instructions of their own on a device, each with how that was found out.
 
-    A GPU is asked. A CPU is timed: forward and backward pass of a small convolution, the best of ten, against FP32, in
-    processor time, for other processes may hold the core. On an AMD EPYC with BF16 instructions and none for FP16, BF16
-    took 0.7 times and FP16 77 times as long as FP32.
+    A GPU is asked. A CPU is timed, in processor time, for other processes may hold the core: a small convolution, the
+    best of ten. On an AMD EPYC with BF16 instructions alone, BF16 took 0.7 times and FP16 77 times as long as FP32.
     """
     if device_type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -88,24 +85,20 @@ def _convolution_seconds(dtype: torch.dtype) -> float:
 
 
 class _Region:
-    """A layer's compute dtype. Compiled code is specialised on it: equal blocks with equal dtypes share their code."""
+    """A layer's compute dtype; None: by its own code. Compiled code is specialised on it, and shared where equal."""
 
     __slots__ = ("dtype",)
 
     def __init__(self) -> None:
         self.dtype: torch.dtype | None = None
-        """None: the layer computes by its own code."""
 
 
 class LayerPrecision:
     """Runs each layer's forward function under `torch.autocast` to its dtype, or without autocast in FP32.
 
-    Weights stay FP32 parameters: their casts are part of the graph, and gradients arrive in FP32. Where `copies` holds
-    a weight in the layer's precision the layer computes with that, and the gradient arrives there. Weights that are
-    `split` need no cast in BF16, and their gradients arrive in it. Between layers
-    autocast's own policy holds, to the plan's most common low dtype: embeddings, norms and residual sums are FP32 as
-    under `torch.amp`, batch normalisation follows its input. Functions for which autocast refuses FP16 beside BF16
-    (concatenation) get FP32.
+    Between layers autocast's own policy holds, to the plan's most common low dtype: embeddings, norms and residual sums
+    are FP32 as under `torch.amp`, batch normalisation follows its input. Functions for which autocast refuses FP16
+    beside BF16 (concatenation) get FP32.
     """
 
     def __init__(
@@ -113,12 +106,12 @@ class LayerPrecision:
         model: nn.Module,
         layers: Sequence[Layer],
         *,
-        copies: ComputeCopies | None = None,
-        split: SplitWeights | None = None,
+        weights: Weights | None = None,
         norms: Sequence[FusedNorm] = (),
     ) -> None:
         """Wraps the layers' forward functions; `remove` undoes it.
 
+        `weights` says how parameters are kept: as FP32 by default, cast in passing, so that gradients arrive in FP32.
         `norms` write their outputs in the dtype of the layers that read them, so that no cast stands between.
 
         Raises:
@@ -126,7 +119,7 @@ class LayerPrecision:
         """
         if any(_is_wrapped(module) for module in model.modules()):
             raise ValueError("model is under the control of another loop: close() that one first")
-        self.copies, self.split, self._norms = copies, split, norms
+        self.weights, self._norms = weights or Weights(), norms
         self._name_of = {module: layer.name for layer in layers for module in layer.modules}
         self._device_type = next(model.parameters()).device.type
         self._autocast_dtype: torch.dtype | None = None
@@ -134,9 +127,8 @@ class LayerPrecision:
         self._regions = {layer.name: _Region() for layer in layers}
         self._is_suspended = self.is_removed = False
         self._wrapped: list[tuple[nn.Module, Any]] = []
-        for layer in layers:
-            for module in layer.modules:
-                self._wrap(module, self._regions[layer.name])
+        for module, name in self._name_of.items():
+            self._wrap(module, self._regions[name])
         self.set(dict.fromkeys(self._regions, Precision.FP32))
 
     def set(self, precision: Mapping[str, Precision]) -> None:
@@ -153,62 +145,13 @@ class LayerPrecision:
             return
         self._dtypes = wanted
         self._put()
-        if self.copies is not None:
-            self.copies.set(self._dtypes)
-        if self.split is not None:
-            self.split.set(self._dtypes)
+        self.weights.set(self._dtypes)
         for norm in self._norms:
             read_in = {self._dtypes[self._name_of[module]] for module in norm.following}
             norm.output_dtype = read_in.pop() if len(read_in) == 1 and not norm.has_other_readers else None
         low = [dtype for dtype in self._dtypes.values() if dtype is not torch.float32]
         # BF16 wins a tie: it cannot overflow.
         self._autocast_dtype = max((torch.bfloat16, torch.float16), key=low.count) if low else None
-
-    @property
-    def companions(self) -> Mapping[int, Tensor]:
-        """Id of a parameter -> what the optimizer writes beside it; the same object while it holds.
-
-        The low-precision copy that computes in its place, or the low words of a split weight.
-        """
-        if self.split is not None:
-            return self.split.in_force
-        return _NONE if self.copies is None else self.copies.in_force
-
-    @property
-    def summed_gradients(self) -> Mapping[int, Tensor]:
-        """Id of a split weight -> the sum of its gradients over the parts of a batch."""
-        return _NONE if self.split is None else self.split.sums
-
-    def refresh(self) -> None:
-        """Brings copies and split weights up to date with what somebody has changed since the last step."""
-        if self.copies is not None:
-            self.copies.refresh()
-        if self.split is not None:
-            self.split.refresh()
-
-    def gather_gradients(self) -> None:
-        """Adds up in FP32 what a part of a batch has left in gradients of 16 bits."""
-        if self.copies is not None:
-            self.copies.gather_gradients()
-        if self.split is not None:
-            self.split.gather_gradients()
-
-    def gather_gradient(self, weight: Tensor) -> None:
-        """Adds up in FP32 what a part of a batch has left in the gradient of one weight, if that is split."""
-        if self.split is not None:
-            self.split.gather_gradient(weight)
-
-    def drop_sum(self, weight: Tensor) -> None:
-        """Frees the sum of a weight's gradients over the parts of a batch."""
-        if self.split is not None:
-            self.split.sums.pop(id(weight), None)
-
-    def zero_grad(self) -> None:
-        """Drops the gradients that are not the parameters' own."""
-        if self.copies is not None:
-            self.copies.zero_grad()
-        if self.split is not None:
-            self.split.zero_grad()
 
     @property
     def key(self) -> tuple[torch.dtype, ...]:
@@ -238,8 +181,7 @@ class LayerPrecision:
         """Returns a context inside which the model computes in FP32 and uncompiled, whatever the plan."""
         before, self._is_suspended = self._is_suspended, True
         self._put()
-        if self.split is not None:
-            self.split.join()  # `refresh` splits again
+        self.weights.join()
         try:
             with uncompiled():
                 yield
@@ -254,8 +196,7 @@ class LayerPrecision:
             if own is not None:
                 module.__dict__["forward"] = own
         self._wrapped.clear()
-        if self.split is not None:
-            self.split.release()
+        self.weights.release()
         self._is_suspended = self.is_removed = True  # for deep copies of the model, which keep the wrapping
         self._put()
 
@@ -264,8 +205,10 @@ class LayerPrecision:
             self._regions[name].dtype = None if self._is_suspended else dtype
 
     def _wrap(self, module: nn.Module, region: _Region) -> None:
-        original, device_type = _unbound_forward(module), self._device_type
-        copied = contextlib.nullcontext if self.copies is None else partial(_computing_with, module, self.copies)
+        own = module.__dict__.get("forward")
+        original: Callable[..., Any]
+        original = type(module).forward if own is None else lambda _, *args, **kwargs: own(*args, **kwargs)
+        device_type, computing = self._device_type, self.weights.computing(module)
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if region.dtype is None:
@@ -274,27 +217,13 @@ class LayerPrecision:
                 with torch.autocast(device_type, enabled=False):
                     return original(module, *cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32))
             # Uncached: autocast's cache does not tell FP16 casts of a weight from BF16 ones.
-            with torch.autocast(device_type, dtype=region.dtype, cache_enabled=False), copied():
+            with torch.autocast(device_type, dtype=region.dtype, cache_enabled=False), computing():
                 return original(module, *args, **kwargs)
 
         forward.owner = self  # type: ignore[attr-defined]  # functions take attributes
-        self._wrapped.append((module, module.__dict__.get("forward")))
+        self._wrapped.append((module, own))
         # Bound to its module, so that a deep copy of the model computes with its own weights.
         module.__dict__["forward"] = MethodType(forward, module)
-
-
-@contextlib.contextmanager
-def _computing_with(module: nn.Module, copies: ComputeCopies) -> Iterator[None]:
-    """Lets the parameters of `module` and of the modules below it appear as their copies, where there are any."""
-    saved = [(part, part._parameters) for part in (module.modules() if module._modules else (module,))]
-    try:
-        for part, own in saved:
-            shown: dict[str, Any] = {name: copies.in_force.get(id(p), p) for name, p in own.items()}
-            part._parameters = shown
-        yield
-    finally:
-        for part, own in saved:
-            part._parameters = own
 
 
 class _Promotion(TorchFunctionMode):
@@ -313,11 +242,3 @@ class _Promotion(TorchFunctionMode):
 def _is_wrapped(module: nn.Module) -> bool:
     owner = getattr(module.__dict__.get("forward"), "owner", None)  # a method has its function's attributes
     return isinstance(owner, LayerPrecision) and not owner.is_removed
-
-
-def _unbound_forward(module: nn.Module) -> Callable[..., Any]:
-    """Returns the module's forward function as one that takes the module first."""
-    own = module.__dict__.get("forward")
-    if own is None:
-        return type(module).forward
-    return lambda _, *args, **kwargs: own(*args, **kwargs)

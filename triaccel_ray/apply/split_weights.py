@@ -5,16 +5,14 @@ The word is the parameter itself: no copy in FP32 stands beside it, no pass cast
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from triaccel_ray.apply.copies import looked_up
+from triaccel_ray.apply.weights import Weights, parameters_of_one
 from triaccel_ray.kernels.multi_tensor import have_equal_dense_strides, is_dense
 from triaccel_ray.kernels.split_words import join, split
 from triaccel_ray.model.layers import Layer
@@ -25,35 +23,24 @@ _ALIGNMENT = 8
 """Words to a multiple of which the low ones begin: 16 bytes, which kernels read at once."""
 
 
-class SplitWeights:
+class SplitWeights(Weights):
     """Splits the weights of layers in BF16, and joins them when somebody else is to see them.
 
     A weight's two halves lie in one stretch of memory, in which it is joined and split in place: its address stays, and
-    FP32 exists nowhere else. `refresh` splits what is to be split before a step; everything that reads or writes FP32
-    joins first: evaluation and curvature, checkpoints that are loaded, the optimizer's own step. `model.state_dict()`
-    holds FP32 at any time, of split weights in host memory. What somebody writes into a split weight in place is
-    noticed by its version counter, and taken as it is.
+    FP32 exists nowhere else. `refresh` splits before a step; whatever reads or writes FP32 joins first: evaluation,
+    curvature, checkpoints that are loaded, the optimizer's own step. `model.state_dict()` holds FP32 at any time, of
+    split weights in host memory. What somebody writes into a split weight in place is noticed by its version counter.
+
+    `in_force` holds the low words, int16.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], optimizer: torch.optim.Optimizer) -> None:
-        """Splits, when asked, weights that `optimizer` updates, and that belong to exactly one of `layers`.
-
-        Not those that an embedding looks up, for autocast leaves them in FP32.
-        """
-        owners = Counter(id(weight) for layer in layers for weight in layer.weights)
-        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        left_out = {id(p) for layer in layers for p in looked_up(layer)}
-        self._weights = {
-            layer.name: [w for w in layer.weights if owners[id(w)] == 1 and id(w) in updated - left_out]
-            for layer in layers
-        }
+        """Splits, when asked, weights that `optimizer` updates, and that belong to exactly one of `layers`."""
+        super().__init__()
+        own = parameters_of_one(layers, [p for group in optimizer.param_groups for p in group["params"]])
+        self._weights = {name: [p for p in each if p.dim() >= 2 and p.requires_grad] for name, each in own.items()}
         self._words: dict[int, _Words] = {}
         self._dtypes: Mapping[str, torch.dtype] = {}
-        self._is_released = False
-        self.in_force: Mapping[int, Tensor] = MappingProxyType({})
-        """Id of a split weight -> its low words, int16; another object whenever it changes."""
-        self.sums: dict[int, Tensor] = {}
-        """Id of a split weight -> the sum of its gradients over the parts of a batch, fp32."""
         mine = {id(weight) for weights in self._weights.values() for weight in weights}
         self._hooks: list[RemovableHandle] = [
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.join())  # it would bring state to BF16
@@ -66,11 +53,13 @@ class SplitWeights:
         """Takes the dtype of each layer, by name; joins the weights of those that leave BF16."""
         self._dtypes = dict(dtypes)
         kept = {id(weight) for weight in self._to_split()}
-        self._join([words for key, words in self._words.items() if key not in kept])
+        for key, words in self._words.items():
+            if key not in kept:
+                words.join()
+        self._update()
 
     def refresh(self) -> None:
         """Splits the weights of layers in BF16 that are not split, or that somebody has changed since."""
-        before = dict(self.in_force)
         for weight in self._to_split():
             words = self._words.get(id(weight))
             if words is None or not (words.is_split or have_equal_dense_strides(words.low, weight)):
@@ -78,48 +67,40 @@ class SplitWeights:
                     continue
                 words = self._words[id(weight)] = _Words(weight)
             words.split()
-        found = {key: words.low for key, words in self._words.items() if words.is_split}
-        if found.keys() != before.keys() or any(found[key] is not before[key] for key in found):
-            self.in_force = found
+        self._update()
 
     def join(self) -> None:
         """Makes all weights FP32 again, until the next `refresh`."""
-        self._join(self._words.values())
+        for words in self._words.values():
+            words.join()
+        self._update()
 
     def release(self) -> None:
         """Makes all weights FP32 again, for good."""
         self.join()
-        self._is_released = True
+        self._weights = {name: [] for name in self._weights}
         for hook in self._hooks:
             hook.remove()
 
     @torch.no_grad()
-    def gather_gradient(self, weight: Tensor) -> None:
-        """Adds the gradient of a weight, if it is split, to `sums`, in FP32: sums of parts lose digits in 16 bits."""
-        key = id(weight)
-        if key in self.in_force and weight.grad is not None:
-            total = self.sums.get(key)
-            self.sums[key] = weight.grad.float() if total is None else total.add_(weight.grad)
-            weight.grad = None
-
-    def gather_gradients(self) -> None:
-        """Adds the gradients of all split weights to `sums`."""
-        for words in self._words.values():
-            self.gather_gradient(words.weight)
+    def gather_gradient(self, parameter: Tensor) -> None:
+        """Adds the gradient of a weight, if it is split, to `sums`, in FP32."""
+        if id(parameter) in self.in_force and parameter.grad is not None:
+            total = self.sums.get(id(parameter))
+            self.sums[id(parameter)] = parameter.grad.float() if total is None else total.add_(parameter.grad)
+            parameter.grad = None
 
     def zero_grad(self) -> None:
         """Drops the sums."""
         self.sums.clear()
 
     def _to_split(self) -> list[nn.Parameter]:
-        if self._is_released:
-            return []
         return [w for name, dtype in self._dtypes.items() if dtype is torch.bfloat16 for w in self._weights[name]]
 
-    def _join(self, some: Any) -> None:
-        for words in some:
-            words.join()
-        self.in_force = {key: words.low for key, words in self._words.items() if words.is_split}
+    def _update(self) -> None:
+        found = {key: words.low for key, words in self._words.items() if words.is_split}
+        if {key: id(low) for key, low in found.items()} != {key: id(low) for key, low in self.in_force.items()}:
+            self.in_force = found
 
 
 class _Words:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,63 +101,57 @@ class Step:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.
         """
         obstacles: list[str] = []
-        compiling: tuple[Fault, ...] = ()
-        kept: tuple[Fault, ...] = ()
+        mended: tuple[Fault, ...] = ()
         retreat: tuple[Fault, ...] = ()  # the last attempt's alone
-        before, as_planned = (
-            _Snapshot(self._with_buffers, self.sampler),
-            (self.num_micro_batches, self.min_micro_batch_size),
-        )
+        restore = _snapshot(self._with_buffers, self.sampler.generator)
+        as_planned, num_samples = (self.num_micro_batches, self.min_micro_batch_size), len(indices)
         while True:
-            num_parts = self._num_parts(len(indices))
+            num_parts = self._num_parts(num_samples)
             self.zero_grad()
             try:
-                loss_sum = self.accumulate(
-                    self.batches(indices), len(indices), loss_scale, obstacles if watch else None
-                )
-                return StepOutcome(
-                    loss_sum=loss_sum,
-                    num_samples=len(indices),
-                    faults=(*compiling, *kept, *retreat),
-                    obstacles=tuple(obstacles),
-                )
+                parts = self.batches(indices)
+                loss_sum = self.accumulate(parts, num_samples, loss_scale, obstacles if watch else None)
+                faults = (*mended, *retreat)
+                return StepOutcome(loss_sum=loss_sum, num_samples=num_samples, faults=faults, obstacles=(*obstacles,))
             except (RuntimeError, MemoryError) as error:
                 is_soft = isinstance(error, BudgetExceededError)
-                is_smallest = num_parts >= len(indices)
-                is_too_large = is_out_of_memory(error)
-                is_uncompilable = self.compilation is not None and is_compile_error(error) and not is_too_large
-                keeps = () if self.recomputation is None else self.recomputation.keep_overwriting(step)
-                is_survivable = is_uncompilable or bool(keeps)
-                if not is_survivable and (not is_too_large or (is_smallest and not is_soft)):
+                is_smallest = num_parts >= num_samples
+                mending = self._mend(error, step)
+                if not mending and (not is_out_of_memory(error) or (is_smallest and not is_soft)):
                     raise
-                detail = first_paragraph(error) if is_uncompilable else first_line(error)
+                detail = first_line(error)
             # Outside the handler: the traceback no longer holds the attempt's tensors.
             self.zero_grad()
-            before.restore(self.sampler)
+            restore()
             self._release_memory()
             obstacles.clear()
-            kept += keeps
-            if is_uncompilable and self.compilation is not None:
-                self.compilation.remove()
-                self.compilation = None
-                text = f"torch.compile failed, the model runs as it is: {detail}"
-                compiling = (Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text),)
-                continue
-            if keeps:
+            mended += mending
+            if mending:
                 continue
             if is_soft and (is_smallest or self._is_exceeded_at_rest()):
                 (self.num_micro_batches, self.min_micro_batch_size), self._is_budget_waived = as_planned, True
                 exceeded = FaultKind.BUDGET_EXCEEDED
                 retreat = (Fault(kind=exceeded, step=step, phase="forward_backward", detail=detail),)
                 continue
-            if num_parts >= min(self.num_micro_batches, len(indices)):
-                self.num_micro_batches = min(2 * num_parts, len(indices))
+            if num_parts >= min(self.num_micro_batches, num_samples):
+                self.num_micro_batches = min(2 * num_parts, num_samples)
             self.min_micro_batch_size = 1
-            passing = -(-len(indices) // self.num_micro_batches)
+            passing = -(-num_samples // self.num_micro_batches)
             fault = Fault.out_of_memory(
-                detail, step=step, phase="forward_backward", batch_size=len(indices), micro_batch_size=passing
+                detail, step=step, phase="forward_backward", batch_size=num_samples, micro_batch_size=passing
             )
             retreat = (fault,)
+
+    def _mend(self, error: BaseException, step: int) -> tuple[Fault, ...]:
+        """Does without what made the attempt fail, if that was more than the model needs; returns what it was."""
+        if self.recomputation is not None and (kept := self.recomputation.keep_overwriting(step)):
+            return kept
+        if self.compilation is None or not is_compile_error(error) or is_out_of_memory(error):
+            return ()
+        self.compilation.remove()
+        self.compilation = None
+        text = f"torch.compile failed, the model runs as it is: {first_paragraph(error)}"
+        return (Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text),)
 
     def accumulate(
         self,
@@ -179,42 +173,36 @@ class Step:
         if self.stepper is not None:
             self.stepper.attempt()
         for count, inputs, targets in batches:
-            watch = contextlib.nullcontext() if obstacles is None else watched(obstacles, device)
             called = self._forward_of(inputs)
-            with watch, self._compiling(), self._recomputing(called):
+            with contextlib.ExitStack() as around:
+                if obstacles is not None:
+                    around.enter_context(watched(obstacles, device))
+                around.enter_context(self._compiling())
+                if self.recomputation is not None:
+                    around.enter_context(self.recomputation.in_force(called, self._again))
                 with self.precision.in_force():
                     outputs = cast_floating(forward(called, inputs), torch.float32)
                 with torch.autocast(device.type, enabled=False):
                     loss = self._loss(outputs, targets)
                 self._require_memory()
-                with self._taking(is_first=not num_passed, is_last=num_passed + count == num_samples):
-                    (loss * (loss_scale * (count / num_samples))).backward()
+                if self.stepper is not None:
+                    is_last = num_passed + count == num_samples
+                    around.enter_context(self.stepper.taking(is_first=not num_passed, is_last=is_last))
+                (loss * (loss_scale * (count / num_samples))).backward()
             num_passed += count
             if self.num_micro_batches > 1 and self.stepper is None:
-                self.precision.gather_gradients()
+                for parameter in self._parameters:
+                    self.precision.weights.gather_gradient(parameter)
             loss_sum += loss.detach().double() * count
             self._require_memory()
         return loss_sum
 
-    def _taking(self, *, is_first: bool, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        """Returns a context for one part's backward pass, in which gradients are taken as they arrive, or are left."""
-        return (
-            contextlib.nullcontext()
-            if self.stepper is None
-            else self.stepper.taking(is_first=is_first, is_last=is_last)
-        )
-
     def _compiling(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.compilation is None else self.compilation.in_force()
 
-    def _recomputing(self, called: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Returns a context for one pass of `called`, in which its regions are computed again if they are to be."""
-        if self.recomputation is None:
-            return contextlib.nullcontext()
-        return self.recomputation.in_force(called, self._again)
-
     @contextlib.contextmanager
     def _again(self) -> Iterator[None]:
+        """Returns a context for what is computed again in the backward pass."""
         with self._compiling(), self.precision.promoting():
             yield
 
@@ -233,49 +221,34 @@ class Step:
         """Drops all gradients."""
         for parameter in self._parameters:
             parameter.grad = None
-        self.precision.zero_grad()
+        self.precision.weights.zero_grad()
 
     def batches(self, indices: Tensor) -> Iterator[tuple[int, Any, Any]]:
         """Yields the samples at `indices` in the present number of micro-batches: number, inputs, targets."""
-        for part in indices.split(_part_sizes(len(indices), self._num_parts(len(indices)))):
+        num_samples, num_parts = len(indices), self._num_parts(len(indices))
+        if num_samples // num_parts == 1 and num_samples > num_parts:
+            num_parts = num_samples // 2  # no sample is left alone beside larger parts, for batch normalisation's sake
+        for part in indices.tensor_split(num_parts):
             yield len(part), *self.sampler.source.batch(part, self.sampler.generator)
 
     def _num_parts(self, num_samples: int) -> int:
         return min(self.num_micro_batches, -(-num_samples // self.min_micro_batch_size))
 
 
-class _Snapshot:
-    """Buffers and random states before a step, to go back to after a failed attempt."""
+def _snapshot(with_buffers: Iterable[nn.Module], generator: torch.Generator) -> Callable[[], None]:
+    """Returns what puts these modules' buffers and the random states back to where they are now."""
+    named = [(module, name, b) for module in with_buffers for name, b in module._buffers.items() if b is not None]
+    buffers = [(module, name, buffer.clone()) for module, name, buffer in named]
+    generators = [generator, torch.default_generator]
+    if generator.device.type == "cuda":
+        generators.append(torch.cuda.default_generators[generator.device.index])
+    states = [each.get_state() for each in generators]
 
-    def __init__(self, with_buffers: Sequence[nn.Module], sampler: Sampler) -> None:
-        self._buffers = [
-            (module, name, buffer.clone())
-            for module in with_buffers
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self._generator = sampler.generator.get_state()
-        self._device = sampler.generator.device
-        self._global = torch.get_rng_state()
-        self._global_cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-
-    def restore(self, sampler: Sampler) -> None:
+    def restore() -> None:
         with torch.no_grad():
-            for module, name, saved in self._buffers:
+            for module, name, saved in buffers:
                 module.get_buffer(name).copy_(saved)
-        sampler.generator.set_state(self._generator)
-        torch.set_rng_state(self._global)
-        if self._global_cuda is not None:
-            torch.cuda.set_rng_state(self._global_cuda, self._device)
+        for each, state in zip(generators, states, strict=True):
+            each.set_state(state)
 
-
-def _part_sizes(num_samples: int, num_micro_batches: int) -> list[int]:
-    """Returns the sizes of at most `num_micro_batches` parts, nearly equal.
-
-    No sample is left alone beside larger parts: batch normalisation could not take it.
-    """
-    num_parts = min(num_micro_batches, num_samples)
-    if num_samples // num_parts == 1 and num_samples > num_parts:
-        num_parts = num_samples // 2
-    size, num_larger = divmod(num_samples, num_parts)
-    return [size + 1] * num_larger + [size] * (num_parts - num_larger)
+    return restore

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from triaccel_ray.apply.precision import LayerPrecision
+from triaccel_ray.apply.weights import Weights
 from triaccel_ray.model.gradients import Gradients
 
 BUCKET_ELEMENTS = 2**23
@@ -74,7 +74,7 @@ class StepInBackward:
     def __init__(
         self,
         buckets: Sequence[Sequence[nn.Parameter]],
-        precision: LayerPrecision,
+        weights: Weights,
         begin: Callable[[], None],
         take: Callable[[int, Gradients, bool], None],
     ) -> None:
@@ -82,7 +82,7 @@ class StepInBackward:
 
         `begin` is called before a batch passes; `take` with a bucket's index, its gradients, and whether to step it.
         """
-        self._buckets, self._precision, self._begin, self._take = buckets, precision, begin, take
+        self._buckets, self._weights, self._begin, self._take = buckets, weights, begin, take
         self._bucket_of = {id(p): index for index, bucket in enumerate(buckets) for p in bucket}
         self._gradients: BucketedGradients | None = None
         self._missing: list[set[int]] = []
@@ -132,7 +132,7 @@ class StepInBackward:
         if not self._is_taking:
             return
         if self._sums_parts:
-            self._precision.gather_gradient(parameter)
+            self._weights.gather_gradient(parameter)
         if not self._is_last_part:
             return
         index = self._bucket_of[id(parameter)]
@@ -148,7 +148,7 @@ class StepInBackward:
     def _hand_over(self, index: int) -> None:
         assert self._gradients is not None
         gradients = self._gradients.buckets[index]
-        gradients.collect(self._precision.companions, self._precision.summed_gradients)
+        gradients.collect(self._weights.in_force, self._weights.sums)
         if self._gradients.publishes:
             gradients.publish()
         self._take(index, gradients, not self._is_stepped[index])
@@ -156,4 +156,4 @@ class StepInBackward:
         gradients.drop()
         for parameter in self._buckets[index]:
             parameter.grad = None
-            self._precision.drop_sum(parameter)
+            self._weights.sums.pop(id(parameter), None)

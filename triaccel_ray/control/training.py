@@ -23,6 +23,7 @@ from triaccel_ray.apply.recompute import Recomputation
 from triaccel_ray.apply.split_weights import SplitWeights
 from triaccel_ray.apply.step import Step
 from triaccel_ray.apply.step_in_backward import BucketedGradients, StepInBackward, buckets_of
+from triaccel_ray.apply.weights import Weights
 from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.cuda.capture_checks import watching_forward
 from triaccel_ray.cuda.graphs import GraphPool
@@ -95,9 +96,8 @@ class TrainingUpdate:
             found = self._moments.combine(scale)
             if self._clip_norm is not None:
                 self._moments.remember_norm(scale)
-        if not self._optimizer.is_capturable and self._precision.copies is not None:
-            # PyTorch's fused optimizers write parameters without telling, which `refresh` would rely on.
-            self._precision.copies.write(self._optimizer.parameters)
+        if not self._optimizer.is_capturable:
+            self._precision.weights.written(self._optimizer.parameters)
         end_step(loss_sum, num_samples, self._loss_sums, found, self._loss_scale.state, moves_scale=active)
 
     def _divisor_of(self, scale: Tensor, active: bool, norm: Callable[[], Tensor]) -> Tensor | None:
@@ -206,16 +206,16 @@ class Training:
         fusion = self._fuse() if on_gpu and execution.compile != "on" and execution.fuse else None
         compiles = execution.compile == "on" or (execution.compile == "auto" and on_gpu and fusion is None)
         needs_copies = on_gpu and not compiles and self._split is None and buckets is None
-        copies = ComputeCopies(self.layers, self.optimizer.parameters) if needs_copies else None
+        weights = ComputeCopies(self.layers, self.optimizer.parameters) if needs_copies else self._split or Weights()
         norms = () if fusion is None else fusion.norms
-        precision = LayerPrecision(self.model, self.layers, copies=copies, split=self._split, norms=norms)
+        precision = LayerPrecision(self.model, self.layers, weights=weights, norms=norms)
         update = TrainingUpdate(
             precision, self.moments, self.optimizer, self.loss_scale, self.loss_sums, self._config.clip_norm
         )
         watched = self.optimizer.watched
         if buckets is not None:
             in_buckets = [[watched[index] for index in bucket] for bucket in buckets]
-            self._stepper = StepInBackward(in_buckets, precision, update.begin, update.take)
+            self._stepper = StepInBackward(in_buckets, weights, update.begin, update.take)
         compilation = self._compile(waits) if compiles else None
         step = Step(
             self.model,

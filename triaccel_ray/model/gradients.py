@@ -63,11 +63,9 @@ def _gradient(parameter: nn.Parameter, copy: Tensor | None) -> Tensor | None:
 
 
 def _laid_out(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
-    """Returns the gradient, dense, in the memory layout of its parameter."""
+    """Returns the gradient in the memory layout of its parameter."""
     if gradient is None:
         return None
-    if gradient.is_sparse:
-        gradient = gradient.to_dense()
     if gradient.stride() != parameter.stride() and not have_equal_dense_strides(gradient, parameter):
         gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
     return gradient
