@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from tests.apply.fusible import Block, layers_of
 from tests.build import BF16, FP16, controlled, same, values
-from triaccel_ray.apply.fuse import FusedNorm, Fusion, fuse
-from triaccel_ray.apply.fused_norm import RecomputedInput
+from triaccel_ray.apply.fuse import Fusion, fuse
+from triaccel_ray.apply.fused_norm import FusedNorm, RecomputedInput
 from triaccel_ray.apply.precision import LayerPrecision
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.model.pytree import map_tensors

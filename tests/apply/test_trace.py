@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.apply.fusible import Block, layers_of
-from triaccel_ray.apply.fuse import Refusal, fuse
+from triaccel_ray.apply.fuse import fuse
+from triaccel_ray.apply.trace import Refusal
 
 
 class Optional(Block):
@@ -62,8 +63,8 @@ REFUSED: dict[str, tuple[Callable[[Block, Tensor], Any], str]] = {
     "chance": (lambda b, x: b.norm(b.conv(x)) * float(torch.rand(())), "draws random numbers"),
     "plain chance": (lambda b, x: b.norm(b.conv(x)) * random.random(), "draws random numbers"),
     "own tensor": (lambda b, x: b.norm(b.conv(x)) + torch.ones(4, 1, 1), "makes tensors of its own"),
-    "attribute": (_remembers, "assigns attributes of Block"),
-    "list": (_appends, "assigns attributes of Block"),
+    "attribute": (_remembers, "assigns last of Block"),
+    "list": (_appends, "changes a list"),
     "no gradients": (_without_gradients, "switches gradients, autocast"),
     "autocast": (_autocast, "switches gradients, autocast"),
     "recomputation": (_keeping_nothing, "switches gradients, autocast or saved-tensor hooks"),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
 from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 
 from triaccel_ray.apply.fused_norm import FusedNorm, RecomputedInput
+from triaccel_ray.apply.trace import called
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,30 +48,28 @@ def divide(model: nn.Module, fused: fx.GraphModule, names: Collection[str]) -> D
     A region is the stretch of the graph from its first layer to the next region's first: a stretch is contiguous, so
     that it computes the same wherever it begins. Regions that the graph calls in several stretches are left out.
     """
-    stretches = _stretches(model, fused, names)
-    times = Counter(stretches[index] for index in range(len(stretches)) if _begins(stretches, index))
-    stretches = [name if times[name] == 1 else "" for name in stretches]
-    part_of: dict[fx.Node, int] = {}
-    names_of: dict[int, str] = {}
-    for index, node in enumerate(fused.graph.nodes):
-        part_of[node] = len(names_of) - (not _begins(stretches, index))
-        names_of[part_of[node]] = stretches[index]
+    nodes, region_of = list(fused.graph.nodes), _regions(model, fused, names)
+    times = Counter(name for name, _ in itertools.groupby(region_of))
+    region_of = [name if times[name] == 1 else "" for name in region_of]
+    stretches = itertools.groupby(zip(nodes, region_of, strict=True), key=itemgetter(1))
+    parts = [(name, [node for node, _ in group]) for name, group in stretches]
+    part_of = {node: part for part, (_, inside) in enumerate(parts) for node in inside}
     parted = split_module(fused, fused, part_of.__getitem__, keep_original_order=True)
-    regions = {name: parted.get_submodule(f"submod_{part}") for part, name in names_of.items() if name}
+    regions = {name: parted.get_submodule(f"submod_{part}") for part, (name, _) in enumerate(parts) if name}
     spared = {
-        layer: frozenset(names_of[part_of[each]] for each in (node, *node.all_input_nodes))
-        for node in fused.graph.nodes
-        if isinstance(layer := _called(fused, node), RecomputedInput)
+        layer: frozenset(parts[part_of[each]][0] for each in (node, *node.all_input_nodes))
+        for node in nodes
+        if isinstance(layer := called(fused, node), RecomputedInput)
     }
     return Divided(module=parted, regions=regions, spared=spared)
 
 
-def _stretches(model: nn.Module, fused: fx.GraphModule, names: Collection[str]) -> list[str]:
+def _regions(model: nn.Module, fused: fx.GraphModule, names: Collection[str]) -> list[str]:
     """Returns for each node the region that it belongs to, empty outside of them."""
     name_of = {id(module): name for name, module in model.named_modules()}
     found, current = [], ""
     for node in fused.graph.nodes:
-        own = _called(fused, node)
+        own = called(fused, node)
         if isinstance(own, FusedNorm):
             own = own.norm
         elif isinstance(own, RecomputedInput):
@@ -78,11 +79,3 @@ def _stretches(model: nn.Module, fused: fx.GraphModule, names: Collection[str]) 
             current = next((name for name in names if path == name or path.startswith(f"{name}.")), "")
         found.append("" if node.op in ("placeholder", "output") else current)
     return found
-
-
-def _begins(stretches: list[str], index: int) -> bool:
-    return index == 0 or stretches[index] != stretches[index - 1]
-
-
-def _called(fused: fx.GraphModule, node: fx.Node) -> nn.Module | None:
-    return fused.get_submodule(str(node.target)) if node.op == "call_module" else None

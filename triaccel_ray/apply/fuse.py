@@ -14,10 +14,8 @@ from torch import Tensor, fx, nn
 
 from triaccel_ray.apply.fused_gate import Multiply, find_gate, gates_of
 from triaccel_ray.apply.fused_norm import FusedNorm, RecomputedInput
-from triaccel_ray.apply.trace import INPLACE_OPERATORS, Refusal, Trace, is_plain, trace
+from triaccel_ray.apply.trace import INPLACE_OPERATORS, Refusal, Trace, called, is_plain, trace
 from triaccel_ray.kernels.batch_norm_act.reference import Activation
-
-__all__ = ["FusedNorm", "Fusion", "Refusal", "fuse"]
 
 _ACTIVATION_MODULES: Mapping[type[nn.Module], Activation] = {
     nn.ReLU: "relu",
@@ -78,14 +76,17 @@ class _Chain:
     activation: fx.Node | None
 
     @property
-    def nodes(self) -> tuple[fx.Node, ...]:
-        return tuple(node for node in (self.norm, self.sum, self.activation) if node is not None)
+    def nodes(self) -> list[fx.Node]:
+        return [node for node in (self.norm, self.sum, self.activation) if node is not None]
 
     @property
     def inputs(self) -> tuple[Any, ...]:
         """The norm's, and the residual when there is a sum."""
         summands = () if self.sum is None else self.sum.args
         return (self.norm.args[0], *(summand for summand in summands if summand is not self.norm))
+
+    def shortened(self) -> _Chain:
+        return replace(self, sum=None) if self.activation is None else replace(self, activation=None)
 
 
 def fuse(model: nn.Module, leaves: Collection[nn.Module], *, recompute: bool = True) -> Fusion | Refusal:
@@ -108,13 +109,12 @@ def fuse(model: nn.Module, leaves: Collection[nn.Module], *, recompute: bool = T
     if isinstance(traced, Refusal):
         return traced
     rewriting = _Rewriting(model, traced.graph, leaves)
-    chains = list(rewriting.chains())
-    if not chains:
+    calls = {rewriting.replace(chain) for chain in list(rewriting.chains())}
+    if not calls:
         return Refusal(reason="it calls no BatchNorm2d outside of its layers")
-    calls = {rewriting.replace(chain): chain for chain in chains}
     for call in calls:
         rewriting.fuse_gate(call)
-    norms = tuple(rewriting.described(call) for call in rewriting.in_order(calls))
+    norms = tuple(rewriting.described(call) for call in list(traced.graph.nodes) if call in calls)
     if recompute:
         rewriting.spare_inputs(calls)
     return Fusion(module=rewriting.module(), norms=norms, _trace=traced)
@@ -126,9 +126,8 @@ class _Rewriting:
     def __init__(self, model: nn.Module, graph: fx.Graph, leaves: Collection[nn.Module]) -> None:
         self._model, self._graph = model, graph
         self._leaves = {id(module) for module in leaves}
-        self._norms: dict[str, FusedNorm] = {}
-        self._others: dict[str, nn.Module] = {}
-        """What else takes the place of calls: layers spared their input, `Pool` and `Multiply`."""
+        self._made: dict[str, nn.Module] = {}
+        """What takes the place of calls: fused norms, layers spared their input, `Pool` and `Multiply`."""
 
     def chains(self) -> Iterator[_Chain]:
         """Yields the chains, later norms first: they take the sums."""
@@ -146,7 +145,7 @@ class _Rewriting:
                 for between in nodes[position[norm] + 1 : position[chain.nodes[-1]]]
                 if between not in chain.nodes
             ):
-                chain = _shortened(chain)
+                chain = chain.shortened()
             taken.update(chain.nodes)
             yield chain
 
@@ -158,10 +157,7 @@ class _Rewriting:
         activate, activation = self._activation(chain.activation)
         fused = FusedNorm(norm, combine, activate, activation)
         fused.keeps_dtype = chain.sum is not None and _SUMS[chain.sum.target]
-        name = self._free_name(f"fused_norm_{len(self._norms)}")
-        self._norms[name] = fused
-        with self._graph.inserting_after(last):
-            call = self._graph.create_node("call_module", name, chain.inputs, {})
+        call = self._call_after(last, fused, chain.inputs)
         last.replace_all_uses_with(call)
         for node in reversed(chain.nodes):
             self._graph.erase_node(node)
@@ -173,33 +169,24 @@ class _Rewriting:
         if gate is None:
             return
         mean, pool, product, factor = gate
-        with self._graph.inserting_after(call):
-            pooled = self._graph.create_node("call_module", self._add("pool", pool), (call,))
-        with self._graph.inserting_after(pooled):
-            fused_mean = self._graph.call_function(operator.getitem, (pooled, 0))
-            x = self._graph.call_function(operator.getitem, (pooled, 1))
-        with self._graph.inserting_after(product):
-            fused = self._graph.create_node("call_module", self._add("multiply", Multiply()), (x, factor))
+        pooled = self._call_after(call, pool, (call,))
+        fused_mean, x = self._items_of(pooled)
+        fused = self._call_after(product, Multiply(), (x, factor))
         for node, replacement in ((product, fused), (mean, fused_mean)):
             node.replace_all_uses_with(replacement)
             self._graph.erase_node(node)
 
-    def in_order(self, calls: Collection[fx.Node]) -> list[fx.Node]:
-        """Returns the calls in the order of the graph."""
-        return [node for node in self._graph.nodes if node in calls]
-
     def described(self, call: fx.Node) -> FusedNorm:
         """Returns the norm of this call, its surroundings filled in and its output forked where that is possible."""
-        fused = self._norms[str(call.target)]
+        fused = self._made[str(call.target)]
+        assert isinstance(fused, FusedNorm)
         following: dict[int, nn.Module] = {}
         fused.has_other_readers = self._collect(call, following)
         fused.following = tuple(following.values())
         readers = list(call.users)
         if len(readers) > 1 and all(self._only_reads(reader, call) for reader in readers):
             fused.forked = True
-            with self._graph.inserting_after(call):
-                second = self._graph.call_function(operator.getitem, (call, 1))
-                first = self._graph.call_function(operator.getitem, (call, 0))
+            first, second = self._items_of(call)
             residual_readers = [reader for reader in readers if call in reader.args[1:]]
             for reader in readers:
                 alone = reader is (residual_readers or readers)[-1]
@@ -211,28 +198,34 @@ class _Rewriting:
         for call in calls:
             reader = _only_user(call)
             layer = None if reader is None else self._module(reader)
-            if reader is None or len(call.args) > 1 or type(layer) is not nn.Conv2d:
-                continue
-            reader.target = self._add("recomputed_input", RecomputedInput(layer))
-
-    def _add(self, kind: str, module: nn.Module) -> str:
-        """Returns the name by which calls reach a module that was made."""
-        name = self._free_name(f"{kind}_{len(self._others)}")
-        self._others[name] = module
-        return name
-
-    def _free_name(self, name: str) -> str:
-        while hasattr(self._model, name):
-            name += "_"
-        return name
+            if reader is not None and len(call.args) == 1 and type(layer) is nn.Conv2d:
+                reader.target = self._add(RecomputedInput(layer))
 
     def module(self) -> fx.GraphModule:
         """Returns the graph with what it calls."""
         targets = [str(node.target) for node in self._graph.nodes if node.op in ("call_module", "get_attr")]
-        made = {**self._norms, **self._others}
-        root = {target: made.get(target) or operator.attrgetter(target)(self._model) for target in targets}
+        root = {target: self._made.get(target) or operator.attrgetter(target)(self._model) for target in targets}
         self._graph.lint()
         return fx.GraphModule(root, self._graph, type(self._model).__name__)
+
+    def _add(self, module: nn.Module) -> str:
+        """Returns the name by which calls reach a module that was made."""
+        name = f"{type(module).__name__.lower()}_{len(self._made)}"
+        while hasattr(self._model, name):
+            name += "_"
+        self._made[name] = module
+        return name
+
+    def _call_after(self, node: fx.Node, module: nn.Module, args: tuple[Any, ...]) -> fx.Node:
+        with self._graph.inserting_after(node):
+            return self._graph.call_module(self._add(module), args)
+
+    def _items_of(self, call: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Returns the two values that a call gives."""
+        with self._graph.inserting_after(call):
+            second = self._graph.call_function(operator.getitem, (call, 1))
+            first = self._graph.call_function(operator.getitem, (call, 0))
+        return first, second
 
     def _is_norm(self, node: fx.Node) -> bool:
         module = self._module(node)
@@ -295,7 +288,7 @@ class _Rewriting:
         """Returns whether `reader` neither writes into the value of `call` nor returns a view of it."""
         if [*reader.args, *reader.kwargs.values()].count(call) != 1:
             return False
-        module = self._norms.get(str(reader.target)) or self._module(reader)
+        module = self._made.get(str(reader.target)) or self._module(reader)
         if module is not None:
             return isinstance(module, FusedNorm) or type(module) in _READERS
         if reader.op == "call_function" and reader.target in (operator.add, torch.add, operator.mul, torch.mul):
@@ -306,7 +299,7 @@ class _Rewriting:
         """Adds the layers that read the value of `node`, and returns whether anything else does."""
         has_others = False
         for reader in node.users:
-            module = self._norms.get(str(reader.target)) or self._module(reader)
+            module = self._made.get(str(reader.target)) or self._module(reader)
             if id(module) in self._leaves and module is not None:
                 following[id(module)] = module
             elif isinstance(module, _DTYPE_KEEPERS) or reader.target in (torch.flatten, operator.getitem, "flatten"):
@@ -316,9 +309,8 @@ class _Rewriting:
         return has_others
 
     def _module(self, node: fx.Node) -> nn.Module | None:
-        if node.op != "call_module" or node.target in self._norms or node.target in self._others:
-            return None
-        return self._model.get_submodule(str(node.target))
+        """Returns the module of the model's own that the node calls."""
+        return None if node.target in self._made else called(self._model, node)
 
     def _is_free(self, module: nn.Module | None) -> bool:
         return module is not None and id(module) not in self._leaves and is_plain(module)
@@ -326,10 +318,6 @@ class _Rewriting:
 
 def _only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _shortened(chain: _Chain) -> _Chain:
-    return replace(chain, sum=None) if chain.activation is None else replace(chain, activation=None)
 
 
 def _callable(node: fx.Node) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from triaccel_ray.apply.fused_norm import kernel_reads
-from triaccel_ray.apply.trace import Trace, is_plain, trace
+from triaccel_ray.apply.trace import Trace, called, is_plain, trace
 from triaccel_ray.kernels.batch_norm_act.api import DTYPES
 
 _PRODUCTS = (operator.mul, torch.mul, "mul")
@@ -67,7 +67,7 @@ def gates_of(model: nn.Module, leaves: Collection[nn.Module]) -> list[nn.Module]
     def is_gate(module: nn.Module) -> bool:
         traced = trace(module, leaves)
         nodes = traced.graph.nodes if isinstance(traced, Trace) else ()
-        return any(node.op == "placeholder" and find_gate(node, functools.partial(_called, module)) for node in nodes)
+        return any(node.op == "placeholder" and find_gate(node, functools.partial(called, module)) for node in nodes)
 
     own = [module for module in model.modules() if not type(module).__module__.startswith("torch.")]
     return [module for module in own if not _normalises(module) and is_gate(module)] if _normalises(model) else []
@@ -107,10 +107,6 @@ def _pool(node: fx.Node, x: fx.Node, module: nn.Module | None) -> Pool | None:
     is_pooling = "output_size" in given
     function = functools.partial(F.adaptive_avg_pool2d if is_pooling else torch.mean, **given)
     return Pool(function, keepdim=given.get("keepdim", is_pooling))
-
-
-def _called(model: nn.Module, node: fx.Node) -> nn.Module | None:
-    return model.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def _normalises(model: nn.Module) -> bool:

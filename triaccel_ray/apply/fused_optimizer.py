@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -74,15 +75,12 @@ class FusedOptimizer:
         """
         self._optimizer = optimizer
         self._num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
-        indices = [range(len(watched))] if buckets is None else buckets
         self._buckets = [
             _Bucket(optimizer, [watched[index] for index in bucket], layer_of, in_8_bits=in_8_bits)
-            for bucket in indices
+            for bucket in (buckets or [range(len(watched))])
         ]
-        self._lr_factor = torch.ones((), device=watched[0].device)
-        self._last_factor = 1.0
-        self._last_rates: tuple[Any, ...] = ()
-        self._last_scale: Mapping[str, float] | None = None
+        self._lr_factor, self._last_factor = torch.ones((), device=watched[0].device), 1.0
+        self._last_rates: Any = None
         self._last_companions: Mapping[int, Tensor] | None = None
 
     def prepare(self, lr_factor: float, lr_scale: Mapping[str, float], companions: Mapping[int, Tensor]) -> str | None:
@@ -103,19 +101,17 @@ class FusedOptimizer:
         obstacle = _obstacle(self._optimizer)
         if obstacle is not None:
             return obstacle
-        rates = tuple(tuple(value for key, value in group.items() if key != "params") for group in groups)
         if lr_factor != self._last_factor:
             self._lr_factor.fill_(lr_factor)
             self._last_factor = lr_factor
-        new_rates = (lr_scale is not self._last_scale and lr_scale != self._last_scale) or rates != self._last_rates
-        self._last_scale, self._last_rates = lr_scale, rates
+        rates = dict(lr_scale), [tuple(value for key, value in group.items() if key != "params") for group in groups]
         for bucket in self._buckets:
-            if new_rates:
+            if rates != self._last_rates:
                 bucket.set_hyperparameters(lr_scale)
             if companions is not self._last_companions:
                 bucket.set_companions(companions)
             bucket.find_state()
-        self._last_companions = companions
+        self._last_rates, self._last_companions = rates, companions
         return None
 
     def release(self) -> None:
@@ -143,11 +139,12 @@ class _Bucket:
         *,
         in_8_bits: bool,
     ) -> None:
-        self._optimizer, self._watched, self._layer_of = optimizer, watched, layer_of
+        self._optimizer, self._watched = optimizer, watched
+        self._layers = [layer_of.get(id(p), "") for p in watched]
         self.in_codes = {id(p) for p in watched if in_8_bits and p.numel() >= MIN_ELEMENTS_IN_CODES}
-        self._group_number = {
-            id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
-        }
+        # By their numbers: loading a checkpoint replaces the groups.
+        number_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._group_numbers = [number_of.get(id(p)) for p in watched]
         self._names = _STATE[type(optimizer)]
         device, sizes = watched[0].device, [p.numel() for p in watched]
         self._parameters, self._companions, *self._states = (
@@ -157,7 +154,7 @@ class _Bucket:
         self._kernel = (SgdStep if type(optimizer) is torch.optim.SGD else AdamWStep)(sizes, device)
         self._held: list[Tensor | None] = []
         self._places: list[Any] = []
-        self._allocate()
+        self.find_state()
 
     def set_companions(self, companions: Mapping[int, Tensor]) -> None:
         """Names what lies beside the parameters."""
@@ -167,71 +164,13 @@ class _Bucket:
         """Steps the parameters."""
         self._kernel.step(self._parameters, gradients.table, self._states, self._companions, **scalars)
 
-    def _group_of(self, parameter: nn.Parameter) -> dict[str, Any] | None:
-        """Returns the optimizer's group that holds the parameter; None if none does."""
-        number = self._group_number.get(id(parameter))
-        return None if number is None else self._optimizer.param_groups[number]
-
-    def _allocate(self) -> None:
-        for parameter in self._watched:
-            group = self._group_of(parameter)
-            if group is None or not parameter.requires_grad:
-                continue
-            if self._names[0] == "momentum_buffer" and not group["momentum"]:
-                continue
-            state = self._optimizer.state[parameter]
-            for name in self._names:
-                if state.get(name) is not None:
-                    continue
-                if name == "step":
-                    state[name] = torch.zeros((), device=parameter.device)
-                elif id(parameter) in self.in_codes:
-                    size = num_bytes(parameter.numel())
-                    state[name] = torch.zeros(size, dtype=torch.uint8, device=parameter.device)
-                else:
-                    state[name] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
-
-    def find_state(self) -> None:
-        """Names the tensors of parameters and state anew where a checkpoint, say, has replaced one."""
-        is_own = [id(p) in self._group_number and p.requires_grad for p in self._watched]
-        places: list[Any] = [
-            (p.data_ptr(), p.dtype, id(p) in self.in_codes) if own else None
-            for p, own in zip(self._watched, is_own, strict=True)
-        ]
-        found = self._state()
-        is_same = len(found) == len(self._held) and all(a is b for a, b in zip(found, self._held, strict=True))
-        if is_same and places == self._places:
-            return
-        self._allocate()
-        found, state, number = self._state(), self._optimizer.state, len(self._watched)
-        # Not `detach`: no version is raised on a GPU, and so not by the reference either.
-        self._parameters.point_to([p.data if own else None for p, own in zip(self._watched, is_own, strict=True)])
-        for index, table in enumerate(self._states):
-            part = found[index * number : (index + 1) * number]
-            name = self._names[index]
-            aligned = [
-                _as_kept(tensor, p, signed=name != _UNSIGNED, in_codes=name != "step" and id(p) in self.in_codes)
-                for tensor, p in zip(part, self._watched, strict=True)
-            ]
-            for p, tensor in zip(self._watched, aligned, strict=True):
-                if tensor is not None:
-                    state[p][name] = tensor
-            table.point_to(aligned)
-        self._held, self._places = self._state(), places
-
-    def _state(self) -> list[Tensor | None]:
-        """Returns the optimizer's state tensors, all of one name first."""
-        state = self._optimizer.state
-        return [state[p].get(name) if p in state else None for name in self._names for p in self._watched]
-
     def set_hyperparameters(self, lr_scale: Mapping[str, float]) -> None:
         """Brings learning rates, momenta and the like to the device."""
-        groups = [self._group_of(p) for p in self._watched]
 
         def each(value: Callable[[dict[str, Any]], float]) -> list[float]:
-            return [0.0 if group is None else float(value(group)) for group in groups]
+            return [0.0 if group is None else float(value(group)) for group in self._groups()]
 
-        scales = [lr_scale.get(self._layer_of.get(id(p), ""), 1.0) for p in self._watched]
+        scales = [lr_scale.get(layer, 1.0) for layer in self._layers]
         lr = [rate * scale for rate, scale in zip(each(itemgetter("lr")), scales, strict=True)]
         weight_decay = each(itemgetter("weight_decay"))
         if isinstance(self._kernel, SgdStep):
@@ -249,26 +188,60 @@ class _Bucket:
             decoupled=[bool(value) for value in each(lambda group: is_adamw or group.get("decoupled_weight_decay", 0))],
         )
 
+    def find_state(self) -> None:
+        """Names the tensors of parameters and state anew where they are new, or a checkpoint has replaced them."""
+        number, state = len(self._watched), self._optimizer.state
+        is_own = [group is not None and p.requires_grad for p, group in self._pairs()]
+        places: list[Any] = [
+            (p.data_ptr(), p.dtype, id(p) in self.in_codes) if own else None
+            for p, own in zip(self._watched, is_own, strict=True)
+        ]
+        if places == self._places and all(a is b for a, b in zip(self._state(), self._held, strict=True)):
+            return
+        for (p, group), name in itertools.product(self._pairs(), self._names):
+            tensor = state[p].get(name) if p in state else None
+            if tensor is not None:
+                state[p][name] = self._as_kept(tensor, p, name)
+            elif group is not None and p.requires_grad and (name != "momentum_buffer" or group["momentum"]):
+                state[p][name] = self._zeros(p, name)
+        # Not `detach`: no version is raised on a GPU, and so not by the reference either.
+        self._parameters.point_to([p.data if own else None for p, own in zip(self._watched, is_own, strict=True)])
+        self._held, self._places = self._state(), places
+        for index, table in enumerate(self._states):
+            table.point_to(self._held[index * number : (index + 1) * number])
 
-def _as_kept(tensor: Tensor | None, parameter: nn.Parameter, *, signed: bool, in_codes: bool) -> Tensor | None:
-    """Returns state as the kernels keep it, in codes or in FP32; a checkpoint may bring the other."""
-    number = parameter.numel()
-    if tensor is not None and number and tensor.shape == (num_bytes(number),):  # which is more than the parameter has
-        codes = tensor.to(parameter.device, torch.uint8)  # an optimizer's `load_state_dict` has made them FP32
-        if in_codes:
-            return codes
-        return decode(codes, number, signed=signed).as_strided(parameter.shape, parameter.stride())
-    laid_out = _as_laid_out(tensor, parameter)
-    if laid_out is None or not in_codes:
-        return laid_out
-    return encode(laid_out.as_strided((number,), (1,)), None if signed else torch.zeros((), device=laid_out.device))
+    def _groups(self) -> list[dict[str, Any] | None]:
+        """Returns for each parameter the optimizer's group that holds it; None if none does."""
+        groups = self._optimizer.param_groups
+        return [None if number is None else groups[number] for number in self._group_numbers]
 
+    def _pairs(self) -> list[tuple[nn.Parameter, dict[str, Any] | None]]:
+        return list(zip(self._watched, self._groups(), strict=True))
 
-def _as_laid_out(tensor: Tensor | None, parameter: nn.Parameter) -> Tensor | None:
-    """Returns state in the memory layout of its parameter, as FP32 on its device; a checkpoint may bring another."""
-    if tensor is None or tensor.dim() == 0:
-        return None if tensor is None else tensor.to(parameter.device, torch.float32)
-    is_placed = tensor.dtype is torch.float32 and tensor.device == parameter.device
-    if is_placed and have_equal_dense_strides(tensor, parameter):
-        return tensor
-    return torch.empty_like(parameter, dtype=torch.float32, requires_grad=False).copy_(tensor)
+    def _state(self) -> list[Tensor | None]:
+        """Returns the optimizer's state tensors, all of one name first."""
+        state = self._optimizer.state
+        return [state[p].get(name) if p in state else None for name in self._names for p in self._watched]
+
+    def _zeros(self, parameter: nn.Parameter, name: str) -> Tensor:
+        if name == "step":
+            return torch.zeros((), device=parameter.device)
+        if id(parameter) in self.in_codes:
+            return torch.zeros(num_bytes(parameter.numel()), dtype=torch.uint8, device=parameter.device)
+        return torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+
+    def _as_kept(self, tensor: Tensor, parameter: nn.Parameter, name: str) -> Tensor:
+        """Returns state as the kernels keep it, in codes or in FP32 laid out as its parameter; checkpoints may not."""
+        number, signed = parameter.numel(), name != _UNSIGNED
+        in_codes = name != "step" and id(parameter) in self.in_codes
+        if number and tensor.shape == (num_bytes(number),):  # which is more than the parameter has
+            codes = tensor.to(parameter.device, torch.uint8)  # an optimizer's `load_state_dict` has made them FP32
+            if in_codes:
+                return codes
+            return decode(codes, number, signed=signed).as_strided(parameter.shape, parameter.stride())
+        laid_out = tensor.to(parameter.device, torch.float32)
+        if laid_out.dim() and not have_equal_dense_strides(laid_out, parameter):
+            laid_out = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False).copy_(laid_out)
+        if not in_codes:
+            return laid_out
+        return encode(laid_out.as_strided((number,), (1,)), None if signed else torch.zeros((), device=laid_out.device))

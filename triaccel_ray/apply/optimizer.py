@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,9 +25,8 @@ class LayerwiseOptimizer:
     split for the time of one step and put back. Parameters of equal scale stay in one group, so that with no scaling
     nothing is split and fused implementations launch as often as before.
 
-    SGD and AdamW on a GPU are stepped by a kernel instead, which takes a learning rate per layer as it comes: with
-    `is_capturable`, `update` is device work alone. Once the user's optimizer is given hooks or options that the kernel
-    does not know, it steps by itself again.
+    SGD and AdamW on a GPU are stepped by a kernel instead, which takes a learning rate per layer as it comes. Once the
+    user's optimizer is given hooks or options that the kernel does not know, it steps by itself again.
     """
 
     def __init__(
@@ -55,16 +55,12 @@ class LayerwiseOptimizer:
         self.watched = watched_parameters(optimizer, layers)
         """What `watched_parameters` returns."""
         self._buckets = buckets
-        needs_kernel = split is not None or buckets is not None or in_8_bits
-        self._fused = (
-            FusedOptimizer(optimizer, self.watched, self._layer_of, buckets, in_8_bits=in_8_bits)
-            if needs_kernel or is_supported(optimizer)
-            else None
-        )
-        if self._fused is None:
+        self._fused: FusedOptimizer | None = None
+        if split is not None or buckets is not None or in_8_bits or is_supported(optimizer):
+            self._fused = FusedOptimizer(optimizer, self.watched, self._layer_of, buckets, in_8_bits=in_8_bits)
+        else:
             _allocate_momentum(optimizer)
-        device = self.watched[0].device
-        self._one = torch.ones((), device=device)
+        self._one = torch.ones((), device=self.watched[0].device)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -101,57 +97,48 @@ class LayerwiseOptimizer:
 
     def take_faults(self, *, step: int, batch_size: int) -> list[Fault]:
         """Returns, once, why the optimizer steps without its kernel by now, and the lacks of memory it survived."""
-        faults = [
-            Fault.out_of_memory(detail, step=step, phase="optimizer", batch_size=batch_size)
-            for detail in self._survived
-        ]
+        where: dict[str, Any] = {"step": step, "phase": "optimizer"}
+        faults = [Fault.out_of_memory(detail, batch_size=batch_size, **where) for detail in self._survived]
         if self._obstacle is not None:
-            obstacle = Fault(kind=FaultKind.CAPTURE_FAILED, step=step, phase="optimizer", detail=self._obstacle)
-            faults.insert(0, obstacle)
+            faults.insert(0, Fault(kind=FaultKind.CAPTURE_FAILED, detail=self._obstacle, **where))
         self._survived, self._obstacle = [], None
         return faults
 
     def update(self, gradients: Gradients, *, divisor: Tensor | None, found_nonfinite: Tensor, bucket: int = 0) -> None:
-        """Updates the parameters, once, from `gradients` (of `watched`, or a bucket of it); otherwise as `step`."""
-        if self._fused is None:
-            for parameter, gradient in zip(gradients.parameters, gradients.tensors, strict=True):
-                if gradient is not parameter.grad:
-                    parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-            self.step(self._lr_factor, self._lr_scale, divisor=divisor, found_nonfinite=found_nonfinite)
-            return
-        self._fused.launch(
-            gradients,
-            loss_scale=self._one if divisor is None else divisor,
-            found_nonfinite=found_nonfinite,
-            bucket=bucket,
-        )
-
-    def step(
-        self,
-        lr_factor: float,
-        lr_scale: Mapping[str, float],
-        *,
-        divisor: Tensor | None,
-        found_nonfinite: Tensor,
-    ) -> None:
-        """Updates the parameters, once, with lr = group lr x `lr_factor` x the layer's scale.
+        """Updates the parameters, once, from `gradients`: of `watched`, or of a bucket of it.
 
         With a `divisor` (fp32 scalar tensor: the loss scale, more where the norm is clipped) gradients are divided by
         it first, so that step hooks see them as they are. The step is skipped when `found_nonfinite` is 1: on the
-        device where the optimizer is fused, else by asking the host.
+        device where a kernel steps, or the optimizer is fused, else by asking the host.
         """
+        if self._fused is not None:
+            scale = self._one if divisor is None else divisor
+            self._fused.launch(gradients, loss_scale=scale, found_nonfinite=found_nonfinite, bucket=bucket)
+            return
+        for parameter, gradient in zip(gradients.parameters, gradients.tensors, strict=True):
+            if gradient is not parameter.grad:
+                parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
         own_groups = self.optimizer.param_groups
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        if divisor is not None and gradients:
-            torch._foreach_mul_(gradients, 1.0 / divisor)
-        split = [self._split(group, lr_factor, lr_scale) for group in own_groups]
+        own_gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if divisor is not None and own_gradients:
+            torch._foreach_mul_(own_gradients, 1.0 / divisor)
+        split = [self._split(group) for group in own_groups]
         self.optimizer.param_groups = [part for parts in split for part in parts]
         try:
             self._step_with_room(found_nonfinite)
         finally:
             self.optimizer.param_groups = own_groups
             for group, parts in zip(own_groups, split, strict=True):
-                _keep_state(group, parts)
+                for part in parts:  # some optimizers count steps or adapt factors there
+                    group.update({name: value for name, value in part.items() if name not in ("params", "lr")})
+
+    def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        """Returns `group` as one group for each distinct learning rate."""
+        by_scale: defaultdict[float, list[nn.Parameter]] = defaultdict(list)
+        for parameter in group["params"]:
+            by_scale[self._lr_scale.get(self._layer_of.get(id(parameter), ""), 1.0)].append(parameter)
+        lr = group["lr"] * self._lr_factor
+        return [{**group, "params": parameters, "lr": lr * scale} for scale, parameters in by_scale.items()]
 
     def _step_with_room(self, found_nonfinite: Tensor) -> None:
         """Makes the step; after an out-of-memory error once more, if no parameter and no state had been written yet."""
@@ -162,10 +149,8 @@ class LayerwiseOptimizer:
             self._step(found_nonfinite)
             return
         except (RuntimeError, MemoryError) as error:
-            is_untouched = not is_fused and all(
-                before.get(key, 0) == version for key, version in self._versions().items()
-            )
-            if not is_out_of_memory(error) or not is_untouched:
+            is_untouched = all(before.get(key, 0) == version for key, version in self._versions().items())
+            if not is_out_of_memory(error) or is_fused or not is_untouched:
                 raise
             self._survived.append(first_line(error))
         # Outside the handler: the traceback no longer holds the attempt's tensors.
@@ -189,28 +174,11 @@ class LayerwiseOptimizer:
         elif not found_nonfinite.item():
             self.optimizer.step()
 
-    def _split(self, group: dict[str, Any], lr_factor: float, lr_scale: Mapping[str, float]) -> list[dict[str, Any]]:
-        """Returns `group` as one group for each distinct learning rate."""
-        by_scale: dict[float, list[nn.Parameter]] = {}
-        for parameter in group["params"]:
-            scale = lr_scale.get(self._layer_of.get(id(parameter), ""), 1.0)
-            by_scale.setdefault(scale, []).append(parameter)
-        return [
-            {**group, "params": parameters, "lr": group["lr"] * lr_factor * scale}
-            for scale, parameters in by_scale.items()
-        ]
-
 
 def watched_parameters(optimizer: torch.optim.Optimizer, layers: Sequence[Layer]) -> list[nn.Parameter]:
     """Returns the parameters whose gradients count: those updated, then weights of layers that are not."""
     updated = [p for group in optimizer.param_groups for p in group["params"]]
     return list(dict.fromkeys([*updated, *(weight for layer in layers for weight in layer.weights)]))
-
-
-def _keep_state(group: dict[str, Any], parts: Sequence[dict[str, Any]]) -> None:
-    """Takes over what the optimizer wrote into a group's parts: some count steps or adapt factors there."""
-    for part in parts:
-        group.update({name: value for name, value in part.items() if name not in ("params", "lr")})
 
 
 def _allocate_momentum(optimizer: torch.optim.Optimizer) -> None:

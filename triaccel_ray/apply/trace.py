@@ -47,6 +47,11 @@ class Trace:
         return all(module.training is mode and is_plain(module) for module, mode in self.opened)
 
 
+def called(root: nn.Module, node: fx.Node) -> nn.Module | None:
+    """Returns the module of `root` that the node calls; None if it calls no module."""
+    return root.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
 class _UntraceableError(Exception):
     """Says why tracing was given up."""
 
@@ -131,10 +136,7 @@ class _Tracer(fx.Tracer):
             return a.node
         if isinstance(a, dict) and type(a) is not dict:
             raise _UntraceableError(f"its forward pass makes a {type(a).__name__}")
-        node = super().create_arg(a)
-        if isinstance(node, fx.Node) and str(node.target).startswith("_tensor_constant"):
-            raise _UntraceableError("its forward pass makes tensors of its own")
-        return node
+        return super().create_arg(a)
 
 
 class _Proxy(fx.Proxy):
@@ -167,53 +169,41 @@ def _surroundings() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts back what a forward function assigns to modules, and the random state.
+    """Lets a forward function assign no attributes, and puts back what it does to containers and random states.
 
     Raises:
         _UntraceableError: anything had changed: the graph would not do so.
     """
-    attributes = {module: _attributes(module) for module in model.modules()}
+    parts, assign = set(model.modules()), nn.Module.__setattr__
+    containers = [value for part in parts for value in part.__dict__.values() if isinstance(value, dict | list | set)]
+    copies = [container.copy() for container in containers]
     randomness, torch_randomness = random.getstate(), torch.get_rng_state()
+
+    def refusing(module: nn.Module, name: str, value: Any) -> None:
+        if module in parts:
+            is_constant = name.startswith("_tensor_constant")  # so torch.fx keeps them
+            what = "makes tensors of its own" if is_constant else f"assigns {name} of {type(module).__name__}"
+            raise _UntraceableError(f"its forward pass {what}")
+        assign(module, name, value)
+
+    nn.Module.__setattr__ = refusing  # type: ignore[method-assign]  # as torch.fx replaces __call__ and __getattr__
     try:
         yield
     finally:
+        nn.Module.__setattr__ = assign  # type: ignore[method-assign]
         drew = randomness != random.getstate() or not torch.equal(torch_randomness, torch.get_rng_state())
         random.setstate(randomness)
         torch.set_rng_state(torch_randomness)
-        changed = [module for module, before in attributes.items() if _restored(module, before)]
+        changed = [pair for pair in zip(containers, copies, strict=True) if _items(pair[0]) != _items(pair[1])]
+        for container, copy in changed:
+            container.clear()
+            container.extend(copy) if isinstance(container, list) else container.update(copy)
     if drew:
         raise _UntraceableError("its forward pass draws random numbers outside of what it calls")
     if changed:
-        raise _UntraceableError(f"its forward pass assigns attributes of {type(changed[0]).__name__}")
+        raise _UntraceableError("its forward pass changes a list, a dict or a set of the model's")
 
 
-def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Returns the module's attributes, each with a shallow copy where it is a container."""
-    return {
-        name: (value, value.copy() if isinstance(value, dict | list | set) else None)
-        for name, value in module.__dict__.items()
-    }
-
-
-def _restored(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> bool:
-    """Returns whether the module had changed; it has not afterwards."""
-    now = module.__dict__
-    changed = now.keys() != before.keys() or any(
-        now[name] is not value or (copy is not None and _identities(value) != _identities(copy))
-        for name, (value, copy) in before.items()
-    )
-    if changed:
-        now.clear()
-        for name, (value, copy) in before.items():
-            now[name] = value
-            if copy is not None:
-                value.clear()
-                value.extend(copy) if isinstance(value, list) else value.update(copy)
-    return changed
-
-
-def _identities(container: Any) -> Any:
+def _items(container: Any) -> list[int]:
     """Returns what tells whether a container holds the same objects as before."""
-    if isinstance(container, dict):
-        return list(container), [id(item) for item in container.values()]
-    return {id(item) for item in container} if isinstance(container, set) else [id(item) for item in container]
+    return [id(item) for item in (*container, *(container.values() if isinstance(container, dict) else ()))]
