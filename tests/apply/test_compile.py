@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from tests.build import BF16, FP32, controlled
-from triaccel_ray.apply.compile import Compilation, is_compiled, repeated_blocks
+from triaccel_ray.apply.compile import Compilation, is_compiled
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
 from triaccel_ray.loop import ControlLoop
+from triaccel_ray.model.regions import repeated_blocks
 
 
 class Block(nn.Module):

@@ -177,7 +177,8 @@ def saved_bytes(step: Step) -> int:
         held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), step._recomputing(step.model):
+    again = step.recomputation or Recomputation({})
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), again.in_force(step.model, step._again):
         step.model(images()[0]).sum()
     return sum(held.values())
 
@@ -190,7 +191,7 @@ def test_outside_of_a_step_calls_are_the_models_own() -> None:
     step = recomputing(Network())
     blocks = dict(step.model.blocks.named_children())
     before = {name: dict(block.__dict__) for name, block in blocks.items()}
-    with step._recomputing(step.model):
+    with step.recomputation.in_force(step.model, step._again):
         assert all(block._compiled_call_impl is not None for block in blocks.values())
         with torch.no_grad():
             step.model(images()[0])
@@ -297,7 +298,7 @@ def test_layers_next_to_a_region_that_is_computed_again_keep_their_inputs_for_as
     touching = {layer for layer, regions in divided.spared.items() if "layer1.0" in regions}
     assert touching
     assert touching != set(divided.spared)
-    with step._recomputing(divided.module):
+    with recomputation.in_force(divided.module, step._again):
         assert {layer for layer in divided.spared if layer.keeps_input} == touching
     assert not any(layer.keeps_input for layer in divided.spared)
 

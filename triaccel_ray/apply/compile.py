@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,51 +11,9 @@ import torch
 from torch import nn
 
 from triaccel_ray.model.pytree import tensors_in
-from triaccel_ray.model.regions import CONTAINERS, MINIMAL_MODULES
 
-_MAXIMAL_KINDS = 2
-"""Kinds of blocks, an encoder's and a decoder's, say: beyond that compiling the whole model takes less time."""
-_MINIMAL_SHARE = 0.8
-"""Of the model's parameters, embeddings aside, that blocks must own: what is left over is not compiled."""
 _RECOMPILE_LIMIT = 64
 """Variants of one block, by the precisions of its layers and by shape, before PyTorch gives up compiling it."""
-
-
-def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Returns the largest blocks of which the model is a repetition, in module order; none where it is not.
-
-    Blocks are alike in class and in the shapes of their parameters: those of a ViT, a GPT or a BERT. Blocks that grow
-    wider from stage to stage would each be compiled anew, which takes longer than the whole model (ConvNeXt-T on an
-    H200 machine: 53 s against 41 s).
-    """
-    alike: dict[Any, list[nn.Module]] = defaultdict(list)
-    for module in model.modules():
-        if not isinstance(module, CONTAINERS) and len(list(module.modules())) >= MINIMAL_MODULES:
-            alike[type(module), tuple(p.shape for p in module.parameters())].append(module)
-    found: list[nn.Module] = []
-    inside: set[int] = set()
-    num_kinds = 0
-    for blocks in alike.values():  # outer modules come before those inside them
-        if len(blocks) < 2 or id(blocks[0]) in inside or num_kinds == _MAXIMAL_KINDS:
-            continue
-        num_kinds += 1
-        found.extend(blocks)
-        inside.update(id(part) for block in blocks for part in block.modules())
-    looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    sizes = {id(p): p.numel() for p in model.parameters() if id(p) not in looked_up}
-    owned = sum(sizes.get(key, 0) for key in {id(p) for block in found for p in block.parameters()})
-    return tuple(found) if owned and owned >= _MINIMAL_SHARE * sum(sizes.values()) else ()
-
-
-def _between(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Returns the norms and embeddings outside the blocks, whose backward passes PyTorch makes slowly."""
-    inside = {id(part) for block in blocks for part in block.modules()}
-    found = []
-    for module in model.modules():
-        is_lookup = isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse
-        if id(module) not in inside and (is_lookup or isinstance(module, nn.LayerNorm | nn.RMSNorm)):
-            found.append(module)
-    return found
 
 
 class Compilation:
@@ -69,30 +26,22 @@ class Compilation:
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module] = (), *, batch_varies: bool = True) -> None:
-        """Generates no code yet."""
         self.model, self._batch_varies = model, batch_varies
         self.blocks = tuple(blocks)
         """Those compiled each by itself; none where the model is compiled as a whole."""
-        self._whole: Any = None
+        self._whole: Any = None if blocks else torch.compile(model)
         self._compiled = [*self.blocks, *_between(model, self.blocks)] if self.blocks else []
         for module in self._compiled:
             module.compile(dynamic=True)
-        if not self.blocks:
-            self.compile_whole()
 
     def __str__(self) -> str:
         if self.blocks:
             return f"{len(self.blocks)} x {type(self.blocks[0]).__name__} compiled"
         return f"{type(self.model).__name__} compiled as a whole"
 
-    @property
-    def is_regional(self) -> bool:
-        """Whether blocks are compiled, and the rest of the model is not."""
-        return len(self.blocks) > 0
-
     def compile_whole(self) -> None:
         """Compiles the model as a whole from now on."""
-        self._release_blocks()
+        self.remove()
         self._whole = torch.compile(self.model)
 
     def forward_of(self, inputs: Any) -> nn.Module:
@@ -113,13 +62,20 @@ class Compilation:
 
     def remove(self) -> None:
         """Gives the blocks their own calls back."""
-        self._release_blocks()
-        self._whole = None
-
-    def _release_blocks(self) -> None:
         for module in self._compiled:
             module._compiled_call_impl = None  # `Module.compile` has no opposite
-        self.blocks, self._compiled = (), []
+        self.blocks, self._compiled, self._whole = (), [], None
+
+
+def _between(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Returns the norms and embeddings outside the blocks, whose backward passes PyTorch makes slowly."""
+    inside = {part for block in blocks for part in block.modules()}
+    found = []
+    for module in model.modules():
+        is_lookup = isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse
+        if module not in inside and (is_lookup or isinstance(module, nn.LayerNorm | nn.RMSNorm)):
+            found.append(module)
+    return found
 
 
 def is_compile_error(error: BaseException) -> bool:

@@ -84,29 +84,25 @@ def evaluate(
         try:
             while size := source.reach(cursor, batch_size):
                 at = device if source.is_resident else torch.device("cpu")
-                indices = torch.arange(cursor, cursor + size, device=at)
                 try:
-                    totals = totals + evaluator(source, indices)
-                    cursor += len(indices)
+                    totals = totals + evaluator(source, torch.arange(cursor, cursor + size, device=at))
+                    cursor += size
                     continue
                 except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error) or len(indices) == 1:
+                    if not is_out_of_memory(error) or size == 1:
                         raise
                     detail = first_line(error)
-                batch_size = max(len(indices) // 2, 1)
+                batch_size = size // 2
                 release_memory()
                 faults.append(Fault.out_of_memory(detail, step=step, phase="evaluation", micro_batch_size=batch_size))
         finally:
             if source is not data:
                 source.close()  # ends the processes that have read ahead
     loss_sum, *sums = totals.tolist()
-    half = len(sums) // 2
+    shown, first = evaluator.figures(sums[: len(sums) // 2]), evaluator.figures(sums[len(sums) // 2 :])
+    one_view = first if evaluator.has_views else {}
     return Evaluation(
-        loss=loss_sum / cursor,
-        metrics=evaluator.figures(sums[:half]),
-        num_samples=cursor,
-        one_view=evaluator.figures(sums[half:]) if evaluator.has_views else {},
-        faults=tuple(faults),
+        loss=loss_sum / cursor, metrics=shown, num_samples=cursor, one_view=one_view, faults=tuple(faults)
     )
 
 
@@ -153,27 +149,23 @@ def measured(metrics: Mapping[str, Metric], outputs: Any, targets: Any) -> Tenso
         UserCodeError: a metric raised.
         TypeError: a metric does not fit outputs and targets, or returned something else than it has to.
     """
-    parts = [part for name, metric in metrics.items() for part in _sum_and_weight(name, metric, outputs, targets)]
-    return torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64, device=_first(outputs, targets).device)
+    sample = tensors_in([targets, outputs])[0]
+    parts = [_sum_and_weight(name, metric, outputs, targets, len(sample)) for name, metric in metrics.items()]
+    found = [_scalar(each, sample.device) for pair in parts for each in pair]
+    return torch.stack(found) if found else torch.zeros(0, dtype=torch.float64, device=sample.device)
 
 
-def _sum_and_weight(name: str, metric: Metric, outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
+def _sum_and_weight(name: str, metric: Metric, outputs: Any, targets: Any, num_samples: int) -> tuple[Any, Any]:
     with blaming(f"metrics[{name!r}]", lambda: seen(outputs, targets)):
         found = metric.values(outputs, targets)
-    num_samples, device = len(_first(outputs, targets)), _first(outputs, targets).device
     if isinstance(found, Tensor) and found.shape[:1] == (num_samples,):
-        return found.sum(dtype=torch.float64), _scalar(found.numel(), device)
+        return found.sum(dtype=torch.float64), found.numel()
     if isinstance(found, tuple) and len(found) == 2 and all(map(_is_number, found)):
-        return _scalar(found[0], device), _scalar(found[1], device)
+        return found
     raise TypeError(
         f"metrics[{name!r}] returned {described(found)}{seen(outputs, targets)}: must be a tensor with a row for each "
         f"of {num_samples} samples, or (sum, weight), two scalars; of a mean m over n samples return (m * n, n)"
     )
-
-
-def _first(outputs: Any, targets: Any) -> Tensor:
-    """Returns a tensor [b, ...] of the samples, on their device."""
-    return tensors_in([targets, outputs])[0]
 
 
 def _is_number(value: Any) -> bool:
@@ -183,7 +175,7 @@ def _is_number(value: Any) -> bool:
 def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(device, torch.float64)
-    return torch.full((), float(value), dtype=torch.float64, device=device)
+    return torch.full((), float(value), dtype=torch.float64, device=device)  # `as_tensor` would wait for the device
 
 
 def _mean(outputs: list[Any], num_samples: int, source: DataSource) -> Tensor:

@@ -20,7 +20,6 @@ class LossScale:
     """
 
     def __init__(self, config: LossScaleConfig, device: torch.device) -> None:
-        """Starts at the configured scale."""
         self.state = LossScaleState(
             scale=torch.tensor(config.initial, device=device),
             num_finite=torch.zeros((), device=device),

@@ -64,13 +64,13 @@ class Recomputation:
         The second computation runs in `surroundings`, and under the autocast of the first: backward passes may run in
         another thread.
         """
-        is_divided = self.divided is not None and model is self.divided.module
-        called = self.divided.regions if self.divided is not None and is_divided else self.regions
+        called: Mapping[str, nn.Module] = self.regions
         with contextlib.ExitStack() as stack:
+            if self.divided is not None:
+                called = self.divided.regions if model is self.divided.module else called
+                stack.enter_context(self.divided.keeping_inputs_of(self.regions))
             around = partial(self._checkpointed, surroundings)
             stack.enter_context(interposed({name: called[name] for name in self.regions}, around))
-            if self.divided is not None:
-                stack.enter_context(self.divided.keeping_inputs_of(self.regions))
             yield
 
     def _checkpointed(
@@ -78,8 +78,9 @@ class Recomputation:
     ) -> Any:
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        before = None if is_captured else random_states(cuda=torch.cuda.is_initialized())
+        on_gpu = torch.cuda.is_initialized()
+        is_captured = on_gpu and torch.cuda.is_current_stream_capturing()
+        before = random_states(cuda=on_gpu) if not is_captured else None
         frozen = map_tensors(lambda tensor: tensor, (args, kwargs))  # lists may have grown when it is called again
         inputs, times = tensors_in(frozen), itertools.count()
         versions = [tensor._version for tensor in inputs]
@@ -93,7 +94,12 @@ class Recomputation:
 
         @contextlib.contextmanager
         def again() -> Iterator[None]:
-            with surroundings(), _statistics_kept(self._scratch[name]), _drawing_as(before):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(surroundings())
+                stack.enter_context(_statistics_kept(self._scratch[name]))
+                if before is not None:
+                    stack.enter_context(preserved_random_states(cuda=on_gpu))
+                    set_random_states(before)
                 yield
 
         outputs = checkpoint(
@@ -108,17 +114,6 @@ class Recomputation:
         if [tensor._version for tensor in inputs] != versions:
             self._overwriting.add(name)  # the backward pass will fail
         return outputs
-
-
-@contextlib.contextmanager
-def _drawing_as(states: dict[str, Any] | None) -> Iterator[None]:
-    """Has random numbers drawn from these states, and puts the present ones back; None: leaves them alone."""
-    if states is None:
-        yield
-        return
-    with preserved_random_states(cuda=bool(states["cuda"])):
-        set_random_states(states)
-        yield
 
 
 def _scratch_of(region: nn.Module) -> list[_Scratch]:

@@ -18,7 +18,7 @@ from triaccel_ray.apply.step_in_backward import StepInBackward
 from triaccel_ray.cuda.capture_checks import watched
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError, first_line, is_out_of_memory
 from triaccel_ray.data.sampler import Sampler
-from triaccel_ray.model.layers import Loss, forward
+from triaccel_ray.model.layers import Loss, forward, restoring_buffers
 from triaccel_ray.model.pytree import cast_floating
 from triaccel_ray.records.plan import Fault, FaultKind
 
@@ -237,17 +237,14 @@ class Step:
 
 def _snapshot(with_buffers: Iterable[nn.Module], generator: torch.Generator) -> Callable[[], None]:
     """Returns what puts these modules' buffers and the random states back to where they are now."""
-    named = [(module, name, b) for module in with_buffers for name, b in module._buffers.items() if b is not None]
-    buffers = [(module, name, buffer.clone()) for module, name, buffer in named]
+    restore_buffers = restoring_buffers(with_buffers)
     generators = [generator, torch.default_generator]
     if generator.device.type == "cuda":
         generators.append(torch.cuda.default_generators[generator.device.index])
     states = [each.get_state() for each in generators]
 
     def restore() -> None:
-        with torch.no_grad():
-            for module, name, saved in buffers:
-                module.get_buffer(name).copy_(saved)
+        restore_buffers()
         for each, state in zip(generators, states, strict=True):
             each.set_state(state)
 

@@ -186,7 +186,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
             raise _UntraceableError(f"its forward pass {what}")
         assign(module, name, value)
 
-    nn.Module.__setattr__ = refusing  # type: ignore[method-assign]  # as torch.fx replaces __call__ and __getattr__
+    nn.Module.__setattr__ = refusing  # type: ignore[method-assign, assignment]  # as torch.fx replaces __call__ and __getattr__
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_ray.apply.capture import StepCache
-from triaccel_ray.apply.compile import Compilation, is_compiled, repeated_blocks
+from triaccel_ray.apply.compile import Compilation, is_compiled
 from triaccel_ray.apply.copies import ComputeCopies
 from triaccel_ray.apply.divide import divide
 from triaccel_ray.apply.fuse import Fusion, fuse
@@ -36,7 +36,7 @@ from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.model.dry_run import require_working
 from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import Loss, find_layers, require_trainable, to_channels_last, unwatched_weights
-from triaccel_ray.model.regions import find_regions
+from triaccel_ray.model.regions import find_regions, repeated_blocks
 from triaccel_ray.records.plan import Fault, FaultKind, Precision
 
 
@@ -275,7 +275,7 @@ class Training:
         """Returns what has the compiled blocks, or the model's regions, computed again; notes where there is none."""
         regions = find_regions(self.model)
         text = "the model has no blocks of several layers to checkpoint"
-        if compilation is not None and compilation.is_regional:
+        if compilation is not None and compilation.blocks:
             name_of = {module: name for name, module in self.model.named_modules()}
             regions = {name_of[block]: block for block in compilation.blocks}
         elif regions and (compilation is not None or is_compiled(self.model)):

@@ -14,10 +14,7 @@ DEFAULT_STACK_BYTES = 1024
 """CUDA's own limit on the stack of a thread, set aside for each that the device can run at once: 270,336 on an H200."""
 LEAN_STACK_BYTES = 256
 """Stack for kernels whose depth the compiler cannot know: those that recurse, or call by pointers."""
-_STACK_SIZE = 0
-"""CU_LIMIT_STACK_SIZE of the driver's interface."""
-_VIRTUAL_MEMORY = 102
-"""CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of it."""
+_STACK_SIZE, _VIRTUAL_MEMORY = 0, 102  # CU_LIMIT_STACK_SIZE and CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -36,31 +33,17 @@ def hold_less(device: torch.device) -> None:
         return
     index = torch.cuda.current_device() if device.index is None else device.index
     if _stack_bytes(index) == DEFAULT_STACK_BYTES:
-        _set_stack_bytes(index, LEAN_STACK_BYTES)
+        _drive(index, "cuCtxSetLimit", ctypes.c_int(_STACK_SIZE), ctypes.c_size_t(LEAN_STACK_BYTES))
     if not any(map(os.environ.get, _ALLOCATOR_VARIABLES)) and _has_virtual_memory(index):
-        _set_allocator("expandable_segments:True")
-
-
-def _set_allocator(settings: str) -> bool:
-    """Returns whether PyTorch's allocator took the settings; there is no public way but the environment."""
-    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if change is None:
-        return False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of platforms that have no such segments
-        change(settings)
-    return True
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of platforms that have no such segments
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # no public way but the environment
 
 
 def _stack_bytes(index: int) -> int | None:
     """Returns the limit on each thread's stack; None if the driver does not say."""
     value = ctypes.c_size_t()
     return value.value if _drive(index, "cuCtxGetLimit", ctypes.byref(value), ctypes.c_int(_STACK_SIZE)) else None
-
-
-def _set_stack_bytes(index: int, num_bytes: int) -> bool:
-    """Returns whether the driver took the limit."""
-    return _drive(index, "cuCtxSetLimit", ctypes.c_int(_STACK_SIZE), ctypes.c_size_t(num_bytes))
 
 
 def _has_virtual_memory(index: int) -> bool:

@@ -41,24 +41,14 @@ def watching_forward(model: nn.Module) -> Iterator[list[str]]:
     """Returns, in a list that fills meanwhile, why the host waits for a GPU inside the model's forward passes."""
     found: list[str] = []
     device = next(model.parameters()).device
-    entered: list[contextlib.AbstractContextManager[None]] = []
-
-    def before(*_: object) -> None:
-        entered.append(watched(found, device))
-        entered[-1].__enter__()
-
-    def after(*_: object) -> None:
-        entered.pop().__exit__(None, None, None)
-
-    if device.type != "cuda":
+    with contextlib.ExitStack() as hooks:
+        inside = hooks.enter_context(contextlib.ExitStack())
+        if device.type == "cuda":
+            before = model.register_forward_pre_hook(lambda *_: inside.enter_context(watched(found, device)))
+            after = model.register_forward_hook(lambda *_: inside.close(), always_call=True)
+            hooks.callback(before.remove)
+            hooks.callback(after.remove)
         yield found
-        return
-    hooks = model.register_forward_pre_hook(before), model.register_forward_hook(after, always_call=True)
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _reason(warning: warnings.WarningMessage) -> str | None:

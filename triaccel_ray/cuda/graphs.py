@@ -26,7 +26,6 @@ class GraphPool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Starts empty; without effect where there is no CUDA."""
         self._device = device
         self._callbacks: list[Callable[[], None]] = []
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
@@ -54,10 +53,9 @@ class GraphPool:
         capture, PyTorch takes one of its own. Random numbers drawn inside come from the device's default generator or
         from one of `generators`.
 
-        When it fails no graph of the pool survives: of a capture that CUDA has broken off, PyTorch leaves generators
-        that graphs captured before may not be replayed with (2.11, say), and one that ran out of memory needs theirs.
-        `release` gives the memory back, once the caller has left its handler: the error's traceback holds the
-        attempt's tensors.
+        When it fails no graph of the pool survives: PyTorch 2.11 leaves generators that they may not be replayed with,
+        and a capture that ran out of memory needs theirs. `release` gives the memory back, once the caller has left its
+        handler: the error's traceback holds the attempt's tensors.
 
         Raises:
             Exception: whatever `work`, PyTorch or CUDA raises.
@@ -92,7 +90,7 @@ class GraphPool:
         self.synchronize()
         for drop_graphs in self._callbacks:
             drop_graphs()
-        self._graphs.clear()  # one that lingers (in a traceback, say) goes with that: a further release could not help
+        self._graphs.clear()  # of one that lingers, in a traceback, say, a further release could not help
 
     def _new_handle(self) -> Any:
         return torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
@@ -123,20 +121,16 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, generators: Sequence[torc
 
 
 def _mend_after_broken_capture(device: torch.device, pool: Any, generators: Sequence[torch.Generator]) -> None:
-    """Undoes what PyTorch leaves behind of a capture that CUDA itself has broken off.
+    """Undoes what PyTorch, from 2.11 on, leaves behind of a capture that CUDA itself has broken off.
 
     `CUDAGraph.capture_end` then raises before it has told the allocator, which would go on putting memory aside for the
-    capture and give none of it back: so in 2.11 and in what has followed; a version that does tell it raises here, and
-    nothing is done. Where a generator has one state for all captures (2.11), it has not told the generators either,
-    which would refuse to draw; where each capture has a state of its own (2.15), a fresh one changes nothing. A PyTorch
-    without these private calls keeps that memory aside.
+    capture, and the generators, which would refuse to draw. Where each capture has a state of its own (2.15), a fresh
+    one changes nothing.
     """
-    end, give_back = (getattr(torch._C, name, None) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"))
-    if end is not None and give_back is not None:
-        try:
-            end(device.index, pool)
-        except RuntimeError:
-            return  # the capture ended in good order: the exception was the captured code's own
-        give_back(device.index, pool)
+    try:
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    except RuntimeError:
+        return  # the capture ended in good order: the exception was the captured code's own
+    torch._C._cuda_releasePool(device.index, pool)
     for generator in (torch.cuda.default_generators[device.index], *generators):
         generator.graphsafe_set_state(generator.clone_state())

@@ -11,9 +11,9 @@ from torch import Tensor
 def in_host_memory(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns a copy of `tensor` that is a tensor of the CUDA `device` and takes none of its memory.
 
-    It lies in memory of the host that cannot be paged out ("pinned"), which kernels read through the bus as they read
-    their own, at a hundredth of the speed: for what is read a little of at a time. PyTorch rounds what it pins up to a
-    power of two. The memory may be used again as soon as the last tensor of it is gone: wait for the device before.
+    It lies in pinned memory of the host, which kernels read through the bus at a hundredth of the speed of their own:
+    for what is read a little of at a time. PyTorch rounds what it pins up to a power of two. The memory may be used
+    again as soon as the last tensor of it is gone: wait for the device before.
 
     Raises:
         RuntimeError: the host has not as much memory that can be pinned, or the device cannot read it in place.

@@ -35,8 +35,7 @@ def set_random_states(states: dict[str, Any]) -> None:
     if "numpy" in states:
         import numpy as np
 
-        name, keys, *rest = states["numpy"]
-        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+        np.random.set_state(tuple(states["numpy"]))
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import deque
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -16,24 +16,19 @@ class LentStream:
 
     For each pair of a thread and a stream that has multiplied matrices PyTorch keeps a workspace until the process
     ends, 32 MiB on an H200, and for each such thread a cuBLAS handle, 64 MiB more. So runs that follow one another in a
-    process share a stream, and backward passes run in the thread that calls, not in PyTorch's own. Workspaces are the
-    process's, hence so is the list of streams that nobody holds: runs know nothing of one another.
+    process share a stream, and backward passes run in the thread that calls, not in PyTorch's own.
 
-    Successive holders have to wait for the same outside stream, the default one as a rule: what one leaves behind is
-    ordered before the next one's work by that alone.
+    Successive holders have to wait for the same outside stream: that alone orders what they do.
     """
 
-    _idle: ClassVar[dict[int, deque[torch.cuda.Stream]]] = {}
-    """Index of a device -> streams that nobody holds."""
+    _idle: ClassVar[defaultdict[int, list[torch.cuda.Stream]]] = defaultdict(list)
+    """Index of a device -> streams that nobody holds; the process's, as workspaces are."""
 
     def __init__(self, device: torch.device) -> None:
         """Takes a stream of this CUDA device that has been given back, or a new one."""
         index = torch.cuda.current_device() if device.index is None else device.index
-        idle = self._idle.setdefault(index, deque())
-        try:
-            self._stream = idle.pop()
-        except IndexError:
-            self._stream = torch.cuda.Stream(index)
+        idle = self._idle[index]
+        self._stream = idle.pop() if idle else torch.cuda.Stream(index)
         weakref.finalize(self, idle.append, self._stream).atexit = False
 
     @contextlib.contextmanager

@@ -83,22 +83,22 @@ def require_supported(trainer: Trainer) -> None:
         ValueError: it cannot.
     """
     args = trainer.args
-    for name, is_fine, way_out in (
-        ("auto_find_batch_size", not args.auto_find_batch_size, "a batch that does not fit passes in parts anyway"),
-        (
-            "torch_compile",
-            not args.torch_compile,
-            "give control=ControlConfig(execution=ExecutionConfig(compile='on'))",
+    refused = {
+        "auto_find_batch_size": (args.auto_find_batch_size, "a batch that does not fit passes in parts anyway"),
+        "torch_compile": (args.torch_compile, "give control=ControlConfig(execution=ExecutionConfig(compile='on'))"),
+        "dataloader_drop_last": (args.dataloader_drop_last, "an epoch holds each sample once"),
+        "torch_empty_cache_steps": (args.torch_empty_cache_steps, "the loop gives memory back where it has to"),
+        "include_num_input_tokens_seen": (
+            args.include_num_input_tokens_seen not in ("no", False),
+            "samples are counted",
         ),
-        ("dataloader_drop_last", not args.dataloader_drop_last, "an epoch holds each sample once"),
-        ("torch_empty_cache_steps", not args.torch_empty_cache_steps, "the loop gives memory back where it has to"),
-        ("include_num_input_tokens_seen", args.include_num_input_tokens_seen in ("no", False), "samples are counted"),
-        ("lr_scheduler_type", args.lr_scheduler_type not in _BY_METRIC, "choose one that needs no metric"),
-        ("optim", not any(part in args.optim for part in _OTHER_STEPS), "choose one with an ordinary step()"),
-        ("n_gpu", args.n_gpu <= 1, "the loop trains on one device: set CUDA_VISIBLE_DEVICES=0"),
-        ("world_size", args.world_size == 1, "the loop trains on one device: start one process"),
-    ):
-        if not is_fine:
+        "lr_scheduler_type": (args.lr_scheduler_type in _BY_METRIC, "choose one that needs no metric"),
+        "optim": (any(part in args.optim for part in _OTHER_STEPS), "choose one with an ordinary step()"),
+        "n_gpu": (args.n_gpu > 1, "the loop trains on one device: set CUDA_VISIBLE_DEVICES=0"),
+        "world_size": (args.world_size > 1, "the loop trains on one device: start one process"),
+    }
+    for name, (is_asked_for, way_out) in refused.items():
+        if is_asked_for:
             value = getattr(args, name)
             raise ValueError(f"{name} = {getattr(value, 'value', value)}: not under the control loop; {way_out}")
     if trainer.accelerator.mixed_precision != "no":

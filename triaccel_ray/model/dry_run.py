@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from triaccel_ray.cuda.out_of_memory import is_out_of_memory
 from triaccel_ray.cuda.random_states import preserved_random_states
 from triaccel_ray.data.sources import DataSource, TensorSource
-from triaccel_ray.model.layers import Loss, forward, preserved_modes, uncompiled
+from triaccel_ray.model.layers import Loss, forward, preserved_modes, restoring_buffers, uncompiled
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 
 OWN_PACKAGE = "triaccel_ray"
@@ -44,8 +44,7 @@ def blaming(what: str, about: Callable[[], str] = str) -> Iterator[None]:
         if told or _ends_the_process(error):
             raise
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300].rstrip(": ")
-        lines = "\n".join(filter(None, [f"{what} raised {text}{about()}", users_lines(error)]))
-        raise UserCodeError(lines) from error
+        raise _user_code_error(f"{what} raised {text}{about()}", error) from error
 
 
 @contextlib.contextmanager
@@ -61,7 +60,11 @@ def refusing_exits() -> Iterator[None]:
         if _ends_the_process(error):
             raise
         text = f"the task's code called sys.exit({error.code!r}): raise an error that says what is wrong"
-        raise UserCodeError("\n".join(filter(None, [text, users_lines(error)]))) from error
+        raise _user_code_error(text, error) from error
+
+
+def _user_code_error(text: str, error: BaseException) -> UserCodeError:
+    return UserCodeError("\n".join(filter(None, [text, users_lines(error)])))
 
 
 def users_lines(error: BaseException) -> str:
@@ -87,28 +90,14 @@ def require_working(
         UserCodeError: a function of the user's raised.
         TypeError, ValueError: one of them returned something else than it has to.
     """
-    with preserved_random_states(), preserved_modes(model), _preserved_buffers(model):
+    with preserved_random_states(), preserved_modes(model), contextlib.ExitStack() as stack:
+        stack.callback(restoring_buffers(model.modules()))
+        stack.enter_context(uncompiled())  # compiling for two samples would take longer than the check
         try:
-            with uncompiled():  # compiling for two samples would take longer than the check
-                _pass(model, loss, source, judge)
+            _pass(model, loss, source, judge)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-
-
-@contextlib.contextmanager
-def _preserved_buffers(model: nn.Module) -> Iterator[None]:
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, saved in buffers:
-                setattr(module, name, buffer.copy_(saved))
 
 
 def _pass(model: nn.Module, loss: Loss, source: DataSource, judge: Callable[[Any, Any], Any] | None) -> None:
@@ -143,36 +132,27 @@ def _loss_of(loss: Loss, outputs: Any, targets: Any) -> Any:
     with blaming("the loss", lambda: seen(outputs, targets)):
         if isinstance(targets, Tensor) and targets.is_cuda:
             # There a class out of range is an assertion on the device, after which the process cannot use it any more.
-            try:
+            with contextlib.suppress(RuntimeError):  # weights of the loss's own on the GPU, perhaps: judged there
                 loss(map_tensors(Tensor.cpu, outputs), targets.cpu())
-            except IndexError:
-                raise
-            except Exception:  # weights of the loss's own on the GPU, perhaps: judged there
-                pass
         return loss(outputs, targets)
 
 
 def _require_loss(value: Any) -> None:
+    found = f"the loss returned {described(value)}"
     if not isinstance(value, Tensor):
-        raise TypeError(
-            f"the loss returned {described(value)}: must be a scalar tensor with a gradient; return the tensor itself, "
-            "without .item() or float()"
-        )
+        way_out = "return the tensor itself, without .item() or float()"
+        raise TypeError(f"{found}: must be a scalar tensor with a gradient; {way_out}")
     if value.dim() != 0:
-        raise ValueError(
-            f"the loss returned {described(value)}: must be a scalar, the mean over the samples; end it with .mean()"
-        )
+        raise ValueError(f"{found}: must be a scalar, the mean over the samples; end it with .mean()")
     if not value.requires_grad:
-        raise ValueError(
-            f"the loss returned {described(value)} without a gradient: must depend on the model's trainable "
-            "parameters; compute it from the outputs, without detach(), argmax() or no_grad()"
-        )
+        way_out = "compute it from the outputs, without detach(), argmax() or no_grad()"
+        raise ValueError(f"{found} without a gradient: must depend on the model's trainable parameters; {way_out}")
 
 
 def _two_samples(source: DataSource) -> Tensor:
     """Returns the indices of two samples, of different targets where that costs nothing."""
     targets = source.targets if isinstance(source, TensorSource) else None
-    if targets is not None and targets.dim() == 1 and not targets.is_floating_point() and len(targets) > 1:
+    if targets is not None and targets.dim() == 1 and not targets.is_floating_point():
         first, last = int(targets.argmin()), int(targets.argmax())
         if first != last:
             return torch.tensor([first, last])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,21 +55,16 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name} has no shape yet: pass one batch through the model first")
-    found: dict[int, tuple[str, list[nn.Module], tuple[nn.Parameter, ...]]] = {}
-    swallowed: set[int] = set()
+    found: dict[nn.Parameter, tuple[str, list[nn.Module], tuple[nn.Parameter, ...]]] = {}
+    swallowed: set[nn.Module] = set()
     for name, module in model.named_modules():
-        own = _weights(module, recurse=False)
+        own, weights = _weights(module, recurse=False), _weights(module, recurse=True)
         whole = isinstance(module, nn.MultiheadAttention)
-        is_container = len(_weights(module, recurse=True)) > len(own)
-        if id(module) in swallowed or not own or (is_container and not whole):
+        if module in swallowed or not own or (len(weights) > len(own) and not whole):
             continue
         if whole:
-            swallowed.update(id(child) for child in module.modules())
-        weights = tuple(_weights(module, recurse=True))
-        if id(own[0]) in found:
-            found[id(own[0])][1].append(module)
-        else:
-            found[id(own[0])] = (name or "model", [module], weights)
+            swallowed.update(module.modules())
+        found.setdefault(own[0], (name or "model", [], tuple(weights)))[1].append(module)
     if not found:
         raise ValueError(
             f"model {type(model).__name__} has no trainable weight of two or more dimensions: there is no layer to "
@@ -95,9 +90,8 @@ def _weights(module: nn.Module, *, recurse: bool) -> list[nn.Parameter]:
 
 def unwatched_weights(model: nn.Module, layers: Sequence[Layer]) -> list[str]:
     """Returns the names of trainable parameters of two or more dimensions that belong to no layer."""
-    watched = {id(weight) for layer in layers for weight in layer.weights}
-    everywhere = {id(weight) for weight in _weights(model, recurse=True)}
-    return [name for name, p in model.named_parameters() if id(p) in everywhere and id(p) not in watched]
+    unwatched = {*_weights(model, recurse=True)} - {weight for layer in layers for weight in layer.weights}
+    return [name for name, p in model.named_parameters() if p in unwatched]
 
 
 def require_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, layers: Sequence[Layer]) -> None:
@@ -122,8 +116,8 @@ def require_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, layers
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
             raise ValueError(f"{type(module).__name__} {name!r} has sparse = True: must be False")
-    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not any(id(weight) in updated for layer in layers for weight in layer.weights):
+    updated = {p for group in optimizer.param_groups for p in group["params"]}
+    if updated.isdisjoint(weight for layer in layers for weight in layer.weights):
         raise ValueError(
             "the optimizer updates no layer of this model: build it from model.parameters(), after the model has been "
             "moved to its device"
@@ -176,6 +170,19 @@ def preserved_modes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def restoring_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Returns what makes the buffers of these modules what they are now: the same tensors, with the same values."""
+    named = [(module, name, b) for module in modules for name, b in module.named_buffers(recurse=False)]
+    saved = [(module, name, buffer, buffer.clone()) for module, name, buffer in named]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for module, name, buffer, values in saved:
+                setattr(module, name, buffer.copy_(values))
+
+    return restore
 
 
 def uncompiled() -> contextlib.AbstractContextManager[Any]:
