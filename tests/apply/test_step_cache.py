@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.apply.fusible import Block, layers_of
-from tests.build import ONE, NoUpdate, RerunPool, blobs, cache_of, mlp, step_of
+from tests.build import ONE, NoUpdate, RerunPool, blobs, cache_of, cross_entropy, mlp, step_of
 from triaccel_ray.apply.capture import MAX_GRAPHS, StepCache
 from triaccel_ray.apply.fuse import Fusion, fuse
 from triaccel_ray.data.sources import TensorSource
@@ -80,30 +82,50 @@ def test_a_capture_without_memory_is_told_paid_for_and_not_repeated_until_there_
     assert cache.num_captured == 1
 
 
-class Crowded(TensorSource):
-    """On the host, with memory on the device for every batch but the third."""
+class OnTheHost(TensorSource):
+    """Samples on the host, of which the third batch is what `third` makes of it."""
 
     num_batches = 0
     is_resident = False
+    third: Any = None
 
-    def batch(self, indices: torch.Tensor, generator: torch.Generator | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         self.num_batches += 1
-        if self.num_batches == 3:
-            raise NO_ROOM
-        return super().batch(indices, generator)
+        batch = super().batch(indices, generator)
+        return self.third(*batch) if self.num_batches == 3 else batch
 
 
-def test_a_batch_without_memory_beside_its_graph_is_made_eagerly_and_told() -> None:
-    pool = RerunPool()
-    cache = cache_of(step_of(mlp(), Crowded(*blobs(16))), pool=pool)
+def without_room(*_: Tensor) -> Any:
+    raise NO_ROOM
+
+
+@pytest.mark.parametrize(
+    ("third", "kind", "detail"),
+    [
+        (without_room, FaultKind.CAPTURE_OUT_OF_MEMORY, str(NO_ROOM)),
+        (lambda x, y: (x.clone(), y), None, ""),
+        (lambda x, y: (x, y.int()), FaultKind.CAPTURE_FAILED, "differ in their shapes or in what is no tensor"),
+    ],
+)
+def test_a_batch_that_its_graph_cannot_read_is_made_eagerly_and_told(third: Any, kind: Any, detail: str) -> None:
+    pool, source = RerunPool(), OnTheHost(*blobs(16))
+    source.third = third
+    cache = cache_of(step_of(mlp(), source, loss=lambda x, y: cross_entropy(x, y.long())), pool=pool)
     faults = [fault for step in range(4) for fault in cache.run(ALL, ONE, step=step)]
-    assert [(fault.kind, fault.phase, fault.step, fault.batch_size, fault.micro_batch_size) for fault in faults] == [
-        (FaultKind.CAPTURE_OUT_OF_MEMORY, "capture", 2, 16, 16)
-    ]
-    assert (cache.num_captured, cache.enabled) == (0, True)
+    found = [(fault.kind, fault.phase, fault.step, fault.batch_size, fault.micro_batch_size) for fault in faults]
+    assert found == ([] if kind is None else [(kind, "capture", 2, 16, 16)])
+    assert all(detail in fault.detail for fault in faults)
+    assert cache.enabled == (kind is not FaultKind.CAPTURE_FAILED)
     pool.release()
     assert cache.run(ALL, ONE, step=4) == ()
-    assert cache.num_captured == 1
+    assert cache.num_captured == cache.enabled
+
+
+def test_parts_of_batches_from_the_host_are_made_eagerly_and_told_once() -> None:
+    cache = cache_of(step_of(mlp(), OnTheHost(*blobs(16))), pool=RerunPool())
+    cache.step.set_num_micro_batches(2)
+    (fault,) = cache.run(ALL, ONE, step=0)
+    assert "captured from tensors on the device alone" in fault.detail
 
 
 def test_a_capture_that_fails_otherwise_is_the_last() -> None:
@@ -117,19 +139,40 @@ def test_a_capture_that_fails_otherwise_is_the_last() -> None:
     assert all(parameter.grad is not None for parameter in cache.step.model.parameters())  # an eager step's
 
 
-def test_a_hook_put_on_a_weight_later_ends_the_graphs_that_pass_it_by() -> None:
-    model, seen = mlp(), []
+def moved(weight: nn.Parameter) -> None:
+    weight.data = weight.data.clone()
+
+
+CHANGES: dict[str, Any] = {
+    "hook": lambda model: model[0].weight.register_post_accumulate_grad_hook(lambda _: None),
+    "frozen": lambda model: model[0].weight.requires_grad_(False),
+    "moved": lambda model: moved(model[0].weight),
+    "mode": lambda model: model[1].eval(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_later_ends_the_graphs_that_do_not_know_of_it(change: str) -> None:
+    model = mlp()
     cache, pool, _ = cache_with(model=model)
     for step in range(3):
         cache.run(ALL, ONE, step=step)
-    model[0].weight.register_post_accumulate_grad_hook(lambda _: seen.append(1))
+    CHANGES[change](model)
     cache.run(ALL, ONE, step=3)
     assert cache.num_captured == 0
     assert cache.take_cost()[1] == ("batch 16, 3 x float32",)
-    assert seen == [1]
     cache.run(ALL, ONE, step=4)
     assert cache.num_captured == 1
     assert pool.num_tried == 2
+
+
+def test_an_update_that_cannot_be_captured_follows_each_replay() -> None:
+    cache, _, update = cache_with()
+    update.is_capturable = False
+    for step in range(4):
+        cache.run(ALL, ONE, step=step)
+    assert cache.num_captured == 1
+    assert update.num_steps == 1 + 3  # the first, and one after each replay
 
 
 def test_what_a_watched_step_found_does_not_reach_the_next() -> None:
