@@ -59,3 +59,12 @@ def distance(first: nn.Module, second: nn.Module) -> float:
     """Largest relative difference between two models' weights and buffers."""
     pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
     return max(float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-6)) for a, b in pairs)
+
+
+def run(loop: ControlLoop, num_steps: int) -> None:
+    for _ in range(num_steps):
+        loop.step()
+
+
+def faults_of(ticks: list[Any]) -> list[Any]:
+    return [fault for tick in ticks for fault in tick.observation.faults]

@@ -5,7 +5,6 @@ import torch
 
 from tests.build import BF16, CPU, FP16, FP32, ONE, blobs, cache_of, mlp, step_of
 from triaccel_ray.apply.actuators import Actuators
-from triaccel_ray.apply.step import Step
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.records.plan import Applied, Fault, FaultKind, Plan
 
@@ -37,24 +36,6 @@ def test_a_plan_is_in_force_at_once_and_one_that_fails_leaves_it_and_comes_back_
     assert actuators.apply(impossible, step=4) == Applied(plan=NEW, faults=(fault,))
     assert actuators.plan is NEW
     assert parts_and_dtype(actuators) == (4, torch.float16)
-
-
-class Narrow(Step):
-    """A step that can be prepared for two parts at most, as one that needs memory for each might."""
-
-    def set_num_micro_batches(self, num_micro_batches: int, min_micro_batch_size: int = 1) -> None:
-        super().set_num_micro_batches(num_micro_batches, min_micro_batch_size)
-        if num_micro_batches > 2:
-            raise RuntimeError("no memory for more parts")
-
-
-def test_a_plan_that_fails_halfway_is_undone() -> None:
-    actuators = actuators_of(OLD)
-    actuators._cache.step.__class__ = Narrow
-    applied = actuators.apply(NEW, step=3)
-    assert applied.plan is OLD
-    assert applied.faults[0].detail == "RuntimeError: no memory for more parts"
-    assert parts_and_dtype(actuators) == (2, torch.bfloat16)
 
 
 def test_a_first_plan_that_fails_raises() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.apply.captured import adamw, distance, fixed, images, loop_of, network, sgd
+from tests.apply.captured import adamw, distance, faults_of, fixed, images, loop_of, network, run, sgd
 from tests.waiting import no_waiting
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.model.pytree import map_tensors
@@ -40,25 +40,6 @@ def test_captured_steps_equal_eager_ones(level: Precision, make: Any) -> None:
     assert float(loops[0].epoch_loss[0]) == pytest.approx(float(loops[1].epoch_loss[0]), rel=1e-2)
 
 
-def test_the_kernel_steps_as_the_users_optimizer_would() -> None:
-    """Without copies and captures: the same data through plain PyTorch."""
-    model, reference = network(), network()
-    data = images(64)
-    loop = loop_of(model, fixed(Precision.FP32, capture=True, fuse=False), data=data)
-    plain = sgd(reference)
-    for _ in range(6):
-        loop.step()
-        reference.train()
-        plain.zero_grad()
-        nn.functional.cross_entropy(reference(data[0]), data[1]).backward()
-        plain.step()
-    assert distance(model, reference) < 1e-3
-    own = loop.optimizer.optimizer.state
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        a, b = own[mine]["momentum_buffer"], plain.state[theirs]["momentum_buffer"]
-        assert (a - b).norm() / b.norm().clamp(min=1e-6) < 1e-2
-
-
 class Contiguous(nn.Module):
     """Takes activations out of channels_last memory."""
 
@@ -78,7 +59,7 @@ def test_a_model_is_laid_out_in_channels_last_memory_and_norms_that_meet_another
     loop = loop_of(model, fixed(Precision.FP16, capture=True), on_tick=ticks.append)
     for _ in range(2):
         loop.train_epoch()
-    faults = [fault for tick in ticks for fault in tick.observation.faults]
+    faults = faults_of(ticks)
     found = [(fault.kind, fault.phase, fault.step) for fault in faults if "channels_last" in fault.detail]
     assert found == [(FaultKind.FUSION_REFUSED, "fuse", 0)] * contiguous
     assert len(faults) == len(found)
@@ -89,8 +70,7 @@ def test_a_changed_learning_rate_changes_the_replayed_step() -> None:
     model = network()
     rate = [1.0]
     loop = loop_of(model, fixed(Precision.FP16, capture=True), schedule=lambda epoch: rate[0])
-    for _ in range(3):
-        loop.step()
+    run(loop, 3)
     assert loop._training.steps.num_captured == 1
     rate[0] = 0.0
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -107,8 +87,7 @@ def test_a_changed_learning_rate_changes_the_replayed_step() -> None:
 def test_the_loss_scale_moves_and_an_overflow_skips_a_replayed_step() -> None:
     model = network()
     loop = loop_of(model, fixed(Precision.FP16, capture=True))
-    for _ in range(3):
-        loop.step()
+    run(loop, 3)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     loop.loss_scale.state.scale.fill_(2.0**24 * 2**24)  # no gradient survives this in FP16
     loop.step()
@@ -120,11 +99,9 @@ def test_the_loss_scale_moves_and_an_overflow_skips_a_replayed_step() -> None:
 @pytest.mark.parametrize("level", [Precision.FP16, Precision.FP32])
 def test_a_step_never_waits_for_the_device(level: Precision) -> None:
     loop = loop_of(network(dropout=0.1), replace(fixed(level, capture=True), every_steps=1000))
-    loop.step()
-    loop.step()
+    run(loop, 2)
     with no_waiting():
-        for _ in range(6):
-            loop.step()
+        run(loop, 6)
 
 
 def test_dropout_draws_anew_at_every_replay() -> None:
@@ -153,23 +130,14 @@ class Waiting(nn.Module):
         return inputs * (1.0 if float(inputs.detach().mean()) > -1e9 else 2.0)
 
 
-class LayerDrop(nn.Module):
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs * (1.0 if float(torch.rand(())) > 0.5 else 0.5)
-
-
-@pytest.mark.parametrize(
-    ("part", "reason"), [(Waiting, "waits for the device"), (LayerDrop, "draws random numbers on the host")]
-)
-def test_a_model_that_waits_or_draws_on_the_host_runs_eagerly_and_says_so(part: type[nn.Module], reason: str) -> None:
+def test_a_model_that_waits_for_the_device_runs_eagerly_and_says_so() -> None:
     ticks: list[Any] = []
-    model = nn.Sequential(network(), part())
-    loop = loop_of(model, fixed(Precision.FP16, capture=True), on_tick=ticks.append)
+    loop = loop_of(nn.Sequential(network(), Waiting()), fixed(Precision.FP16, capture=True), on_tick=ticks.append)
     loop.train_epoch()
     assert loop._training.steps.num_captured == 0
-    faults = [fault for tick in ticks for fault in tick.observation.faults]
-    assert [fault.kind for fault in faults] == [FaultKind.CAPTURE_FAILED]
-    assert reason in faults[0].detail
+    (fault,) = faults_of(ticks)
+    assert fault.kind is FaultKind.CAPTURE_FAILED
+    assert "waits for the device" in fault.detail
 
 
 class Uncapturable(nn.Module):
@@ -189,7 +157,7 @@ def test_a_broken_capture_costs_neither_memory_nor_random_numbers_and_training_g
         loop = loop_of(model, config, data=images(1024, size=64), on_tick=ticks.append)
         assert [loop.train_epoch().num_samples for _ in range(3)] == [1024] * 3
     assert not loop._training.steps.enabled
-    faults = [fault for tick in ticks for fault in tick.observation.faults]
+    faults = faults_of(ticks)
     assert FaultKind.CAPTURE_FAILED in [fault.kind for fault in faults]
     assert torch.rand(8, device="cuda").unique().numel() == 8
     assert torch.rand(8, device="cuda", generator=loop.sampler.generator).unique().numel() == 8
@@ -207,15 +175,12 @@ def test_a_broken_capture_costs_neither_memory_nor_random_numbers_and_training_g
 def test_a_resumed_run_equals_an_uninterrupted_one() -> None:
     config = replace(fixed(Precision.BF16, capture=True), curvature=CurvatureConfig(every_steps=4, num_samples=16))
     whole = loop_of(network(dropout=0.2), config)
-    for _ in range(7):
-        whole.step()
+    run(whole, 7)
     state = map_tensors(torch.clone, whole.state_dict())
-    for _ in range(8):
-        whole.step()
+    run(whole, 8)
     resumed = loop_of(network(dropout=0.2), config)
     resumed.load_state_dict(state)
-    for _ in range(8):
-        resumed.step()
+    run(resumed, 8)
     assert distance(whole.model, resumed.model) < 1e-3
 
 
@@ -278,3 +243,25 @@ def test_run_after_run_in_one_process_leaves_no_more_memory_behind() -> None:
         torch.cuda.empty_cache()
         left.append(torch.cuda.memory_reserved())
     assert left[1] == left[2]
+
+
+def test_a_hook_registered_after_capture_fires_and_no_graph_reads_the_copy_that_went() -> None:
+    models = network(), network()
+    seen: list[torch.dtype] = []
+    for model, capture in zip(models, (True, False), strict=True):
+        loop = loop_of(model, fixed(Precision.FP16, capture=capture))
+        run(loop, 3)
+        assert loop._training.steps.num_captured == int(capture)
+        weight = model[9].weight
+        weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.dtype))
+        loop.step()
+        assert seen[-1] is torch.float32
+        copies = loop._training.precision.weights
+        assert copies is not None
+        assert id(weight) not in copies.in_force
+        held = [torch.full((10, 64), torch.nan, dtype=torch.half, device="cuda") for _ in range(4096)]  # where it was
+        run(loop, 4)
+        assert loop._training.steps.num_captured == int(capture)
+        assert all(p.isfinite().all() for p in model.parameters())
+        del held
+    assert distance(*models) < 10 * 2**-11

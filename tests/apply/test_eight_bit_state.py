@@ -94,21 +94,3 @@ def test_another_optimizer_is_refused_with_the_way_out() -> None:
     optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"optimizer_state = '8bit': needs SGD, .* or give optimizer_state='fp32'"):
         ControlLoop(model, optimizer, cross_entropy, blobs(40), config=IN_CODES)
-
-
-@pytest.mark.gpu
-@EVERY
-@EACH
-@pytest.mark.parametrize("capture", [True, False])
-def test_on_a_gpu_it_trains_nearly_as_with_fp32_state(kind: str, config: ControlConfig, capture: bool) -> None:
-    losses = []
-    data = tuple(tensor.cuda() for tensor in blobs(640, features=64))
-    for state in ("8bit", "fp32"):
-        execution = replace(config.execution, capture=capture, compile="off")
-        each = replace(config, optimizer_state=state, execution=execution)
-        loop = loop_of(mlp(features=64).cuda(), each, kind, data)
-        for _ in range(2):
-            loop.train_epoch()
-        losses.append(loop.evaluate(data).loss)
-        loop.close()
-    assert losses[0] == pytest.approx(losses[1], abs=0.05)

@@ -218,29 +218,6 @@ def test_weights_are_joined_for_good_when_the_optimizer_steps_by_itself() -> Non
 
 
 @pytest.mark.gpu
-@EVERY
-@pytest.mark.parametrize("compiles", ["on", "off"])
-def test_on_a_gpu_captured_steps_equal_eager_ones(kind: str, compiles: Any) -> None:
-    finals = []
-    for capture in (True, False):
-        model = mlp(features=64).cuda()
-        execution = replace(IN_BF16.execution, capture=capture, compile=compiles)
-        data = tuple(tensor.cuda() for tensor in blobs(640, features=64))
-        loop = loop_of(model, replace(IN_BF16, execution=execution), kind, data)
-        for _ in range(3):
-            loop.train_epoch()
-            loop.evaluate(data)  # joins; the graphs hold, for addresses stay
-        assert (loop._training.steps.num_captured > 0) == capture
-        assert {p.dtype for p in weights_of(model)} == {torch.float32}
-        loop.step()
-        assert {p.dtype for p in weights_of(model)} == {torch.bfloat16}
-        finals.append(values(model))
-        loop.close()
-    for name, value in finals[0].items():
-        torch.testing.assert_close(value, finals[1][name], rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.gpu
 def test_on_a_gpu_the_step_needs_two_bytes_a_weight_less() -> None:
     peaks = {}
     for weights in ("fp32", "split"):

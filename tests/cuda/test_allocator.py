@@ -8,69 +8,45 @@ import torch
 from triaccel_ray.cuda import allocator
 from triaccel_ray.cuda.allocator import hold_less
 
-CUDA = torch.device("cuda", 0)
+CASES: dict[str, tuple[int | None, dict[str, str], bool, str, bool, bool]] = {
+    "as CUDA has it": (1024, {}, True, "cuda", True, True),
+    "a stack of somebody's choice": (4096, {}, True, "cuda", False, True),
+    "a driver that does not say": (None, {}, True, "cuda", False, True),
+    "an allocator of the user's choice": (
+        1024,
+        {"PYTORCH_ALLOC_CONF": "max_split_size_mb:9"},
+        True,
+        "cuda",
+        True,
+        False,
+    ),
+    "a GPU that maps no memory": (1024, {}, False, "cuda", True, False),
+    "a CPU": (1024, {}, True, "cpu", False, False),
+}
 
 
-class Machine:
-    """A driver that keeps one number, and an allocator that keeps what it was told."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, stack: int | None) -> None:
-        self.stack = stack
-        self.told: list[str] = []
-        monkeypatch.setattr(allocator, "_stack_bytes", lambda index: self.stack)
-        monkeypatch.setattr(allocator, "_set_stack_bytes", self.set_stack)
-        monkeypatch.setattr(allocator, "_set_allocator", self.tell)
-        monkeypatch.setattr(allocator, "_has_virtual_memory", lambda index: True)
-        for name in allocator._ALLOCATOR_VARIABLES:
-            monkeypatch.delenv(name, raising=False)
-
-    def set_stack(self, index: int, num_bytes: int) -> bool:
-        self.stack = num_bytes
-        return True
-
-    def tell(self, settings: str) -> bool:
-        self.told.append(settings)
-        return True
-
-
-def test_stacks_and_segments_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, 1024)
-    for _ in range(2):
-        hold_less(CUDA)
-        assert (machine.stack, machine.told[0]) == (256, "expandable_segments:True")
-
-
-@pytest.mark.parametrize("stack", [4096, 256, 0, None])
-def test_stacks_of_a_size_that_somebody_chose_stay(monkeypatch: pytest.MonkeyPatch, stack: int | None) -> None:
-    machine = Machine(monkeypatch, stack)
-    hold_less(CUDA)
-    assert machine.stack == stack
-
-
-def test_an_allocator_that_the_user_has_set_up_and_a_gpu_that_maps_no_memory_keep_their_segments(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    machine = Machine(monkeypatch, 1024)
+@pytest.mark.parametrize("case", CASES)
+def test_stacks_and_segments_change_where_nobody_chose_them(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack, environment, has_virtual_memory, device, changes_stack, changes_segments = CASES[case]
+    driven: list[str] = []
+    told: list[str] = []
+    monkeypatch.setattr(allocator, "_stack_bytes", lambda index: stack)
+    monkeypatch.setattr(allocator, "_drive", lambda index, function, *arguments: driven.append(function))
+    monkeypatch.setattr(allocator, "_has_virtual_memory", lambda index: has_virtual_memory)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", told.append)
     for name in allocator._ALLOCATOR_VARIABLES:
-        with monkeypatch.context() as environment:
-            environment.setenv(name, "max_split_size_mb:64")
-            hold_less(CUDA)
-    monkeypatch.setattr(allocator, "_has_virtual_memory", lambda index: False)
-    hold_less(CUDA)
-    assert (machine.stack, machine.told) == (256, [])
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    hold_less(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
+    assert driven == ["cuCtxSetLimit"] * changes_stack
+    assert told == ["expandable_segments:True"] * changes_segments
 
 
 def test_without_a_driver_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocator, "_driver", lambda: None)
     assert allocator._stack_bytes(0) is None
-    assert not allocator._set_stack_bytes(0, 256)
     assert not allocator._has_virtual_memory(0)
-
-
-def test_a_cpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, 1024)
-    hold_less(torch.device("cpu"))
-    assert (machine.stack, machine.told) == (1024, [])
 
 
 OWN_BYTES = """

@@ -52,19 +52,6 @@ def test_what_is_a_layer_and_what_is_none() -> None:
     assert (attention.name, attention.num_elements) == ("0", 3 * 16 + 16)
 
 
-@pytest.mark.parametrize("module", [nn.LSTM(2, 2), nn.GRU(2, 2), nn.RNN(2, 2)])
-def test_recurrent_modules_have_a_fixed_precision(module: nn.Module) -> None:
-    (layer,) = find_layers(nn.Sequential(module))
-    assert layer.fixed_precision
-    assert len(layer.weights) == 2
-
-
-@pytest.mark.parametrize("model", [nn.BatchNorm1d(2), nn.ReLU(), nn.Linear(2, 2, bias=False).requires_grad_(False)])
-def test_a_model_without_a_matrix_is_refused(model: nn.Module) -> None:
-    with pytest.raises(ValueError, match=rf"model {type(model).__name__} has no trainable weight.*check requires_grad"):
-        find_layers(model)
-
-
 class Difference(nn.Module):
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
         return left - right
