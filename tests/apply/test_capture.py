@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.apply.captured import adamw, distance, faults_of, fixed, images, loop_of, network, run, sgd
-from tests.waiting import no_waiting
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.model.pytree import map_tensors
 from triaccel_ray.records.plan import FaultKind, Precision
@@ -94,14 +93,6 @@ def test_the_loss_scale_moves_and_an_overflow_skips_a_replayed_step() -> None:
     assert loop.num_skipped == 1
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert float(loop.loss_scale.state.scale) <= 2.0**24
-
-
-@pytest.mark.parametrize("level", [Precision.FP16, Precision.FP32])
-def test_a_step_never_waits_for_the_device(level: Precision) -> None:
-    loop = loop_of(network(dropout=0.1), replace(fixed(level, capture=True), every_steps=1000))
-    run(loop, 2)
-    with no_waiting():
-        run(loop, 6)
 
 
 def test_dropout_draws_anew_at_every_replay() -> None:

@@ -5,12 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.build import BF16, CPU, FP16, ONE, blobs, collected, cross_entropy, mlp, same, step_of, values
-from triaccel_ray.apply.loss_scale import LossScale
+from tests.build import ONE, blobs, collected, cross_entropy, mlp, same, values
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
-from triaccel_ray.config import LossScaleConfig
-from triaccel_ray.kernels.step_end.reference import move_scale
-from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.plan import Fault
 
@@ -137,31 +133,6 @@ def test_an_overflow_changes_neither_weights_nor_moments_not_even_at_the_first_s
     backward(model, 3, factor=float("inf"))
     step(optimizer, model, found=OVERFLOW, by=ONE)
     assert same(kept_of(model, optimizer), kept)
-
-
-def test_a_real_fp16_overflow_is_found_and_skipped() -> None:
-    model, data = mlp(), blobs(16)
-    training, optimizer = step_of(model, data), layerwise(model, "adam")
-    training.precision.set({"0": BF16, "2": FP16})
-    moments = GradientMoments(find_layers(model), optimizer.parameters, beta=0.5)
-    scale = LossScale(LossScaleConfig(initial=2.0**24, growth_interval=1), CPU)
-    overflows = []
-    for _ in range(16):
-        before = values(model)
-        factor = scale.factor(True)
-        training.run(torch.arange(16), factor, step=0)
-        found = moments.update(collected(model), factor)
-        step(optimizer, model, found=found, by=factor)
-        move_scale(scale.state, found > 0)
-        overflows.append(bool(found))
-        assert same(values(model), before) == overflows[-1]
-    assert overflows[0]
-    assert False in overflows
-    assert scale.num_skipped.item() == sum(overflows)
-    restored = LossScale(LossScaleConfig(initial=2.0), CPU)
-    restored.load_state_dict(scale.state_dict())
-    assert torch.equal(restored.read(True), scale.read(True))
-    assert restored.factor(False).item() == 1.0
 
 
 class Starved(torch.optim.SGD):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.build import BF16, FP16, FP32, ConvNet, controlled, gradients, images, mlp, same, values
+from tests.build import BF16, FP16, FP32, ConvNet, controlled, gradients, images, same, values
 from triaccel_ray.apply.precision import DTYPES, supported_precisions
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.plan import Precision
@@ -142,15 +142,6 @@ def test_recurrent_layers_stay_fp32() -> None:
         outputs, (hidden, _) = model(tokens)
         half, _ = model(torch.ones(1, 3, 4, dtype=torch.bfloat16))
     assert (outputs.data.dtype, hidden.dtype, half.dtype) == (torch.float32,) * 3
-
-
-def test_a_layer_that_is_not_there_is_refused() -> None:
-    precision = controlled(mlp(), BF16, FP32, BF16)
-    with pytest.raises(KeyError, match=r"layers \['5', '9'\] are not in the model"):
-        precision.set({"0": FP16, "9": FP16, "5": FP16})
-    assert not precision.needs_loss_scale
-    precision.set({"2": FP16})
-    assert precision.needs_loss_scale
 
 
 class Structured(nn.Module):

@@ -24,7 +24,6 @@ from tests.build import (
 )
 from triaccel_ray.cuda.out_of_memory import BudgetExceededError, is_out_of_memory
 from triaccel_ray.data.sources import TensorSource
-from triaccel_ray.measure.memory import MIB, ResidentMemory
 from triaccel_ray.records.plan import FaultKind
 
 ALL = torch.arange(16)
@@ -172,20 +171,6 @@ def test_other_errors_propagate_at_once(error: BaseException) -> None:
     with pytest.raises(type(error)):
         step_of(model, blobs(16)).run(ALL, ONE, step=0)
     assert model[1].num_calls == 1
-
-
-def test_a_real_budget_is_kept_by_computing_in_parts() -> None:
-    model = nn.Sequential(nn.Linear(1, 2**20), nn.Sigmoid(), nn.Unflatten(1, (4, -1)))
-    memory = ResidentMemory(None)
-    memory.limit_bytes, memory.has_budget = memory.sample() + 100 * MIB, True
-    data = torch.ones(32, 1), torch.zeros(32)
-    step = step_of(model, data, loss=lambda outputs, targets: outputs.mean(), check=memory.check)
-    step._release_memory = memory.release
-    outcome = step.run(torch.arange(32), ONE, step=0)
-    # 32 samples take 4 MiB each, twice: before and after the sigmoid.
-    assert outcome.faults[0].micro_batch_size <= 16
-    assert "of a budget of" in outcome.faults[0].detail
-    assert outcome.loss_sum.item() == pytest.approx(32 * torch.sigmoid(model[0](torch.ones(1, 1))).mean().item(), 1e-5)
 
 
 def test_outputs_reach_the_loss_in_fp32_and_outside_of_autocast() -> None:

@@ -15,23 +15,7 @@ from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.integrations.transformers import TriAccelTrainer
 from triaccel_ray.integrations.transformers_arguments import control_of
 
-
-def test_a_loss_that_asks_for_another_forward_pass_is_refused(tmp_path: Path) -> None:
-    class Contrasting(TriAccelTrainer):
-        def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
-            return model(input_ids=inputs["input_ids"].flip(1), labels=inputs["labels"]).loss
-
-    with pytest.raises(ValueError, match="compute_loss calls the model with input_ids other than the batch's"):
-        trainer_of(Contrasting, tmp_path).train()
-
-
-def test_a_model_without_a_loss_is_refused(tmp_path: Path) -> None:
-    unlabelled = [{"input_ids": text["input_ids"]} for text in texts()]
-    with pytest.raises(ValueError, match="did not return a loss"):
-        trainer_of(TriAccelTrainer, tmp_path, train_dataset=unlabelled).train()
-
-
-REFUSED = {
+REFUSED: dict[str, Any] = {
     "auto_find_batch_size": True,
     "torch_compile": True,
     "dataloader_drop_last": True,
@@ -48,13 +32,9 @@ def test_what_the_loop_cannot_do_is_refused_when_the_trainer_is_made(name: str, 
         trainer_of(TriAccelTrainer, tmp_path, **{name: REFUSED[name]}, eval_strategy="epoch")
 
 
-def test_mixed_precision_and_several_devices_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="bf16 = True: the loop chooses each layer's precision; leave it out"):
-        trainer_of(TriAccelTrainer, tmp_path, bf16=True)
-    model = bert()
-    model.hf_device_map = {"bert": 0, "classifier": 1}  # as from_pretrained(device_map="auto") leaves it
-    with pytest.raises(ValueError, match="spread out"):
-        trainer_of(TriAccelTrainer, tmp_path, model)
+class Contrasting(TriAccelTrainer):
+    def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+        return model(input_ids=inputs["input_ids"].flip(1), labels=inputs["labels"]).loss
 
 
 class Weighted(TriAccelTrainer):
@@ -62,20 +42,55 @@ class Weighted(TriAccelTrainer):
         return WeightedRandomSampler([1.0] * NUM_SAMPLES, NUM_SAMPLES)
 
 
+class Stepping(TriAccelTrainer):
+    def training_step(self, *args: Any) -> Any:
+        return super().training_step(*args)
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(texts())
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        (TriAccelTrainer, {"train_sampling_strategy": "group_by_length"}, "leave train_sampling_strategy out"),
-        (Weighted, {}, "is drawn by WeightedRandomSampler"),
-        (TriAccelTrainer, {"train_dataset": Stream(), "max_steps": 4}, "train_dataset Stream .* a map-style data set"),
-    ],
+class Clips(TrainerCallback):
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Never called."""
+
+
+def spread_out() -> Any:
+    model = bert()
+    model.hf_device_map = {"bert": 0, "classifier": 1}  # as from_pretrained(device_map="auto") leaves it
+    return model
+
+
+UNLABELLED = [{"input_ids": text["input_ids"]} for text in texts()]
+AT_ONCE: tuple[tuple[type[TriAccelTrainer], Any, dict[str, Any], str], ...] = (
+    (TriAccelTrainer, bert, {"bf16": True}, "bf16 = True: the loop chooses each layer's precision; leave it out"),
+    (TriAccelTrainer, spread_out, {}, "spread out"),
+    (Stepping, bert, {}, "Stepping.training_step is overridden: .* override compute_loss"),
+    (TriAccelTrainer, bert, {"callbacks": [Clips()]}, "callback Clips has on_pre_optimizer_step"),
 )
-def test_another_order_of_the_samples_is_refused(kind: Any, options: Any, message: str, tmp_path: Path) -> None:
+WHEN_IT_TRAINS: tuple[tuple[type[TriAccelTrainer], dict[str, Any], str], ...] = (
+    (Contrasting, {}, "compute_loss calls the model with input_ids other than the batch's"),
+    (TriAccelTrainer, {"train_dataset": UNLABELLED}, "did not return a loss"),
+    (TriAccelTrainer, {"train_sampling_strategy": "group_by_length"}, "leave train_sampling_strategy out"),
+    (Weighted, {}, "is drawn by WeightedRandomSampler"),
+    (TriAccelTrainer, {"train_dataset": Stream(), "max_steps": 4}, "train_dataset Stream .* a map-style data set"),
+)
+
+
+@pytest.mark.parametrize(("kind", "model", "options", "message"), AT_ONCE)
+def test_what_else_the_loop_cannot_do_is_refused_at_once(
+    kind: Any, model: Any, options: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer_of(kind, tmp_path, model(), **options)
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), WHEN_IT_TRAINS)
+def test_what_comes_out_later_is_refused_before_anything_trains(
+    kind: Any, options: Any, message: str, tmp_path: Path
+) -> None:
     trainer = trainer_of(kind, tmp_path, **options)
     before = values(trainer.model)
     with pytest.raises(ValueError, match=message):
@@ -83,22 +98,7 @@ def test_another_order_of_the_samples_is_refused(kind: Any, options: Any, messag
     assert same(values(trainer.model), before)
 
 
-def test_an_overridden_training_step_is_refused(tmp_path: Path) -> None:
-    class Stepping(TriAccelTrainer):
-        def training_step(self, *args: Any) -> Any:
-            return super().training_step(*args)
-
-    with pytest.raises(ValueError, match=r"Stepping.training_step is overridden: .* override compute_loss"):
-        trainer_of(Stepping, tmp_path)
-
-
 def test_a_callback_within_a_step_is_refused_whenever_it_is_added(tmp_path: Path) -> None:
-    class Clips(TrainerCallback):
-        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            """Never called."""
-
-    with pytest.raises(ValueError, match="callback Clips has on_pre_optimizer_step"):
-        trainer_of(TriAccelTrainer, tmp_path, callbacks=[Clips()])
     trainer = trainer_of(TriAccelTrainer, tmp_path)
     trainer.add_callback(Clips())
     with pytest.raises(ValueError, match="callback Clips has on_pre_optimizer_step"):
