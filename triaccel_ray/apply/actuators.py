@@ -14,7 +14,6 @@ class Actuators:
     """Puts a plan into force; a plan that fails leaves the one before in force and comes back as a fault."""
 
     def __init__(self, plan: Plan, cache: StepCache, pool: GraphPool) -> None:
-        """Applies the first plan; there is nothing to fall back to, so its errors propagate."""
         self._cache, self._pool = cache, pool
         self._put(plan)
         self.plan = plan

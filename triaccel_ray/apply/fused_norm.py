@@ -23,8 +23,8 @@ class FusedNorm(nn.Module):
     """Computes activate(combine(norm(x), residual)), by one kernel where there is one for it.
 
     There is one in training mode on a GPU: for 4-dimensional FP32, FP16 and BF16 tensors in channels_last memory and a
-    norm with weight, bias, moving averages and a momentum. Everywhere else, what the original modules compute is
-    computed by calling them; where memory format alone stands in the way, `refused_because` says so.
+    norm with weight, bias, moving averages and a momentum. Everywhere else the original modules are called; where
+    memory format alone stands in the way, `refused_because` says so.
     """
 
     def __init__(
@@ -79,7 +79,14 @@ class FusedNorm(nn.Module):
 
     def _kernel_dtype(self, x: Any, residual: Any) -> torch.dtype | None:
         """Returns the output's dtype, None when the kernel is not for these arguments."""
-        if not (self._norm_fits() and kernel_reads(x) and x.numel() > x.shape[1]):
+        norm = self.norm
+        needed = (norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.momentum)
+        is_called_plainly = is_plain(norm) and not (
+            isinstance(self.activate, nn.Module) and not is_plain(self.activate)
+        )
+        if not norm.training or not is_called_plainly or any(each is None for each in needed):
+            return None
+        if not kernel_reads(x) or x.numel() <= x.shape[1]:  # one value a channel has no variance
             return None
         dtype: torch.dtype = x.dtype
         if self._combine is not None:
@@ -87,24 +94,11 @@ class FusedNorm(nn.Module):
                 return None
             dtype = x.dtype if self.keeps_dtype else torch.promote_types(x.dtype, residual.dtype)
         dtype = self.output_dtype or dtype
-        if dtype not in DTYPES or self.norm.weight.device != x.device:
+        if dtype not in DTYPES or norm.weight.device != x.device:
             return None
         refusal = format_refusal(x, residual)
         self.refused_because = self.refused_because or refusal
         return None if refusal else dtype
-
-    def _norm_fits(self) -> bool:
-        norm = self.norm
-        return (
-            norm.training
-            and norm.weight is not None
-            and norm.bias is not None
-            and norm.running_mean is not None
-            and norm.running_var is not None
-            and norm.momentum is not None
-            and is_plain(norm)
-            and (not isinstance(self.activate, nn.Module) or is_plain(self.activate))
-        )
 
 
 class RecomputedInput(nn.Module):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache
 from types import MappingProxyType, MethodType
 from typing import Any
 
@@ -25,8 +22,6 @@ DTYPES: Mapping[Precision, torch.dtype] = MappingProxyType(
     {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
 )
 """Precision -> the dtype that a layer computes in."""
-_EMULATED_RATIO = 2.5
-"""A precision that takes longer than FP32 by more than this is emulated."""
 _SINGLE_DTYPE_FUNCTIONS = frozenset(
     [
         *(torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack, torch.dstack),
@@ -54,34 +49,18 @@ def useless_precisions(device_type: str, *, is_compiled: bool) -> Mapping[Precis
     return emulated
 
 
-@cache
 def _emulated_precisions(device_type: str) -> Mapping[Precision, str]:
-    """Returns the precisions without instructions of their own on a device, each with how that was found out.
+    """Returns the precisions without instructions of their own on a device, each with the reason.
 
-    A GPU is asked. A CPU is timed, in processor time, for other processes may hold the core: a small convolution, the
-    best of ten. On an AMD EPYC with BF16 instructions alone, BF16 took 0.7 times and FP16 77 times as long as FP32.
+    On an AMD EPYC without instructions for FP16, a convolution in it took 77 times as long as in FP32.
     """
     if device_type == "cuda":
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        return {} if has_bf16 else {Precision.BF16: "this GPU has no BF16 instructions"}
-    seconds = dict.fromkeys(Precision, math.inf)
-    for _ in range(10):  # in turn: a core's speed changes
-        seconds = {level: min(best, _convolution_seconds(DTYPES[level])) for level, best in seconds.items()}
-    ratios = {level: seconds[level] / seconds[Precision.FP32] for level in (Precision.FP16, Precision.BF16)}
-    return {
-        level: f"a convolution takes {ratio:.1f} times as long in {level.value} as in fp32 on this CPU"
-        for level, ratio in ratios.items()
-        if ratio > _EMULATED_RATIO
-    }
-
-
-def _convolution_seconds(dtype: torch.dtype) -> float:
-    """Returns the processor time that a convolution takes in this thread, forward and backward."""
-    images = torch.ones(4, 32, 8, 8, dtype=dtype, requires_grad=True)
-    weight = torch.ones(32, 32, 3, 3, dtype=dtype, requires_grad=True)
-    began = time.thread_time()
-    torch.autograd.grad(F.conv2d(images, weight, padding=1).float().sum(), (images, weight))
-    return time.thread_time() - began
+        has = {Precision.BF16: torch.cuda.is_bf16_supported(including_emulation=False)}
+    else:
+        onednn = torch.ops.mkldnn  # private names, as PyTorch tells it nowhere else
+        has = {Precision.FP16: onednn._is_mkldnn_fp16_supported(), Precision.BF16: onednn._is_mkldnn_bf16_supported()}
+    device = "GPU" if device_type == "cuda" else "CPU"
+    return {level: f"this {device} has no {level.name} instructions" for level, is_there in has.items() if not is_there}
 
 
 class _Region:

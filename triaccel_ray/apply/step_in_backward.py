@@ -23,10 +23,10 @@ def buckets_of(model: nn.Module, watched: Sequence[nn.Parameter]) -> list[list[i
 
     Parameters that lie side by side in the model share a bucket.
     """
-    place_of = {id(p): place for place, p in enumerate(model.parameters())}
+    place_of = {p: place for place, p in enumerate(model.parameters())}
     found: list[list[int]] = [[]]
     size = 0
-    for index in sorted(range(len(watched)), key=lambda index: -place_of.get(id(watched[index]), -1)):
+    for index in sorted(range(len(watched)), key=lambda index: -place_of.get(watched[index], -1)):
         if size >= BUCKET_ELEMENTS:
             found.append([])
             size = 0
@@ -39,7 +39,6 @@ class BucketedGradients:
     """The gradients of one step, a bucket at a time: none is left when the backward pass has ended."""
 
     def __init__(self, stepper: StepInBackward, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Begins empty."""
         self._stepper = stepper
         self.buckets = [Gradients(bucket) for bucket in buckets]
         self.publishes = True
@@ -83,15 +82,13 @@ class StepInBackward:
         `begin` is called before a batch passes; `take` with a bucket's index, its gradients, and whether to step it.
         """
         self._buckets, self._weights, self._begin, self._take = buckets, weights, begin, take
-        self._bucket_of = {id(p): index for index, bucket in enumerate(buckets) for p in bucket}
+        self._bucket_of = {p: index for index, bucket in enumerate(buckets) for p in bucket}
         self._gradients: BucketedGradients | None = None
-        self._missing: list[set[int]] = []
+        self._missing: list[set[nn.Parameter]] = []
         self._is_taking = self._is_last_part = self._sums_parts = False
-        self._is_stepped: list[bool] = []
-        self._is_taken: list[bool] = []
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._arrived) for bucket in buckets for p in bucket if p.requires_grad
-        ]
+        self._stepped: set[int] = set()
+        self._taken: set[int] = set()
+        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._bucket_of if p.requires_grad]
 
     def gradients(self) -> BucketedGradients:
         """Returns tables for the gradients of one step."""
@@ -100,12 +97,12 @@ class StepInBackward:
     def begin(self, gradients: BucketedGradients) -> None:
         """Hands over to `gradients` what arrives from here on."""
         self._gradients = gradients
-        self._is_stepped = [False] * len(self._buckets)
+        self._stepped.clear()
 
     def attempt(self) -> None:
         """Begins to pass the batch, for the first time or again."""
-        self._missing = [{id(p) for p in bucket if p.requires_grad} for bucket in self._buckets]
-        self._is_taken = [False] * len(self._buckets)
+        self._missing = [{p for p in bucket if p.requires_grad} for bucket in self._buckets]
+        self._taken.clear()
         self._begin()
 
     @contextlib.contextmanager
@@ -119,8 +116,8 @@ class StepInBackward:
 
     def end(self) -> None:
         """Hands over what is left."""
-        for index, is_taken in enumerate(self._is_taken):
-            if not is_taken:
+        for index in range(len(self._buckets)):
+            if index not in self._taken:
                 self._hand_over(index)
 
     def remove(self) -> None:
@@ -135,13 +132,14 @@ class StepInBackward:
             self._weights.gather_gradient(parameter)
         if not self._is_last_part:
             return
-        index = self._bucket_of[id(parameter)]
-        if self._is_taken[index]:
+        assert isinstance(parameter, nn.Parameter)
+        index = self._bucket_of[parameter]
+        if index in self._taken:
             raise RuntimeError(
                 f"the gradient of a weight of shape {tuple(parameter.shape)} arrives in several pieces, the last after "
                 "it was stepped: checkpoint with use_reentrant=False, or give step_in_backward=False"
             )
-        self._missing[index].discard(id(parameter))
+        self._missing[index].discard(parameter)
         if not self._missing[index]:
             self._hand_over(index)
 
@@ -151,8 +149,9 @@ class StepInBackward:
         gradients.collect(self._weights.in_force, self._weights.sums)
         if self._gradients.publishes:
             gradients.publish()
-        self._take(index, gradients, not self._is_stepped[index])
-        self._is_taken[index] = self._is_stepped[index] = True
+        self._take(index, gradients, index not in self._stepped)
+        self._taken.add(index)
+        self._stepped.add(index)
         gradients.drop()
         for parameter in self._buckets[index]:
             parameter.grad = None

@@ -22,7 +22,6 @@ class Gradients:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Begins empty, for `parameters` in this order."""
         self.parameters = tuple(parameters)
         self.tensors: list[Tensor | None] = [None] * len(self.parameters)
         self.table = TensorTable(
@@ -35,9 +34,7 @@ class Gradients:
 
         Each has the memory layout of its parameter. `publish` makes known to kernels where they lie.
         """
-        self.tensors = [
-            _laid_out(p, sums[id(p)] if id(p) in sums else _gradient(p, copies.get(id(p)))) for p in self.parameters
-        ]
+        self.tensors = [_gradient(p, copies.get(id(p)), sums.get(id(p))) for p in self.parameters]
         self.table.point_to(self.tensors, upload=False)
 
     def begin(self, *, publishes: bool) -> None:
@@ -54,21 +51,14 @@ class Gradients:
         self.table.forget()
 
 
-def _gradient(parameter: nn.Parameter, copy: Tensor | None) -> Tensor | None:
-    gradient = parameter.grad
+def _gradient(parameter: nn.Parameter, copy: Tensor | None, total: Tensor | None) -> Tensor | None:
+    gradient = parameter.grad if total is None else total
     if copy is not None and copy.grad is not None:
         # Both only where the model also reads the weight itself, beside the layer that computes with the copy.
         gradient = copy.grad if gradient is None else gradient + copy.grad
-    return gradient
-
-
-def _laid_out(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
-    """Returns the gradient in the memory layout of its parameter."""
-    if gradient is None:
-        return None
-    if gradient.stride() != parameter.stride() and not have_equal_dense_strides(gradient, parameter):
-        gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-    return gradient
+    if gradient is None or gradient.stride() == parameter.stride() or have_equal_dense_strides(gradient, parameter):
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
