@@ -15,9 +15,8 @@ from tests.apply.test_split_weights import FIXED, IN_BF16
 from tests.build import BF16, FP16, FP32, RerunPool, cache_of, cross_entropy, gradients, loop_of, same, step_of, values
 from triaccel_ray.apply import step_in_backward
 from triaccel_ray.apply.compile import Compilation
-from triaccel_ray.apply.divide import divide
 from triaccel_ray.apply.fuse import Fusion, fuse
-from triaccel_ray.apply.recompute import Recomputation
+from triaccel_ray.apply.recompute import Recomputation, divide
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import ControlConfig, ExecutionConfig
 from triaccel_ray.loop import ControlLoop

@@ -12,18 +12,16 @@ from torch import Tensor, nn
 
 from triaccel_ray.apply.capture import StepCache
 from triaccel_ray.apply.compile import Compilation, is_compiled
-from triaccel_ray.apply.copies import ComputeCopies
-from triaccel_ray.apply.divide import divide
 from triaccel_ray.apply.fuse import Fusion, fuse
 from triaccel_ray.apply.fused_optimizer import has_kernel
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer, watched_parameters
 from triaccel_ray.apply.precision import LayerPrecision, supported_precisions, useless_precisions
-from triaccel_ray.apply.recompute import Recomputation
+from triaccel_ray.apply.recompute import Recomputation, divide
 from triaccel_ray.apply.split_weights import SplitWeights
 from triaccel_ray.apply.step import Step
 from triaccel_ray.apply.step_in_backward import BucketedGradients, StepInBackward, buckets_of
-from triaccel_ray.apply.weights import Weights
+from triaccel_ray.apply.weights import ComputeCopies, Weights
 from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.cuda.capture_checks import watching_forward
 from triaccel_ray.cuda.graphs import GraphPool

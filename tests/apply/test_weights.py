@@ -3,10 +3,10 @@ import torch
 from torch import nn
 
 from tests.build import CPU, blobs, cross_entropy, mlp
-from triaccel_ray.apply.copies import ComputeCopies
 from triaccel_ray.apply.loss_scale import LossScale
 from triaccel_ray.apply.optimizer import LayerwiseOptimizer
 from triaccel_ray.apply.precision import LayerPrecision
+from triaccel_ray.apply.weights import ComputeCopies
 from triaccel_ray.config import LossScaleConfig
 from triaccel_ray.control.training import TrainingUpdate
 from triaccel_ray.measure.moments import GradientMoments
