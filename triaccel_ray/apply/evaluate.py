@@ -25,10 +25,9 @@ Metrics: TypeAlias = "Mapping[str, Metric | Values]"
 def evaluation_batch_size(batch_size: int, *, on_gpu: bool, beside_graphs: bool) -> int:
     """Returns how many samples to judge at once, where batches of `batch_size` are trained.
 
-    On a CPU as many. On a GPU fewer, for judging there is eager, in FP32, and of several views of each sample: an
-    eighth in place of captured graphs, once they are gone, takes no more memory than they did (a quarter up to 0.05 GB
-    more: ResNet-18, batches of 96 and 224). Beside graphs, which keep theirs, a quarter takes 0.07 GB more than they
-    do; less at once would take longer, and there it is done after every epoch.
+    On a CPU as many. On a GPU fewer, for judging there is eager, in FP32, and of several views of each sample. An
+    eighth takes no more memory than captured graphs did, once they are gone (ResNet-18, batches of 96 and 224). Beside
+    graphs a quarter takes 0.07 GB more than they do; less at once would take longer, after every epoch.
     """
     parts = (4 if beside_graphs else 8) if on_gpu else 1
     return max(batch_size // parts, 1)

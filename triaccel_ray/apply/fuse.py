@@ -24,15 +24,10 @@ _ACTIVATION_MODULES: Mapping[type[nn.Module], Activation] = {
     nn.Hardswish: "hardswish",
 }
 _ACTIVATION_FUNCTIONS: Mapping[Any, Activation] = {
-    F.relu: "relu",
-    F.relu_: "relu",
-    torch.relu: "relu",
-    torch.relu_: "relu",
+    **dict.fromkeys([F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"], "relu"),
     F.relu6: "relu6",
     F.silu: "silu",
     F.hardswish: "hardswish",
-    "relu": "relu",
-    "relu_": "relu",
 }
 _SUMS: Mapping[Any, bool] = {operator.add: False, torch.add: False, operator.iadd: True, "add": False, "add_": True}
 """Functions and methods that add, and whether they write into their first argument."""
@@ -49,15 +44,13 @@ class Fusion:
     module: fx.GraphModule
     """Computes what the model does in training mode, from the same parameters, buffers and submodules."""
     norms: tuple[FusedNorm, ...]
-    """In the order in which they are computed."""
     _trace: Trace
 
     def holds(self) -> bool:
-        """Returns whether `module` still stands for the model.
+        """Returns whether `module` still stands for the model: else trace again, or run the model.
 
         It does not once a module that holds batch normalisations or a fused gate has been given hooks or switched
-        between training and evaluation mode: trace again, or run the model. Norms, activations and layers may change
-        at any time.
+        between training and evaluation mode. Norms, activations and layers may change at any time.
         """
         return self._trace.holds()
 
@@ -93,17 +86,11 @@ def fuse(model: nn.Module, leaves: Collection[nn.Module], *, recompute: bool = T
     """Returns `model` with every chain BatchNorm2d [-> residual sum] [-> activation] as one `FusedNorm`, or why not.
 
     `leaves`, the control loop's layers, are called as they are, hooks and replaced forward functions included. The
-    model is not changed. A chain ends before a value that is read twice, before an operation that writes into another
-    tensor, and before an activation other than ReLU of a sum. Where both summands end in norms, the later one takes
-    the sum. Outputs that are read twice are forked where possible: the gradients are then added by the kernel. An
-    output that is multiplied by a gate made from its mean, as in squeeze-and-excitation, is read by a `Pool` and a
-    `Multiply`.
-
-    Refused are models whose graph, read once, would not compute the same: with data-dependent control flow, hooks on
-    the model itself, optional or variable arguments, context managers inside, tensors or random numbers made in
-    passing, or attributes assigned.
-
-    With `recompute`, layers that alone read a norm's output do not keep it for the backward pass (`RecomputedInput`).
+    model is not changed; `trace` says which are refused. A chain ends before a value that is read twice, an operation
+    that writes into another tensor, and an activation other than ReLU of a sum. Where both summands end in norms, the
+    later one takes the sum. Outputs that are read twice are forked where possible: the kernel then adds the gradients.
+    An output that is multiplied by a gate made from its mean, as in squeeze-and-excitation, is read by a `Pool` and a
+    `Multiply`. With `recompute`, layers that alone read a norm's output do not keep it (`RecomputedInput`).
     """
     traced = trace(model, leaves, opened=gates_of(model, leaves))
     if isinstance(traced, Refusal):

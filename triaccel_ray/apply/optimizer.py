@@ -182,10 +182,9 @@ def watched_parameters(optimizer: torch.optim.Optimizer, layers: Sequence[Layer]
 
 
 def _allocate_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Gives SGD zero momentum buffers where it has none.
+    """Gives SGD zero momentum buffers where it has none, with which the first step computes the same.
 
-    The first step then computes the same values, without allocating when memory is tightest; and a fused first step
-    that is skipped for an overflow does not leave its momentum uninitialised, as it would in PyTorch 2.11 to 2.15.
+    A fused first step that is skipped would leave them uninitialised (PyTorch 2.11 to 2.15).
     """
     if type(optimizer) is not torch.optim.SGD:
         return

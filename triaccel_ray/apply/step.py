@@ -38,10 +38,9 @@ class StepOutcome:
 class Step:
     """Computes the gradients of one batch; survives a batch that does not fit.
 
-    On an out-of-memory error everything the attempt left is dropped, buffers and random states go back to where they
-    were, and the same samples are tried again in twice as many micro-batches: none is lost, none counts twice. Their
-    number stays until it is set anew, so that the steps until the next tick do not fail again. A budget that the device
-    does not enforce itself, on a CPU, gives way where no smaller batch would help: a fault says so.
+    On an out-of-memory error buffers and random states go back to where they were, and the same samples are tried again
+    in twice as many micro-batches: none is lost, none counts twice. Their number stays until it is set anew. A budget
+    that the device does not enforce itself, on a CPU, gives way where no smaller batch would help: a fault says so.
     """
 
     def __init__(

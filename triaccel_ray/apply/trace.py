@@ -62,7 +62,10 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def trace(model: nn.Module, leaves: Collection[nn.Module], opened: Collection[nn.Module] = ()) -> Trace | Refusal:
-    """Returns the calls that `model` makes in training mode, or why they cannot be known without running it.
+    """Returns the calls that `model` makes in training mode, or why a graph, read once, would not compute the same.
+
+    Refused are data-dependent control flow, hooks on the model itself, optional or variable arguments, context managers
+    inside, tensors or random numbers made in passing, and attributes assigned.
 
     Opened are plain containers that hold a `torch.nn.BatchNorm2d`, `torch.nn.Sequential`, `torch.nn.Identity` and those
     in `opened`; every other module is one call. A model in evaluation mode is traced as if in training mode; parts kept

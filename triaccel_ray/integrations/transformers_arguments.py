@@ -65,7 +65,7 @@ def source_of(loader: DataLoader[Any]) -> DataSource:
 
 
 def loss_of(trainer: Trainer) -> Loss:
-    """Returns the Trainer's `compute_loss` as a function of the outputs and the batch that they were computed from."""
+    """Returns the Trainer's `compute_loss` as a function of the outputs and their batch."""
     is_users = trainer.compute_loss_func is not None or type(trainer).compute_loss is not Trainer.compute_loss
 
     def loss(outputs: Any, batch: Any) -> Any:

@@ -18,16 +18,15 @@ NORMS = (*SINGLE_DTYPE_NORMS, nn.modules.batchnorm._NormBase, nn.LocalResponseNo
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A module that owns a weight of two or more dimensions.
+    """A module that owns a weight of two or more dimensions, or several that share one, as tied embeddings do.
 
-    Biases and normalisation parameters belong to no layer: their statistics are not watched. Modules that share one
-    weight (an embedding tied to the output projection) are one layer.
+    Biases and normalisation parameters belong to no layer: their statistics are not watched.
     """
 
     name: str
     """Qualified name of the first module, as `model.named_modules()` gives it; `model` for the model itself."""
     modules: tuple[nn.Module, ...]
-    """The modules that compute with the weight: one, or several that share it."""
+    """The modules that compute with the weight."""
     weights: tuple[nn.Parameter, ...]
     """Trainable parameters of two or more dimensions, the first module's own first."""
     fixed_precision: bool = False
@@ -126,16 +125,14 @@ def require_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, layers
 
 def _require_single_process(model: nn.Module) -> None:
     """Raises ValueError for a model whose gradients other processes share: each would decide for itself."""
-    distributed = torch.distributed
-    if not distributed.is_available():
-        return
     kinds = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     for kind in ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"):
         if kind in kinds:
             raise ValueError(
                 f"model is a {kind}: the loop trains in one process, on one device; give it the module inside"
             )
-    if distributed.is_initialized() and distributed.get_world_size() > 1:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise ValueError(
             f"torch.distributed has {distributed.get_world_size()} processes: the loop trains in one, and each would "
             "adapt on its own; start one process a device, without init_process_group"
