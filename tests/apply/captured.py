@@ -39,20 +39,20 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-def fixed(level: Precision, *, capture: bool, fuse: bool = True, batch: int = 64) -> ControlConfig:
+def fixed(level: Precision, *, batch: int = 64, **execution: Any) -> ControlConfig:
     return ControlConfig(
         every_steps=5,
         revert_slowdowns=False,  # curvature is measured when it is due, whatever it costs
         precision=PrecisionConfig(enabled=False, initial=level),
         curvature=CurvatureConfig(enabled=False),
-        batch=BatchConfig(enabled=False, start=batch, minimum=batch, maximum=batch, granularity=1),
-        execution=ExecutionConfig(capture=capture, fuse=fuse, compile="off"),
+        batch=BatchConfig(enabled=False, start=batch, minimum=batch // 2, maximum=batch, granularity=1),
+        execution=ExecutionConfig(**{"compile": "off", **execution}),
     )
 
 
-def loop_of(model: nn.Module, config: ControlConfig, make: Any = sgd, data: Data | None = None, **options: Any) -> Any:
-    loss = nn.functional.cross_entropy
-    return ControlLoop(model, make(model), loss, data or images(640), config=config, **options)
+def loop_of(model: nn.Module, config: ControlConfig, make: Any = sgd, data: Any = None, **options: Any) -> Any:
+    options = {"loss": nn.functional.cross_entropy, "data": data or images(640), **options}
+    return ControlLoop(model, make(model), config=config, **options)
 
 
 def distance(first: nn.Module, second: nn.Module) -> float:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.apply.captured import faults_of, fixed, loop_of
 from tests.build import BF16, FP32, controlled
 from triaccel_ray.apply.compile import Compilation, is_compiled
-from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
-from triaccel_ray.loop import ControlLoop
 from triaccel_ray.model.regions import repeated_blocks
+from triaccel_ray.records.plan import Precision
 
 
 class Block(nn.Module):
@@ -108,28 +108,16 @@ class Tower(nn.Module):
         return self.head(y)
 
 
-def tower_loop(compile_: str, *, waits: bool = False, device: str = "cuda", **changes: Any) -> tuple[Any, list[Any]]:
+def tower_loop(compile_: str, *, waits: bool = False, device: str = "cuda", level: Precision = BF16) -> Any:
     torch.manual_seed(0)
-    model = Tower(waits=waits).to(device)
-    generator = torch.Generator().manual_seed(0)
+    generator, ticks = torch.Generator().manual_seed(0), list[Any]()
     inputs, targets = torch.randn(640, 8, generator=generator), torch.randint(0, 10, (640,), generator=generator)
-    config = ControlConfig(
-        every_steps=5,
-        precision=PrecisionConfig(enabled=False, initial=changes.pop("initial", BF16)),
-        curvature=CurvatureConfig(enabled=False),
-        batch=BatchConfig(enabled=False, start=64, minimum=32, maximum=64),
-        execution=ExecutionConfig(compile=compile_),
-        **changes,
-    )
-    ticks: list[Any] = []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    data = inputs.to(device), targets.to(device)
-    return ControlLoop(model, optimizer, nn.functional.cross_entropy, data, config=config, on_tick=ticks.append), ticks
+    data, config = (inputs.to(device), targets.to(device)), fixed(level, compile=compile_)
+    return loop_of(Tower(waits=waits).to(device), config, data=data, on_tick=ticks.append), ticks
 
 
 def told(ticks: list[Any]) -> list[str]:
-    faults = [fault for tick in ticks for fault in tick.observation.faults]
-    return [f"{fault.kind}: {fault.detail}" for fault in faults]
+    return [f"{fault.kind}: {fault.detail}" for fault in faults_of(ticks)]
 
 
 @pytest.mark.gpu
@@ -166,7 +154,7 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.Monke
         raise RuntimeError("no code today")
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    loop, ticks = tower_loop("on", device="cpu", initial=FP32)
+    loop, ticks = tower_loop("on", device="cpu", level=FP32)
     stats = loop.train_epoch()
     loop.close()
     assert stats.num_steps == 10

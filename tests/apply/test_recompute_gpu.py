@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
-from triaccel_ray.loop import ControlLoop
+from tests.apply.captured import fixed, loop_of, run, sgd
 from triaccel_ray.records.plan import FaultKind, Precision
 from triaccel_ray.trainables.models import resnet18
 from triaccel_ray.trainables.text import GPT
@@ -21,12 +20,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-CONFIG = ControlConfig(
-    every_steps=100,
-    curvature=CurvatureConfig(enabled=False),
-    precision=PrecisionConfig(enabled=False),
-    batch=replace(BatchConfig().around(64), enabled=False),
-)
 PEAK_SHARE = {"resnet18": 0.9, "gpt": 0.8}
 """Below which the peak of a checkpointed step must be, of that of a step that keeps everything."""
 
@@ -44,33 +37,25 @@ def job(name: str) -> tuple[nn.Module, Any, Any]:
     return GPT(layers=4, width=128, heads=4, context=128).cuda(), (text[:, :-1], text[:, 1:]), loss
 
 
-def loop_of(parts: tuple[nn.Module, Any, Any], config: ControlConfig) -> ControlLoop:
-    model, data, loss = parts
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
-    return ControlLoop(model, optimizer, loss, data, config=config)
-
-
 @pytest.mark.parametrize("level", [Precision.BF16, Precision.FP32])
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize(
-    "execution", [ExecutionConfig(), ExecutionConfig(capture=False), ExecutionConfig(fuse=False, compile="off")]
+    "execution", [{"compile": "auto"}, {"compile": "auto", "capture": False}, {"fuse": False, "compile": "off"}]
 )
 @pytest.mark.parametrize("name", ["resnet18", "gpt"])
 def test_captured_compiled_fused_and_eager_steps_compute_again_what_they_do_not_keep(
-    name: str, execution: ExecutionConfig, lean: bool, level: Precision, monkeypatch: pytest.MonkeyPatch
+    name: str, execution: Any, lean: bool, level: Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    config = replace(CONFIG, precision=PrecisionConfig(enabled=False, initial=level))
-    if lean:
-        config = replace(config, weights="split", step_in_backward=True)
+    leanly: Any = {"weights": "split", "step_in_backward": True} if lean else {}
     found, peaks = [], []
     for checkpoints in (False, True):
-        execution = replace(execution, activation_checkpointing=checkpoints)
-        loop = loop_of(job(name), replace(config, execution=execution))
-        for _ in range(8):
-            loop.step()
+        config = fixed(level, activation_checkpointing=checkpoints, **execution)
+        model, data, loss = job(name)
+        loop = loop_of(model, replace(config, every_steps=100, **leanly), sgd, data, loss=loss)
+        run(loop, 8)
         torch.cuda.synchronize()
-        assert loop._training.steps.num_captured == execution.capture
+        assert loop._training.steps.num_captured == execution.get("capture", True)
         found.append({key: value.clone() for key, value in loop.model.state_dict().items()})
         loop._training.make_room()
         torch.cuda.reset_peak_memory_stats()
@@ -95,30 +80,26 @@ class Block(nn.Module):
         return self.down(self.dropout(torch.relu(self.up(self.norm(x)))))
 
 
-def kept_and_compiled(widths: list[int], dropout: float, execution: ExecutionConfig) -> tuple[ControlLoop, str, str]:
+@pytest.mark.parametrize(
+    ("widths", "dropout", "compile_", "kept", "compiled"),
+    [
+        ([64, 64, 64], 0.5, "auto", "activations of 1, 2 are kept", ""),  # of blocks that draw random numbers
+        ([64, 64, 64], 0.5, "off", "activations of 1, 2 are kept", ""),
+        ([64, 128, 256], 0.0, "auto", "", "their activations are checkpointed"),  # else compiled as a whole
+    ],
+)
+def test_what_a_captured_step_checkpoints_and_how_it_is_compiled(
+    widths: list[int], dropout: float, compile_: str, kept: str, compiled: str
+) -> None:
     torch.manual_seed(0)
     blocks = [Block(*pair, dropout) for pair in itertools.pairwise(widths)]
     model = nn.Sequential(nn.Linear(16, widths[0]), *blocks, nn.Linear(widths[-1], 10)).cuda()
-    data = torch.randn(512, 16), torch.randint(0, 10, (512,))
-    loop = loop_of((model, data, nn.functional.cross_entropy), replace(CONFIG, execution=execution))
-    for _ in range(4):
-        loop.step()
+    config = fixed(Precision.BF16, activation_checkpointing=True, compile=compile_)
+    loop = loop_of(model, replace(config, every_steps=100), data=(torch.randn(512, 16), torch.randint(0, 10, (512,))))
+    run(loop, 4)
     told = {fault.kind: fault.detail for fault in loop.tick().observation.faults}
-    return loop, told.get(FaultKind.ACTIVATIONS_KEPT, ""), told.get(FaultKind.COMPILED, "")
-
-
-@pytest.mark.parametrize("compile_", ["auto", "off"])
-def test_a_captured_step_keeps_the_activations_of_blocks_that_draw_random_numbers(compile_: Any) -> None:
-    execution = ExecutionConfig(activation_checkpointing=True, compile=compile_)
-    loop, kept, _ = kept_and_compiled([64, 64, 64], 0.5, execution)
-    assert "activations of 1, 2 are kept" in kept
-    assert loop._training.steps.num_captured == 1
-    loop.close()
-
-
-def test_blocks_are_compiled_one_by_one_where_otherwise_the_whole_model_would_be() -> None:
-    loop, kept, compiled = kept_and_compiled([64, 128, 256], 0.0, ExecutionConfig(activation_checkpointing=True))
-    assert not kept
-    assert "their activations are checkpointed" in compiled
+    assert kept in told.get(FaultKind.ACTIVATIONS_KEPT, "")
+    assert (FaultKind.ACTIVATIONS_KEPT in told) == bool(kept)
+    assert compiled in told.get(FaultKind.COMPILED, "")
     assert loop._training.steps.num_captured == 1
     loop.close()
