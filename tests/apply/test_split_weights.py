@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.build import BF16, FP16, FP32, QUIET, ConvNet, blobs, cross_entropy, images, mlp, same, values
 from triaccel_ray.apply.fused_optimizer import FusedOptimizer
@@ -211,20 +211,28 @@ def test_weights_are_joined_for_good_when_the_optimizer_steps_by_itself() -> Non
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_step_needs_two_bytes_a_weight_less() -> None:
-    peaks = {}
-    for weights in ("fp32", "split"):
+@pytest.mark.parametrize(
+    ("lean", "usual", "bytes_less"),
+    [
+        # Without split weights there are copies in BF16 beside FP32: 2 bytes. Gradients are BF16 either way.
+        (IN_BF16, replace(IN_BF16, weights="fp32"), 1.8),
+        # BF16 gradients, less those of the buckets under way.
+        (replace(IN_BF16, step_in_backward=True), IN_BF16, 1.4),
+    ],
+    ids=["split", "in backward"],
+)
+def test_on_a_gpu_a_lean_step_needs_so_many_bytes_a_weight_less(lean: Any, usual: Any, bytes_less: float) -> None:
+    peaks = []
+    for config in (lean, usual):
         before = torch.cuda.memory_allocated()
-        model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8))).cuda()
-        execution = replace(IN_BF16.execution, capture=False, compile="off")
-        data: tuple[Tensor, Tensor] = (torch.randn(64, 2048).cuda(), torch.randint(0, 4, (64,)).cuda())
-        loop = loop_of(model, replace(IN_BF16, weights=weights, execution=execution), "adamw", data)
+        model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16))).cuda()
+        execution = replace(config.execution, capture=False, compile="off")
+        data = torch.randn(64, 2048).cuda(), torch.randint(0, 4, (64,)).cuda()
+        loop = loop_of(model, replace(config, execution=execution), "adamw", data)
         loop.step()  # splits
         torch.cuda.reset_peak_memory_stats()
         loop.step()
-        peaks[weights] = torch.cuda.max_memory_allocated() - before
+        peaks.append(torch.cuda.max_memory_allocated() - before)
         loop.close()
         del loop, model
-    num_weights = 8 * 2048 * 2048
-    # Without split weights there are copies in BF16 beside FP32: 2 bytes. Gradients are BF16 either way.
-    assert peaks["fp32"] - peaks["split"] > 1.8 * num_weights
+    assert peaks[1] - peaks[0] > bytes_less * 16 * 2048**2

@@ -181,44 +181,24 @@ def test_compiled_code_hands_its_gradients_over_too() -> None:
     assert_same_trajectory(make, IN_WORDS, 3, data=blobs(40))
 
 
-class TestOnAGpu:
-    pytestmark = pytest.mark.gpu
-
-    @EVERY
-    @EACH_KIND_OF_WEIGHTS
-    @pytest.mark.parametrize("compiles", ["on", "off"])
-    @pytest.mark.parametrize("capture", [True, False])
-    def test_it_is_the_trajectory_of_steps_after_the_backward_pass(
-        self, kind: str, config: ControlConfig, compiles: Any, capture: bool
-    ) -> None:
-        finals = []
-        data = tuple(tensor.cuda() for tensor in blobs(640, features=64))
-        for each in (config, after(config)):
-            model = mlp(features=64).cuda()
-            execution = replace(each.execution, capture=capture, compile=compiles)
-            loop = loop_of(model, replace(each, execution=execution, clip_norm=None), kind, data)
-            for _ in range(2):
-                loop.train_epoch()
-            assert (loop._training.steps.num_captured > 0) == capture
-            finals.append(values(model))
-            loop.close()
-        for name, value in finals[0].items():
-            torch.testing.assert_close(value, finals[1][name], rtol=1e-3, atol=1e-4)
-
-    def test_the_step_holds_no_gradients(self) -> None:
-        peaks = {}
-        for in_backward in (False, True):
-            before = torch.cuda.memory_allocated()
-            model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16))).cuda()
-            execution = replace(IN_WORDS.execution, capture=False, compile="off")
-            config = replace(IN_WORDS, step_in_backward=in_backward, execution=execution)
-            data = torch.randn(64, 2048).cuda(), torch.randint(0, 4, (64,)).cuda()
-            loop = loop_of(model, config, "adamw", data)
-            loop.step()  # splits
-            torch.cuda.reset_peak_memory_stats()
-            loop.step()
-            peaks[in_backward] = torch.cuda.max_memory_allocated() - before
-            loop.close()
-            del loop, model
-        # BF16 gradients of 16 layers, less those of the buckets under way.
-        assert peaks[False] - peaks[True] > 0.7 * 2 * 16 * 2048**2
+@pytest.mark.gpu
+@EVERY
+@EACH_KIND_OF_WEIGHTS
+@pytest.mark.parametrize("compiles", ["on", "off"])
+@pytest.mark.parametrize("capture", [True, False])
+def test_on_a_gpu_it_is_the_trajectory_of_steps_after_the_backward_pass(
+    kind: str, config: ControlConfig, compiles: Any, capture: bool
+) -> None:
+    finals = []
+    data = tuple(tensor.cuda() for tensor in blobs(640, features=64))
+    for each in (config, after(config)):
+        model = mlp(features=64).cuda()
+        execution = replace(each.execution, capture=capture, compile=compiles)
+        loop = loop_of(model, replace(each, execution=execution, clip_norm=None), kind, data)
+        for _ in range(2):
+            loop.train_epoch()
+            loop.evaluate(data)  # joins split weights; the graphs hold, for addresses stay
+        assert (loop._training.steps.num_captured > 0) == capture
+        finals.append(values(model))
+        loop.close()
+    torch.testing.assert_close(finals[0], finals[1], rtol=1e-3, atol=1e-4)

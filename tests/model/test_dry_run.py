@@ -26,16 +26,6 @@ class Silent(nn.Module):
         self.linear(inputs)
 
 
-class Lazy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.LazyLinear(4)
-
-
-def frozen() -> nn.Module:
-    return mlp().requires_grad_(False)
-
-
 def sparse_classes(highest: int) -> tuple[Tensor, Tensor]:
     """Samples of classes 0 to 3, with one of another class among them."""
     inputs, targets = blobs(64)
@@ -45,9 +35,8 @@ def sparse_classes(highest: int) -> tuple[Tensor, Tensor]:
 
 BAD: tuple[tuple[str, dict[str, Any], type[Exception], tuple[str, ...]], ...] = (
     ("no module", {"model": "resnet18"}, TypeError, ("model = 'resnet18': must be a torch.nn.Module",)),
-    ("no parameters", {"model": nn.ReLU()}, ValueError, ("ReLU has no trainable weight", "requires_grad")),
-    ("all frozen", {"model": frozen()}, ValueError, ("has no trainable weight", "requires_grad")),
-    ("lazy", {"model": Lazy()}, ValueError, ("linear.weight has no shape yet", "one batch")),
+    ("all frozen", {"model": mlp().requires_grad_(False)}, ValueError, ("has no trainable weight", "requires_grad")),
+    ("lazy", {"model": nn.Sequential(nn.LazyLinear(4))}, ValueError, ("0.weight has no shape yet", "one batch")),
     ("half precision", {"model": mlp().half()}, ValueError, ("is torch.float16: must be torch.float32",)),
     ("no outputs", {"model": Silent()}, TypeError, ("Silent returned None", "must return the outputs")),
     (
@@ -74,19 +63,11 @@ BAD: tuple[tuple[str, dict[str, Any], type[Exception], tuple[str, ...]], ...] = 
         ValueError,
         ("without a gradient", "without detach()"),
     ),
-    ("no loss", {"loss": lambda outputs, targets: None}, TypeError, ("the loss returned None", "scalar tensor")),
     (
         "class too large",
         {"data": sparse_classes(12)},
         UserCodeError,
         ("the loss raised IndexError: Target 12 is out of bounds", "outputs float32 (2, 4), targets int64 (2,)"),
-    ),
-    ("negative class", {"data": sparse_classes(-1)}, UserCodeError, ("the loss raised IndexError: Target -1",)),
-    (
-        "targets of a wrong type",
-        {"data": (blobs(64)[0], torch.randn(64))},
-        UserCodeError,
-        ("the loss raised RuntimeError: ", "targets float32 (2,)"),
     ),
     ("no data", {"data": None}, TypeError, ("NoneType cannot be indexed",)),
     (
@@ -112,7 +93,6 @@ BAD: tuple[tuple[str, dict[str, Any], type[Exception], tuple[str, ...]], ...] = 
         TypeError,
         ("config = {'every_steps': 4}", "ControlConfig(**"),
     ),
-    ("no control", {"config": {}}, TypeError, ("config = {}: must be a ControlConfig",)),
 )
 
 

@@ -14,15 +14,6 @@ class WithToken(nn.Module):
         self.project = nn.Linear(4, 4)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 3)
-        self.norm = nn.LayerNorm(3)
-        self.out = nn.Linear(3, 5, bias=False)
-        self.out.weight = self.embed.weight
-
-
 def names(model: nn.Module) -> list[str]:
     return [layer.name for layer in find_layers(model)]
 
@@ -40,14 +31,15 @@ def test_layers_are_the_owners_of_matrices_in_module_order() -> None:
 
 
 def test_what_is_a_layer_and_what_is_none() -> None:
-    tied, frozen = Tied(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    frozen[0].weight.requires_grad_(False)
+    tied = nn.ModuleDict({"embed": nn.Embedding(5, 3), "norm": nn.LayerNorm(3), "out": nn.Linear(3, 5, bias=False)})
+    tied["out"].weight = tied["embed"].weight
+    frozen = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
     assert names(nn.Linear(2, 2)) == ["model"]
     assert names(frozen) == ["1"]
     assert names(WithToken()) == ["project"]
     assert names(nn.Sequential(nn.Conv2d(1, 2, 1), nn.LayerNorm([2, 4, 4]))) == ["0"]
     (layer,) = find_layers(tied)
-    assert (layer.name, layer.modules, layer.num_elements) == ("embed", (tied.embed, tied.out), 15)
+    assert (layer.name, layer.modules, layer.num_elements) == ("embed", (tied["embed"], tied["out"]), 15)
     attention, _ = find_layers(nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 1)))
     assert (attention.name, attention.num_elements) == ("0", 3 * 16 + 16)
 

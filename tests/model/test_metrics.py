@@ -51,10 +51,9 @@ def judged(model: nn.Module, data: Any, metrics: Any = None, *, batch_size: int 
     ("model", "data", "loss"),
     [
         (Tokens(), text(10), token_cross_entropy),  # with top-1 summed over tokens it was above 100 %
-        (nn.Linear(8, 1), (torch.randn(10, 8), torch.randn(10, 1)), F.mse_loss),
         (nn.Linear(8, 3), (torch.randn(10, 8), torch.rand(10, 3)), F.mse_loss),
     ],
-    ids=["tokens", "regression", "soft labels"],
+    ids=["tokens", "soft labels"],
 )
 def test_other_models_are_judged_by_their_loss_alone(model: nn.Module, data: Any, loss: Any) -> None:
     result = judged(model, data, loss=loss)
@@ -97,7 +96,6 @@ def test_values_a_sample_and_weighted_means_come_to_the_same_at_any_batch_size(b
     ("outputs", "targets"),
     [
         (torch.zeros(4, 1), torch.zeros(4, 1)),
-        (torch.zeros(4, 3), torch.zeros(4)),
         (torch.zeros(4, 3), torch.zeros(5, dtype=torch.int64)),
         (torch.zeros(4), torch.tensor(1)),
         ((torch.zeros(4, 3),), torch.zeros(4, dtype=torch.int64)),
@@ -109,9 +107,7 @@ def test_what_has_no_classes_is_refused_with_the_shapes(metric: Any, outputs: An
         metric(outputs, targets)
 
 
-@pytest.mark.parametrize(
-    "found", [None, 3.0, torch.tensor(3.0), torch.zeros(3), (1.0,), (torch.zeros(2), 2), (torch.zeros(()), "2")]
-)
+@pytest.mark.parametrize("found", [None, torch.tensor(3.0), torch.zeros(3), (1.0,), (torch.zeros(()), "2")])
 def test_what_is_neither_a_value_a_sample_nor_a_weighted_sum_is_refused(found: Any) -> None:
     metrics = as_metrics({"own": lambda outputs, targets: found})
     message = r"metrics\['own'\] returned .*outputs float32 \(2, 4\), .*a row for each of 2 samples, or \(sum, weight\)"

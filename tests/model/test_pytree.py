@@ -43,7 +43,6 @@ A, B, C = tensors(3)
     [
         (A, [B, {"c": C}]),
         Pair(A, Pair(B, C)),
-        OrderedDict(b=A, a=[B], c=C),
         Strict(b=A, a=[B], c=C),
         defaultdict(list, {"x": A, "y": (B, C)}),
         [Record((A, Record({"b": B}))), C],
