@@ -175,23 +175,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one() -> None:
     assert distance(whole.model, resumed.model) < 1e-3
 
 
-def test_every_batch_size_and_plan_has_its_own_graph_and_shrinking_frees_them() -> None:
-    config = ControlConfig(
-        every_steps=4,
-        precision=PrecisionConfig(tau_low=1e-7, tau_high=1e3),
-        curvature=CurvatureConfig(every_steps=8, num_samples=16),
-        batch=BatchConfig(start=32, minimum=32, maximum=128, granularity=32, step_up=32, step_down=32),
-    )
-    ticks: list[Any] = []
-    model = network()
-    loop = loop_of(model, config, data=images(2048), on_tick=ticks.append)
-    for _ in range(3):
-        assert loop.train_epoch().num_samples == 2048
-    assert {tick.applied.plan.batch_size for tick in ticks} >= {64, 96, 128}
-    assert sum(tick.applied.adapt_ms for tick in ticks) > 0.0
-    assert any(tick.applied.evicted for tick in ticks)
-
-
 def test_host_data_is_copied_into_the_captured_step() -> None:
     inputs, targets = images(640)
     items = [(inputs[i].cpu(), int(targets[i])) for i in range(640)]
