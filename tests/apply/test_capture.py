@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.apply.captured import adamw, distance, faults_of, fixed, images, loop_of, network, run, sgd
-from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
+from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.model.pytree import map_tensors
 from triaccel_ray.records.plan import FaultKind, Precision
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.build import ConvNet, images, same, values
 from triaccel_ray.apply.fused_optimizer import FusedOptimizer, has_kernel, is_supported
@@ -16,7 +16,7 @@ from triaccel_ray.model.gradients import Gradients
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.plan import FaultKind
 
-ONE, FINE, OVERFLOW = torch.tensor(1.0), torch.tensor(0.0), torch.tensor(1.0)
+FINE, OVERFLOW = torch.tensor(0.0), torch.tensor(1.0)
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -50,12 +50,10 @@ class Pair:
         self.model, self.twin = network(), network()
         self.optimizer = OPTIMIZERS[kind](groups_of(self.model))
         self.plain = OPTIMIZERS[kind](groups_of(self.twin))
-        self.watched = [p for group in self.optimizer.param_groups for p in group["params"]]
-        layers = find_layers(self.model)
-        self.fused = FusedOptimizer(
-            self.optimizer, self.watched, {id(w): layer.name for layer in layers for w in layer.weights}
-        )
-        self.gradients = Gradients(self.watched)
+        self.stepped = LayerwiseOptimizer(self.optimizer, find_layers(self.model))
+        watched, layer_of = self.stepped.watched, self.stepped._layer_of
+        self.stepped._fused = [FusedOptimizer(self.optimizer, watched, layer_of)]  # as on a GPU
+        self.gradients = Gradients(watched)
 
     def backward(self, seed: int, factor: float = 1.0) -> None:
         for model in (self.model, self.twin):
@@ -65,11 +63,13 @@ class Pair:
             scale = factor if model is self.model else 1.0
             (nn.functional.cross_entropy(model(inputs), targets) * scale).backward()
 
-    def step(self, *, lr: float = 1.0, scales: dict[str, float] | None = None, factor: float = 1.0) -> None:
-        self.fused.prepare(lr, {} if scales is None else scales, {})
+    def step(
+        self, *, lr: float = 1.0, scales: dict[str, float] | None = None, factor: float = 1.0, found: Tensor = FINE
+    ) -> None:
+        self.stepped.set_rates(lr, scales or {}, {})
         self.gradients.collect({})
         self.gradients.publish()
-        self.fused.launch(self.gradients, loss_scale=torch.tensor(factor), found_nonfinite=FINE)
+        self.stepped.update(self.gradients, divisor=torch.tensor(factor), found_nonfinite=found)
 
     def assert_close(self) -> None:
         for mine, theirs in zip(self.model.parameters(), self.twin.parameters(), strict=True):
@@ -126,8 +126,7 @@ def test_a_loaded_checkpoint_is_found_and_an_overflow_changes_nothing(kind: str)
     torch.testing.assert_close(values(first.model), values(second.model))
     before, state = values(first.model), first.optimizer.state_dict()["state"]
     kept = {k: {n: t.clone() for n, t in v.items()} for k, v in state.items()}
-    first.gradients.collect({})
-    first.fused.launch(first.gradients, loss_scale=ONE, found_nonfinite=OVERFLOW)
+    first.step(found=OVERFLOW)
     assert same(values(first.model), before)
     assert same(first.optimizer.state_dict()["state"], kept)
 
@@ -175,21 +174,23 @@ CHANGES: dict[str, tuple[str, Any, str]] = {
 def test_what_changes_later_is_left_to_the_optimizer_from_then_on(change: str) -> None:
     kind, make, reason = CHANGES[change]
     pair = Pair(kind)
-    layerwise = LayerwiseOptimizer(pair.optimizer, find_layers(pair.model))
-    layerwise._fused = pair.fused  # as on a GPU
     for seed in range(5):
         if seed == 2:
             make(pair.optimizer)
             make(pair.plain)
         pair.backward(seed)
-        layerwise.set_rates(1.0, {}, {})
-        found = layerwise.take_faults(step=seed, batch_size=8)
+        pair.step()
+        found = pair.stepped.take_faults(step=seed, batch_size=8)
         assert len(found) == (seed == 2)
         assert all(fault.kind is FaultKind.CAPTURE_FAILED and reason in fault.detail for fault in found)
-        assert layerwise.is_capturable == (seed < 2)
-        pair.gradients.collect({})
-        pair.gradients.publish()
-        layerwise.update(pair.gradients, divisor=None, found_nonfinite=FINE)
+        assert pair.stepped.is_capturable == (seed < 2)
         pair.plain.step()
         pair.assert_close()
     assert FIRED.count(pair.optimizer) == (3 if change == "hook" else 0)
+
+
+def test_other_parameters_than_at_first_are_refused() -> None:
+    pair = Pair("adamw")
+    pair.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(ValueError, match="other parameters than when the control loop was built: build another loop"):
+        pair.step()

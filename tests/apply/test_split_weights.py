@@ -62,7 +62,7 @@ def test_it_trains_bit_for_bit_as_fp32_weights_do_and_layers_in_bf16_hold_two_by
     model, twin = network(), network()
     loop, plain = loop_of(model, kind=kind), loop_of(twin, replace(IN_BF16, weights="fp32"), kind)
     stepped = plain.optimizer
-    stepped._fused = FusedOptimizer(stepped.optimizer, stepped.watched, stepped._layer_of)  # as on a GPU
+    stepped._fused = [FusedOptimizer(stepped.optimizer, stepped.watched, stepped._layer_of)]  # as on a GPU
     run(loop, 12)
     run(plain, 12)
     assert {p.dtype for p in weights_of(model)} == {torch.bfloat16}

@@ -35,9 +35,9 @@ def loop_of(
     model: nn.Module, config: ControlConfig, kind: str = "adamw", data: Any = None, loss: Any = cross_entropy
 ) -> ControlLoop:
     loop = ControlLoop(model, OPTIMIZERS[kind](model.parameters()), loss, data or images(40), config=config)
-    if loop.optimizer._fused is None:  # as on a GPU
+    if not loop.optimizer._fused:  # as on a GPU
         stepped = loop.optimizer
-        stepped._fused = FusedOptimizer(stepped.optimizer, stepped.watched, stepped._layer_of)
+        stepped._fused = [FusedOptimizer(stepped.optimizer, stepped.watched, stepped._layer_of)]
     return loop
 
 

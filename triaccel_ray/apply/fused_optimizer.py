@@ -37,10 +37,10 @@ def has_kernel(optimizer: torch.optim.Optimizer) -> bool:
     in a tensor or step hooks. Adam and AdamW must be `fused` or `capturable`: the others count their steps on the host.
     """
     are_fp32 = all(p.dtype is torch.float32 for group in optimizer.param_groups for p in group["params"])
-    return type(optimizer) in _STATE and are_fp32 and _obstacle(optimizer) is None
+    return type(optimizer) in _STATE and are_fp32 and obstacle_of(optimizer) is None
 
 
-def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
+def obstacle_of(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns what the kernels could not do as the optimizer now does it; None if there is nothing of the kind."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "the optimizer has step hooks"
@@ -56,92 +56,24 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 class FusedOptimizer:
-    """Steps the parameters of a supported optimizer; state stays where the optimizer and its checkpoints keep it."""
+    """Steps parameters of a supported optimizer in one launch; state stays where it and its checkpoints keep it."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         watched: Sequence[nn.Parameter],
         layer_of: Mapping[int, str],
-        buckets: Sequence[Sequence[int]] | None = None,
         *,
         in_8_bits: bool = False,
     ) -> None:
-        """Allocates the optimizer's state ahead, zero as it starts, so that no step allocates.
+        """Allocates the state ahead, zero as it starts, so that no step allocates.
 
         `watched` are the parameters whose gradients a step brings; `layer_of` maps the id of a weight to its layer's
-        name. `buckets` are the indices of those that are stepped in one launch, each in one; all in one by default.
-        State is kept `in_8_bits` of parameters that are large enough.
+        name. State is kept `in_8_bits` of parameters that are large enough.
         """
-        self._optimizer = optimizer
-        self._num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
-        self._buckets = [
-            _Bucket(optimizer, [watched[index] for index in bucket], layer_of, in_8_bits=in_8_bits)
-            for bucket in (buckets or [range(len(watched))])
-        ]
-        self._lr_factor, self._last_factor = torch.ones((), device=watched[0].device), 1.0
-        self._last_rates: Any = None
-        self._last_companions: Mapping[int, Tensor] | None = None
-
-    def prepare(self, lr_factor: float, lr_scale: Mapping[str, float], companions: Mapping[int, Tensor]) -> str | None:
-        """Brings to the device what has changed: learning rates, and where state and companions lie.
-
-        `companions` are what lies beside parameters, by their ids: low-precision copies, or low words (int16).
-        Returns why the optimizer would by now do something else than the kernels, having brought nothing; else None.
-
-        Raises:
-            ValueError: the optimizer has been given parameters, or has lost some, since this was built.
-        """
-        groups = self._optimizer.param_groups
-        if sum(len(group["params"]) for group in groups) != self._num_parameters:
-            raise ValueError(
-                "the optimizer has other parameters than when the control loop was built: build another loop, and let "
-                "it take over this one's state_dict"
-            )
-        obstacle = _obstacle(self._optimizer)
-        if obstacle is not None:
-            return obstacle
-        if lr_factor != self._last_factor:
-            self._lr_factor.fill_(lr_factor)
-            self._last_factor = lr_factor
-        rates = dict(lr_scale), [tuple(value for key, value in group.items() if key != "params") for group in groups]
-        for bucket in self._buckets:
-            if rates != self._last_rates:
-                bucket.set_hyperparameters(lr_scale)
-            if companions is not self._last_companions:
-                bucket.set_companions(companions)
-            bucket.find_state()
-        self._last_rates, self._last_companions = rates, companions
-        return None
-
-    def release(self) -> None:
-        """Leaves all state in FP32, as the optimizer itself reads it."""
-        for bucket in self._buckets:
-            bucket.in_codes.clear()
-            bucket.find_state()
-
-    def launch(self, gradients: Gradients, *, loss_scale: Tensor, found_nonfinite: Tensor, bucket: int = 0) -> None:
-        """Updates a bucket's parameters, state and companions; device work alone."""
-        scalars = {"lr_factor": self._lr_factor, "loss_scale": loss_scale, "found_nonfinite": found_nonfinite}
-        self._buckets[bucket].launch(gradients, scalars)
-        # What schedulers look at: they warn where no step has gone before.
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # set by PyTorch's schedulers themselves
-
-
-class _Bucket:
-    """Parameters that are stepped in one launch, and the tables that it reads."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        watched: Sequence[nn.Parameter],
-        layer_of: Mapping[int, str],
-        *,
-        in_8_bits: bool,
-    ) -> None:
         self._optimizer, self._watched = optimizer, watched
         self._layers = [layer_of.get(id(p), "") for p in watched]
-        self.in_codes = {id(p) for p in watched if in_8_bits and p.numel() >= MIN_ELEMENTS_IN_CODES}
+        self._in_codes = {id(p) for p in watched if in_8_bits and p.numel() >= MIN_ELEMENTS_IN_CODES}
         # By their numbers: loading a checkpoint replaces the groups.
         number_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._group_numbers = [number_of.get(id(p)) for p in watched]
@@ -157,12 +89,20 @@ class _Bucket:
         self.find_state()
 
     def set_companions(self, companions: Mapping[int, Tensor]) -> None:
-        """Names what lies beside the parameters."""
+        """Names what lies beside parameters, by their ids: low-precision copies, or low words (int16)."""
         self._companions.point_to([companions.get(id(p)) for p in self._watched])
 
-    def launch(self, gradients: Gradients, scalars: dict[str, Tensor]) -> None:
-        """Steps the parameters."""
+    def launch(self, gradients: Gradients, *, lr_factor: Tensor, loss_scale: Tensor, found_nonfinite: Tensor) -> None:
+        """Updates parameters, state and companions; device work alone. All scalars are fp32."""
+        scalars = {"lr_factor": lr_factor, "loss_scale": loss_scale, "found_nonfinite": found_nonfinite}
         self._kernel.step(self._parameters, gradients.table, self._states, self._companions, **scalars)
+        # What schedulers look at: they warn where no step has gone before.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # set by PyTorch's schedulers themselves
+
+    def release(self) -> None:
+        """Leaves all state in FP32, as the optimizer itself reads it."""
+        self._in_codes.clear()
+        self.find_state()
 
     def set_hyperparameters(self, lr_scale: Mapping[str, float]) -> None:
         """Brings learning rates, momenta and the like to the device."""
@@ -193,7 +133,7 @@ class _Bucket:
         number, state = len(self._watched), self._optimizer.state
         is_own = [group is not None and p.requires_grad for p, group in self._pairs()]
         places: list[Any] = [
-            (p.data_ptr(), p.dtype, id(p) in self.in_codes) if own else None
+            (p.data_ptr(), p.dtype, id(p) in self._in_codes) if own else None
             for p, own in zip(self._watched, is_own, strict=True)
         ]
         if places == self._places and all(a is b for a, b in zip(self._state(), self._held, strict=True)):
@@ -226,14 +166,14 @@ class _Bucket:
     def _zeros(self, parameter: nn.Parameter, name: str) -> Tensor:
         if name == "step":
             return torch.zeros((), device=parameter.device)
-        if id(parameter) in self.in_codes:
+        if id(parameter) in self._in_codes:
             return torch.zeros(num_bytes(parameter.numel()), dtype=torch.uint8, device=parameter.device)
         return torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
 
     def _as_kept(self, tensor: Tensor, parameter: nn.Parameter, name: str) -> Tensor:
         """Returns state as the kernels keep it, in codes or in FP32 laid out as its parameter; checkpoints may not."""
         number, signed = parameter.numel(), name != _UNSIGNED
-        in_codes = name != "step" and id(parameter) in self.in_codes
+        in_codes = name != "step" and id(parameter) in self._in_codes
         if number and tensor.shape == (num_bytes(number),):  # which is more than the parameter has
             codes = tensor.to(parameter.device, torch.uint8)  # an optimizer's `load_state_dict` has made them FP32
             if in_codes:

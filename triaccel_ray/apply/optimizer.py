@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from triaccel_ray.apply.fused_optimizer import FusedOptimizer, is_supported
+from triaccel_ray.apply.fused_optimizer import FusedOptimizer, is_supported, obstacle_of
 from triaccel_ray.apply.split_weights import SplitWeights
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.model.gradients import Gradients
@@ -54,13 +54,19 @@ class LayerwiseOptimizer:
         self._lr_scale: Mapping[str, float] = {}
         self.watched = watched_parameters(optimizer, layers)
         """What `watched_parameters` returns."""
-        self._buckets = buckets
-        self._fused: FusedOptimizer | None = None
+        self._has_buckets = buckets is not None
+        self._fused: list[FusedOptimizer] = []
+        """One for each bucket; none where the user's optimizer steps by itself."""
         if split is not None or buckets is not None or in_8_bits or is_supported(optimizer):
-            self._fused = FusedOptimizer(optimizer, self.watched, self._layer_of, buckets, in_8_bits=in_8_bits)
+            in_buckets = [[self.watched[index] for index in bucket] for bucket in buckets or [range(len(self.watched))]]
+            self._fused = [FusedOptimizer(optimizer, b, self._layer_of, in_8_bits=in_8_bits) for b in in_buckets]
         else:
             _allocate_momentum(optimizer)
-        self._one = torch.ones((), device=self.watched[0].device)
+        self._num_parameters = len(self.parameters)
+        device = self.watched[0].device
+        self._one, self._lr_factor_on_device = torch.ones((), device=device), torch.ones((), device=device)
+        self._last_rates: Any = None
+        self._last_companions: Mapping[int, Tensor] | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -70,30 +76,55 @@ class LayerwiseOptimizer:
     @property
     def is_capturable(self) -> bool:
         """Whether `update` is device work alone, which a CUDA graph can hold."""
-        return self._fused is not None
+        return len(self._fused) > 0
 
     @property
     def waits_for_host(self) -> bool:
         """Whether a step asks the host if gradients are finite: neither a kernel nor the optimizer skips by itself."""
-        return self._fused is None and not self._skips_on_device
+        return not self._fused and not self._skips_on_device
 
     def set_rates(self, lr_factor: float, lr_scale: Mapping[str, float], companions: Mapping[int, Tensor]) -> None:
         """Sets what `update` uses: lr = group lr x `lr_factor` x the layer's scale, and what else it writes.
 
+        The kernel is brought what has changed: `companions`, too, by the ids of the parameters that they lie beside.
+
         Raises:
-            ValueError: parameters are stepped in buckets, and the kernel can do that no longer.
+            ValueError: parameters are stepped in buckets, and the kernel can do that no longer; or the optimizer has
+                been given parameters, or has lost some, since this was built.
         """
-        self._lr_factor, self._lr_scale = lr_factor, lr_scale
-        if self._fused is None:
+        new_factor, self._lr_factor, self._lr_scale = lr_factor != self._lr_factor, lr_factor, lr_scale
+        if not self._fused:
             return
-        self._obstacle = self._fused.prepare(lr_factor, lr_scale, companions)
+        if len(self.parameters) != self._num_parameters:
+            raise ValueError(
+                "the optimizer has other parameters than when the control loop was built: build another loop, and let "
+                "it take over this one's state_dict"
+            )
+        self._obstacle = obstacle_of(self.optimizer)
         if self._obstacle is not None:
-            if self._buckets is not None:
-                raise ValueError(f"{self._obstacle}: undo that, or give step_in_backward=False")
-            if self._split_weights is not None:
-                self._split_weights.release()
-            self._fused.release()
-            self._fused = None  # the state is the optimizer's own already
+            self._give_way(self._obstacle)
+            return
+        if new_factor:
+            self._lr_factor_on_device.fill_(lr_factor)
+        groups = self.optimizer.param_groups
+        rates = dict(lr_scale), [tuple(value for key, value in group.items() if key != "params") for group in groups]
+        for fused in self._fused:
+            if rates != self._last_rates:
+                fused.set_hyperparameters(lr_scale)
+            if companions is not self._last_companions:
+                fused.set_companions(companions)
+            fused.find_state()
+        self._last_rates, self._last_companions = rates, companions
+
+    def _give_way(self, obstacle: str) -> None:
+        """Lets the user's optimizer step by itself from now on; the state is its own already."""
+        if self._has_buckets:
+            raise ValueError(f"{obstacle}: undo that, or give step_in_backward=False")
+        if self._split_weights is not None:
+            self._split_weights.release()
+        for fused in self._fused:
+            fused.release()
+        self._fused = []
 
     def take_faults(self, *, step: int, batch_size: int) -> list[Fault]:
         """Returns, once, why the optimizer steps without its kernel by now, and the lacks of memory it survived."""
@@ -111,9 +142,10 @@ class LayerwiseOptimizer:
         it first, so that step hooks see them as they are. The step is skipped when `found_nonfinite` is 1: on the
         device where a kernel steps, or the optimizer is fused, else by asking the host.
         """
-        if self._fused is not None:
-            scale = self._one if divisor is None else divisor
-            self._fused.launch(gradients, loss_scale=scale, found_nonfinite=found_nonfinite, bucket=bucket)
+        if self._fused:
+            scale, factor = self._one if divisor is None else divisor, self._lr_factor_on_device
+            fused = self._fused[bucket]
+            fused.launch(gradients, lr_factor=factor, loss_scale=scale, found_nonfinite=found_nonfinite)
             return
         for parameter, gradient in zip(gradients.parameters, gradients.tensors, strict=True):
             if gradient is not parameter.grad:
