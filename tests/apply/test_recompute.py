@@ -191,6 +191,32 @@ def test_an_input_that_changes_before_the_backward_pass_is_an_error_and_not_a_wr
         recomputing(Overwriting()).run(torch.arange(12), SCALE, step=0)
 
 
+def test_blocks_that_compute_something_else_when_called_again_are_kept() -> None:
+    class Caching(nn.Sequential):
+        """As a decoder that keeps its keys: called again with the same input it has less to do."""
+
+        seen: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.seen is not x:
+                self.seen, self.keys = x, super().forward(x)
+            return self.keys + x
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        blocks = [Caching(nn.Conv2d(4, 4, 1), nn.Tanh()) for _ in range(2)]
+        return nn.Sequential(nn.Conv2d(3, 4, 6), *blocks, nn.Flatten())
+
+    kept, step = step_of(model(), images()), recomputing(model())
+    assert len(step.recomputation.regions) == 2
+    for each in (kept, step):
+        outcome = each.run(torch.arange(12), SCALE, step=0)
+    (fault,) = outcome.faults
+    assert (fault.kind, "1, 2 are kept" in fault.detail) == (FaultKind.ACTIVATIONS_KEPT, True)
+    assert not step.recomputation.regions
+    assert same(gradients(step.model), gradients(kept.model))
+
+
 def test_compiled_blocks_stay_compiled_and_share_their_code() -> None:
     compiled, num_runs = [], []
 

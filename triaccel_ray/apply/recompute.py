@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.split_module import split_module
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from triaccel_ray.apply.fused_norm import FusedNorm, RecomputedInput
 from triaccel_ray.apply.trace import called
@@ -60,7 +60,8 @@ class Recomputation:
     A region is called as it is, compiled or not: only what its call saves is dropped, so that compiled code and its
     shapes stay the same. Gradients are those of the kept region, bit for bit: the second pass draws the same random
     numbers, computes under the same autocast, and leaves running statistics alone. A captured step cannot draw twice
-    the same: before it is captured, regions that draw are kept. So are those that write into their inputs.
+    the same: before it is captured, regions that draw are kept. So are those that write into their inputs, or compute
+    something else when called again.
     """
 
     def __init__(self, regions: Mapping[str, nn.Module], divided: Divided | None = None) -> None:
@@ -71,13 +72,19 @@ class Recomputation:
         self._scratch = {name: _scratch_of(module) for name, module in self.regions.items()}
         self._drawing: set[str] = set()
         self._overwriting: set[str] = set()
+        self._again = ""
+        """The region that was last computed again."""
 
     def keep_drawing(self, step: int) -> tuple[Fault, ...]:
         """Keeps from now on what regions compute that have drawn random numbers on a GPU; returns that, once."""
         return self._keep(self._drawing, "captured steps (`capture`) cannot draw random numbers twice the same", step)
 
-    def keep_overwriting(self, step: int) -> tuple[Fault, ...]:
-        """Keeps from now on what regions compute that have written into their inputs; returns that, once."""
+    def keep_failed(self, error: BaseException, step: int) -> tuple[Fault, ...]:
+        """Keeps from now on what cannot be computed again, if that is why a pass has failed; returns that, once."""
+        if isinstance(error, CheckpointError):
+            kind = type(self.regions[self._again])
+            differing = [name for name, region in self.regions.items() if type(region) is kind]
+            return self._keep(differing, "what changes state of its own, a cache say, cannot be computed again", step)
         return self._keep(self._overwriting, "what writes into its input cannot be computed again", step)
 
     def _keep(self, kept: Collection[str], why: str, step: int) -> tuple[Fault, ...]:
@@ -119,6 +126,7 @@ class Recomputation:
         def run(*tensors: Tensor) -> Any:
             if next(times) == 0:
                 return call(*args, **kwargs)
+            self._again = name
             unpacked = iter(tensors)  # by autograd, which finds out whether somebody has written to them
             positional, named = map_tensors(lambda _: next(unpacked), frozen)
             return call(*positional, **named)

@@ -143,7 +143,7 @@ class Step:
 
     def _mend(self, error: BaseException, step: int) -> tuple[Fault, ...]:
         """Does without what made the attempt fail, if that was more than the model needs; returns what it was."""
-        if self.recomputation is not None and (kept := self.recomputation.keep_overwriting(step)):
+        if self.recomputation is not None and (kept := self.recomputation.keep_failed(error, step)):
             return kept
         if self.compilation is None or not is_compile_error(error) or is_out_of_memory(error):
             return ()
