@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from triaccel_ray.cuda.out_of_memory import is_out_of_memory
 from triaccel_ray.cuda.random_states import preserved_random_states
 from triaccel_ray.data.sources import DataSource, TensorSource
-from triaccel_ray.model.layers import Loss, forward, preserved_modes, restoring_buffers, uncompiled
+from triaccel_ray.model.layers import Loss, forward, preserved_modes, restoring_buffers, uncompiled, without_cudnn
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 
 OWN_PACKAGE = "triaccel_ray"
@@ -93,6 +93,7 @@ def require_working(
     with preserved_random_states(), preserved_modes(model), contextlib.ExitStack() as stack:
         stack.callback(restoring_buffers(model.modules()))
         stack.enter_context(uncompiled())  # compiling for two samples would take longer than the check
+        stack.enter_context(without_cudnn())
         try:
             _pass(model, loss, source, judge)
         except (RuntimeError, MemoryError) as error:
