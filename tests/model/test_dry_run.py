@@ -149,7 +149,7 @@ def test_cudnn_prepares_nothing_for_two_samples() -> None:
             enabled.append(torch.backends.cudnn.enabled)
             return super().forward(x)
 
-    require_working(Noting(8, 3), cross_entropy, as_source(blobs(64)))
+    require_working(Noting(8, 4), cross_entropy, as_source(blobs(64)))
     assert enabled == [False]
     assert torch.backends.cudnn.enabled
 
