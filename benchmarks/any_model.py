@@ -177,10 +177,10 @@ def ours(job: Job, method: str) -> tuple[Step, Callable[[], Tensor], Any]:
     return loop.step, last, (loop, ticks)
 
 
-def run(name: str, method: str, num_steps: int) -> dict[str, Any]:
+def run(name: str, method: str, num_steps: int, seed: int) -> dict[str, Any]:
     """Returns the figures of one model under one method."""
     began = time.perf_counter()
-    job = job_of(name)
+    job = job_of(name, seed)
     torch.cuda.synchronize()
     ready = time.perf_counter()
     parts: Any = None
@@ -243,6 +243,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--steps", type=int, default=1000, help="steps that are timed, after the first 200")
+    parser.add_argument("--seed", type=int, default=0, help="of samples, first weights and dropout")
     parser.add_argument("--prewarm", action="store_true", help="compile everything at once before anything is timed")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -250,7 +251,7 @@ def main() -> int:
         print("needs an NVIDIA GPU")
         return 1
     if args.one:
-        print(json.dumps(run(args.models[0], args.methods[0], args.steps)))
+        print(json.dumps(run(args.models[0], args.methods[0], args.steps, args.seed)))
         return 0
     models = [name for name in args.models if name not in NEEDS or importlib.util.find_spec(NEEDS[name])]
     print(
@@ -260,12 +261,12 @@ def main() -> int:
     jobs = list(itertools.product(models, args.methods))
     if args.prewarm:
         began = time.perf_counter()
-        for process in [_start(*job, 10) for job in jobs if job[1] != "amp"]:
+        for process in [_start(*job, 10, args.seed) for job in jobs if job[1] != "amp"]:
             process.communicate()
         print(f"prewarmed in {time.perf_counter() - began:.0f} s", flush=True)
     failed = 0
     for job in jobs:
-        process = _start(*job, args.steps)
+        process = _start(*job, args.steps, args.seed)
         out, error = process.communicate()
         line = out.strip().splitlines()[-1] if process.returncode == 0 else f"{job} FAILED: {error.strip()[-900:]}"
         failed |= process.returncode != 0
@@ -273,8 +274,8 @@ def main() -> int:
     return failed
 
 
-def _start(model: str, method: str, steps: int) -> subprocess.Popen[str]:
-    words = ["--one", "--models", model, "--methods", method, "--steps", str(steps)]
+def _start(model: str, method: str, steps: int, seed: int) -> subprocess.Popen[str]:
+    words = ["--one", "--models", model, "--methods", method, "--steps", str(steps), "--seed", str(seed)]
     command = [sys.executable, "-m", "benchmarks.any_model", *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

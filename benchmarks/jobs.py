@@ -41,9 +41,9 @@ class Job:
     is_image: bool = False
 
 
-def job_of(name: str) -> Job:
+def job_of(name: str, seed: int = 0) -> Job:
     """Returns the job of this name, on the GPU."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     num_samples = NUM_SAMPLES.get(name, 4096)
     if name in GPTS:
         layers, width, heads, context = GPTS[name]
