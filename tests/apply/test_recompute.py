@@ -168,17 +168,6 @@ def test_what_is_computed_again_is_not_held() -> None:
     assert saved_bytes(recomputing(Network())) < 0.4 * saved_bytes(step_of(Network(), images()))
 
 
-def test_outside_of_a_step_calls_are_the_models_own() -> None:
-    step = recomputing(Network())
-    blocks = dict(step.model.blocks.named_children())
-    before = {name: dict(block.__dict__) for name, block in blocks.items()}
-    with step.recomputation.in_force(step.model, step._again):
-        assert all(block._compiled_call_impl is not None for block in blocks.values())
-        with torch.no_grad():
-            step.model(images()[0])
-    assert {name: dict(block.__dict__) for name, block in blocks.items()} == before
-
-
 def test_an_input_that_changes_before_the_backward_pass_is_an_error_and_not_a_wrong_gradient() -> None:
     class Overwriting(Network):
         def forward(self, x: Tensor) -> Tensor:
