@@ -181,32 +181,26 @@ def test_an_input_that_changes_before_the_backward_pass_is_an_error_and_not_a_wr
 
 
 def test_compiled_blocks_stay_compiled_and_share_their_code() -> None:
-    compiled, num_runs = [], []
+    compiled: list[Any] = []
+    runs: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
         compiled.append(graph)
-
-        def run(*args: Any) -> Any:
-            num_runs.append(1)
-            return graph(*args)
-
-        return run
+        return lambda *args: (runs.append(1), graph(*args))[1]
 
     torch._dynamo.reset()
-    found = []
     model = Network(0.0, 0.0, 0.0)
-    compilation = Compilation(model, list(model.blocks))
+    step = step_of(model, images())
+    step.compilation = Compilation(model, list(model.blocks))
     for block in model.blocks:
         block.compile(backend=backend)
-    step = step_of(model, images())
-    step.compilation = compilation
-    for recomputation in (None, Recomputation(find_regions(model))):
-        step.recomputation = recomputation
+    found = []
+    for step.recomputation in (None, Recomputation(find_regions(model))):
         step.run(torch.arange(12), SCALE, step=0)
-        found.append((len(compiled), len(num_runs), gradients(model)))
-    (code, runs, kept), (same_code, all_runs, again) = found
+        found.append((len(compiled), len(runs), gradients(model)))
+    (code, once, kept), (same_code, all_runs, again) = found
     assert 0 < code == same_code
-    assert all_runs == 3 * runs  # once in the first step, twice in the second
+    assert all_runs == 3 * once  # once in the first step, twice in the second
     assert same(kept, again)
     torch._dynamo.reset()
 

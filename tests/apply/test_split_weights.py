@@ -96,20 +96,6 @@ def test_everybody_else_sees_fp32_and_every_bit_of_it() -> None:
     assert not model.second._state_dict_hooks
 
 
-@EVERY
-def test_a_resumed_run_equals_an_uninterrupted_one(kind: str) -> None:
-    first, second = loop_of(network(), kind=kind), loop_of(network(seed=3), kind=kind)
-    run(first, 4)
-    state = copy.deepcopy(first.state_dict())
-    run(first, 4)
-    run(second, 3)
-    second.load_state_dict(state)
-    run(second, 4)
-    assert same(values(first.model), values(second.model))
-    mine, theirs = (loop.optimizer.optimizer.state_dict()["state"] for loop in (first, second))
-    assert same(mine, theirs)
-
-
 def test_an_optimizer_that_is_loaded_by_hand_keeps_its_state_in_fp32() -> None:
     loop = loop_of(mlp(), data=blobs(40))
     run(loop, 3)

@@ -65,14 +65,8 @@ def test_a_capture_without_memory_is_told_paid_for_and_not_repeated_until_there_
     cache.run(ALL, ONE, step=0)
     cache.take_cost()
     (fault,) = cache.run(ALL, ONE, step=1)
-    assert fault == Fault(
-        kind=FaultKind.CAPTURE_OUT_OF_MEMORY,
-        step=1,
-        phase="capture",
-        batch_size=16,
-        micro_batch_size=6,
-        detail=str(NO_ROOM),
-    )
+    kind, where = FaultKind.CAPTURE_OUT_OF_MEMORY, {"step": 1, "batch_size": 16, "micro_batch_size": 6}
+    assert fault == Fault(kind=kind, phase="capture", detail=str(NO_ROOM), **where)
     assert cache.take_cost()[0] > 0.0
     assert cache.run(ALL, ONE, step=2) == ()
     assert pool.num_tried == 1
