@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.apply.fusible import layers_of
+from tests.apply.fusible import fused
 from tests.apply.test_split_weights import FIXED, IN_BF16
 from tests.build import BF16, FP16, FP32, RerunPool, cache_of, cross_entropy, gradients, loop_of, same, step_of, values
 from triaccel_ray.apply import step_in_backward
 from triaccel_ray.apply.compile import Compilation
-from triaccel_ray.apply.fuse import Fusion, fuse
 from triaccel_ray.apply.recompute import Recomputation, divide
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import ControlConfig, ExecutionConfig
@@ -207,8 +206,7 @@ def test_compiled_blocks_stay_compiled_and_share_their_code() -> None:
 
 def fused_step(model: nn.Module, *, recomputes: bool) -> Step:
     step = step_of(model, images(8, size=32))
-    fusion = fuse(model, layers_of(model))
-    assert isinstance(fusion, Fusion)
+    fusion = fused(model)
     step.fusion = fusion
     if recomputes:
         regions = find_regions(model)

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.apply.fusible import Block, layers_of
+from tests.apply.fusible import Block, fused
 from tests.build import ONE, NoUpdate, RerunPool, blobs, cache_of, cross_entropy, mlp, step_of
 from triaccel_ray.apply.capture import MAX_GRAPHS, StepCache
-from triaccel_ray.apply.fuse import Fusion, fuse
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.records.plan import Fault, FaultKind
 
@@ -187,8 +186,7 @@ def test_what_a_watched_step_found_does_not_reach_the_next() -> None:
 
 def test_norms_that_the_kernel_refused_are_told_once_and_steps_are_captured_all_the_same() -> None:
     model = Block().train()
-    fusion = fuse(model, layers_of(model))
-    assert isinstance(fusion, Fusion)
+    fusion = fused(model)
     data = torch.randn(16, 4, 6, 6), torch.zeros(16)
     step = step_of(model, data, loss=lambda outputs, targets: outputs.square().mean())
     step.fusion = fusion
