@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.build import BF16, FP16, FP32, ConvNet, controlled, gradients, images, same, values
-from triaccel_ray.apply.precision import DTYPES, supported_precisions
+from triaccel_ray.apply.precision import DTYPES, supported_precisions, useless_precisions
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.plan import Precision
 
@@ -142,3 +142,11 @@ def test_parametrized_layers_train_as_under_autocast(kind: str, level: Precision
     torch.testing.assert_close(outputs, expected)
     outputs.float().square().sum().backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+def test_a_precision_that_gains_nothing_has_its_reason() -> None:
+    emulated = useless_precisions("cpu", is_compiled=False)
+    assert all(reason == f"this CPU has no {level.name} instructions" for level, reason in emulated.items())
+    assert FP32 not in emulated
+    compiled = useless_precisions("cpu", is_compiled=True)
+    assert compiled.keys() == emulated.keys() | ({FP16} if BF16 not in emulated else set())
