@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.build import values
+from triaccel_ray.apply.fuse import Fusion, fuse
 from triaccel_ray.model.layers import find_layers
+from triaccel_ray.model.pytree import map_tensors
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -30,3 +33,23 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self._rest(self, x)
+
+
+def fused(model: nn.Module, **options: Any) -> Fusion:
+    fusion = fuse(model, layers_of(model), **options)
+    assert isinstance(fusion, Fusion), fusion
+    return fusion
+
+
+def step(run: nn.Module, owner: nn.Module, x: Tensor) -> dict[str, Any]:
+    """Outputs, gradients and buffers of a step in training mode."""
+    torch.manual_seed(1)
+    for parameter in owner.parameters():
+        parameter.grad = None
+    x = x.clone().requires_grad_()
+    outputs = run(x)
+    sum(part.float().square().mean() for part in (outputs if isinstance(outputs, tuple) else (outputs,))).backward()
+    return {
+        "outputs": map_tensors(Tensor.detach, outputs), "x": x.grad,
+        "gradients": [p.grad for p in owner.parameters()], "buffers": values(owner),
+    }  # fmt: skip

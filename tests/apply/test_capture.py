@@ -16,10 +16,7 @@ from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.model.pytree import map_tensors
 from triaccel_ray.records.plan import FaultKind, Precision
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])

@@ -70,13 +70,9 @@ def test_views_that_do_not_show_every_sample_are_refused(views: Any, message: st
         evaluated(mlp(), Shown(*blobs(30)), 30)
 
 
-@pytest.mark.parametrize(
-    ("limit", "failed", "passed"), [(8, [30, 15], [7, 7, 7, 7, 2]), (15, [30], [15, 15]), (1, [30, 15, 7, 3], [1] * 30)]
-)
-def test_samples_that_do_not_fit_are_tried_again_in_smaller_batches(
-    limit: int, failed: list[int], passed: list[int]
-) -> None:
+def test_samples_that_do_not_fit_are_tried_again_in_smaller_batches() -> None:
     inner, source = mlp(), CountingSource(*blobs(30))
+    limit, failed, passed = 8, [30, 15], [7, 7, 7, 7, 2]
     expected = evaluated(inner, source, 30)
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -91,9 +87,8 @@ def test_samples_that_do_not_fit_are_tried_again_in_smaller_batches(
     assert (result.metrics, result.num_samples) == (expected.metrics, 30)
     assert result.loss == pytest.approx(expected.loss, rel=1e-5)
     assert [fault.micro_batch_size for fault in result.faults] == [*failed[1:], passed[0]]
-    assert {(fault.kind, fault.step, fault.phase) for fault in result.faults} == {
-        (FaultKind.OUT_OF_MEMORY, 5, "evaluation")
-    }
+    where = {(fault.kind, fault.step, fault.phase) for fault in result.faults}
+    assert where == {(FaultKind.OUT_OF_MEMORY, 5, "evaluation")}
 
 
 def test_the_model_is_judged_in_eval_mode_and_left_as_it_was() -> None:

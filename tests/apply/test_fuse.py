@@ -10,21 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.apply.fusible import Block, layers_of
+from tests.apply.fusible import Block, fused, step
 from tests.build import BF16, FP16, controlled, same, values
-from triaccel_ray.apply.fuse import Fusion, fuse
+from triaccel_ray.apply.fuse import Fusion
 from triaccel_ray.apply.fused_norm import RecomputedInput
-from triaccel_ray.model.pytree import map_tensors
 from triaccel_ray.trainables.models import efficientnet_b0, resnet18
-
-GPU = torch.cuda.is_available()
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
-
-
-def _fused(model: nn.Module) -> Fusion:
-    fusion = fuse(model, layers_of(model))
-    assert isinstance(fusion, Fusion), fusion
-    return fusion
 
 
 def _kinds(fusion: Fusion) -> list[tuple[str, bool, bool]]:
@@ -32,26 +22,12 @@ def _kinds(fusion: Fusion) -> list[tuple[str, bool, bool]]:
     return [(norm._activation, norm._combine is not None, norm.forked) for norm in fusion.norms]
 
 
-def _step(run: nn.Module, owner: nn.Module, x: Tensor) -> dict[str, Any]:
-    """Outputs, gradients and buffers of a step in training mode."""
-    torch.manual_seed(1)
-    for parameter in owner.parameters():
-        parameter.grad = None
-    x = x.clone().requires_grad_()
-    outputs = run(x)
-    sum(part.float().square().mean() for part in (outputs if isinstance(outputs, tuple) else (outputs,))).backward()
-    return {
-        "outputs": map_tensors(Tensor.detach, outputs), "x": x.grad,
-        "gradients": [p.grad for p in owner.parameters()], "buffers": values(owner),
-    }  # fmt: skip
-
-
 def _assert_same(model: nn.Module, x: Tensor) -> Fusion:
     """Asserts that the fused module's step is the model's, bit for bit where the original modules are called."""
     twin = copy.deepcopy(model)
-    fusion = _fused(model)
+    fusion = fused(model)
     for _ in range(2):
-        assert same(_step(fusion.module, model, x), _step(twin, twin, x))
+        assert same(step(fusion.module, model, x), step(twin, twin, x))
     assert {id(p) for p in fusion.module.parameters()} <= {id(p) for p in model.parameters()}
     assert {id(b) for b in fusion.module.buffers()} <= {id(b) for b in model.buffers()}
     return fusion
@@ -150,7 +126,7 @@ def test_norms_without_parameters_averages_or_momentum_compute_as_before() -> No
 def test_layers_keep_their_replaced_forward_functions() -> None:
     model = resnet18(10, "cifar")
     precision = controlled(model, BF16, FP16)
-    fusion = _fused(model)
+    fusion = fused(model)
     seen: list[torch.dtype] = []
     model.layer3[0].conv1.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     with precision.in_force():
@@ -164,7 +140,7 @@ def test_hooks_on_parts_are_kept_and_those_on_opened_modules_are_noticed() -> No
     calls: list[nn.Module] = []
     model[0].register_forward_hook(lambda module, args, output: calls.append(module))
     model[1].norm.register_forward_hook(lambda module, args, output: calls.append(module))
-    fusion = _fused(model)
+    fusion = fused(model)
     fusion.module(IMAGES)
     assert calls == [model[0], model[1].norm]
     assert [norm.norm for norm in fusion.norms] == [model[2].norm]
@@ -183,7 +159,7 @@ def test_a_change_of_mode_is_noticed_where_it_matters() -> None:
     assert fusion.holds()
     model.eval()
     assert not fusion.holds()
-    again = _fused(model)  # of a model in evaluation mode: as in training mode, and the model stays as it was
+    again = fused(model)  # of a model in evaluation mode: as in training mode, and the model stays as it was
     assert not model.training
     assert not again.holds()
     model.train()
@@ -203,14 +179,12 @@ def test_other_networks_are_fused_whole(name: str, num_norms: int) -> None:
 def test_convolutions_inside_the_blocks_do_not_keep_what_they_alone_read(recompute: bool, expected: int) -> None:
     model = resnet18(10, "cifar")
     before = {name: module.__dict__.keys() for name, module in model.named_modules()}
-    fusion = fuse(model, layers_of(model), recompute=recompute)
-    assert isinstance(fusion, Fusion)
+    fusion = fused(model, recompute=recompute)
     assert sum(isinstance(module, RecomputedInput) for module in fusion.module.modules()) == expected
     assert {name: module.__dict__.keys() for name, module in model.named_modules()} == before
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
 def test_on_a_gpu_the_kernels_step_is_the_models(name: str) -> None:
     torch.manual_seed(0)
@@ -219,12 +193,12 @@ def test_on_a_gpu_the_kernels_step_is_the_models(name: str) -> None:
         if type(module).__name__ in ("StochasticDepth", "Dropout"):
             module.eval()
     twin = copy.deepcopy(model)
-    fusion = _fused(model)
+    fusion = fused(model)
     x = torch.randn(16, 3, 64, 64, device="cuda").to(memory_format=torch.channels_last)
-    actual, expected = _step(fusion.module, model, x), _step(twin, twin, x)
+    actual, expected = step(fusion.module, model, x), step(twin, twin, x)
     double = copy.deepcopy(twin).double()
     double.load_state_dict({name: v.double() if v.is_floating_point() else v for name, v in values(twin).items()})
-    exact = _step(double, double, x.double())
+    exact = step(double, double, x.double())
 
     def distance(first: list[Tensor], second: list[Tensor]) -> float:
         flat = [torch.cat([t.double().flatten() for t in tensors]) for tensors in (first, second)]

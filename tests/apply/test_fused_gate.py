@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.apply.fusible import Block, layers_of
+from tests.apply.fusible import Block, fused, step
 from tests.build import same
 from triaccel_ray.apply import fused_gate
-from triaccel_ray.apply.fuse import Fusion, fuse
+from triaccel_ray.apply.fuse import Fusion
 from triaccel_ray.apply.fused_gate import Multiply, Pool
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,7 +61,9 @@ UNFUSED: dict[str, Callable[[Gate, Tensor], Tensor]] = {
     "a write in between": lambda gate, x: gate.fc(gate.pool(x)) * x.add_(1),
     "into a buffer": lambda gate, x: torch.mul(x, gate.pool(x), out=None),
 }
-IMAGES = torch.randn(3, 4, 6, 6, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(3, 4, 6, 6, generator=torch.Generator().manual_seed(0)).to(
+    DEVICE, memory_format=torch.channels_last
+)
 
 
 def _model(gate: Callable[[Gate, Tensor], Tensor], *, inline: bool) -> nn.Module:
@@ -74,19 +76,9 @@ def _model(gate: Callable[[Gate, Tensor], Tensor], *, inline: bool) -> nn.Module
     return Block(rest, gate=Gate(gate)).to(DEVICE, memory_format=torch.channels_last)
 
 
-def _step(run: nn.Module, owner: nn.Module, images: Tensor) -> list[Tensor | None]:
-    """The output of a step and its gradients."""
-    owner.zero_grad()
-    x = images.to(DEVICE, memory_format=torch.channels_last, copy=True).requires_grad_()
-    y = run(x)
-    y.square().mean().backward()
-    return [y.detach(), x.grad, *(parameter.grad for parameter in owner.parameters())]
-
-
 def _fused(model: nn.Module) -> tuple[Fusion, list[nn.Module]]:
     """The model's fusion, and the parts of it that are for gates."""
-    fusion = fuse(model, layers_of(model))
-    assert isinstance(fusion, Fusion), fusion
+    fusion = fused(model)
     return fusion, [part for part in fusion.module.modules() if isinstance(part, Pool | Multiply)]
 
 
@@ -100,13 +92,12 @@ def test_gates_in_all_spellings(name: str, inline: bool, monkeypatch: pytest.Mon
     passed_on: list[bool] = []
     parts[0].register_forward_hook(lambda module, args, output: passed_on.append(isinstance(output[1], Tensor)))
     if DEVICE == "cpu":
-        assert same(_step(fusion.module, model, IMAGES), _step(twin, twin, IMAGES))
+        assert same(step(fusion.module, model, IMAGES), step(twin, twin, IMAGES))
         assert passed_on.pop()
         monkeypatch.setattr(fused_gate, "kernel_reads", lambda value: True)  # through the interpreter
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        steps = _step(fusion.module, model, IMAGES), _step(twin, twin, IMAGES)
-    for actual, expected in zip(*steps, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+        steps = step(fusion.module, model, IMAGES), step(twin, twin, IMAGES)
+    torch.testing.assert_close(*steps, rtol=1e-4, atol=1e-6)
     assert passed_on == [False]
 
 
@@ -118,7 +109,7 @@ def test_what_is_no_gate_stays_as_it_is(name: str, inline: bool) -> None:
     fusion, parts = _fused(model)
     assert parts == []
     if DEVICE == "cpu":
-        assert same(_step(fusion.module, model, IMAGES), _step(twin, twin, IMAGES))
+        assert same(step(fusion.module, model, IMAGES), step(twin, twin, IMAGES))
 
 
 def test_a_gate_that_is_not_known_to_be_one_is_called_as_it_is() -> None:
@@ -140,7 +131,7 @@ def test_hooks_are_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
     gate: Any = model.gate
     calls: list[nn.Module] = []
     gate.pool.register_forward_hook(lambda module, args, output: calls.append(module))
-    _step(fusion.module, model, IMAGES)
+    step(fusion.module, model, IMAGES)
     assert calls == [gate.pool]
     assert fusion.holds()
     gate.register_forward_hook(lambda module, args, output: None)

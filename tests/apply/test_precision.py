@@ -1,6 +1,5 @@
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -8,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.build import BF16, FP16, FP32, ConvNet, controlled, gradients, images, same, values
-from triaccel_ray.apply.precision import DTYPES, supported_precisions
+from triaccel_ray.apply.precision import DTYPES, supported_precisions, useless_precisions
 from triaccel_ray.model.layers import find_layers
 from triaccel_ray.records.plan import Precision
 
@@ -37,27 +36,6 @@ def test_a_layer_computes_as_one_that_is_cast_and_gets_fp32_gradients(kind: str,
     assert torch.equal(outputs, expected)
     outputs.float().square().sum().backward()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-
-
-class Inner(nn.Module):
-    """A layer with norms below it."""
-
-    def __init__(self, *norms: nn.Module) -> None:
-        super().__init__()
-        self.weight, self.norms = nn.Parameter(torch.eye(4)), nn.Sequential(*norms)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.norms(inputs @ self.weight)
-
-
-@LEVELS
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_norms_inside_a_layer_keep_their_parameters(device: str, level: Precision) -> None:
-    model = Inner(nn.BatchNorm1d(4), nn.LayerNorm(4)).to(device)
-    with controlled(model, level).in_force():
-        outputs = model(VECTORS.view(6, 4).to(device))
-    outputs.float().square().sum().backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
@@ -144,26 +122,6 @@ def test_recurrent_layers_stay_fp32() -> None:
     assert (outputs.data.dtype, hidden.dtype, half.dtype) == (torch.float32,) * 3
 
 
-class Structured(nn.Module):
-    """A layer of the user's own that takes and returns more than one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(2))
-
-    def forward(self, pair: list[Tensor], *, by_name: dict[str, Any]) -> Any:
-        return [pair[0] @ self.weight, by_name["tensor"] @ self.weight, by_name["count"], pair[1].dtype]
-
-
-@pytest.mark.parametrize("level", [FP16, FP32])
-def test_inputs_are_cast_wherever_they_lie_unless_they_are_integers(level: Precision) -> None:
-    model = nn.Sequential(Structured())
-    controlled(model, level)
-    ones = torch.ones(1, 2, dtype=torch.bfloat16)
-    first, second, count, integers = model[0]([ones, torch.arange(2)], by_name={"tensor": ones, "count": 3})
-    assert (first.dtype, second.dtype, count, integers) == (DTYPES[level], DTYPES[level], 3, torch.int64)
-
-
 PARAMETRIZED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "weight": nn.utils.parametrizations.weight_norm,
     "old spectral": nn.utils.spectral_norm,
@@ -184,3 +142,11 @@ def test_parametrized_layers_train_as_under_autocast(kind: str, level: Precision
     torch.testing.assert_close(outputs, expected)
     outputs.float().square().sum().backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+def test_a_precision_that_gains_nothing_has_its_reason() -> None:
+    emulated = useless_precisions("cpu", is_compiled=False)
+    assert all(reason == f"this CPU has no {level.name} instructions" for level, reason in emulated.items())
+    assert FP32 not in emulated
+    compiled = useless_precisions("cpu", is_compiled=True)
+    assert compiled.keys() == emulated.keys() | ({FP16} if BF16 not in emulated else set())

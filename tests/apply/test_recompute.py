@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.apply.fusible import layers_of
+from tests.apply.fusible import fused
 from tests.apply.test_split_weights import FIXED, IN_BF16
 from tests.build import BF16, FP16, FP32, RerunPool, cache_of, cross_entropy, gradients, loop_of, same, step_of, values
 from triaccel_ray.apply import step_in_backward
 from triaccel_ray.apply.compile import Compilation
-from triaccel_ray.apply.fuse import Fusion, fuse
 from triaccel_ray.apply.recompute import Recomputation, divide
 from triaccel_ray.apply.step import Step
 from triaccel_ray.config import ControlConfig, ExecutionConfig
@@ -168,17 +167,6 @@ def test_what_is_computed_again_is_not_held() -> None:
     assert saved_bytes(recomputing(Network())) < 0.4 * saved_bytes(step_of(Network(), images()))
 
 
-def test_outside_of_a_step_calls_are_the_models_own() -> None:
-    step = recomputing(Network())
-    blocks = dict(step.model.blocks.named_children())
-    before = {name: dict(block.__dict__) for name, block in blocks.items()}
-    with step.recomputation.in_force(step.model, step._again):
-        assert all(block._compiled_call_impl is not None for block in blocks.values())
-        with torch.no_grad():
-            step.model(images()[0])
-    assert {name: dict(block.__dict__) for name, block in blocks.items()} == before
-
-
 def test_an_input_that_changes_before_the_backward_pass_is_an_error_and_not_a_wrong_gradient() -> None:
     class Overwriting(Network):
         def forward(self, x: Tensor) -> Tensor:
@@ -218,40 +206,33 @@ def test_blocks_that_compute_something_else_when_called_again_are_kept() -> None
 
 
 def test_compiled_blocks_stay_compiled_and_share_their_code() -> None:
-    compiled, num_runs = [], []
+    compiled: list[Any] = []
+    runs: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
         compiled.append(graph)
-
-        def run(*args: Any) -> Any:
-            num_runs.append(1)
-            return graph(*args)
-
-        return run
+        return lambda *args: (runs.append(1), graph(*args))[1]
 
     torch._dynamo.reset()
-    found = []
     model = Network(0.0, 0.0, 0.0)
-    compilation = Compilation(model, list(model.blocks))
+    step = step_of(model, images())
+    step.compilation = Compilation(model, list(model.blocks))
     for block in model.blocks:
         block.compile(backend=backend)
-    step = step_of(model, images())
-    step.compilation = compilation
-    for recomputation in (None, Recomputation(find_regions(model))):
-        step.recomputation = recomputation
+    found = []
+    for step.recomputation in (None, Recomputation(find_regions(model))):
         step.run(torch.arange(12), SCALE, step=0)
-        found.append((len(compiled), len(num_runs), gradients(model)))
-    (code, runs, kept), (same_code, all_runs, again) = found
+        found.append((len(compiled), len(runs), gradients(model)))
+    (code, once, kept), (same_code, all_runs, again) = found
     assert 0 < code == same_code
-    assert all_runs == 3 * runs  # once in the first step, twice in the second
+    assert all_runs == 3 * once  # once in the first step, twice in the second
     assert same(kept, again)
     torch._dynamo.reset()
 
 
 def fused_step(model: nn.Module, *, recomputes: bool) -> Step:
     step = step_of(model, images(8, size=32))
-    fusion = fuse(model, layers_of(model))
-    assert isinstance(fusion, Fusion)
+    fusion = fused(model)
     step.fusion = fusion
     if recomputes:
         regions = find_regions(model)

@@ -15,10 +15,7 @@ from triaccel_ray.records.plan import FaultKind, Precision
 from triaccel_ray.trainables.models import resnet18
 from triaccel_ray.trainables.text import GPT
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 PEAK_SHARE = {"resnet18": 0.9, "gpt": 0.8}
 """Below which the peak of a checkpointed step must be, of that of a step that keeps everything."""

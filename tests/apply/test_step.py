@@ -1,7 +1,5 @@
-import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -113,24 +111,21 @@ def test_parts_stay_until_they_are_set_and_a_short_batch_passes_in_no_more_than_
     step.run(ALL, ONE, step=0)
     assert step.run(ALL, ONE, step=1).faults == ()
     assert model[1].sizes == [16, 8, 4, 4, 4, 4, 4, 4, 4, 4]
-    step.set_num_micro_batches(2)
-    assert step.run(ALL, ONE, step=3).faults != ()
-    assert model[1].sizes[-5:] == [8, 4, 4, 4, 4]
-    step.set_num_micro_batches(4, 4)
-    for num_samples, sizes in [(16, [4, 4, 4, 4]), (9, [3, 3, 3]), (5, [3, 2]), (2, [2]), (1, [1])]:
+    for parts, num_samples, sizes in [
+        ((2, 1), 16, [8, 4, 4, 4, 4]),
+        ((4, 4), 16, [4, 4, 4, 4]),
+        ((4, 4), 5, [3, 2]),
+        ((4, 4), 1, [1]),
+        ((7, 1), 10, [2] * 5),  # no sample is left alone beside larger parts
+    ]:
+        step.set_num_micro_batches(*parts)
         model[1].sizes.clear()
-        assert step.run(ALL[:num_samples], ONE, step=4).faults == ()
+        assert bool(step.run(ALL[:num_samples], ONE, step=4).faults) == (8 in sizes)
         assert model[1].sizes == sizes
-    step.set_num_micro_batches(7)
-    model[1].sizes.clear()
-    step.run(ALL[:10], ONE, step=4)
-    assert model[1].sizes == [2] * 5  # no sample is left alone beside larger parts
     step.set_num_micro_batches(4, 4)
     model[1].limit = 3
-    model[1].sizes.clear()
     (fault,) = step.run(ALL[:4], ONE, step=5).faults  # whole batches keep their parts
     assert (fault.batch_size, fault.micro_batch_size) == (4, 1)
-    assert model[1].sizes == [4, 1, 1, 1, 1]
     assert (step.num_micro_batches, step.min_micro_batch_size) == (4, 1)
 
 
@@ -195,10 +190,8 @@ def test_outputs_reach_the_loss_in_fp32_and_outside_of_autocast() -> None:
     ("error", "expected"),
     [
         (torch.OutOfMemoryError("CUDA out of memory"), True),
-        (MemoryError(), True),
         (BudgetExceededError("the process holds"), True),
         (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("shapes do not match"), False),
         (ValueError("can't allocate memory"), False),
@@ -209,29 +202,3 @@ def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
-
-
-class HostDropout(nn.Module):
-    """Drops all or nothing, by a number drawn on the host."""
-
-    def __init__(self, draw: Any) -> None:
-        super().__init__()
-        self.draw = draw
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs * float(self.draw() >= 0.0)
-
-
-@pytest.mark.parametrize(
-    ("draw", "draws"),
-    [(random.random, True), (lambda: torch.rand(()), True), (np.random.random, True), (lambda: 0.5, False)],
-)
-def test_a_model_that_draws_on_the_host_is_found_out(draw: Any, draws: bool) -> None:
-    data = TensorSource(*blobs(16), augment=lambda x, generator: x + torch.rand(()))  # which does not count
-    step = step_of(nn.Sequential(mlp(), HostDropout(draw)), data)
-    assert step.run(ALL, ONE, step=0).obstacles == ()
-    step.set_num_micro_batches(2)
-    outcome = step.run(ALL, ONE, step=1, watch=True)
-    reason = "the model draws random numbers on the host, which a replay would not draw anew"
-    assert outcome.obstacles == (reason,) * draws
-    assert step.run(ALL, ONE, step=2).obstacles == ()

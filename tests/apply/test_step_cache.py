@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.apply.fusible import Block, layers_of
+from tests.apply.fusible import Block, fused
 from tests.build import ONE, NoUpdate, RerunPool, blobs, cache_of, cross_entropy, mlp, step_of
 from triaccel_ray.apply.capture import MAX_GRAPHS, StepCache
-from triaccel_ray.apply.fuse import Fusion, fuse
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.records.plan import Fault, FaultKind
 
@@ -65,14 +64,8 @@ def test_a_capture_without_memory_is_told_paid_for_and_not_repeated_until_there_
     cache.run(ALL, ONE, step=0)
     cache.take_cost()
     (fault,) = cache.run(ALL, ONE, step=1)
-    assert fault == Fault(
-        kind=FaultKind.CAPTURE_OUT_OF_MEMORY,
-        step=1,
-        phase="capture",
-        batch_size=16,
-        micro_batch_size=6,
-        detail=str(NO_ROOM),
-    )
+    kind, where = FaultKind.CAPTURE_OUT_OF_MEMORY, {"step": 1, "batch_size": 16, "micro_batch_size": 6}
+    assert fault == Fault(kind=kind, phase="capture", detail=str(NO_ROOM), **where)
     assert cache.take_cost()[0] > 0.0
     assert cache.run(ALL, ONE, step=2) == ()
     assert pool.num_tried == 1
@@ -193,8 +186,7 @@ def test_what_a_watched_step_found_does_not_reach_the_next() -> None:
 
 def test_norms_that_the_kernel_refused_are_told_once_and_steps_are_captured_all_the_same() -> None:
     model = Block().train()
-    fusion = fuse(model, layers_of(model))
-    assert isinstance(fusion, Fusion)
+    fusion = fused(model)
     data = torch.randn(16, 4, 6, 6), torch.zeros(16)
     step = step_of(model, data, loss=lambda outputs, targets: outputs.square().mean())
     step.fusion = fusion

@@ -61,31 +61,13 @@ hold_less(device)
 print(_stack_bytes(0), memory.sample())
 """
 
-BETWEEN = """
-import sys
-import torch
-from triaccel_ray.cuda.allocator import hold_less
-if sys.argv[1] == "lean":
-    hold_less(torch.device("cuda", 0))
-for size in (64, 48, 96, 80):  # each larger than any hole that the ones before have left
-    parts = [torch.empty(size * 2**18, device="cuda") for _ in range(4)]
-    del parts
-print(torch.cuda.memory_reserved())
-"""
-
-
-def shown(code: str, *arguments: str) -> list[list[int]]:
-    environment = {name: value for name, value in os.environ.items() if name not in allocator._ALLOCATOR_VARIABLES}
-    command = [sys.executable, "-c", code, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    return [[int(word) for word in line.split()] for line in result.stdout.splitlines()]
-
 
 @pytest.mark.gpu
 def test_the_device_has_the_stacks_memory_meanwhile() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
-    (sees_processes, _), *readings = shown(OWN_BYTES)
+    environment = {name: value for name, value in os.environ.items() if name not in allocator._ALLOCATOR_VARIABLES}
+    command = [sys.executable, "-c", OWN_BYTES]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    (sees_processes, _), *readings = ([int(word) for word in line.split()] for line in shown.splitlines())
     limits, held = zip(*readings, strict=True)
     assert limits == (1024, 256)
     if not sees_processes:
@@ -93,12 +75,3 @@ def test_the_device_has_the_stacks_memory_meanwhile() -> None:
     properties = torch.cuda.get_device_properties(0)
     num_threads = properties.multi_processor_count * properties.max_threads_per_multi_processor
     assert held[0] - held[1] == pytest.approx(768 * num_threads, abs=8 * 2**20)  # set aside in pieces of 2 MiB
-
-
-@pytest.mark.gpu
-def test_blocks_of_other_sizes_find_room_where_smaller_ones_were() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
-    lean, usual = shown(BETWEEN, "lean")[0][0], shown(BETWEEN, "usual")[0][0]
-    assert 4 * 96 * 2**20 <= lean < 4 * 96 * 2**20 + 40 * 2**20
-    assert usual >= 4 * (64 + 96) * 2**20

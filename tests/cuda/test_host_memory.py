@@ -4,10 +4,7 @@ import torch
 from triaccel_ray.cuda.host_memory import in_host_memory
 from triaccel_ray.data.sources import TensorSource, delivered
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
 

@@ -111,9 +111,7 @@ class Recomputation:
             stack.enter_context(interposed({name: called[name] for name in self.regions}, around))
             yield
 
-    def _checkpointed(
-        self, surroundings: _Surroundings, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _checkpointed(self, surroundings: _Surroundings, name: str, call: Call, /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         on_gpu = torch.cuda.is_initialized()

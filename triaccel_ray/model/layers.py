@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-SINGLE_DTYPE_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-"""Norms that demand parameters of their input's dtype."""
-NORMS = (*SINGLE_DTYPE_NORMS, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
 
 
 @dataclass(frozen=True, eq=False)

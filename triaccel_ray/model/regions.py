@@ -22,8 +22,6 @@ _MINIMAL_SHARE = 0.8
 """Of a module's parameters, embeddings aside, that the blocks it repeats must own."""
 
 Call = Callable[..., Any]
-Around = Callable[[str, Call, tuple[Any, ...], dict[str, Any]], Any]
-"""Stands for a region's calls: takes its name, the call, and the arguments; returns what the call returns."""
 
 
 def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -95,21 +93,20 @@ def _num_modules(module: nn.Module) -> int:
 
 
 @contextlib.contextmanager
-def interposed(regions: Mapping[str, nn.Module], around: Around) -> Iterator[None]:
-    """Returns a context in which `around` stands for the calls of these modules; compiled ones stay compiled."""
+def interposed(regions: Mapping[str, nn.Module], around: Call) -> Iterator[None]:
+    """Returns a context in which `around` stands for the calls of these modules; compiled ones stay compiled.
+
+    It takes a module's name, its call, and the call's arguments; it returns what the call returns.
+    """
     before = [(module, module.__dict__.get("_compiled_call_impl")) for module in regions.values()]
     try:
         for name, module in regions.items():
             # Modules have no public place for this beside hooks, which cannot replace a call.
             inner = module._compiled_call_impl or module._call_impl
-            module._compiled_call_impl = partial(_call, around, name, inner)
+            module._compiled_call_impl = partial(around, name, inner)
         yield
     finally:
         for module, own in before:
             module.__dict__.pop("_compiled_call_impl", None)
             if own is not None:
                 module._compiled_call_impl = own
-
-
-def _call(around: Around, name: str, inner: Call, *args: Any, **kwargs: Any) -> Any:
-    return around(name, inner, args, kwargs)
