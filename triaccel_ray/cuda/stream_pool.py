@@ -28,7 +28,10 @@ class LentStream:
         """Takes a stream of this CUDA device that has been given back, or a new one."""
         index = torch.cuda.current_device() if device.index is None else device.index
         idle = self._idle[index]
-        self._stream = idle.pop() if idle else torch.cuda.Stream(index)
+        try:
+            self._stream = idle.pop()
+        except IndexError:
+            self._stream = torch.cuda.Stream(index)
         weakref.finalize(self, idle.append, self._stream).atexit = False
 
     @contextlib.contextmanager
