@@ -141,7 +141,7 @@ def _patches_of_runs(module: nn.Conv2d, padded: Tensor, image: torch.Size) -> Te
     channels, dtype = padded.shape[1] // module.groups, padded.dtype
     pixels = padded.permute(0, 2, 3, 1)
     if pixels.is_contiguous() and channels % 4 == 0 and dtype is torch.float32:
-        # Four elements moved as one: the copy is bound by its index arithmetic. Flat, since strides of size 1 may be odd.
+        # Four elements moved as one: the copy is bound by its index arithmetic. Flat: strides of size 1 may be odd.
         pixels = pixels.reshape(-1).view(torch.complex128).view(*pixels.shape[:3], channels // 4 * module.groups)
     channels = pixels.shape[3] // module.groups
     sample, *pixel, _ = pixels.stride()
