@@ -235,6 +235,16 @@ def test_the_order_of_channels_in_memory_does_not_matter(groups: int) -> None:
     torch.testing.assert_close(found[2][0].double(), dense.largest(block, 2), rtol=1e-4, atol=1e-7)
 
 
+def test_images_of_one_pixel_are_measured() -> None:
+    """The convolutions of squeeze-and-excitation, in FP32 and in whatever order their channels lie."""
+    gate = nn.Conv2d(8, 4, 1)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), gate, nn.Sigmoid(), nn.Flatten())
+    inputs, targets = torch.randn(NUM_SAMPLES, 3, 5, 5), torch.randint(4, (NUM_SAMPLES,))
+    estimate = directly(model, inputs, targets)
+    block = dense.fisher_block(model.double(), F.cross_entropy, inputs.double(), targets, find_layers(model)[1])
+    torch.testing.assert_close(estimate.eigenvalues[1].double(), dense.largest(block, 2), rtol=1e-4, atol=1e-7)
+
+
 def test_noise_is_that_of_the_samples_own_gradients() -> None:
     model, inputs, targets = make("smooth")
     rows = [dense.sample_gradients(model, F.cross_entropy, inputs, targets, layer) for layer in find_layers(model)]

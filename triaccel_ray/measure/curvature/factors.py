@@ -141,7 +141,8 @@ def _patches_of_runs(module: nn.Conv2d, padded: Tensor, image: torch.Size) -> Te
     channels, dtype = padded.shape[1] // module.groups, padded.dtype
     pixels = padded.permute(0, 2, 3, 1)
     if pixels.is_contiguous() and channels % 4 == 0 and dtype is torch.float32:
-        pixels = pixels.view(torch.complex128)  # four elements moved as one: the copy is bound by its index arithmetic
+        # Four elements moved as one: the copy is bound by its index arithmetic. Flat: strides of size 1 may be odd.
+        pixels = pixels.reshape(-1).view(torch.complex128).view(*pixels.shape[:3], channels // 4 * module.groups)
     channels = pixels.shape[3] // module.groups
     sample, *pixel, _ = pixels.stride()
     inside = [step * stride for step, stride in zip(module.dilation, pixel, strict=True)]
