@@ -127,13 +127,12 @@ def state(name: str, server: Server, proxy: Proxy) -> Iterator[None]:
         proxy.rule = lambda method, number: "pass"
 
 
-def show(name: str, off: Sequence[float], on: Sequence[float], unit: str = "s") -> str:
+def show(name: str, off: Sequence[float], on: Sequence[float]) -> str:
     """Returns one line with both sides, medians and spreads, and of the pairs' ratios the median and the quartiles."""
-    sides = [f"{statistics.median(side):7.3f} ({min(side):.3f} to {max(side):.3f})" for side in (off, on)]
+    sides = [f"{statistics.median(side):7.3f} s ({min(side):.3f} to {max(side):.3f})" for side in (off, on)]
     ratios = [with_ / without for with_, without in zip(on, off, strict=True)]
     low, median, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else 3 * ratios
-    ratio = f"on/off {median:.3f} ({low:.3f} to {high:.3f})"
-    return f"    {name:10s} off {sides[0]} {unit}   on {sides[1]} {unit}   {ratio}   n {len(on)}"
+    return f"    {name}  off {sides[0]}   on {sides[1]}   on/off {median:.3f} ({low:.3f} to {high:.3f})   n {len(on)}"
 
 
 def measure(trainer: Trainer, folder: Path, server: Server, proxy: Proxy, rounds: int, states: Sequence[str]) -> float:
