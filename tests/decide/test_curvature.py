@@ -7,13 +7,7 @@ from hypothesis import strategies as st
 from tests.decide.build import BF16, FP16, FP32, Machine, Run, observation_of, plan_of
 from triaccel_ray.config import ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import LayerState
-from triaccel_ray.decide.curvature import (
-    lr_reasons,
-    lr_scale,
-    remember_curvature,
-    smooth_eigenvalues,
-    smooth_noise,
-)
+from triaccel_ray.decide.curvature import lr_scale, remember_curvature, smooth_eigenvalues, smooth_noise
 from triaccel_ray.records.plan import ReasonCode
 from triaccel_ray.records.signals import LayerSignal, NoiseSignal
 
@@ -53,18 +47,14 @@ def test_a_single_outlier_is_forgotten_within_a_few_measurements():
     assert averages(4.0, 4.0, 1e5, 4.0, 4.0) == [4.0, 4.0, 22.0, 13.0, 8.5]
     assert averages(4.0, 1e5, 4.0, 4.0) == [4.0, 22.0, 13.0, 8.5]
     assert averages(1e5, 4.0, 4.0, 4.0) == [1e5, 22.0, 13.0, 8.5]
-    assert averages(0.0, 1e5, 0.0) == [0.0, 5.0, 2.5]
     assert averages(-3.0, 1e5, -3.0) == [-3.0, 3.5, 0.25]
-    assert averages(1e5, -3.0) == [1e5, 3.5]
     assert averages(4.0, -1e6, 4.0) == [4.0, -3.0, 0.5]
     assert averages(-1e6, 4.0, 4.0) == [-1e6, -3.0, 0.5]
-    assert averages(100.0, 100.0, 1e-3, 100.0)[2:] == pytest.approx([50.0005, 75.00025])
     assert averages(1.0, 1e5, 1.0, smoothing=0.0) == [1.0, 1e5, 1.0]
 
 
 def test_a_rise_or_fall_that_lasts_is_followed():
     assert averages(1.0, *[1e4] * 8)[-1] > 5e3
-    assert averages(1e-10, *[1.0] * 8)[-1] > 0.99
     assert averages(2.0, 18.0, 1.0) == [2.0, 10.0, 5.5]  # nothing here is an outlier
 
 
@@ -113,17 +103,6 @@ def test_a_single_measurement_acts_only_where_none_are_averaged(smoothing, scale
     assert found == pytest.approx(scales)
 
 
-def test_each_changed_lr_scale_has_a_reason():
-    layers = {name: LayerState(by_variance=BF16, eigenvalues=(2.0,)) for name in ("same", "new", "full", "changed")}
-    after = {"same": 0.5, "new": 0.25, "full": 1.0, "changed": 0.125}
-    reasons = lr_reasons({"same": 0.5, "changed": 0.5}, after, layers)
-    assert [(reason.code, reason.subject, reason.value) for reason in reasons] == [
-        (ReasonCode.LR_SCALE, "new", 2.0),
-        (ReasonCode.LR_SCALE, "changed", 2.0),
-    ]
-    assert reasons[1].text == "largest eigenvalue 2: learning rate times 0.125"
-
-
 @pytest.mark.parametrize(
     ("largest", "held_before", "held", "codes"),
     [
@@ -134,18 +113,13 @@ def test_each_changed_lr_scale_has_a_reason():
     ],
 )
 def test_a_layer_is_held_above_tau_curv_and_released_at_it(largest, held_before, held, codes):
-    config = CurvatureConfig(tau_curv=5.0, smoothing=0.0)
-    state, reasons = remember(config, LayerState(by_variance=BF16, held=held_before), (largest, 1.0))
+    config, before = CurvatureConfig(tau_curv=5.0, smoothing=0.0), LayerState(by_variance=BF16, held=held_before)
+    state, reasons = remember(config, before, (largest, 1.0))
     assert state.held is held
     assert [reason.code for reason in reasons] == codes
     assert all((reason.subject, reason.value, reason.threshold) == ("conv", largest, 5.0) for reason in reasons)
-
-
-@pytest.mark.parametrize("eigenvalues", [None, ()])
-@pytest.mark.parametrize("held", [False, True])
-def test_only_a_measurement_holds_or_releases(held, eigenvalues):
-    state = LayerState(by_variance=BF16, eigenvalues=(9.0,), held=held)
-    assert remember(CurvatureConfig(tau_curv=5.0), state, eigenvalues) == (state, [])
+    for nothing in (None, ()):
+        assert remember(config, before, nothing) == (before, [])
 
 
 def test_a_hold_lasts_from_one_measurement_to_a_later_lower_one():

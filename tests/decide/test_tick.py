@@ -74,20 +74,15 @@ def test_the_batch_grows_beside_changes_that_take_no_more_bytes():
     assert (decision.plan.precision["conv"], decision.plan.batch_size) == (FP16, 128)
 
 
-def test_retreats_are_not_limited():
+def test_retreats_are_not_limited_and_precede_the_rule_of_memory():
     raised = LayerSignal(name="conv", variance=1.0)
     assert first_tick(CONFIG, raised, memory=HIGH_MEMORY).plan.batch_size == 32
     decision = first_tick(CONFIG, raised, memory=LOW_MEMORY, faults=(out_of_memory(96, 64),))
     assert (decision.plan.precision["conv"], decision.plan.batch_size) == (FP32, 64)
-
-
-def test_the_retreat_precedes_the_rule_of_memory():
-    decision = first_tick(CONFIG, memory=HIGH_MEMORY, faults=(out_of_memory(96, 64),))
-    assert decision.plan.batch_size == 64
-    assert codes(decision, "batch") == [ReasonCode.OUT_OF_MEMORY, ReasonCode.LR_SCALE]
-    decision = first_tick(CONFIG, memory=HIGH_MEMORY, faults=(capture_out_of_memory(96),))
-    assert decision.plan.batch_size == 64
-    assert codes(decision, "batch") == [ReasonCode.CAPTURE_OUT_OF_MEMORY, ReasonCode.LR_SCALE]
+    for fault in (out_of_memory(96, 64), capture_out_of_memory(96)):
+        decision = first_tick(CONFIG, memory=HIGH_MEMORY, faults=(fault,))
+        assert decision.plan.batch_size == 64
+        assert codes(decision, "batch") == [ReasonCode(fault.kind.value), ReasonCode.LR_SCALE]
 
 
 def test_reasons_come_in_the_order_of_the_rules():
@@ -181,7 +176,6 @@ def test_a_decision_follows_from_its_arguments_and_leaves_them_alone(config, mac
 def assert_bounds(config: ControlConfig, observation: Observation, decision: Decision) -> None:
     old, new = observation.plan, decision.plan
     assert new.batch_size in ladder(config.batch)
-    assert config.batch.minimum <= new.batch_size <= config.batch.maximum
     assert 1 <= new.num_micro_batches <= new.batch_size
     asked = config.batch.accumulate
     in_halves = not config.batch.enabled and new.num_micro_batches == 2 * asked
@@ -210,12 +204,11 @@ def assert_enlarges_once(observation: Observation, decision: Decision) -> None:
 def assert_reasons(observation: Observation, decision: Decision) -> None:
     old, new = observation.plan, decision.plan
     batch_changed = (new.batch_size, new.num_micro_batches) != (old.batch_size, old.num_micro_batches)
-    rules = {ReasonCode.OUT_OF_MEMORY, ReasonCode.APPLY_FAILED, ReasonCode.MEMORY_LOW, ReasonCode.MEMORY_HIGH}
-    rules |= {ReasonCode.CAPTURE_OUT_OF_MEMORY}
+    rules = {ReasonCode.OUT_OF_MEMORY, ReasonCode.APPLY_FAILED, ReasonCode.MEMORY_LOW, ReasonCode.MEMORY_HIGH,
+             ReasonCode.CAPTURE_OUT_OF_MEMORY}  # fmt: skip
     assert not batch_changed or rules & set(codes(decision, "batch"))
     assert (new.batch_lr_scale != old.batch_lr_scale) == (ReasonCode.LR_SCALE in codes(decision, "batch"))
-    rules = {ReasonCode.VARIANCE, ReasonCode.CURVATURE, ReasonCode.CURVATURE_RELEASED}
-    rules |= {ReasonCode.OVERFLOW}
+    rules = {ReasonCode.VARIANCE, ReasonCode.CURVATURE, ReasonCode.CURVATURE_RELEASED, ReasonCode.OVERFLOW}
     for name, level in new.precision.items():
         assert level is old.precision[name] or rules & set(codes(decision, name))
         assert (new.lr_scale[name] != old.lr_scale[name]) == (ReasonCode.LR_SCALE in codes(decision, name))
@@ -248,6 +241,6 @@ def test_constant_observations_bring_the_plan_to_rest(config, machine, variance)
         for name in machine.names
     ]
     run = Run(config, machine)
-    plans = [run.step(*layers)[1].plan for _ in range(160)]
-    assert all(plan.batch_size == plans[-1].batch_size for plan in plans[-60:])
+    plans = [run.step(*layers)[1].plan for _ in range(120)]
+    assert all(plan.batch_size == plans[-1].batch_size for plan in plans[-40:])
     assert all(plan.precision == plans[-1].precision for plan in plans[12:])
