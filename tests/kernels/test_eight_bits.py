@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.build import DEVICE, both
-from tests.kernels.test_optimizer_step import Model, draw
+from tests.kernels.build import DEVICE
+from tests.kernels.test_optimizer_step import Model, draw, each_optimizer
 from triaccel_ray.kernels.eight_bits import BLOCK, BLOCK_BYTES, GROUP, decode, encode, num_bytes
 from triaccel_ray.kernels.multi_tensor import TensorTable
 from triaccel_ray.kernels.optimizer_step.api import AdamWStep, SgdStep
 
 # Triton's interpreter computes by NumPy, which warns of NaN and infinity.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-each_optimizer = pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 SIZES = [1, GROUP, BLOCK - 1, BLOCK, 3 * BLOCK + 70]
 
 
@@ -66,7 +65,6 @@ def test_a_second_moment_follows_what_moves_it_by_less_than_a_code() -> None:
 
 def into_codes(model: Model) -> int:
     """Has the model keep the state of every other tensor in codes; returns of how many."""
-    model.table["first"] = TensorTable(len(model.sizes), DEVICE)  # of any size
     chosen = range(0, len(model.sizes), 2)
     for index in chosen:
         for state in (model.first, model.second):
@@ -79,32 +77,24 @@ def into_codes(model: Model) -> int:
 def test_the_kernel_computes_what_its_reference_does(optimizer: str, aligned: bool) -> None:
     kernel, plain = Model(optimizer, aligned=aligned), Model(optimizer, aligned=aligned)
     assert into_codes(kernel) == 4
-    reference = Model(optimizer, kernel=False) if DEVICE.type == "cpu" else None
-    if reference is not None:
+    references = [Model(optimizer, kernel=False)] if DEVICE.type == "cpu" else []
+    for reference in references:
         into_codes(reference)
     for step in range(3):
         gradients = draw(kernel, step)
-        for model in (kernel, plain, reference):
-            if model is not None:
-                model.step(gradients)
+        for model in (kernel, plain, *references):
+            model.step(gradients)
         for index, (mine, exact) in enumerate(zip(kernel.parameters, plain.parameters, strict=True)):
-            if reference is not None:
+            for reference in references:
                 torch.testing.assert_close(mine, reference.parameters[index], rtol=1e-5, atol=1e-5)
             assert (mine - exact).abs().max() < 0.1 * (1 + step)  # the state was near enough
             if index % 2:  # in FP32 beside them
                 torch.testing.assert_close(mine, exact, rtol=1e-6, atol=1e-7)
-
-
-@both
-@each_optimizer
-def test_a_skipped_step_writes_no_code(optimizer: str, kernel: bool) -> None:
-    model = Model(optimizer, kernel=kernel)
-    into_codes(model)
-    model.step(draw(model, 0))
-    before = model.state()
-    model.found.fill_(1.0)
-    model.step(draw(model, 1))
-    assert all(torch.equal(old, new) for old, new in zip(before, model.state(), strict=True))
+    for model in (kernel, *references):
+        before = model.state()
+        model.found.fill_(1.0)  # the step is skipped
+        model.step(draw(model, 3))
+        assert all(map(torch.equal, before, model.state()))
 
 
 @pytest.mark.parametrize("rule", ["momentum", "adamw"])

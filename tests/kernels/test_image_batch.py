@@ -44,17 +44,6 @@ def places(num: int) -> Tensor:
     return (torch.arange(64, dtype=torch.uint8) + 1).reshape(1, 1, 8, 8).repeat(num, 1, 1, 1)
 
 
-def raw(images: Tensor, key: int, padding: int, make: Callable[..., Tensor] = image_batch) -> Tensor:
-    """Returns all images augmented and otherwise as they are, uint8."""
-    device = images.device
-    one, indices = torch.ones(images.shape[1], device=device), torch.arange(len(images), device=device)
-    batch = make(
-        images, indices, one, torch.zeros_like(one), key=torch.tensor(key, device=device), epoch=None,
-        padding=padding, reflect=False, cutout=0, dtype=torch.float32,
-    )  # fmt: skip
-    return batch.to(torch.uint8)
-
-
 def tolerance(dtype: torch.dtype) -> float:
     """Of values up to 3: two roundings in float32, one in the output (through the interpreter a bf16 one truncates)."""
     return 4 * 2 * torch.finfo(torch.float32).eps + (0 if dtype is torch.float32 else 2 * 2 * torch.finfo(dtype).eps)
@@ -63,12 +52,7 @@ def tolerance(dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("shape", "padding", "reflect"),
-    [
-        ((7, 3, 5, 9), 4, False),
-        ((5, 1, 8, 8), 7, True),
-        ((3, 4, 20, 17), 0, False),
-        ((4, 2, 1, 3), 6, False),
-    ],
+    [((7, 3, 5, 9), 4, False), ((5, 1, 8, 8), 7, True), ((3, 4, 20, 17), 0, False), ((4, 2, 1, 3), 6, False)],
 )
 @pytest.mark.parametrize("augmented", [True, False])
 def test_the_kernel_makes_what_float64_makes(
@@ -102,12 +86,16 @@ def test_the_kernel_makes_what_float64_makes(
 
 @pytest.mark.parametrize("key", [0, 2**32, 2**63 - 1, -(2**63), 0x123456789ABCDEF])
 def test_kernel_and_reference_draw_the_same_by_the_key_alone(key: int) -> None:
-    images = places(12)
-    expected = raw(images, key, 4, reference)
+    arguments = [t.to(DEVICE) for t in (places(12), torch.arange(12), torch.ones(1), torch.zeros(1))]
+
+    def made(make: Callable[..., Tensor], key: int) -> Tensor:
+        how: dict[str, Any] = {"epoch": None, "padding": 4, "reflect": False, "cutout": 0, "dtype": torch.float32}
+        return make(*arguments, key=torch.tensor(key, device=DEVICE), **how)
+
+    expected = made(reference, key)
     torch.rand(1)
-    assert torch.equal(raw(images.to(DEVICE), key, 4, kernel).cpu(), expected)
-    assert not torch.equal(raw(images, key ^ 1, 4), expected)
-    assert torch.equal(images, places(12))
+    assert torch.equal(made(kernel, key), expected)
+    assert not torch.equal(made(reference, key ^ 1), expected)
 
 
 @pytest.mark.parametrize(("make", "num"), [(kernel, 48), (image_batch, 2048)])

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.build import DEVICE
 from triaccel_ray.kernels.step_end import LossScaleState, end_step
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def state_of(scale: float = 8.0, growth_interval: int = 3, maximum: float = 2.0**24) -> LossScaleState:
@@ -95,7 +94,6 @@ def test_what_it_cannot_take_is_refused(change: dict[str, Tensor], message: str)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_captured_end_reads_the_state_anew() -> None:
     state, totals = state_of(growth_interval=1), torch.zeros(2, 2, dtype=torch.float64, device=DEVICE)
     loss, found = scalar(2.0), scalar(0.0, torch.float32)
