@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from triaccel_ray.kernels.batch_norm_act.launch import Matrix
-from triaccel_ray.kernels.batch_norm_act.tiling import APPLYING, REDUCING
+from triaccel_ray.kernels.batch_norm_act.launch import APPLYING, REDUCING, Matrix
 from triaccel_ray.kernels.channel_gate import triton as kernels
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,28 +63,24 @@ def image_batch(
             range.
     """
     scalars = {name: scalar for name, scalar in (("key", key), ("epoch", epoch)) if scalar is not None}
-    _check_types(images, indices, scale, shift, scalars, dtype)
-    _check_shapes(images, indices, scale, shift, scalars)
+    _check(images, indices, scale, shift, scalars, dtype)
     if not 0 <= padding <= _MAX_PADDING:
         raise ValueError(f"padding = {padding}: must be between 0 and {_MAX_PADDING} pixels")
     if reflect and padding >= min(images.shape[2:]):
-        raise ValueError(
-            f"padding = {padding}: must be less than the images' edges, {list(images.shape[2:])}, to reflect"
-        )
+        edges = list(images.shape[2:])
+        raise ValueError(f"padding = {padding}: must be less than the images' edges, {edges}, to reflect")
     if not isinstance(cutout, int) or not 0 <= cutout <= _MAX_PADDING:
         raise ValueError(f"cutout = {cutout!r}: must be an integer between 0 and {_MAX_PADDING} pixels")
-    how: dict[str, Any] = {"key": key, "epoch": epoch, "padding": padding, "reflect": reflect}
-    how |= {"cutout": cutout, "dtype": dtype}
-    if not images.is_cuda:
-        return reference(images, indices, scale, shift, **how)
-    from triaccel_ray.kernels.image_batch.triton import (
-        image_batch as launch,  # here: without a GPU triton need not exist
-    )
-
-    return launch(images, indices, scale, shift, **how)
+    make = reference
+    if images.is_cuda:
+        from triaccel_ray.kernels.image_batch.triton import image_batch as make  # without a GPU triton need not exist
+    return make(
+        images, indices, scale, shift,
+        key=key, epoch=epoch, padding=padding, reflect=reflect, cutout=cutout, dtype=dtype,
+    )  # fmt: skip
 
 
-def _check_types(
+def _check(
     images: Tensor, indices: Tensor, scale: Tensor, shift: Tensor, scalars: Mapping[str, Tensor], dtype: torch.dtype
 ) -> None:
     wanted = [("images", images, torch.uint8), ("indices", indices, torch.int64)]
@@ -98,9 +93,6 @@ def _check_types(
             raise ValueError(f"{name} is on {tensor.device}, images on {images.device}: must be on one device")
     if dtype not in _DTYPES:
         raise TypeError(f"dtype = {dtype}: must be one of {', '.join(map(str, _DTYPES))}")
-
-
-def _check_shapes(images: Tensor, indices: Tensor, scale: Tensor, shift: Tensor, scalars: Mapping[str, Tensor]) -> None:
     if images.dim() != 4:
         raise ValueError(f"images have shape {list(images.shape)}: must be [n, channels, height, width]")
     if not images.is_contiguous():

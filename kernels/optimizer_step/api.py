@@ -37,14 +37,13 @@ class _Step(ABC):
 
         `kernel` runs the Triton kernels: by default on a GPU; on a CPU they need Triton's interpreter.
         """
+        device = torch.device(device)
         self._num_tensors = len(sizes)
         self._chunks: Chunks | None = None
         self.rows = torch.zeros(self._NUM_ROWS, len(sizes), device=device)
         """fp32, a row for each hyperparameter, a column for each tensor."""
         self._last: list[list[float]] = []
-        device = torch.device(device)
-        runs_kernel = device.type == "cuda" if kernel is None else kernel
-        if runs_kernel:
+        if device.type == "cuda" if kernel is None else kernel:
             from triaccel_ray.kernels.optimizer_step.triton import CHUNK_SIZE  # imports triton
 
             self._chunks = Chunks(sizes, device, CHUNK_SIZE)
@@ -70,10 +69,21 @@ class _Step(ABC):
             ValueError: a table of another number of tensors, states that are neither fp32 nor uint8, parameters
                 that are neither fp32 nor high words beside low ones, or a scalar that is not one fp32 number.
         """
+        tables = [parameters, gradients, *states, companions]
+        for table in tables:
+            if table.num_tensors != self._num_tensors:
+                raise ValueError(f"a table of {table.num_tensors} tensors: must be of {self._num_tensors}")
+        words = {torch.bfloat16} if torch.int16 in companions.dtypes else set()
+        kept = frozenset().union(*(state.dtypes for state in states)) - {torch.uint8} | (parameters.dtypes - words)
+        if not kept <= {torch.float32}:
+            names = ", ".join(sorted(map(str, kept)))
+            raise ValueError(f"parameters or optimizer state are {names}: must be torch.float32")
         by = Scalars(lr_factor, loss_scale, found_nonfinite)
-        self._check(parameters, states, gradients, companions, by)
+        for name, scalar in vars(by).items():
+            if scalar.dtype is not torch.float32 or scalar.numel() != 1:
+                raise ValueError(f"{name} is {scalar.dtype} {list(scalar.shape)}: must be one float32")
         if self._chunks is None or self._chunks.num_chunks:
-            self._run(self._chunks, [parameters, gradients, *states, companions], by)
+            self._run(self._chunks, tables, by)
 
     @abstractmethod
     def _run(self, chunks: Chunks | None, tables: Sequence[TensorTable], by: Scalars) -> None:
@@ -88,27 +98,6 @@ class _Step(ABC):
         if values != self._last:
             upload(torch.tensor(values, dtype=torch.float64).float(), self.rows)
             self._last = values
-
-    def _check(
-        self,
-        parameters: TensorTable,
-        states: Sequence[TensorTable],
-        gradients: TensorTable,
-        companions: TensorTable,
-        scalars: Scalars,
-    ) -> None:
-        for table in (parameters, *states, gradients, companions):
-            if table.num_tensors != self._num_tensors:
-                raise ValueError(f"a table of {table.num_tensors} tensors: must be of {self._num_tensors}")
-        words = {torch.bfloat16} if torch.int16 in companions.dtypes else set()
-        allowed_states = {torch.float32, torch.uint8}
-        for table, allowed in ((parameters, {torch.float32} | words), *((state, allowed_states) for state in states)):
-            if not table.dtypes <= allowed:
-                names = ", ".join(sorted(map(str, table.dtypes)))
-                raise ValueError(f"parameters or optimizer state are {names}: must be torch.float32")
-        for name, scalar in vars(scalars).items():
-            if scalar.dtype is not torch.float32 or scalar.numel() != 1:
-                raise ValueError(f"{name} is {scalar.dtype} {list(scalar.shape)}: must be one float32")
 
 
 class SgdStep(_Step):
