@@ -1,17 +1,13 @@
 import math
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
-from tests.decide.build import BF16, FP16, FP32, Machine, Run, observation_of, plan_of
+from tests.decide.build import BF16, FP16, Machine, Run, observation_of, plan_of
 from triaccel_ray.config import ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import LayerState
 from triaccel_ray.decide.curvature import lr_scale, remember_curvature, smooth_eigenvalues, smooth_noise
 from triaccel_ray.records.plan import ReasonCode
 from triaccel_ray.records.signals import LayerSignal, NoiseSignal
-
-eigenvalues_of_a_layer = st.lists(st.floats(-1e6, 1e30), min_size=1, max_size=5).map(tuple)
 
 
 def remember(config: CurvatureConfig, state: LayerState, eigenvalues: tuple[float, ...] | None):
@@ -134,27 +130,3 @@ def test_a_hold_lasts_from_one_measurement_to_a_later_lower_one():
         seen.append(run.plan.precision["conv"])
     assert seen == [FP16, *[BF16] * 5, FP16, FP16]
     assert run.plan.lr_scale["conv"] == 1.0 / (1.0 + config.curvature.alpha * 5.0)
-
-
-def test_a_held_layer_still_follows_its_variance_one_level_up():
-    config = ControlConfig(
-        precision=PrecisionConfig(initial=FP16, tau_low=1e-6, tau_high=1e-3, dwell_ticks=1),
-        curvature=CurvatureConfig(tau_curv=5.0),
-    )
-    run = Run(config, Machine(names=("conv",)))
-    seen = []
-    for variance, eigenvalues in [(1e-8, (9.0,)), (1e-8, (9.0,)), (1e-4, None), (1e-4, (0.0,)), (1e-4, (0.0,))]:
-        run.step(LayerSignal(name="conv", variance=variance, eigenvalues=eigenvalues))
-        seen.append(run.plan.precision["conv"])
-    assert seen == [FP16, BF16, FP32, BF16, BF16]
-
-
-@given(st.floats(0.0, 0.9), eigenvalues_of_a_layer, st.floats(0.1, 1e6))
-def test_constant_curvature_changes_the_hold_at_most_once(smoothing, measured, tau_curv):
-    assume(not math.isclose(max(measured), tau_curv))  # rounding of the average decides there
-    config = CurvatureConfig(tau_curv=tau_curv, smoothing=smoothing)
-    state, holds = LayerState(by_variance=BF16), []
-    for _ in range(10):
-        state, reasons = remember(config, state, measured)
-        holds.extend(reason.code for reason in reasons)
-    assert holds in ([], [ReasonCode.CURVATURE])

@@ -89,14 +89,6 @@ def test_a_change_waits_for_the_dwell_and_a_demotion_for_votes_in_a_row(dwell_ti
     assert follow(config, BF16, asked) == expected
 
 
-def test_hold_and_release_do_not_wait_for_the_dwell():
-    config = config_of(dwell_ticks=100)
-    precision, state, reasons = tick(config, BF16, LayerState(by_variance=BF16, held=True), None)
-    assert (precision, reasons[0].code) == (FP32, ReasonCode.CURVATURE)
-    precision, _, reasons = tick(config, FP32, replace(state, held=False), VARIANCE[BF16])
-    assert (precision, reasons[0].code) == (BF16, ReasonCode.CURVATURE_RELEASED)
-
-
 @pytest.mark.parametrize(
     ("before", "asked", "supported", "threshold", "words"),
     [
@@ -120,19 +112,6 @@ def test_a_held_layer_moved_by_its_variance_gives_the_variance_as_reason():
     _, _, (reason,) = tick(config_of(), BF16, LayerState(by_variance=FP16, held=True), VARIANCE[BF16])
     assert reason.code is ReasonCode.VARIANCE
     assert reason.text.endswith("bf16 -> fp32, held one higher by curvature")
-
-
-def test_a_failed_change_is_asked_for_again_only_after_the_dwell():
-    config = config_of(dwell_ticks=3)
-    _, state, _ = tick(config, BF16, LayerState(by_variance=BF16, ticks_since_change=3), VARIANCE[FP32])
-    signal = LayerSignal(name="conv", variance=VARIANCE[FP32])
-    plan, layers = keep_precision(observation_of(plan_of(conv=BF16), signal), {"conv": state})
-    assert plan == {"conv": BF16}
-    state, seen = layers["conv"], []
-    for _ in range(3):
-        precision, state, _ = tick(config, BF16, state, VARIANCE[FP32])
-        seen.append(precision)
-    assert seen == [BF16, BF16, FP32]
 
 
 def test_a_failed_hold_waits_for_the_next_measurement_and_other_layers_lose_nothing():
@@ -182,14 +161,3 @@ def test_precisions_are_supported_and_the_variance_rule_keeps_its_dwell(config, 
         if in_force is not before:
             assert changed_at is None or index - changed_at >= config.dwell_ticks
             changed_at = index
-
-
-@given(precision_configs(), st.sampled_from(Precision), st.floats(0.0, 1.0))
-def test_a_constant_variance_settles_at_what_it_asks_for(config, initial, variance):
-    state, in_force, changes = LayerState(by_variance=initial), initial, 0
-    for _ in range(config.dwell_ticks + config.patience_ticks + 2):
-        precision, state, _ = tick(config, in_force, state, variance)
-        changes += precision is not in_force
-        in_force = precision
-    assert in_force is precision_for_variance(config, variance)
-    assert changes == (in_force is not initial)

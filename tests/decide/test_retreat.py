@@ -194,28 +194,3 @@ def test_a_machine_with_too_little_memory_fails_once_a_cap_at_most(config, machi
             assert decision.plan != observation.plan
             assert run.machine.run(decision.plan)[1] == ()
     assert all(later - earlier > config.oom_cooldown_ticks for earlier, later in pairwise(failed_at))
-
-
-@given(batch_configs(enabled=True), machines(fixed_bytes=0), st.floats(0.05, 1.0))
-def test_a_size_that_could_not_be_captured_is_closed_for_a_cap(config, machine, fraction):
-    run = Run(ControlConfig(batch=config), replace(machine, capturable_bytes=machine.limit_bytes * fraction))
-    closed_at, closed = -config.oom_cooldown_ticks, 0
-    for tick in range(50):
-        observation, decision = run.step()
-        size = observation.plan.batch_size
-        if observation.faults and size > config.minimum:
-            closed_at, closed = tick, size
-            assert decision.plan.batch_size == size - config.granularity
-        assert decision.plan.batch_size < closed or tick - closed_at >= config.oom_cooldown_ticks
-        assert decision.plan.num_micro_batches == config.accumulate
-
-
-@given(batch_configs(enabled=True, bound_by_noise_scale=False), machines(fixed_bytes=0))
-def test_after_a_failure_has_passed_the_batch_grows_back(config, machine):
-    run = Run(ControlConfig(batch=config), replace(machine, capacity_bytes=machine.limit_bytes * 0.1))
-    run.batch_sizes(20)
-    run.machine = machine
-    largest = max(run.batch_sizes(150))
-    assert (
-        machine.used_bytes(run.plan, largest) >= config.rho_low * machine.limit_bytes or largest == ladder(config)[-1]
-    )

@@ -13,6 +13,7 @@ from tests.decide.build import (
     Run,
     apply_failed,
     capture_out_of_memory,
+    codes,
     control_configs,
     eventful_run,
     machines,
@@ -33,10 +34,6 @@ CONFIG = ControlConfig(
     batch=BatchConfig(lr_rule="linear"),
 )
 NAMES = [("conv", tuple(Precision)), ("head", tuple(Precision))]
-
-
-def codes(decision: Decision, subject: str) -> list[ReasonCode]:
-    return [reason.code for reason in decision.reasons if reason.subject == subject]
 
 
 def first_tick(config: ControlConfig, *layers: LayerSignal, **others: object) -> Decision:
