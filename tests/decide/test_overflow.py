@@ -9,7 +9,7 @@ import pytest
 from tests.decide.build import BF16, FP16, FP32, Machine, Run, apply_failed, observation_of, plan_of
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import ControlState, Decision, LayerState
-from triaccel_ray.decide.overflow import bar_overflowing
+from triaccel_ray.decide.precision import bar_overflowing
 from triaccel_ray.records.plan import Precision, ReasonCode
 from triaccel_ray.records.signals import LayerSignal
 
