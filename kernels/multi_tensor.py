@@ -23,15 +23,10 @@ class Chunks:
     def __init__(self, sizes: Sequence[int], device: torch.device, chunk_size: int = 4096) -> None:
         """Lays out the tables for `sizes` (elements per tensor) on `device`.
 
-        Raises:
-            ValueError: a negative size, or a chunk size that is no power of two from 16 on (a program's vectors and
-                the 16-byte alignment of its first element need one).
+        The chunk size is a power of two from 16 on, which a program's vectors and the 16-byte alignment of its first
+        element need.
         """
-        if chunk_size < 16 or chunk_size & (chunk_size - 1):
-            raise ValueError(f"chunk_size is {chunk_size}: must be a power of two, at least 16")
         size = torch.tensor(list(sizes), dtype=torch.int64)
-        if (size < 0).any():
-            raise ValueError(f"sizes holds {int(size.min())}: a tensor has at least 0 elements")
         chunks_per_tensor = (size + chunk_size - 1) // chunk_size
         tensor = torch.repeat_interleave(torch.arange(len(size)), chunks_per_tensor)
         first_chunk = chunks_per_tensor.cumsum(0) - chunks_per_tensor

@@ -66,8 +66,8 @@ class _Step(ABC):
         fp32 scalars on the device.
 
         Raises:
-            ValueError: a table of another number of tensors, states that are neither fp32 nor uint8, parameters
-                that are neither fp32 nor high words beside low ones, or a scalar that is not one fp32 number.
+            ValueError: a table of another number of tensors, states that are neither fp32 nor uint8, or parameters
+                that are neither fp32 nor high words beside low ones.
         """
         tables = [parameters, gradients, *states, companions]
         for table in tables:
@@ -79,9 +79,6 @@ class _Step(ABC):
             names = ", ".join(sorted(map(str, kept)))
             raise ValueError(f"parameters or optimizer state are {names}: must be torch.float32")
         by = Scalars(lr_factor, loss_scale, found_nonfinite)
-        for name, scalar in vars(by).items():
-            if scalar.dtype is not torch.float32 or scalar.numel() != 1:
-                raise ValueError(f"{name} is {scalar.dtype} {list(scalar.shape)}: must be one float32")
         if self._chunks is None or self._chunks.num_chunks:
             self._run(self._chunks, tables, by)
 
@@ -91,9 +88,6 @@ class _Step(ABC):
 
     def _upload(self, rows: Sequence[Sequence[float]]) -> None:
         """Copies the rows to the device if they are not the last ones."""
-        for row in rows:
-            if len(row) != self._num_tensors:
-                raise ValueError(f"{len(row)} values for {self._num_tensors} tensors: give one for each")
         values = [[float(value) for value in row] for row in rows]
         if values != self._last:
             upload(torch.tensor(values, dtype=torch.float64).float(), self.rows)
@@ -116,11 +110,7 @@ class SgdStep(_Step):
         momentum: Sequence[float],
         nesterov: Sequence[bool],
     ) -> None:
-        """Uploads the values, one per tensor, when they differ from the last; does not wait for the device.
-
-        Raises:
-            ValueError: a sequence has another length than the number of tensors.
-        """
+        """Uploads the values, one per tensor, when they differ from the last; does not wait for the device."""
         self._upload([lr, weight_decay, momentum, nesterov])
 
     def _run(self, chunks: Chunks | None, tables: Sequence[TensorTable], by: Scalars) -> None:
@@ -160,13 +150,7 @@ class AdamWStep(_Step):
         """Uploads the values, one per tensor, when they differ from the last; does not wait for the device.
 
         `decoupled` weight decay shrinks the parameter (AdamW), the other kind is added to the gradient (Adam).
-
-        Raises:
-            ValueError: a sequence has another length than the number of tensors, or a beta is not in [0, 1).
         """
-        for beta in (*beta1, *beta2):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"a beta is {beta}: must be in [0, 1)")
         self._upload([lr, weight_decay, *_beta_rows(beta1), *_beta_rows(beta2), eps, decoupled])
 
     def _run(self, chunks: Chunks | None, tables: Sequence[TensorTable], by: Scalars) -> None:

@@ -196,24 +196,6 @@ def test_more_chunks_than_are_read_at_once(kernel: bool, monkeypatch: pytest.Mon
     assert stats.average.tolist() == [0.0, pytest.approx(expected, rel=RTOL)]
 
 
-@pytest.mark.parametrize(("groups", "beta", "says"), [
-    ([0], 0.9, "1 groups for 2 sizes"), ([0, 2], 0.9, "groups holds 2"), ([-1, 0], 0.9, "groups holds -1"),
-    ([0, 1], 1.0, "beta is 1.0"),
-])  # fmt: skip
-def test_bad_construction_is_refused(groups: list[int | None], beta: float, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        GradStats([1, 2], groups, num_groups=2, beta=beta, device=torch.device("cpu"))
-
-
-def test_bad_updates_are_refused() -> None:
-    stats = stats_of(kernel=False)
-    with pytest.raises(ValueError, match="a table of 1 gradients: must be of 7"):
-        stats.update(TensorTable(1, DEVICE), torch.ones(()))
-    for scale in (torch.ones((), dtype=torch.float64), torch.ones(2)):
-        with pytest.raises(ValueError, match="must be one float32"):
-            stats.update(TensorTable(7, DEVICE), scale)
-
-
 class TestOnAGpu:
     pytestmark = pytest.mark.gpu
 

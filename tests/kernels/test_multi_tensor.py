@@ -30,14 +30,6 @@ def test_chunks_of_more_elements_than_32_bits_count() -> None:
     assert (chunks.tensor.dtype, chunks.start.dtype, chunks.length.dtype) == (torch.int32, torch.int64, torch.int32)
 
 
-@pytest.mark.parametrize(("sizes", "chunk_size", "says"), [
-    ([1], 8, "chunk_size is 8"), ([1], 100, "power of two"), ([3, -1], 16, "sizes holds -1"),
-])  # fmt: skip
-def test_bad_chunks_are_refused(sizes: list[int], chunk_size: int, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        Chunks(sizes, CPU, chunk_size)
-
-
 def test_a_table_names_tensors_and_absent_ones_and_is_uploaded_when_something_changed() -> None:
     tensors = [torch.ones(3), None, torch.ones(2, dtype=torch.bfloat16), torch.ones(1, dtype=torch.float16), None]
     table = TensorTable(5, CPU)

@@ -78,10 +78,3 @@ def test_words_are_stepped_as_the_numbers_would_be(optimizer: str, kernel: bool,
             joined = mine if low is None or low.dtype is not torch.int16 else join(mine, low)
             assert torch.equal(joined, theirs)
     assert all(map(torch.equal, words.first, plain.first))
-
-
-def test_a_bf16_parameter_without_its_low_words_is_refused() -> None:
-    model = Model("sgd")
-    model.table["parameters"].point_to([p.bfloat16() for p in model.parameters])
-    with pytest.raises(ValueError, match=r"parameters or optimizer state are torch\.bfloat16: must be torch\.float32"):
-        model.launch()
