@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,8 +9,6 @@ from torch import Tensor
 from tests.kernels.build import DEVICE
 from tests.kernels.test_optimizer_step import Model, draw, each_optimizer
 from triaccel_ray.kernels.eight_bits import BLOCK, BLOCK_BYTES, GROUP, decode, encode, num_bytes
-from triaccel_ray.kernels.multi_tensor import TensorTable
-from triaccel_ray.kernels.optimizer_step.api import AdamWStep, SgdStep
 
 # Triton's interpreter computes by NumPy, which warns of NaN and infinity.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -95,30 +91,3 @@ def test_the_kernel_computes_what_its_reference_does(optimizer: str, aligned: bo
         model.found.fill_(1.0)  # the step is skipped
         model.step(draw(model, 3))
         assert all(map(torch.equal, before, model.state()))
-
-
-@pytest.mark.parametrize("rule", ["momentum", "adamw"])
-def test_a_long_run_ends_as_low_as_with_fp32_state(rule: str) -> None:
-    size, ends = 8 * GROUP, []
-    curvature = torch.logspace(-2, 0, size)
-    for in_codes in (False, True):
-        parameter, gradient = torch.ones(size), torch.zeros(size)
-        kinds = [torch.zeros(num_bytes(size), dtype=torch.uint8) if in_codes else torch.zeros(size) for _ in range(2)]
-        states = kinds[:1] if rule == "momentum" else [*kinds, torch.zeros(())]
-        tables = [TensorTable(1, torch.device("cpu")) for _ in range(3 + len(states))]
-        for table, tensor in zip(tables, (parameter, gradient, None, *states), strict=True):
-            table.point_to([tensor])
-        step = (SgdStep if rule == "momentum" else AdamWStep)([size], torch.device("cpu"))
-        if isinstance(step, SgdStep):
-            step.set(lr=[0.05], weight_decay=[0.0], momentum=[0.9], nesterov=[False])
-        else:
-            betas = {"beta1": [0.9], "beta2": [0.999], "eps": [1e-8]}
-            step.set(lr=[3e-3], weight_decay=[0.0], decoupled=[True], **betas)
-        by = {"loss_scale": torch.ones(()), "found_nonfinite": torch.zeros(())}
-        noise = torch.Generator().manual_seed(0)
-        for index in range(2000):
-            gradient.copy_(curvature * parameter + 0.1 * curvature * torch.randn(size, generator=noise))
-            lr_factor = torch.tensor(0.5 * (1 + math.cos(math.pi * index / 2000)))
-            step.step(tables[0], tables[1], tables[3:], tables[2], lr_factor=lr_factor, **by)
-        ends.append(float((curvature * parameter.square()).sum()))
-    assert ends[1] <= 1.1 * ends[0] + 1e-4

@@ -134,10 +134,12 @@ def test_a_square_is_cut_out_of_the_finished_image(cutout: int, reflect: bool) -
             assert torch.equal(image, found)
 
 
-def chi_square(counts: Tensor) -> float:
-    """Returns sum (seen - expected)^2 / expected against the uniform distribution over all entries."""
-    expected = counts.double().mean()
-    return float(((counts.double() - expected) ** 2 / expected).sum())
+def assert_uniform(drawn: Tensor, size: int) -> None:
+    """Asserts by a chi-square test that each of `size` outcomes was drawn equally often."""
+    counts = torch.bincount(drawn, minlength=size).double()
+    found = float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
+    # Its mean is the degrees of freedom, its variance twice that; five standard deviations.
+    assert abs(found - (size - 1)) < 5 * (2 * (size - 1)) ** 0.5
 
 
 @pytest.mark.parametrize("padding", [1, 4])
@@ -150,22 +152,16 @@ def test_offsets_are_uniform_and_independent_of_each_other(padding: int, by: str
         keys = torch.randint(2**63 - 1, (num,), generator=generator(3))
         rows, columns, mirrored = (drawn.flatten() for drawn in draw(keys.view(-1, 1), 1, padding))
     span = 2 * padding + 1
-    joint = (rows * span + columns) * 2 + mirrored.long()
-    degrees = 2 * span**2 - 1
-    # The chi-square's mean is its degrees of freedom, its variance twice that; five standard deviations.
-    assert abs(chi_square(torch.bincount(joint, minlength=degrees + 1)) - degrees) < 5 * (2 * degrees) ** 0.5
+    assert_uniform((rows * span + columns) * 2 + mirrored.long(), 2 * span**2)
     # Neighbours in the batch, and the same place under neighbouring keys, have nothing to do with one another.
-    pairs = rows[:-1] * span + rows[1:]
-    assert abs(chi_square(torch.bincount(pairs, minlength=span**2)) - span**2 + 1) < 5 * (2 * span**2) ** 0.5
+    assert_uniform(rows[:-1] * span + rows[1:], span**2)
 
 
 def test_successive_keys_and_centres_have_nothing_to_do_with_offsets() -> None:
-    num = 100_000
-    first, second = (draw(torch.tensor(key), num, 4)[0] for key in (11, 12))
-    rows, columns = draw_centres(torch.tensor(11), num, 32, 32)
+    first, second = (draw(torch.tensor(key), 100_000, 4)[0] for key in (11, 12))
+    rows, columns = draw_centres(torch.tensor(11), 100_000, 32, 32)
     for joint, size in ((first * 9 + second, 81), (rows * 32 + columns, 1024), (first * 32 + rows, 288)):
-        counts = torch.bincount(joint, minlength=size)
-        assert abs(chi_square(counts) - (size - 1)) < 5 * (2 * (size - 1)) ** 0.5
+        assert_uniform(joint, size)
 
 
 def test_no_index_gives_no_image() -> None:
