@@ -12,8 +12,9 @@ from triaccel_ray.config import (
     ExecutionConfig,
     LossScaleConfig,
     PrecisionConfig,
+    check_field,
+    in_bounds,
 )
-from triaccel_ray.records.ranges import in_bounds
 
 INF, NAN = math.inf, math.nan
 ABOVE_ONE, BELOW_ZERO = math.nextafter(1.0, 2.0), -math.ulp(0.0)
@@ -72,6 +73,12 @@ def test_a_bad_value_is_refused_with_name_value_and_rule(config, field, name, ru
         with pytest.raises(ValueError, match=" = ") as error:
             config(**{field: value})
         assert str(error.value) == f"{name} = {value!r}: must {rule}"
+
+
+def test_a_number_without_bounds_has_its_type():
+    check_field("epochs", 3, int)
+    with pytest.raises(ValueError, match=r"epochs = 1\.5: must be an integer$"):
+        check_field("epochs", 1.5, int)
 
 
 @pytest.mark.parametrize(
