@@ -55,7 +55,7 @@ class Call:
 
 
 def launch(call: Call, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, ...]:
-    """Returns the output, twice when forked; `batch_norm_act.api` describes and checks the arguments."""
+    """Returns the output, twice when forked; `batch_norm_act.api` describes the arguments."""
     outputs: Tensor | tuple[Tensor, ...] = _BatchNormAct.apply(call, x, weight, bias, residual)
     return outputs
 

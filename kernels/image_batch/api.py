@@ -55,7 +55,7 @@ def image_batch(
 
     Raises:
         TypeError: images are not uint8, or `dtype` is none of the above.
-        ValueError: images have another shape or memory layout, or edges that `padding` does not fit to reflect.
+        ValueError: images have another shape, or edges that `padding` does not fit to reflect.
     """
     if images.dtype is not torch.uint8:
         raise TypeError(f"images is {images.dtype}: must be torch.uint8")
@@ -63,8 +63,6 @@ def image_batch(
         raise TypeError(f"dtype = {dtype}: must be one of {', '.join(map(str, _DTYPES))}")
     if images.dim() != 4:
         raise ValueError(f"images have shape {list(images.shape)}: must be [n, channels, height, width]")
-    if not images.is_contiguous():
-        raise ValueError(f"images have strides {images.stride()}: must be contiguous; call .contiguous() once")
     if reflect and padding >= min(images.shape[2:]):
         edges = list(images.shape[2:])
         raise ValueError(f"padding = {padding}: must be less than the images' edges, {edges}, to reflect")
