@@ -1,8 +1,5 @@
 """The kernels as one differentiable function."""
 
-# mypy: disable-error-code="no-untyped-call"
-# (torch.autograd.Function.apply has no types)
-
 from __future__ import annotations
 
 import functools

@@ -1,8 +1,5 @@
 """The kernels as two differentiable functions that share one backward pass over memory."""
 
-# mypy: disable-error-code="no-untyped-call"
-# (torch.autograd.Function.apply has no types)
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

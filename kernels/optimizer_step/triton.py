@@ -1,9 +1,5 @@
 """Optimizer steps over all tensors of a model, one launch each (AdamW: a second, tiny one that counts)."""
 
-# ruff: noqa: N803  constants of a compilation are written in capitals, as everywhere in Triton
-# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
-# (Triton ships no types, and compiles no annotation but its own)
-
 from __future__ import annotations
 
 import torch
