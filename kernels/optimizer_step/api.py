@@ -119,7 +119,7 @@ class SgdStep(_Step):
             return
         from triaccel_ray.kernels.optimizer_step.triton import launch_sgd
 
-        launch_sgd(chunks, *tables, rows=self.rows, by=by)
+        launch_sgd(chunks, tables, rows=self.rows, by=by)
 
 
 class AdamWStep(_Step):
@@ -159,7 +159,7 @@ class AdamWStep(_Step):
             return
         from triaccel_ray.kernels.optimizer_step.triton import launch_adamw
 
-        launch_adamw(chunks, *tables, rows=self.rows, corrections=self._corrections, by=by)
+        launch_adamw(chunks, tables, rows=self.rows, corrections=self._corrections, by=by)
 
 
 def _beta_rows(betas: Sequence[float]) -> list[Sequence[float]]:
