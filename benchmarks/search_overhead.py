@@ -48,6 +48,10 @@ TARGET_S = 1.5
 """Between two trials: 5% of a search of 30-second trials."""
 
 
+Span = tuple[float, float]
+"""When a trial's training began and ended."""
+
+
 @dataclass
 class Contender:
     """What one way to search took, over all rounds."""
@@ -58,34 +62,28 @@ class Contender:
     """From the end of one trial's training to the beginning of the next one's."""
     num_trials: int = 0
 
-    def add(self, seconds: float, spans: Sequence[tuple[float, float]]) -> None:
-        """Takes in one round: its time, and when each trial's training began and ended."""
-        ordered = sorted(spans)
+    def add(self, seconds: float, spans: Sequence[Span]) -> None:
+        """Takes in one round."""
         self.seconds.append(seconds)
-        self.gaps += [later[0] - earlier[1] for earlier, later in itertools.pairwise(ordered)]
+        self.gaps += [later[0] - earlier[1] for earlier, later in itertools.pairwise(sorted(spans))]
         self.num_trials += len(spans)
 
 
-def train_plainly(rate: float) -> tuple[float, float, float]:
-    """Trains one epoch as a tutorial does; returns when it began, when it ended, and the accuracy in percent."""
+def train_plainly() -> tuple[Span, float]:
+    """Trains one epoch as a tutorial does; returns when, and the accuracy in percent."""
     task = Trivial()
-    splits = task.data(Purpose.SEARCH)
-    model = task.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, fused=True)
+    splits, model = task.data(Purpose.SEARCH), task.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
     began = time.time()
     for indices in torch.randperm(len(splits.train)).split(32):
         inputs, targets = splits.train.batch(indices, None)
-        loss = nn_loss(model(inputs), targets)
-        loss.backward()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
         inputs, targets = splits.held_out.batch(torch.arange(len(splits.held_out)), None)
         accuracy = 100.0 * (model(inputs).argmax(dim=-1) == targets).float().mean().item()
-    return began, time.time(), accuracy
-
-
-nn_loss = torch.nn.functional.cross_entropy
+    return (began, time.time()), accuracy
 
 
 class BareTrial(tune.Trainable):
@@ -100,11 +98,11 @@ class BareTrial(tune.Trainable):
 
     def step(self) -> dict[str, Any]:
         """Trains one epoch, and is done."""
-        began, ended, accuracy = train_plainly(0.05)
-        return {"objective": accuracy, "began": began, "ended": ended, "done": True}
+        span, accuracy = train_plainly()
+        return {"objective": accuracy, "span": span, "done": True}
 
 
-def ours(folder: Path, num_trials: int) -> list[tuple[float, float]]:
+def ours(folder: Path, num_trials: int) -> list[Span]:
     """Runs the trials as `triaccel search` does; returns when each began and ended."""
     base = run_spec(TASK, data_dir=None, recipe={}, device="cpu", memory_headroom_bytes=HEADROOM_BYTES)
     spec = SearchSpec(base=base, space=SPACE, num_trials=num_trials, objective="accuracy")
@@ -115,7 +113,7 @@ def ours(folder: Path, num_trials: int) -> list[tuple[float, float]]:
     return [(times[0], times[-1]) for times in logs]
 
 
-def bare_tune(folder: Path, num_trials: int) -> list[tuple[float, float]]:
+def bare_tune(folder: Path, num_trials: int) -> list[Span]:
     """Runs as many trials under Ray Tune alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Tune announces its own deprecations
@@ -134,18 +132,18 @@ def bare_tune(folder: Path, num_trials: int) -> list[tuple[float, float]]:
             ),
         ).fit()
     ends = [results[index].metrics or {} for index in range(len(results))]
-    return [(end["began"], end["ended"]) for end in ends if "ended" in end]
+    return [end["span"] for end in ends if "span" in end]
 
 
-def optuna_alone(folder: Path, num_trials: int) -> list[tuple[float, float]]:
+def optuna_alone(folder: Path, num_trials: int) -> list[Span]:
     """Runs as many trials in this process."""
-    spans: list[tuple[float, float]] = []
+    spans: list[Span] = []
 
     def objective(trial: optuna.Trial) -> float:
         for name, domain in search_space(SPACE).items():
             trial.suggest_float(name, domain.lower, domain.upper)
-        began, ended, accuracy = train_plainly(0.05)
-        spans.append((began, ended))
+        span, accuracy = train_plainly()
+        spans.append(span)
         return accuracy
 
     optuna.create_study(direction="maximize", sampler=sampler()).optimize(objective, n_trials=num_trials)
@@ -186,33 +184,21 @@ def faults(figures: Mapping[str, Contender], *, num_trials: int) -> list[str]:
     return found
 
 
-def show(name: str, values: Sequence[float], scale: float = 1.0, unit: str = "s") -> str:
-    """Returns one line: n, median, spread."""
-    scaled = [scale * value for value in values]
-    spread = f"{min(scaled):.2f} to {max(scaled):.2f}"
-    return f"  {name:48s} {statistics.median(scaled):9.2f} {unit}   {spread}   n {len(scaled)}"
-
-
 def main() -> int:
     """Measures and prints; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    print(
-        f"{os.cpu_count()} CPUs, Ray {ray.__version__}, Optuna {optuna.__version__}, PyTorch {torch.__version__}; "
-        f"{given.trials} trials, {given.rounds} rounds"
-    )
+    versions = f"Ray {ray.__version__}, Optuna {optuna.__version__}, PyTorch {torch.__version__}"
+    print(f"{os.cpu_count()} CPUs, {versions}; {given.trials} trials, {given.rounds} rounds")
     figures = measure_trials(given.trials, given.rounds)
     for name, contender in figures.items():
-        print(name)
-        print(show("all trials", contender.seconds))
-        print(show("between two trials on a warm actor", contender.gaps, 1e3, "ms"))
-    median = statistics.median(figures["triaccel"].gaps)
-    print(f"between trials: {median:.2f} s, {median / 30:.1%} of a search of 30-second trials (at most {TARGET_S} s)")
+        for what, values in (("all trials", contender.seconds), ("between two trials", contender.gaps)):
+            spread = f"({min(values):.3f} to {max(values):.3f}, n {len(values)})"
+            print(f"{name:14s} {what:18s} {statistics.median(values):8.3f} s {spread}")
     found = faults(figures, num_trials=given.trials * given.rounds)
-    for fault in found:
-        print(fault)
+    print(*found, sep="\n")
     return int(bool(found))
 
 

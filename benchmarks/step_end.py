@@ -1,24 +1,22 @@
 """The end of a training step (loss, sample count, loss scale) beside PyTorch: `python -m benchmarks.step_end`.
 
-Microseconds a call, from replays of a CUDA graph: a handful of scalars, so that launches are all there is to save.
-Times nothing and exits with 1 when a result is wrong.
+A handful of scalars, so that launches are all there is to save.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from benchmarks.timing import describe_machine, time_calls
+from benchmarks.timing import Timing, report, time_calls
 from triaccel_ray.kernels.step_end import LossScaleState, end_step
 from triaccel_ray.kernels.step_end.reference import end_step as reference
 
-NUM_SAMPLES = 96
+OVERFLOWS = [False, False, False, True, False, True, True, False, False, False]
 
 
 class Setup:
@@ -40,35 +38,28 @@ class Setup:
 
     def run(self, how: Callable[..., None]) -> None:
         """Ends one step."""
-        how(self.loss_sum, NUM_SAMPLES, self.totals, self.found, self.state, moves_scale=True)
+        how(self.loss_sum, 96, self.totals, self.found, self.state, moves_scale=True)
 
-    def results(self, how: Callable[..., None], overflows: Iterable[bool]) -> list[Tensor]:
+    def results(self, how: Callable[..., None]) -> list[Tensor]:
         """Returns everything that has changed after steps of which some overflowed."""
-        for overflow in overflows:
+        for overflow in OVERFLOWS:
             self.found.fill_(float(overflow))
             self.run(how)
         state = self.state
         return [self.totals, state.scale, state.num_finite, state.num_skipped, state.num_skipped_in_row]
 
 
-def main() -> int:
-    """Prints the figures; returns 1 when a result is wrong."""
-    if not torch.cuda.is_available():
-        print("needs an NVIDIA GPU")
-        return 1
-    overflows = [False, False, False, True, False, True, True, False, False, False]
-    ours, exact = (Setup().results(how, overflows) for how in (end_step, reference))
-    if not all(map(torch.equal, ours, exact)):
-        print("WRONG: the kernel's totals or loss scale are not the reference's")
-        return 1
-    print(describe_machine())
-    ways = {"triaccel_ray.kernels.step_end": end_step, "PyTorch": reference, "torch.compile": torch.compile(reference)}
-    for name, how in ways.items():
-        times = time_calls(name, [partial(Setup().run, how)], floor=1.0).microseconds
-        cuts = statistics.quantiles(times, n=20)
-        print(f"{name:20} {statistics.median(times):6.2f} us  p5-p95 {cuts[0]:.2f} - {cuts[-1]:.2f}  n {len(times)}")
-    return 0
+def wrong() -> Iterator[str]:
+    """Yields what is wrong with the kernel."""
+    if not all(map(torch.equal, Setup().results(end_step), Setup().results(reference))):
+        yield "the kernel's totals or loss scale are not the reference's"
+
+
+def figures() -> Iterator[Timing]:
+    """Yields the times."""
+    for name, how in {"kernel": end_step, "PyTorch": reference, "torch.compile": torch.compile(reference)}.items():
+        yield time_calls(name, [partial(Setup().run, how)])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(wrong, figures))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,8 @@ class Timing:
 
     name: str
     microseconds: Sequence[float]
-    floor: float
-    """Time in which the fewest possible bytes pass; see `floor_us`."""
+    floor: float | None
+    """Time in which the fewest possible bytes pass; see `floor_us`. None where launches are all there is to save."""
 
     @property
     def median(self) -> float:
@@ -30,15 +30,15 @@ class Timing:
 
     def __str__(self) -> str:
         cuts = statistics.quantiles(self.microseconds, n=20)
-        return (
-            f"{self.name:58s} {self.median:8.1f} us  p5-p95 {cuts[0]:7.1f} -{cuts[-1]:7.1f}  n {len(self.microseconds)}"
-            f"  {self.median / self.floor:5.2f} x the floor of {self.floor:.1f} us"
-        )
+        spread = f"p5-p95 {cuts[0]:7.1f} -{cuts[-1]:7.1f}  n {len(self.microseconds)}"
+        beside = "" if self.floor is None else f"  {self.median / self.floor:5.2f} x the floor of {self.floor:.1f} us"
+        return f"{self.name:58s} {self.median:8.1f} us  {spread}{beside}"
 
 
-def time_calls(name: str, calls: Sequence[Callable[[], object]], floor: float) -> Timing:
+def time_calls(name: str, calls: Sequence[Callable[[], object]], floor: float | None = None) -> Timing:
     """Returns the time of one call, over replays of a graph that goes round `calls` several times."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
             call()
@@ -50,14 +50,19 @@ def time_calls(name: str, calls: Sequence[Callable[[], object]], floor: float) -
                 call()
     for _ in range(5):
         graph.replay()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPLAYS)]
+    times = [1e3 * ms / (ROUNDS * len(calls)) for ms in _event_ms(graph.replay, REPLAYS)]
+    return Timing(name, times, floor)
+
+
+def _event_ms(work: Callable[[], object], count: int) -> list[float]:
+    """Returns the milliseconds on the device of each of `count` calls."""
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
     for begin, end in events:
         begin.record()
-        graph.replay()
+        work()
         end.record()
     torch.cuda.synchronize()
-    times = [1e3 * begin.elapsed_time(end) / (ROUNDS * len(calls)) for begin, end in events]
-    return Timing(name, times, floor)
+    return [begin.elapsed_time(end) for begin, end in events]
 
 
 @functools.cache
@@ -65,15 +70,7 @@ def copy_bytes_per_second() -> float:
     """Returns what a copy of 1 GiB on this GPU moves, bytes read and written; measured once a process."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    times_ms = []
-    for _ in range(10):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        times_ms.append(begin.elapsed_time(end))
-    return float(2 * 2**30 / (statistics.median(times_ms) / 1e3))
+    return 2 * 2**30 / (statistics.median(_event_ms(lambda: target.copy_(source), 10)) / 1e3)
 
 
 def floor_us(num_bytes: float) -> float:
@@ -81,7 +78,17 @@ def floor_us(num_bytes: float) -> float:
     return 1e6 * num_bytes / copy_bytes_per_second()
 
 
-def describe_machine() -> str:
-    """Returns the GPU, what a large copy moves on it, and the versions that the figures hold for."""
+def report(wrong: Callable[[], Iterable[str]], figures: Callable[[], Iterable[object]]) -> int:
+    """Prints the machine and the figures; where a result is wrong, that alone, and returns 1."""
+    if not torch.cuda.is_available():
+        print("needs an NVIDIA GPU")
+        return 1
+    torch.manual_seed(0)
+    if faults := list(wrong()):
+        print(*(f"WRONG: {fault}" for fault in faults), sep="\n")
+        return 1
     rate = f"a copy of 1 GiB moves {copy_bytes_per_second() / 1e9:.0f} GB/s"
-    return f"{torch.cuda.get_device_name()}, {rate}, PyTorch {torch.__version__}, Triton {triton.__version__}"
+    print(f"{torch.cuda.get_device_name()}, {rate}, PyTorch {torch.__version__}, Triton {triton.__version__}")
+    for line in figures():
+        print(line, flush=True)
+    return 0

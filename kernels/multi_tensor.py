@@ -23,15 +23,10 @@ class Chunks:
     def __init__(self, sizes: Sequence[int], device: torch.device, chunk_size: int = 4096) -> None:
         """Lays out the tables for `sizes` (elements per tensor) on `device`.
 
-        Raises:
-            ValueError: a negative size, or a chunk size that is no power of two from 16 on (a program's vectors and
-                the 16-byte alignment of its first element need one).
+        The chunk size is a power of two from 16 on, which a program's vectors and the 16-byte alignment of its first
+        element need.
         """
-        if chunk_size < 16 or chunk_size & (chunk_size - 1):
-            raise ValueError(f"chunk_size is {chunk_size}: must be a power of two, at least 16")
         size = torch.tensor(list(sizes), dtype=torch.int64)
-        if (size < 0).any():
-            raise ValueError(f"sizes holds {int(size.min())}: a tensor has at least 0 elements")
         chunks_per_tensor = (size + chunk_size - 1) // chunk_size
         tensor = torch.repeat_interleave(torch.arange(len(size)), chunks_per_tensor)
         first_chunk = chunks_per_tensor.cumsum(0) - chunks_per_tensor
@@ -56,13 +51,7 @@ class TensorTable:
     A captured CUDA graph reads the table at each replay, so the tensors may be named after the capture.
     """
 
-    def __init__(
-        self,
-        num_tensors: int,
-        device: torch.device,
-        *,
-        sizes: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, num_tensors: int, device: torch.device, *, sizes: Sequence[int] | None = None) -> None:
         """Begins with every tensor absent; `sizes` are what `point_to` accepts (None: any)."""
         self.num_tensors, self.device = num_tensors, torch.device(device)
         self._sizes = None if sizes is None else list(sizes)
@@ -74,20 +63,19 @@ class TensorTable:
         self._codes = self._packed[self._codes_at :].view(torch.int32)[:num_tensors]
         self.dtypes: frozenset[torch.dtype] = frozenset()
         """The dtypes among the tensors last named."""
-        self._last = [0] * num_tensors, [0] * num_tensors
         self._tensors: tuple[Tensor | None, ...] = (None,) * num_tensors
-        self._pending: tuple[list[int], list[int]] | None = None
+        self._named = self._uploaded = [0] * num_tensors, [0] * num_tensors
 
     @property
     def addresses(self) -> Tensor:
         """Device addresses, int64 [num_tensors]; 0: absent."""
-        self._pack_on_cpu()
+        self._upload_on_cpu()
         return self._addresses
 
     @property
     def codes(self) -> Tensor:
         """Values of `DTYPE_CODES`, int32 [num_tensors]; 0: absent."""
-        self._pack_on_cpu()
+        self._upload_on_cpu()
         return self._codes
 
     @property
@@ -118,34 +106,29 @@ class TensorTable:
                 self._check(index, tensor)
         self.dtypes = frozenset(tensor.dtype for tensor in tensors if tensor is not None)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        self._pending = addresses, [0 if tensor is None else DTYPE_CODES[tensor.dtype] for tensor in tensors]
+        self._named = addresses, [0 if tensor is None else DTYPE_CODES[tensor.dtype] for tensor in tensors]
         if self.device.type == "cpu":
-            self._tensors = tuple(tensors)  # nothing reads the table but Triton's interpreter, which asks for it
+            self._tensors = tuple(tensors)
         elif upload:
-            self._pack()
+            self.upload_named()
 
     def upload_named(self) -> None:
         """Brings to the device what was named without `upload`."""
-        self._pack()
+        if self._named == self._uploaded:
+            return
+        addresses, codes = self._uploaded = self._named
+        packed = torch.zeros(self._packed.shape, dtype=torch.int64)
+        packed[: self.num_tensors] = torch.tensor(addresses, dtype=torch.int64)
+        packed[self._codes_at :].view(torch.int32)[: self.num_tensors] = torch.tensor(codes, dtype=torch.int32)
+        upload(packed, self._packed)
 
     def forget(self) -> None:
         """Lets go of the tensors on a CPU; on a GPU, where none are held, kernels go on reading the addresses."""
         self._tensors = (None,) * self.num_tensors
 
-    def _pack_on_cpu(self) -> None:
-        if self.device.type == "cpu":
-            self._pack()
-
-    def _pack(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is None or pending == self._last:
-            return
-        addresses, codes = pending
-        packed = torch.zeros(self._packed.shape, dtype=torch.int64)
-        packed[: self.num_tensors] = torch.tensor(addresses, dtype=torch.int64)
-        packed[self._codes_at :].view(torch.int32)[: self.num_tensors] = torch.tensor(codes, dtype=torch.int32)
-        upload(packed, self._packed)
-        self._last = pending
+    def _upload_on_cpu(self) -> None:
+        if self.device.type == "cpu":  # where nothing reads the table but Triton's interpreter, which asks for it
+            self.upload_named()
 
     def _check(self, index: int, tensor: Tensor) -> None:
         if tensor.dtype not in DTYPE_CODES:

@@ -1,9 +1,5 @@
 """What kernels over a `TensorTable` have in common: its dtype codes, and how elements are read."""
 
-# ruff: noqa: N803  constants of a compilation are written in capitals, as everywhere in Triton
-# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
-# (Triton ships no types, and compiles no annotation but its own)
-
 from __future__ import annotations
 
 import torch

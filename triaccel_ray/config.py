@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
 from types import NoneType
-from typing import Any, Literal, Self, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from triaccel_ray.records.plan import Precision
-from triaccel_ray.records.ranges import broken_rule
 
 T = TypeVar("T")
 
@@ -72,8 +72,36 @@ def check_fields(config: Any) -> None:
 
 def check_field(name: str, value: Any, kind: Any, bounds: str = "") -> None:
     """Raises ValueError, which calls it `name`, unless `value` is of the type `kind` and within `bounds`."""
-    rule = broken_rule(value, kind, bounds)
-    require(not rule, name, value, rule)
+    if kind is bool:
+        require(isinstance(value, bool), name, value, "must be True or False")
+    elif get_origin(kind) is Literal:
+        words = get_args(kind)
+        require(isinstance(value, str) and value in words, name, value, f"must be one of {', '.join(words)}")
+    elif kind in (int, float):
+        is_number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+        is_allowed = is_number and (not bounds or in_bounds(value, bounds))
+        require(is_allowed, name, value, _number_rule(kind, bounds))
+    elif isinstance(kind, type) and issubclass(kind, Enum):
+        require(isinstance(value, kind), name, value, f"must be a {kind.__name__}")
+
+
+def in_bounds(value: float, bounds: str) -> bool:
+    """Returns whether the number lies in an interval such as `[0, 1)`; NaN never does."""
+    low, high = (float(bound) for bound in bounds[1:-1].split(","))
+    above = value > low if bounds[0] == "(" else value >= low
+    return above and (value < high if bounds[-1] == ")" else value <= high)
+
+
+def _number_rule(kind: type, bounds: str) -> str:
+    noun = "an integer" if kind is int else "a number"
+    if not bounds:
+        return f"must be {noun}"
+    low, high = bounds[1:-1].split(", ")
+    if high != "inf":
+        return f"must be an integer in {bounds}" if kind is int else f"must lie in {bounds}"
+    if kind is float and bounds[-1] == ")":
+        noun = "a finite number"
+    return f"must be {noun} {'>' if bounds[0] == '(' else '>='} {low}"
 
 
 def require_instance(name: str, value: T, kind: type[T]) -> T:
@@ -86,6 +114,11 @@ def require_instance(name: str, value: T, kind: type[T]) -> T:
         way_out = f"; write {kind.__name__}(**{name})" if isinstance(value, dict) else ""
         raise TypeError(f"{name} = {value!r}: must be a {kind.__name__}, not a {type(value).__name__}{way_out}")
     return value
+
+
+def _require_ascending(low_name: str, low: float, high_name: str, high: float, way_out: str) -> None:
+    rule = f"{low_name} must be smaller than {high_name}; exchange them. To {way_out}"
+    require(low < high, f"{low_name}, {high_name}", (low, high), rule)
 
 
 class _Checked:
@@ -127,13 +160,8 @@ class PrecisionConfig(_Checked):
         super().__post_init__()
         for level in self.initial_layers.values():
             require(isinstance(level, Precision), "initial_layers", level, "must be a Precision")
-        require(
-            self.tau_low < self.tau_high,
-            "tau_low, tau_high",
-            (self.tau_low, self.tau_high),
-            "tau_low must be smaller than tau_high; exchange them. To keep one precision: --method engine-amp, or "
-            "PrecisionConfig(enabled=False)",
-        )
+        way_out = "keep one precision: --method engine-amp, or PrecisionConfig(enabled=False)"
+        _require_ascending("tau_low", self.tau_low, "tau_high", self.tau_high, way_out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,30 +254,18 @@ class BatchConfig(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.minimum <= self.start <= self.maximum,
-            "batch minimum, start, maximum (batch_min, batch_size, batch_max)",
-            (self.minimum, self.start, self.maximum),
-            "must be in ascending order",
-        )
-        require(
-            self.accumulate <= self.minimum,
-            "accumulate",
-            self.accumulate,
-            f"must be at most the smallest batch, {self.minimum}: each part holds at least one sample",
-        )
+        sizes = (self.minimum, self.start, self.maximum)
+        names = "batch minimum, start, maximum (batch_min, batch_size, batch_max)"
+        require(sorted(sizes) == list(sizes), names, sizes, "must be in ascending order")
+        rule = f"must be at most the smallest batch, {self.minimum}: each part holds at least one sample"
+        require(self.accumulate <= self.minimum, "accumulate", self.accumulate, rule)
         multiple = f"must be a multiple of granularity = {self.granularity}"
         for name, value in (("step_up", self.step_up), ("step_down", self.step_down)):
             require(value % self.granularity == 0, name, value, multiple)
         apart, names = self.start - self.minimum, "batch minimum, start (batch_min, batch_size)"
         require(apart % self.granularity == 0, names, (self.minimum, self.start), f"{multiple} apart")
-        require(
-            self.rho_low < self.rho_high,
-            "rho_low, rho_high",
-            (self.rho_low, self.rho_high),
-            "rho_low must be smaller than rho_high; exchange them. To keep one size: --method dynamic-precision, or "
-            "BatchConfig(enabled=False)",
-        )
+        way_out = "keep one size: --method dynamic-precision, or BatchConfig(enabled=False)"
+        _require_ascending("rho_low", self.rho_low, "rho_high", self.rho_high, way_out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,10 +337,8 @@ class ControlConfig(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        needs_noise = self.batch.lr_rule == "adascale" or self.batch.bound_by_noise_scale
-        require(
-            not needs_noise or (self.curvature.enabled and self.curvature.method == "fisher"),
-            "lr_rule, bound_by_noise_scale (noise_bound)",
-            (self.batch.lr_rule, self.batch.bound_by_noise_scale),
-            "need the per-sample gradients that curvature method 'fisher' measures; use it, with curvature on",
-        )
+        asked = (self.batch.lr_rule, self.batch.bound_by_noise_scale)
+        has_noise = self.curvature.enabled and self.curvature.method == "fisher"
+        rule = "need the per-sample gradients that curvature method 'fisher' measures; use it, with curvature on"
+        needs_none = asked[0] != "adascale" and not asked[1]
+        require(has_noise or needs_none, "lr_rule, bound_by_noise_scale (noise_bound)", asked, rule)

@@ -8,10 +8,6 @@ its lone reading take longer than a launch), and in every program of the last (i
 in flight).
 """
 
-# ruff: noqa: N803  constants of a compilation are written in capitals, as everywhere in Triton
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-# (Triton ships no types)
-
 from __future__ import annotations
 
 import triton

@@ -1,8 +1,5 @@
 """The kernels as two differentiable functions that share one backward pass over memory."""
 
-# mypy: disable-error-code="no-untyped-call"
-# (torch.autograd.Function.apply has no types)
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -11,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from triaccel_ray.kernels.batch_norm_act.launch import Matrix
-from triaccel_ray.kernels.batch_norm_act.tiling import APPLYING, REDUCING
+from triaccel_ray.kernels.batch_norm_act.launch import APPLYING, REDUCING, Matrix
 from triaccel_ray.kernels.channel_gate import triton as kernels
 
 

@@ -3,10 +3,6 @@
 Program (i, j, n) takes tiles j, j + parts, ... of the rows of sample n, for block i of the channels.
 """
 
-# ruff: noqa: N803  constants of a compilation are written in capitals, as everywhere in Triton
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-# (Triton ships no types)
-
 from __future__ import annotations
 
 import triton

@@ -33,23 +33,12 @@ class GradStats:
         buckets: Sequence[Sequence[int]] | None = None,
         kernel: bool | None = None,
     ) -> None:
-        """Prepares tensors of `sizes` elements, tensor i in group `groups[i]` (None: watched for non-finite alone).
+        """Prepares tensors of `sizes` elements, tensor i in group `groups[i]`; None: watched for non-finite alone.
 
         `buckets` are the indices of tensors that arrive together, each in one bucket; all in one by default.
         `kernel` runs the Triton kernels: by default on a GPU; on a CPU they need Triton's interpreter.
-
-        Raises:
-            ValueError: as many groups as sizes are not given, a group is not below `num_groups`, or beta is not in
-                [0, 1).
         """
         device = torch.device(device)
-        if len(groups) != len(sizes):
-            raise ValueError(f"{len(groups)} groups for {len(sizes)} sizes: one for each tensor, None for no group")
-        for group in groups:
-            if group is not None and not 0 <= group < num_groups:
-                raise ValueError(f"groups holds {group}: must be from 0 to num_groups - 1 = {num_groups - 1}")
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"beta is {beta}: must be in [0, 1)")
         self._groups, self._beta = tuple(groups), beta
         self._buckets = [list(range(len(sizes)))] if buckets is None else [list(bucket) for bucket in buckets]
         self._statistics = statistics = GroupStatistics.zeros(num_groups, device)
@@ -64,8 +53,7 @@ class GradStats:
         self.sum = statistics.sum
         self.sum_squares_about_mean = statistics.sum_squares_about_mean
         self._reduction = None
-        runs_kernel = device.type == "cuda" if kernel is None else kernel
-        if runs_kernel:
+        if device.type == "cuda" if kernel is None else kernel:
             from triaccel_ray.kernels.grad_stats.triton import GroupReduction  # imports triton
 
             self._reduction = GroupReduction(sizes, groups, num_groups, self._buckets, device)
@@ -81,7 +69,7 @@ class GradStats:
         A group whose tensors are all absent, or that holds a non-finite element, keeps its average and count.
 
         Raises:
-            ValueError: another number of tensors, or a loss scale that is not one fp32 number.
+            ValueError: another number of tensors.
         """
         self.reduce(gradients)
         return self.combine(loss_scale)
@@ -109,13 +97,7 @@ class GradStats:
 
     @torch.no_grad()
     def combine(self, loss_scale: Tensor) -> Tensor:
-        """Ends a step all of whose buckets have been reduced, and returns `found_nonfinite`; else as `update`.
-
-        Raises:
-            ValueError: a loss scale that is not one fp32 number.
-        """
-        if loss_scale.dtype is not torch.float32 or loss_scale.numel() != 1:
-            raise ValueError(f"loss_scale is {loss_scale.dtype} {list(loss_scale.shape)}: must be one float32")
+        """Ends a step all of whose buckets have been reduced, and returns `found_nonfinite`; else as `update`."""
         if self._reduction is not None:
             self._reduction.combine(self._statistics, beta=self._beta_on_device, loss_scale=loss_scale)
         else:

@@ -1,9 +1,5 @@
 """Gradient statistics of a whole model in two launches: one over all chunks, one over the groups."""
 
-# ruff: noqa: N803  constants of a compilation are written in capitals, as everywhere in Triton
-# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
-# (Triton ships no types, and compiles no annotation but its own)
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,9 +1,6 @@
-"""The operation's entry: checks the arguments and chooses between the kernel and the reference."""
+"""The operation's entry: checks the images and chooses between the kernel and the reference."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +8,6 @@ from torch import Tensor
 from triaccel_ray.kernels.image_batch.reference import image_batch as reference
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_MAX_PADDING = 2**15 - 1
-"""An offset is drawn from 16 random bits."""
 
 
 def image_batch(
@@ -59,58 +54,22 @@ def image_batch(
         The batch, in channels_last memory.
 
     Raises:
-        TypeError: a tensor or `dtype` has another type than named above.
-        ValueError: a tensor has another shape, device or memory layout, or `padding` or `cutout` is out of
-            range.
+        TypeError: images are not uint8, or `dtype` is none of the above.
+        ValueError: images have another shape, or edges that `padding` does not fit to reflect.
     """
-    scalars = {name: scalar for name, scalar in (("key", key), ("epoch", epoch)) if scalar is not None}
-    _check_types(images, indices, scale, shift, scalars, dtype)
-    _check_shapes(images, indices, scale, shift, scalars)
-    if not 0 <= padding <= _MAX_PADDING:
-        raise ValueError(f"padding = {padding}: must be between 0 and {_MAX_PADDING} pixels")
-    if reflect and padding >= min(images.shape[2:]):
-        raise ValueError(
-            f"padding = {padding}: must be less than the images' edges, {list(images.shape[2:])}, to reflect"
-        )
-    if not isinstance(cutout, int) or not 0 <= cutout <= _MAX_PADDING:
-        raise ValueError(f"cutout = {cutout!r}: must be an integer between 0 and {_MAX_PADDING} pixels")
-    how: dict[str, Any] = {"key": key, "epoch": epoch, "padding": padding, "reflect": reflect}
-    how |= {"cutout": cutout, "dtype": dtype}
-    if not images.is_cuda:
-        return reference(images, indices, scale, shift, **how)
-    from triaccel_ray.kernels.image_batch.triton import (
-        image_batch as launch,  # here: without a GPU triton need not exist
-    )
-
-    return launch(images, indices, scale, shift, **how)
-
-
-def _check_types(
-    images: Tensor, indices: Tensor, scale: Tensor, shift: Tensor, scalars: Mapping[str, Tensor], dtype: torch.dtype
-) -> None:
-    wanted = [("images", images, torch.uint8), ("indices", indices, torch.int64)]
-    wanted += [("scale", scale, torch.float32), ("shift", shift, torch.float32)]
-    wanted += [(name, scalar, torch.int64) for name, scalar in scalars.items()]
-    for name, tensor, expected in wanted:
-        if tensor.dtype is not expected:
-            raise TypeError(f"{name} is {tensor.dtype}: must be {expected}")
-        if tensor.device != images.device:
-            raise ValueError(f"{name} is on {tensor.device}, images on {images.device}: must be on one device")
+    if images.dtype is not torch.uint8:
+        raise TypeError(f"images is {images.dtype}: must be torch.uint8")
     if dtype not in _DTYPES:
         raise TypeError(f"dtype = {dtype}: must be one of {', '.join(map(str, _DTYPES))}")
-
-
-def _check_shapes(images: Tensor, indices: Tensor, scale: Tensor, shift: Tensor, scalars: Mapping[str, Tensor]) -> None:
     if images.dim() != 4:
         raise ValueError(f"images have shape {list(images.shape)}: must be [n, channels, height, width]")
-    if not images.is_contiguous():
-        raise ValueError(f"images have strides {images.stride()}: must be contiguous; call .contiguous() once")
-    if indices.dim() != 1 or not indices.is_contiguous():
-        raise ValueError(f"indices have shape {list(indices.shape)}: must be a contiguous vector")
-    num_channels = images.shape[1]
-    for name, tensor in (("scale", scale), ("shift", shift)):
-        if tensor.shape != (num_channels,) or not tensor.is_contiguous():
-            raise ValueError(f"{name} has shape {list(tensor.shape)}: must be [{num_channels}] and contiguous")
-    for name, scalar in scalars.items():
-        if scalar.dim() != 0:
-            raise ValueError(f"{name} has shape {list(scalar.shape)}: must be a scalar")
+    if reflect and padding >= min(images.shape[2:]):
+        edges = list(images.shape[2:])
+        raise ValueError(f"padding = {padding}: must be less than the images' edges, {edges}, to reflect")
+    make = reference
+    if images.is_cuda:
+        from triaccel_ray.kernels.image_batch.triton import image_batch as make  # without a GPU triton need not exist
+    return make(
+        images, indices, scale, shift,
+        key=key, epoch=epoch, padding=padding, reflect=reflect, cutout=cutout, dtype=dtype,
+    )  # fmt: skip

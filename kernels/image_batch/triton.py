@@ -35,30 +35,16 @@ def image_batch(
         return out
     with torch.cuda.device_of(images):  # triton launches on the current device, whatever the tensors'
         _image_batch[(num, triton.cdiv(size, _BLOCK))](
-            images,
-            indices,
-            scale,
-            shift,
-            indices if key is None else key,
-            indices if epoch is None else epoch,
-            out,
-            len(images),
-            PADDING=padding,
-            REFLECT=reflect,
-            CUTOUT=cutout,
-            CHANNELS=channels,
-            HEIGHT=height,
-            WIDTH=width,
-            AUGMENT=key is not None,
-            ALTERNATE=epoch is not None,
-            BLOCK=_BLOCK,
-            enable_fp_fusion=True,  # Triton warns of the default, which 3.10 turns off
-        )
+            images, indices, scale, shift, indices if key is None else key, indices if epoch is None else epoch, out,
+            len(images), PADDING=padding, REFLECT=reflect, CUTOUT=cutout,
+            CHANNELS=channels, HEIGHT=height, WIDTH=width, AUGMENT=key is not None, ALTERNATE=epoch is not None,
+            BLOCK=_BLOCK, enable_fp_fusion=True,  # Triton warns of the default, which 3.10 turns off
+        )  # fmt: skip
     return out
 
 
 @triton.jit
-def _mix(word):  # type: ignore[no-untyped-def]  # Triton's types are not Python's
+def _mix(word):
     """Returns reference._mix of uint32 `word`."""
     word = word ^ (word >> 16)
     word = word * 0x7FEB352D
@@ -68,28 +54,13 @@ def _mix(word):  # type: ignore[no-untyped-def]  # Triton's types are not Python
 
 
 # A slice of an epoch's order starts anywhere: each alignment would be compiled anew when it is first met.
-@triton.jit(  # type: ignore[untyped-decorator]  # Triton's types are not Python's
-    do_not_specialize=["num_images"], do_not_specialize_on_alignment=["indices", "key", "epoch"]
-)
-def _image_batch(  # type: ignore[no-untyped-def]  # Triton's types are not Python's
-    images,
-    indices,
-    scale,
-    shift,
-    key,
-    epoch,
-    out,
-    num_images,
-    PADDING: tl.constexpr,  # noqa: N803  # compile-time constants
-    REFLECT: tl.constexpr,  # noqa: N803
-    CUTOUT: tl.constexpr,  # noqa: N803
-    CHANNELS: tl.constexpr,  # noqa: N803
-    HEIGHT: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    AUGMENT: tl.constexpr,  # noqa: N803
-    ALTERNATE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-):
+@triton.jit(do_not_specialize=["num_images"], do_not_specialize_on_alignment=["indices", "key", "epoch"])
+def _image_batch(
+    images, indices, scale, shift, key, epoch, out, num_images,
+    PADDING: tl.constexpr, REFLECT: tl.constexpr, CUTOUT: tl.constexpr,
+    CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    AUGMENT: tl.constexpr, ALTERNATE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     place = tl.program_id(0)
     index = tl.load(indices + place)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # of the image made, [height, width, channel]

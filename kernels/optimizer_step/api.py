@@ -37,14 +37,13 @@ class _Step(ABC):
 
         `kernel` runs the Triton kernels: by default on a GPU; on a CPU they need Triton's interpreter.
         """
+        device = torch.device(device)
         self._num_tensors = len(sizes)
         self._chunks: Chunks | None = None
         self.rows = torch.zeros(self._NUM_ROWS, len(sizes), device=device)
         """fp32, a row for each hyperparameter, a column for each tensor."""
         self._last: list[list[float]] = []
-        device = torch.device(device)
-        runs_kernel = device.type == "cuda" if kernel is None else kernel
-        if runs_kernel:
+        if device.type == "cuda" if kernel is None else kernel:
             from triaccel_ray.kernels.optimizer_step.triton import CHUNK_SIZE  # imports triton
 
             self._chunks = Chunks(sizes, device, CHUNK_SIZE)
@@ -67,13 +66,21 @@ class _Step(ABC):
         fp32 scalars on the device.
 
         Raises:
-            ValueError: a table of another number of tensors, states that are neither fp32 nor uint8, parameters
-                that are neither fp32 nor high words beside low ones, or a scalar that is not one fp32 number.
+            ValueError: a table of another number of tensors, states that are neither fp32 nor uint8, or parameters
+                that are neither fp32 nor high words beside low ones.
         """
+        tables = [parameters, gradients, *states, companions]
+        for table in tables:
+            if table.num_tensors != self._num_tensors:
+                raise ValueError(f"a table of {table.num_tensors} tensors: must be of {self._num_tensors}")
+        words = {torch.bfloat16} if torch.int16 in companions.dtypes else set()
+        kept = frozenset().union(*(state.dtypes for state in states)) - {torch.uint8} | (parameters.dtypes - words)
+        if not kept <= {torch.float32}:
+            names = ", ".join(sorted(map(str, kept)))
+            raise ValueError(f"parameters or optimizer state are {names}: must be torch.float32")
         by = Scalars(lr_factor, loss_scale, found_nonfinite)
-        self._check(parameters, states, gradients, companions, by)
         if self._chunks is None or self._chunks.num_chunks:
-            self._run(self._chunks, [parameters, gradients, *states, companions], by)
+            self._run(self._chunks, tables, by)
 
     @abstractmethod
     def _run(self, chunks: Chunks | None, tables: Sequence[TensorTable], by: Scalars) -> None:
@@ -81,34 +88,10 @@ class _Step(ABC):
 
     def _upload(self, rows: Sequence[Sequence[float]]) -> None:
         """Copies the rows to the device if they are not the last ones."""
-        for row in rows:
-            if len(row) != self._num_tensors:
-                raise ValueError(f"{len(row)} values for {self._num_tensors} tensors: give one for each")
         values = [[float(value) for value in row] for row in rows]
         if values != self._last:
             upload(torch.tensor(values, dtype=torch.float64).float(), self.rows)
             self._last = values
-
-    def _check(
-        self,
-        parameters: TensorTable,
-        states: Sequence[TensorTable],
-        gradients: TensorTable,
-        companions: TensorTable,
-        scalars: Scalars,
-    ) -> None:
-        for table in (parameters, *states, gradients, companions):
-            if table.num_tensors != self._num_tensors:
-                raise ValueError(f"a table of {table.num_tensors} tensors: must be of {self._num_tensors}")
-        words = {torch.bfloat16} if torch.int16 in companions.dtypes else set()
-        allowed_states = {torch.float32, torch.uint8}
-        for table, allowed in ((parameters, {torch.float32} | words), *((state, allowed_states) for state in states)):
-            if not table.dtypes <= allowed:
-                names = ", ".join(sorted(map(str, table.dtypes)))
-                raise ValueError(f"parameters or optimizer state are {names}: must be torch.float32")
-        for name, scalar in vars(scalars).items():
-            if scalar.dtype is not torch.float32 or scalar.numel() != 1:
-                raise ValueError(f"{name} is {scalar.dtype} {list(scalar.shape)}: must be one float32")
 
 
 class SgdStep(_Step):
@@ -127,11 +110,7 @@ class SgdStep(_Step):
         momentum: Sequence[float],
         nesterov: Sequence[bool],
     ) -> None:
-        """Uploads the values, one per tensor, when they differ from the last; does not wait for the device.
-
-        Raises:
-            ValueError: a sequence has another length than the number of tensors.
-        """
+        """Uploads the values, one per tensor, when they differ from the last; does not wait for the device."""
         self._upload([lr, weight_decay, momentum, nesterov])
 
     def _run(self, chunks: Chunks | None, tables: Sequence[TensorTable], by: Scalars) -> None:
@@ -140,7 +119,7 @@ class SgdStep(_Step):
             return
         from triaccel_ray.kernels.optimizer_step.triton import launch_sgd
 
-        launch_sgd(chunks, *tables, rows=self.rows, by=by)
+        launch_sgd(chunks, tables, rows=self.rows, by=by)
 
 
 class AdamWStep(_Step):
@@ -171,13 +150,7 @@ class AdamWStep(_Step):
         """Uploads the values, one per tensor, when they differ from the last; does not wait for the device.
 
         `decoupled` weight decay shrinks the parameter (AdamW), the other kind is added to the gradient (Adam).
-
-        Raises:
-            ValueError: a sequence has another length than the number of tensors, or a beta is not in [0, 1).
         """
-        for beta in (*beta1, *beta2):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"a beta is {beta}: must be in [0, 1)")
         self._upload([lr, weight_decay, *_beta_rows(beta1), *_beta_rows(beta2), eps, decoupled])
 
     def _run(self, chunks: Chunks | None, tables: Sequence[TensorTable], by: Scalars) -> None:
@@ -186,7 +159,7 @@ class AdamWStep(_Step):
             return
         from triaccel_ray.kernels.optimizer_step.triton import launch_adamw
 
-        launch_adamw(chunks, *tables, rows=self.rows, corrections=self._corrections, by=by)
+        launch_adamw(chunks, tables, rows=self.rows, corrections=self._corrections, by=by)
 
 
 def _beta_rows(betas: Sequence[float]) -> list[Sequence[float]]:

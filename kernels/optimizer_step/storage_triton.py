@@ -3,10 +3,6 @@
 Without SPLIT no parameter is kept in words, without EIGHT no state in 8 bits, and no branch waits to find out.
 """
 
-# ruff: noqa: N803  constants of a compilation are written in capitals, as everywhere in Triton
-# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
-# (Triton ships no types, and compiles no annotation but its own)
-
 from __future__ import annotations
 
 import triton

@@ -1,10 +1,8 @@
 """Optimizer steps over all tensors of a model, one launch each (AdamW: a second, tiny one that counts)."""
 
-# ruff: noqa: N803  constants of a compilation are written in capitals, as everywhere in Triton
-# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
-# (Triton ships no types, and compiles no annotation but its own)
-
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -33,17 +31,9 @@ PIECE = 512
 _SCALARS = ["lr_factor_at", "loss_scale_at", "found_at"]
 
 
-def launch_sgd(
-    chunks: Chunks,
-    parameters: TensorTable,
-    gradients: TensorTable,
-    momenta: TensorTable,
-    companions: TensorTable,
-    *,
-    rows: Tensor,
-    by: Scalars,
-) -> None:
-    """Launches `reference.sgd` on the tensors that the tables name."""
+def launch_sgd(chunks: Chunks, tables: Sequence[TensorTable], *, rows: Tensor, by: Scalars) -> None:
+    """Launches `reference.sgd` on the tensors that the tables name, in the order of its arguments."""
+    parameters, gradients, momenta, companions = tables
     with on_device(rows.device):
         _sgd_kernel[(chunks.num_chunks,)](
             chunks.tensor, chunks.start, chunks.length, parameters.addresses, gradients.addresses, gradients.codes,
@@ -55,19 +45,10 @@ def launch_sgd(
 
 
 def launch_adamw(
-    chunks: Chunks,
-    parameters: TensorTable,
-    gradients: TensorTable,
-    means: TensorTable,
-    squares: TensorTable,
-    steps: TensorTable,
-    companions: TensorTable,
-    *,
-    rows: Tensor,
-    corrections: Tensor,
-    by: Scalars,
+    chunks: Chunks, tables: Sequence[TensorTable], *, rows: Tensor, corrections: Tensor, by: Scalars
 ) -> None:
-    """Launches `reference.adamw` on the tensors that the tables name; `corrections` [2, num_tensors] is scratch."""
+    """Launches `reference.adamw` likewise; `corrections` [2, num_tensors] is scratch."""
+    parameters, gradients, means, squares, steps, companions = tables
     with on_device(rows.device):
         # Counted in a launch of its own: programs of one tensor all read the count, in any order.
         _count_kernel[(triton.cdiv(parameters.num_tensors, 128),)](

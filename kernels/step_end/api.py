@@ -1,4 +1,4 @@
-"""The operation's entry: checks the arguments and chooses between the kernel and the reference."""
+"""The operation's entry: chooses between the kernel and the reference."""
 
 from __future__ import annotations
 
@@ -36,18 +36,7 @@ def end_step(
         state: the loss scale, and how many steps were skipped.
         moves_scale: whether the step was made with this scale.
         kernel: whether to run the Triton kernel: by default on a GPU; on a CPU it needs Triton's interpreter.
-
-    Raises:
-        ValueError: a tensor has another dtype or shape than named above.
     """
-    for name, tensor, dtype in (
-        ("loss_sum", loss_sum, torch.float64),
-        ("found_nonfinite", found_nonfinite, torch.float32),
-    ):
-        if tensor.dtype is not dtype or tensor.numel() != 1:
-            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: must be one {dtype}")
-    if totals.dtype is not torch.float64 or totals.dim() != 2 or totals.shape[1] != 2 or not totals.is_contiguous():
-        raise ValueError(f"totals is {totals.dtype} {list(totals.shape)}: must be contiguous torch.float64 [rows, 2]")
     if totals.is_cuda if kernel is None else kernel:
         from triaccel_ray.kernels.step_end.triton import launch  # here: without a GPU triton need not exist
 

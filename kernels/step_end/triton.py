@@ -1,9 +1,5 @@
 """The end of a step as one program."""
 
-# ruff: noqa: N803  constants of a compilation are written in capitals, as everywhere in Triton
-# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
-# (Triton ships no types, and compiles no annotation but its own)
-
 from __future__ import annotations
 
 import triton
@@ -26,42 +22,19 @@ def launch(
     """Does what the reference does."""
     with on_device(totals.device):
         _end_step_kernel[(1,)](
-            loss_sum,
-            num_samples,
-            totals,
-            len(totals),
-            found_nonfinite,
-            state.scale,
-            state.num_finite,
-            state.num_skipped,
-            state.num_skipped_in_row,
-            state.growth_interval,
-            state.minimum,
-            state.maximum,
-            MOVES_SCALE=moves_scale,
-            ROWS=triton.next_power_of_2(len(totals)),
-            num_warps=1,
-            enable_fp_fusion=True,
-        )
+            loss_sum, num_samples, totals, len(totals), found_nonfinite,
+            state.scale, state.num_finite, state.num_skipped, state.num_skipped_in_row,
+            state.growth_interval, state.minimum, state.maximum,
+            MOVES_SCALE=moves_scale, ROWS=triton.next_power_of_2(len(totals)), num_warps=1, enable_fp_fusion=True,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_samples", "num_rows", "growth_interval"])
 def _end_step_kernel(
-    loss_sum,
-    num_samples,
-    totals,
-    num_rows,
-    found_nonfinite,
-    scale,
-    num_finite,
-    num_skipped,
-    num_skipped_in_row,
-    growth_interval,
-    minimum,
-    maximum,
-    MOVES_SCALE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    loss_sum, num_samples, totals, num_rows, found_nonfinite,
+    scale, num_finite, num_skipped, num_skipped_in_row, growth_interval, minimum, maximum,
+    MOVES_SCALE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     skipped = tl.load(found_nonfinite)
     one = tl.where(skipped > 0.0, 1.0, 0.0)
     tl.store(num_skipped, tl.load(num_skipped) + one)

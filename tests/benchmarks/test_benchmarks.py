@@ -7,22 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.curvature import POWER_TOLERANCES, TOLERANCES, Row, is_right
+from benchmarks.curvature import TOLERANCES, is_right
 from benchmarks.search_overhead import Contender, faults, optuna_alone
 from benchmarks.tracking import Trainer
+from triaccel_ray.config import CurvatureMethod
 from triaccel_ray.records.events import Epoch, Tick, read_events
 
 
-@pytest.mark.parametrize(("name", "allowed"), [("fisher, k=5", TOLERANCES), ("hessian, k=1", POWER_TOLERANCES)])
-def test_each_method_is_held_to_its_tolerances(name: str, allowed: tuple[float, float]) -> None:
-    def row(errors: tuple[float, float] | None) -> Row:
-        return Row(name=name, wall_ms=[1.0], host_ms=1.0, device_ms=1.0, extra_bytes=0, errors=errors)
-
-    first, others = allowed
-    assert is_right(row(allowed))
-    assert is_right(row(None))
+@pytest.mark.parametrize("method", ["fisher", "hessian"])
+def test_each_method_is_held_to_its_tolerances(method: CurvatureMethod) -> None:
+    first, others = TOLERANCES[method]
+    assert is_right(method, (first, others))
     for errors in ((1.01 * first, 0.0), (0.0, 1.01 * others), (math.nan, 0.0), (0.0, math.nan)):
-        assert not is_right(row(errors))
+        assert not is_right(method, errors)
 
 
 def test_a_gap_beyond_the_limit_and_lost_trials_are_faults(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import Decision, decide, initial_decision
-from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision
+from triaccel_ray.records.plan import Fault, FaultKind, Plan, Precision, ReasonCode
 from triaccel_ray.records.signals import LayerSignal, MemorySignal, NoiseSignal, Observation
 
 LIMIT = 1000
@@ -61,6 +61,10 @@ def capture_out_of_memory(batch_size: int, micro_batch_size: int | None = None) 
 
 def apply_failed(batch_size: int = 0) -> Fault:
     return Fault(kind=FaultKind.APPLY_FAILED, step=1, phase="apply", batch_size=batch_size, detail="no step for it")
+
+
+def codes(decision: Decision, subject: str) -> list[ReasonCode]:
+    return [reason.code for reason in decision.reasons if reason.subject == subject]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,17 +116,18 @@ class Run:
     def __post_init__(self) -> None:
         self.decision = initial_decision(self.config, [(name, self.machine.supported) for name in self.machine.names])
         self.plan = self.decision.plan
-        self.tick = 0
+        self.num_ticks = 0
 
     def step(self, *layers: LayerSignal, apply_fails: bool = False, **others: Any) -> tuple[Observation, Decision]:
         """One interval and its tick; with `apply_fails` the plan in force stays and the next tick hears of it."""
         memory, faults = self.machine.run(self.plan)
         faults = (*faults, *others.pop("faults", ()))
-        observation = observation_of(self.plan, *layers, tick=self.tick, memory=memory, faults=faults, **others)
+        seen = {"memory": memory, **others}
+        observation = observation_of(self.plan, *layers, tick=self.num_ticks, faults=faults, **seen)
         self.decision = decide(self.config, observation, self.decision.state)
         if not apply_fails:
             self.plan = self.decision.plan
-        self.tick += 1
+        self.num_ticks += 1
         return observation, self.decision
 
     def batch_sizes(self, ticks: int) -> list[int]:

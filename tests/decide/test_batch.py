@@ -4,12 +4,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.decide.build import IN_BAND, LIMIT, batch_configs, memory_of, observation_of, plan_of
-from triaccel_ray.config import BatchConfig
+from tests.decide.build import (
+    IN_BAND,
+    LIMIT,
+    Machine,
+    Run,
+    batch_configs,
+    machines,
+    memory_of,
+    observation_of,
+    plan_of,
+)
+from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.decide import BatchState
 from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batch, ladder
 from triaccel_ray.records.plan import ReasonCode
-from triaccel_ray.records.signals import MemorySignal, NoiseSignal
+from triaccel_ray.records.signals import NoiseSignal
 
 READY = BatchState(ticks_since_change=100)
 CONFIG = BatchConfig(rho_low=0.7, rho_high=0.9)
@@ -29,19 +39,10 @@ def decided(
 @pytest.mark.parametrize(
     ("share", "batch_size", "expected"),
     [
-        (0.0, 96, 128),
-        (0.699, 96, 128),
-        (0.7, 96, 96),
-        (0.8, 96, 96),
-        (0.9, 96, 96),
-        (0.901, 96, 32),
-        (2.0, 512, 448),
-        (0.95, 64, 32),
-        (0.95, 32, 32),
-        (0.5, 512, 512),
-        (0.5, 480, 512),
+        (0.0, 96, 128), (0.699, 96, 128), (0.7, 96, 96), (0.9, 96, 96), (0.901, 96, 32), (2.0, 512, 448),
+        (0.95, 64, 32), (0.95, 32, 32), (0.5, 512, 512), (0.5, 480, 512),
     ],
-)
+)  # fmt: skip
 def test_batch_grows_below_rho_low_and_shrinks_above_rho_high(share, batch_size, expected):
     decision = decided(CONFIG, batch_size, share)
     assert (decision.batch_size, decision.num_micro_batches) == (expected, 1)
@@ -51,24 +52,15 @@ def test_batch_grows_below_rho_low_and_shrinks_above_rho_high(share, batch_size,
         assert (reason.code, reason.threshold, reason.value) == (*rule, share)
 
 
-def test_a_reason_gives_memory_in_gib():
-    memory = MemorySignal(
-        used_bytes=4 * 2**30,
-        window_peak_bytes=4 * 2**30,
-        peak_bytes=4 * 2**30,
-        limit_bytes=8 * 2**30,
-        idle_bytes=2**30,
-        free_bytes=3 * 2**30,
-    )
+def test_a_reason_gives_memory_in_gib_and_says_what_cannot_shrink():
+    memory = replace(memory_of(0.0), limit_bytes=8 * 2**30, idle_bytes=2**30, free_bytes=3 * 2**30)
+    memory = replace(memory, used_bytes=4 * 2**30, window_peak_bytes=4 * 2**30)
     assert decided(CONFIG, 96, memory=memory).reasons[0].text == (
         "memory 0.500 (3.00 of 6.00 GiB above the idle process) < rho_low 0.7: 96 -> 128"
     )
-
-
-def test_the_smallest_batch_says_that_it_cannot_shrink_and_closes_nothing():
     decision = decided(CONFIG, 32, HIGH)
     assert "32 is the smallest batch" in decision.reasons[0].text
-    assert decision.state == BatchState(ticks_since_change=101)
+    assert decision.state == BatchState(ticks_since_change=101)  # nothing is closed
 
 
 @pytest.mark.parametrize(("dwell_ticks", "waits"), [(0, 0), (1, 0), (2, 1), (4, 3)])
@@ -81,19 +73,6 @@ def test_growth_waits_for_the_dwell_and_shrinking_never_does(dwell_ticks, waits)
         sizes.append(decision.batch_size)
     assert sizes == [128] * waits + [160]
     assert decided(config, 160, HIGH, decision.state).batch_size == 96
-
-
-@pytest.mark.parametrize("oom_cooldown_ticks", [1, 2, 5])
-def test_a_size_that_took_too_much_is_closed_for_exactly_the_cap(oom_cooldown_ticks):
-    config = replace(CONFIG, oom_cooldown_ticks=oom_cooldown_ticks, step_down=32)
-    decision = decided(config, 128, HIGH)
-    assert decision.batch_size == 96
-    sizes = []
-    for _ in range(oom_cooldown_ticks):
-        decision = decided(config, decision.batch_size, LOW, decision.state)
-        sizes.append(decision.batch_size)
-    assert sizes == [96] * (oom_cooldown_ticks - 1) + [128]
-    assert decision.state.cap is None
 
 
 def test_growth_under_a_cap_ends_at_it_and_says_so():
@@ -205,13 +184,11 @@ def situations(draw: st.DrawFn) -> tuple[BatchConfig, int, BatchState]:
     config = draw(batch_configs())
     size = draw(st.sampled_from(ladder(config)))
     cap = draw(st.none() | st.sampled_from([rung for rung in ladder(config) if rung >= size]))
-    noise = draw(st.none() | st.builds(NoiseSignal, mean_square_norm=st.floats(0, 9), trace_covariance=st.floats(0, 9)))
+    moments = st.floats(0, 9)
+    noise = draw(st.none() | st.builds(NoiseSignal, mean_square_norm=moments, trace_covariance=moments))
     left = draw(st.integers(1, config.oom_cooldown_ticks)) if cap is not None else 0
-    return (
-        config,
-        size,
-        BatchState(ticks_since_change=draw(st.integers(0, 5)), cap=cap, cap_ticks_left=left, noise=noise),
-    )
+    state = BatchState(ticks_since_change=draw(st.integers(0, 5)), cap=cap, cap_ticks_left=left, noise=noise)
+    return config, size, state
 
 
 @given(situations(), st.floats(0.0, 2.0), st.integers(1, 8), st.booleans())
@@ -236,3 +213,36 @@ def test_more_memory_in_use_never_gives_a_larger_batch(situation, one, other):
     config, size, state = situation
     less, more = (decided(config, size, share, state).batch_size for share in sorted((one, other)))
     assert more <= less or not config.enabled
+
+
+# Memory that follows from the batch size alone, over many ticks: where the batch comes to rest.
+
+
+@given(batch_configs(enabled=True, bound_by_noise_scale=False), machines())
+def test_a_batch_that_took_too_much_does_not_come_back_within_the_cap(config, machine):
+    run = Run(ControlConfig(batch=config), machine)
+    closed: dict[int, int] = {}  # batch size -> tick of the last shrink from it or from a smaller one
+    for tick in range(60):
+        size = run.plan.batch_size
+        _, decision = run.step()
+        after = decision.plan.batch_size
+        if after < size:
+            closed.update({rung: tick for rung in ladder(config) if rung >= size})
+        if after > size and after in closed:
+            assert tick - closed[after] >= config.oom_cooldown_ticks
+
+
+def test_a_ladder_step_wider_than_the_band_swings_once_a_cap():
+    config = replace(CONFIG, oom_cooldown_ticks=10, start=32)
+    # 64 samples use 0.65 of the memory, 96 use 0.97: no size lies in the band.
+    run = Run(ControlConfig(batch=config), Machine(fixed_bytes=100, bytes_per_sample=33, limit_bytes=10_000))
+    assert run.batch_sizes(34) == [64, *[96, 32, *[64] * 9] * 3]
+
+
+def test_the_batch_grows_back_when_memory_frees():
+    run = Run(ControlConfig(batch=CONFIG), Machine(limit_bytes=10_000, bytes_per_sample=10, fixed_bytes=1000))
+    assert run.batch_sizes(10)[-1] == 224
+    run.machine = replace(run.machine, free_bytes=0)
+    assert run.batch_sizes(10)[-1] == 32
+    run.machine = replace(run.machine, free_bytes=None)
+    assert run.batch_sizes(40)[-1] == 224

@@ -1,23 +1,13 @@
 import math
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
-from tests.decide.build import BF16, FP16, FP32, Machine, Run, observation_of, plan_of
+from tests.decide.build import BF16, FP16, Machine, Run, observation_of, plan_of
 from triaccel_ray.config import ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import LayerState
-from triaccel_ray.decide.curvature import (
-    lr_reasons,
-    lr_scale,
-    remember_curvature,
-    smooth_eigenvalues,
-    smooth_noise,
-)
+from triaccel_ray.decide.curvature import lr_scale, remember_curvature, smooth_eigenvalues, smooth_noise
 from triaccel_ray.records.plan import ReasonCode
 from triaccel_ray.records.signals import LayerSignal, NoiseSignal
-
-eigenvalues_of_a_layer = st.lists(st.floats(-1e6, 1e30), min_size=1, max_size=5).map(tuple)
 
 
 def remember(config: CurvatureConfig, state: LayerState, eigenvalues: tuple[float, ...] | None):
@@ -53,18 +43,14 @@ def test_a_single_outlier_is_forgotten_within_a_few_measurements():
     assert averages(4.0, 4.0, 1e5, 4.0, 4.0) == [4.0, 4.0, 22.0, 13.0, 8.5]
     assert averages(4.0, 1e5, 4.0, 4.0) == [4.0, 22.0, 13.0, 8.5]
     assert averages(1e5, 4.0, 4.0, 4.0) == [1e5, 22.0, 13.0, 8.5]
-    assert averages(0.0, 1e5, 0.0) == [0.0, 5.0, 2.5]
     assert averages(-3.0, 1e5, -3.0) == [-3.0, 3.5, 0.25]
-    assert averages(1e5, -3.0) == [1e5, 3.5]
     assert averages(4.0, -1e6, 4.0) == [4.0, -3.0, 0.5]
     assert averages(-1e6, 4.0, 4.0) == [-1e6, -3.0, 0.5]
-    assert averages(100.0, 100.0, 1e-3, 100.0)[2:] == pytest.approx([50.0005, 75.00025])
     assert averages(1.0, 1e5, 1.0, smoothing=0.0) == [1.0, 1e5, 1.0]
 
 
 def test_a_rise_or_fall_that_lasts_is_followed():
     assert averages(1.0, *[1e4] * 8)[-1] > 5e3
-    assert averages(1e-10, *[1.0] * 8)[-1] > 0.99
     assert averages(2.0, 18.0, 1.0) == [2.0, 10.0, 5.5]  # nothing here is an outlier
 
 
@@ -113,17 +99,6 @@ def test_a_single_measurement_acts_only_where_none_are_averaged(smoothing, scale
     assert found == pytest.approx(scales)
 
 
-def test_each_changed_lr_scale_has_a_reason():
-    layers = {name: LayerState(by_variance=BF16, eigenvalues=(2.0,)) for name in ("same", "new", "full", "changed")}
-    after = {"same": 0.5, "new": 0.25, "full": 1.0, "changed": 0.125}
-    reasons = lr_reasons({"same": 0.5, "changed": 0.5}, after, layers)
-    assert [(reason.code, reason.subject, reason.value) for reason in reasons] == [
-        (ReasonCode.LR_SCALE, "new", 2.0),
-        (ReasonCode.LR_SCALE, "changed", 2.0),
-    ]
-    assert reasons[1].text == "largest eigenvalue 2: learning rate times 0.125"
-
-
 @pytest.mark.parametrize(
     ("largest", "held_before", "held", "codes"),
     [
@@ -134,18 +109,13 @@ def test_each_changed_lr_scale_has_a_reason():
     ],
 )
 def test_a_layer_is_held_above_tau_curv_and_released_at_it(largest, held_before, held, codes):
-    config = CurvatureConfig(tau_curv=5.0, smoothing=0.0)
-    state, reasons = remember(config, LayerState(by_variance=BF16, held=held_before), (largest, 1.0))
+    config, before = CurvatureConfig(tau_curv=5.0, smoothing=0.0), LayerState(by_variance=BF16, held=held_before)
+    state, reasons = remember(config, before, (largest, 1.0))
     assert state.held is held
     assert [reason.code for reason in reasons] == codes
     assert all((reason.subject, reason.value, reason.threshold) == ("conv", largest, 5.0) for reason in reasons)
-
-
-@pytest.mark.parametrize("eigenvalues", [None, ()])
-@pytest.mark.parametrize("held", [False, True])
-def test_only_a_measurement_holds_or_releases(held, eigenvalues):
-    state = LayerState(by_variance=BF16, eigenvalues=(9.0,), held=held)
-    assert remember(CurvatureConfig(tau_curv=5.0), state, eigenvalues) == (state, [])
+    for nothing in (None, ()):
+        assert remember(config, before, nothing) == (before, [])
 
 
 def test_a_hold_lasts_from_one_measurement_to_a_later_lower_one():
@@ -160,27 +130,3 @@ def test_a_hold_lasts_from_one_measurement_to_a_later_lower_one():
         seen.append(run.plan.precision["conv"])
     assert seen == [FP16, *[BF16] * 5, FP16, FP16]
     assert run.plan.lr_scale["conv"] == 1.0 / (1.0 + config.curvature.alpha * 5.0)
-
-
-def test_a_held_layer_still_follows_its_variance_one_level_up():
-    config = ControlConfig(
-        precision=PrecisionConfig(initial=FP16, tau_low=1e-6, tau_high=1e-3, dwell_ticks=1),
-        curvature=CurvatureConfig(tau_curv=5.0),
-    )
-    run = Run(config, Machine(names=("conv",)))
-    seen = []
-    for variance, eigenvalues in [(1e-8, (9.0,)), (1e-8, (9.0,)), (1e-4, None), (1e-4, (0.0,)), (1e-4, (0.0,))]:
-        run.step(LayerSignal(name="conv", variance=variance, eigenvalues=eigenvalues))
-        seen.append(run.plan.precision["conv"])
-    assert seen == [FP16, BF16, FP32, BF16, BF16]
-
-
-@given(st.floats(0.0, 0.9), eigenvalues_of_a_layer, st.floats(0.1, 1e6))
-def test_constant_curvature_changes_the_hold_at_most_once(smoothing, measured, tau_curv):
-    assume(not math.isclose(max(measured), tau_curv))  # rounding of the average decides there
-    config = CurvatureConfig(tau_curv=tau_curv, smoothing=smoothing)
-    state, holds = LayerState(by_variance=BF16), []
-    for _ in range(10):
-        state, reasons = remember(config, state, measured)
-        holds.extend(reason.code for reason in reasons)
-    assert holds in ([], [ReasonCode.CURVATURE])

@@ -9,7 +9,7 @@ import pytest
 from tests.decide.build import BF16, FP16, FP32, Machine, Run, apply_failed, observation_of, plan_of
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import ControlState, Decision, LayerState
-from triaccel_ray.decide.overflow import bar_overflowing
+from triaccel_ray.decide.precision import bar_overflowing
 from triaccel_ray.records.plan import Precision, ReasonCode
 from triaccel_ray.records.signals import LayerSignal
 
@@ -39,7 +39,10 @@ def step(run: Run, num_skipped: int, loss_scale: float = 1.0, **others: object) 
 def test_only_most_of_the_steps_at_the_smallest_scale_count(skipped, loss_scale, expected):
     decision = step(run_of(), skipped, loss_scale)
     assert set(decision.plan.precision.values()) == {expected}
-    assert any(reason.code is ReasonCode.OVERFLOW for reason in decision.reasons) == (expected is BF16)
+    told = [(reason.subject, reason.value, reason.threshold) for reason in decision.reasons]
+    layers = [(name, None, None) for name in NAMES]
+    assert told == ([("precision", float(skipped), 25.0), *layers] if expected is BF16 else [])
+    assert all(reason.code is ReasonCode.OVERFLOW for reason in decision.reasons)
 
 
 def test_the_difference_since_the_last_tick_counts():
@@ -49,15 +52,6 @@ def test_the_difference_since_the_last_tick_counts():
     decision = step(run, 76)
     assert set(decision.plan.precision.values()) == {BF16}
     assert (decision.state.step, decision.state.num_skipped) == (150, 76)
-
-
-def test_it_says_how_many_and_which():
-    decision = step(run_of(), 40)
-    assert [(reason.subject, reason.text) for reason in decision.reasons] == [
-        ("precision", "40 of 50 steps overflowed at loss scale 1: 3 layers leave fp16 for 4 ticks"),
-        *((name, "fp16 overflows at the smallest loss scale: fp16 -> bf16") for name in NAMES),
-    ]
-    assert (decision.reasons[0].value, decision.reasons[0].threshold) == (40.0, 25.0)
 
 
 def test_the_bar_holds_for_its_ticks_and_then_the_variance_decides_again():

@@ -44,17 +44,10 @@ def follow(config: PrecisionConfig, start: Precision, asked: list[Precision | No
 @pytest.mark.parametrize(
     ("variance", "expected"),
     [
-        (0.0, FP16),
-        (math.nextafter(LOW, 0.0), FP16),
-        (LOW, BF16),
-        (math.nextafter(LOW, 1.0), BF16),
-        (math.nextafter(HIGH, 0.0), BF16),
-        (HIGH, FP32),
-        (1e30, FP32),
-        (math.inf, FP32),
-        (math.nan, FP32),
+        (0.0, FP16), (math.nextafter(LOW, 0.0), FP16), (LOW, BF16), (math.nextafter(HIGH, 0.0), BF16), (HIGH, FP32),
+        (math.inf, FP32), (math.nan, FP32),
     ],
-)
+)  # fmt: skip
 def test_a_threshold_belongs_to_the_precision_above_it(variance, expected):
     assert precision_for_variance(config_of(), variance) is expected
     assert precision_for_variance(config_of(tau_high=math.inf), 1e300) is BF16
@@ -77,61 +70,42 @@ def test_unsupported_precision_gives_way_to_the_next_higher_one(wanted, supporte
     assert tick(config_of(), FP32, state, VARIANCE[wanted], supported)[0] is expected
 
 
-@pytest.mark.parametrize("initial", Precision)
-def test_without_a_statistic_a_layer_stays_at_its_initial_precision(initial):
-    assert follow(config_of(), initial, [None] * 5) == [initial] * 5
-
-
-@pytest.mark.parametrize("dwell_ticks", [1, 2, 3, 5])
-def test_a_change_is_followed_by_exactly_the_dwell(dwell_ticks):
-    seen = follow(config_of(dwell_ticks=dwell_ticks), BF16, [FP16, *[FP32] * 8])
-    assert seen == [FP16] * dwell_ticks + [FP32] * (9 - dwell_ticks)
+@pytest.mark.parametrize(
+    ("dwell_ticks", "patience_ticks", "asked", "expected"),
+    [
+        (0, 1, [None] * 3, [BF16] * 3),
+        *((dwell, 1, [FP16, *[FP32] * 8], [FP16] * dwell + [FP32] * (9 - dwell)) for dwell in (1, 2, 5)),
+        (0, 1, [FP16], [FP16]),
+        (0, 2, [FP16, FP16], [BF16, FP16]),
+        (0, 3, [FP16, FP16, FP16, FP16], [BF16, BF16, FP16, FP16]),
+        (0, 2, [FP16, BF16, FP16, BF16, FP16], [BF16] * 5),
+        (0, 3, [FP16, FP16, FP32, FP16, FP16], [BF16, BF16, FP32, FP32, FP32]),
+        (0, 9, [FP32], [FP32]),
+        (3, 2, [FP32, BF16, BF16, BF16], [*[FP32] * 3, BF16]),  # votes cast during the dwell count
+    ],
+)
+def test_a_change_waits_for_the_dwell_and_a_demotion_for_votes_in_a_row(dwell_ticks, patience_ticks, asked, expected):
+    config = config_of(dwell_ticks=dwell_ticks, patience_ticks=patience_ticks)
+    assert follow(config, BF16, asked) == expected
 
 
 @pytest.mark.parametrize(
-    ("patience_ticks", "asked", "expected"),
+    ("before", "asked", "supported", "threshold", "words"),
     [
-        (1, [FP16], [FP16]),
-        (2, [FP16, FP16], [BF16, FP16]),
-        (3, [FP16, FP16, FP16, FP16], [BF16, BF16, FP16, FP16]),
-        (2, [FP16, BF16, FP16, BF16, FP16], [BF16] * 5),
-        (3, [FP16, FP16, FP32, FP16, FP16], [BF16, BF16, FP32, FP32, FP32]),
-        (9, [FP32], [FP32]),
+        (BF16, FP32, tuple(Precision), HIGH, ">= tau_high 0.001: bf16 -> fp32"),
+        (FP16, BF16, tuple(Precision), LOW, ">= tau_low 1e-06: fp16 -> bf16"),
+        (FP16, FP32, tuple(Precision), HIGH, ">= tau_high 0.001: fp16 -> fp32"),
+        (FP32, BF16, tuple(Precision), HIGH, "< tau_high 0.001: fp32 -> bf16"),
+        (FP32, FP16, tuple(Precision), LOW, "< tau_low 1e-06: fp32 -> fp16"),
+        (FP16, BF16, (FP16, FP32), LOW, ">= tau_low 1e-06: fp16 -> fp32"),
     ],
 )
-def test_a_demotion_needs_its_votes_in_a_row_and_a_promotion_one(patience_ticks, asked, expected):
-    assert follow(config_of(patience_ticks=patience_ticks), BF16, asked) == expected
-
-
-def test_votes_cast_during_the_dwell_count():
-    assert follow(config_of(dwell_ticks=3, patience_ticks=2), BF16, [FP32, BF16, BF16, BF16]) == [*[FP32] * 3, BF16]
-
-
-def test_hold_and_release_do_not_wait_for_the_dwell():
-    config = config_of(dwell_ticks=100)
-    precision, state, reasons = tick(config, BF16, LayerState(by_variance=BF16, held=True), None)
-    assert (precision, reasons[0].code) == (FP32, ReasonCode.CURVATURE)
-    precision, _, reasons = tick(config, FP32, replace(state, held=False), VARIANCE[BF16])
-    assert (precision, reasons[0].code) == (BF16, ReasonCode.CURVATURE_RELEASED)
-
-
-@pytest.mark.parametrize(
-    ("before", "asked", "supported", "code", "threshold", "words"),
-    [
-        (BF16, FP32, tuple(Precision), ReasonCode.VARIANCE, HIGH, ">= tau_high 0.001: bf16 -> fp32"),
-        (FP16, BF16, tuple(Precision), ReasonCode.VARIANCE, LOW, ">= tau_low 1e-06: fp16 -> bf16"),
-        (FP16, FP32, tuple(Precision), ReasonCode.VARIANCE, HIGH, ">= tau_high 0.001: fp16 -> fp32"),
-        (FP32, BF16, tuple(Precision), ReasonCode.VARIANCE, HIGH, "< tau_high 0.001: fp32 -> bf16"),
-        (BF16, FP16, tuple(Precision), ReasonCode.VARIANCE, LOW, "< tau_low 1e-06: bf16 -> fp16"),
-        (FP32, FP16, tuple(Precision), ReasonCode.VARIANCE, LOW, "< tau_low 1e-06: fp32 -> fp16"),
-        (FP16, BF16, (FP16, FP32), ReasonCode.VARIANCE, LOW, ">= tau_low 1e-06: fp16 -> fp32"),
-    ],
-)
-def test_a_reason_names_the_threshold_that_was_crossed(before, asked, supported, code, threshold, words):
+def test_a_reason_names_the_threshold_that_was_crossed(before, asked, supported, threshold, words):
     variance = VARIANCE[asked]
     _, _, (reason,) = tick(config_of(), before, LayerState(by_variance=before), variance, supported)
-    assert (reason.code, reason.subject, reason.value, reason.threshold) == (code, "conv", variance, threshold)
-    assert words in reason.text
+    found = (reason.code, reason.subject, reason.value, reason.threshold)
+    assert found == (ReasonCode.VARIANCE, "conv", variance, threshold)
+    assert reason.text.endswith(words)
 
 
 def test_a_held_layer_moved_by_its_variance_gives_the_variance_as_reason():
@@ -140,26 +114,14 @@ def test_a_held_layer_moved_by_its_variance_gives_the_variance_as_reason():
     assert reason.text.endswith("bf16 -> fp32, held one higher by curvature")
 
 
-def test_a_failed_change_is_asked_for_again_only_after_the_dwell():
-    config = config_of(dwell_ticks=3)
-    _, state, _ = tick(config, BF16, LayerState(by_variance=BF16, ticks_since_change=3), VARIANCE[FP32])
-    signal = LayerSignal(name="conv", variance=VARIANCE[FP32])
-    plan, layers = keep_precision(observation_of(plan_of(conv=BF16), signal), {"conv": state})
-    assert plan == {"conv": BF16}
-    state, seen = layers["conv"], []
-    for _ in range(3):
-        precision, state, _ = tick(config, BF16, state, VARIANCE[FP32])
-        seen.append(precision)
-    assert seen == [BF16, BF16, FP32]
-
-
 def test_a_failed_hold_waits_for_the_next_measurement_and_other_layers_lose_nothing():
-    failed = LayerState(by_variance=FP16, held=True, lower_votes=3, ticks_since_change=7, eigenvalues=(9.0,))
+    measured = {"eigenvalues": (9.0,), "measured_once": True}
+    failed = LayerState(by_variance=FP16, held=True, lower_votes=3, ticks_since_change=7, **measured)
     untouched = LayerState(by_variance=BF16, lower_votes=1)
     observation = observation_of(Plan(batch_size=96, precision={"conv": FP16, "head": BF16}))
     plan, layers = keep_precision(observation, {"conv": failed, "head": untouched})
     assert plan == {"conv": FP16, "head": BF16}
-    assert layers["conv"] == LayerState(by_variance=FP16, eigenvalues=(9.0,))
+    assert layers["conv"] == LayerState(by_variance=FP16, **measured)
     assert layers["head"] == LayerState(by_variance=BF16, lower_votes=1, ticks_since_change=1)
 
 
@@ -199,21 +161,3 @@ def test_precisions_are_supported_and_the_variance_rule_keeps_its_dwell(config, 
         if in_force is not before:
             assert changed_at is None or index - changed_at >= config.dwell_ticks
             changed_at = index
-
-
-@given(precision_configs(), st.sampled_from(Precision), st.floats(0.0, 1.0))
-def test_a_constant_variance_settles_at_what_it_asks_for(config, initial, variance):
-    state, in_force, changes = LayerState(by_variance=initial), initial, 0
-    for _ in range(config.dwell_ticks + config.patience_ticks + 2):
-        precision, state, _ = tick(config, in_force, state, variance)
-        changes += precision is not in_force
-        in_force = precision
-    assert in_force is precision_for_variance(config, variance)
-    assert changes == (in_force is not initial)
-
-
-def test_a_plan_that_could_not_be_applied_does_not_make_two_measurements_of_one():
-    state = LayerState(by_variance=FP16, eigenvalues=(9.0,), measured_once=True)
-    _, layers = keep_precision(observation_of(plan_of(conv=BF16), LayerSignal(name="conv")), {"conv": state})
-    assert layers["conv"].by_variance is BF16
-    assert layers["conv"].measured_once

@@ -3,7 +3,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.decide.build import (
@@ -13,6 +13,7 @@ from tests.decide.build import (
     Run,
     apply_failed,
     capture_out_of_memory,
+    codes,
     control_configs,
     eventful_run,
     machines,
@@ -23,7 +24,7 @@ from tests.decide.build import (
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.decide import BatchState, Decision, LayerState, decide, initial_decision
 from triaccel_ray.decide.batch import ladder
-from triaccel_ray.records.plan import FaultKind, Plan, Precision, ReasonCode
+from triaccel_ray.records.plan import Plan, Precision, ReasonCode
 from triaccel_ray.records.signals import LayerSignal, NoiseSignal, Observation
 
 LOW_MEMORY, HIGH_MEMORY = memory_of(0.1), memory_of(0.95)
@@ -33,10 +34,6 @@ CONFIG = ControlConfig(
     batch=BatchConfig(lr_rule="linear"),
 )
 NAMES = [("conv", tuple(Precision)), ("head", tuple(Precision))]
-
-
-def codes(decision: Decision, subject: str) -> list[ReasonCode]:
-    return [reason.code for reason in decision.reasons if reason.subject == subject]
 
 
 def first_tick(config: ControlConfig, *layers: LayerSignal, **others: object) -> Decision:
@@ -74,20 +71,15 @@ def test_the_batch_grows_beside_changes_that_take_no_more_bytes():
     assert (decision.plan.precision["conv"], decision.plan.batch_size) == (FP16, 128)
 
 
-def test_retreats_are_not_limited():
+def test_retreats_are_not_limited_and_precede_the_rule_of_memory():
     raised = LayerSignal(name="conv", variance=1.0)
     assert first_tick(CONFIG, raised, memory=HIGH_MEMORY).plan.batch_size == 32
     decision = first_tick(CONFIG, raised, memory=LOW_MEMORY, faults=(out_of_memory(96, 64),))
     assert (decision.plan.precision["conv"], decision.plan.batch_size) == (FP32, 64)
-
-
-def test_the_retreat_precedes_the_rule_of_memory():
-    decision = first_tick(CONFIG, memory=HIGH_MEMORY, faults=(out_of_memory(96, 64),))
-    assert decision.plan.batch_size == 64
-    assert codes(decision, "batch") == [ReasonCode.OUT_OF_MEMORY, ReasonCode.LR_SCALE]
-    decision = first_tick(CONFIG, memory=HIGH_MEMORY, faults=(capture_out_of_memory(96),))
-    assert decision.plan.batch_size == 64
-    assert codes(decision, "batch") == [ReasonCode.CAPTURE_OUT_OF_MEMORY, ReasonCode.LR_SCALE]
+    for fault in (out_of_memory(96, 64), capture_out_of_memory(96)):
+        decision = first_tick(CONFIG, memory=HIGH_MEMORY, faults=(fault,))
+        assert decision.plan.batch_size == 64
+        assert codes(decision, "batch") == [ReasonCode(fault.kind.value), ReasonCode.LR_SCALE]
 
 
 def test_reasons_come_in_the_order_of_the_rules():
@@ -163,29 +155,12 @@ def test_everything_switched_off_keeps_the_initial_plan():
         assert (decision.plan, decision.reasons) == (initial_decision(config, NAMES).plan, ())
 
 
-seeds = st.integers(0, 2**32)
-
-
-@settings(max_examples=25)
-@given(control_configs(), machines(), seeds)
-def test_a_decision_follows_from_its_arguments_and_leaves_them_alone(config, machine, seed):
-    state = None
-    for observation, decision in eventful_run(config, machine, seed, 30):
-        if state is not None:
-            before = copy.deepcopy((config, observation, state))
-            assert decide(config, observation, state) == decision
-            assert (config, observation, state) == before
-        state = decision.state
-
-
 def assert_bounds(config: ControlConfig, observation: Observation, decision: Decision) -> None:
     old, new = observation.plan, decision.plan
     assert new.batch_size in ladder(config.batch)
-    assert config.batch.minimum <= new.batch_size <= config.batch.maximum
-    assert 1 <= new.num_micro_batches <= new.batch_size
     asked = config.batch.accumulate
+    assert asked <= new.num_micro_batches <= new.batch_size
     in_halves = not config.batch.enabled and new.num_micro_batches == 2 * asked
-    assert new.num_micro_batches >= asked
     assert new.num_micro_batches == asked or new.batch_size == config.batch.minimum or in_halves
     assert list(new.precision) == list(old.precision)
     assert all(new.precision[layer.name] in layer.supported for layer in observation.layers)
@@ -196,44 +171,42 @@ def assert_bounds(config: ControlConfig, observation: Observation, decision: Dec
 def assert_enlarges_once(observation: Observation, decision: Decision) -> None:
     old, new = observation.plan, decision.plan
     raised = any(
-        new.precision[name].bytes_per_element > old.precision[name].bytes_per_element for name in old.precision
+        level.bytes_per_element > old.precision[name].bytes_per_element for name, level in new.precision.items()
     )
     grown = new.batch_size > old.batch_size
     whole = new.batch_size == old.batch_size and new.num_micro_batches < old.num_micro_batches
     assert raised + grown + whole <= 1
-    if any(fault.kind is FaultKind.APPLY_FAILED for fault in observation.faults):
-        assert new.precision == old.precision
-        assert not grown
-        assert not whole
+    assert observation.apply_fault is None or (new.precision, grown, whole) == (old.precision, False, False)
 
 
 def assert_reasons(observation: Observation, decision: Decision) -> None:
     old, new = observation.plan, decision.plan
     batch_changed = (new.batch_size, new.num_micro_batches) != (old.batch_size, old.num_micro_batches)
-    rules = {ReasonCode.OUT_OF_MEMORY, ReasonCode.APPLY_FAILED, ReasonCode.MEMORY_LOW, ReasonCode.MEMORY_HIGH}
-    rules |= {ReasonCode.CAPTURE_OUT_OF_MEMORY}
+    rules = {ReasonCode.OUT_OF_MEMORY, ReasonCode.APPLY_FAILED, ReasonCode.MEMORY_LOW, ReasonCode.MEMORY_HIGH,
+             ReasonCode.CAPTURE_OUT_OF_MEMORY}  # fmt: skip
     assert not batch_changed or rules & set(codes(decision, "batch"))
     assert (new.batch_lr_scale != old.batch_lr_scale) == (ReasonCode.LR_SCALE in codes(decision, "batch"))
-    rules = {ReasonCode.VARIANCE, ReasonCode.CURVATURE, ReasonCode.CURVATURE_RELEASED}
-    rules |= {ReasonCode.OVERFLOW}
+    rules = {ReasonCode.VARIANCE, ReasonCode.CURVATURE, ReasonCode.CURVATURE_RELEASED, ReasonCode.OVERFLOW}
     for name, level in new.precision.items():
         assert level is old.precision[name] or rules & set(codes(decision, name))
         assert (new.lr_scale[name] != old.lr_scale[name]) == (ReasonCode.LR_SCALE in codes(decision, name))
-
-
-def assert_variances_are_true(decision: Decision) -> None:
     for reason in decision.reasons:
         if reason.code is ReasonCode.VARIANCE:
             assert (reason.value >= reason.threshold) == (">=" in reason.text)
 
 
-@given(control_configs(), machines(), seeds)
+@given(control_configs(), machines(), st.integers(0, 2**32))
 def test_every_tick_of_an_eventful_run_keeps_bounds_enlarges_once_and_gives_reasons(config, machine, seed):
+    state = None
     for observation, decision in eventful_run(config, machine, seed, 60):
         assert_bounds(config, observation, decision)
         assert_enlarges_once(observation, decision)
         assert_reasons(observation, decision)
-        assert_variances_are_true(decision)
+        if state is not None and observation.tick % 10 == 0:  # it follows from its arguments, and leaves them alone
+            before = copy.deepcopy((config, observation, state))
+            assert decide(config, observation, state) == decision
+            assert (config, observation, state) == before
+        state = decision.state
 
 
 @given(
@@ -248,6 +221,6 @@ def test_constant_observations_bring_the_plan_to_rest(config, machine, variance)
         for name in machine.names
     ]
     run = Run(config, machine)
-    plans = [run.step(*layers)[1].plan for _ in range(160)]
-    assert all(plan.batch_size == plans[-1].batch_size for plan in plans[-60:])
+    plans = [run.step(*layers)[1].plan for _ in range(120)]
+    assert all(plan.batch_size == plans[-1].batch_size for plan in plans[-40:])
     assert all(plan.precision == plans[-1].precision for plan in plans[12:])

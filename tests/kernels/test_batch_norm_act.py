@@ -1,31 +1,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.kernels.build import BF16, DEVICE, FP16, FP32, FP64, ROUNDING, assert_close, assert_replays
+from tests.kernels.build import poison as poison
 from triaccel_ray.kernels.batch_norm_act import RunningStatistics, batch_norm_act, recomputer
 from triaccel_ray.kernels.batch_norm_act.reference import ACTIVATIONS
 from triaccel_ray.kernels.batch_norm_act.reference import batch_norm_act as reference
-from triaccel_ray.kernels.batch_norm_act.tiling import APPLYING, APPLYING_EXPONENTIALS, REDUCING, tiling
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-ROUNDING = {FP32: 2.0**-23, FP16: 2.0**-11, BF16: 2.0**-8 if GPU else 2.0**-7}
-"""Relative error of a store: half a unit in the last place; the interpreter truncates to BF16."""
-
-
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """Fills every new tensor with NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,18 +26,6 @@ class Case:
     forked: bool = False
     mean: float = 0.5
     std: float = 1.0
-
-
-@dataclasses.dataclass
-class Results:
-    y: Tensor
-    running_mean: Tensor
-    running_var: Tensor
-    num_batches: Tensor
-    x: Tensor
-    weight: Tensor
-    bias: Tensor
-    residual: Tensor | None
 
 
 def _inputs(case: Case) -> dict[str, Tensor]:
@@ -72,67 +48,35 @@ def _inputs(case: Case) -> dict[str, Tensor]:
     return inputs
 
 
-def _running(channels: int, momentum: float = 0.1) -> RunningStatistics:
-    mean, var = torch.zeros(channels, device=DEVICE), torch.ones(channels, device=DEVICE)
-    return RunningStatistics(mean=mean, var=var, momentum=momentum)
+def _running(channels: int, momentum: float = 0.1, dtype: torch.dtype = FP32) -> RunningStatistics:
+    mean, var = (torch.full((channels,), value, dtype=dtype, device=DEVICE) for value in (0.0, 1.0))
+    counted = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    return RunningStatistics(mean=mean, var=var, num_batches=counted, momentum=momentum)
 
 
-def _launch(*tensors: Any, running: RunningStatistics, output_dtype: torch.dtype = FP32, **options: Any) -> Any:
-    """Runs the kernels, through the interpreter where there is no GPU, on x, weight, bias and residual."""
-    from triaccel_ray.kernels.batch_norm_act.launch import Call, launch
-
-    return launch(Call(running=running, eps=1e-5, output_dtype=output_dtype, **options), *tensors)
-
-
-def _run(case: Case, *, exact: bool) -> Results:
+def _run(case: Case, *, exact: bool) -> dict[str, Tensor]:
     """Forward and backward: the reference in FP64, or the kernels, through the interpreter where there is no GPU."""
     inputs = _inputs(case)
     if exact:
         inputs = {name: tensor.double() for name, tensor in inputs.items()}
-    names = ["x", "weight", "bias", *(["residual"] if case.residual else [])]
-    leaves = {name: inputs[name].clone().requires_grad_() for name in names}
-    channels = case.shape[1]
-    dtype = FP64 if exact else FP32
-    running = RunningStatistics(
-        mean=torch.zeros(channels, dtype=dtype, device=DEVICE),
-        var=torch.ones(channels, dtype=dtype, device=DEVICE),
-        num_batches=torch.zeros((), dtype=torch.int64, device=DEVICE),
-        momentum=0.3,
-    )
+    leaves = {name: t.clone().requires_grad_() for name, t in inputs.items() if not name.startswith("dy")}
+    residual, dtype = leaves.get("residual"), FP64 if exact else case.output or case.x
     arguments = [leaves["x"], leaves["weight"], leaves["bias"]]
+    running = _running(case.shape[1], 0.3, FP64 if exact else FP32)
+    how: dict[str, Any] = {"activation": case.activation, "output_dtype": dtype}
     if exact:
-        y = reference(
-            *arguments, running, eps=1e-5, activation=case.activation, residual=leaves.get("residual"),
-            output_dtype=FP64,
-        )  # fmt: skip
-        outputs = [y, y] if case.forked else [y]
+        y = reference(*arguments, running, eps=1e-5, residual=residual, **how)
+        outputs = (y, y) if case.forked else (y,)
     else:
-        output_dtype = case.output or case.x
-        made = _launch(
-            *arguments, leaves.get("residual"), running=running, activation=case.activation,
-            output_dtype=output_dtype, forked=case.forked,
-        )  # fmt: skip
-        outputs = list(made) if isinstance(made, tuple) else [made]
-        assert len(outputs) == 1 + case.forked
-        assert {output.dtype for output in outputs} == {output_dtype}
+        made = batch_norm_act(*arguments, running, eps=1e-5, residual=residual, forked=case.forked, **how)
+        outputs = made if case.forked else (made,)
+        assert {output.dtype for output in outputs} == {dtype}
         assert outputs[0].is_contiguous(memory_format=torch.channels_last)
     torch.autograd.backward(outputs, [inputs["dy"], inputs["dy_fork"]][: len(outputs)])
-    gradients = {name: leaf.grad for name, leaf in leaves.items()}
-    if not exact:
-        assert all(gradients[name].dtype is leaf.dtype for name, leaf in leaves.items())  # type: ignore[union-attr]
-    return Results(
-        y=outputs[0].detach(), running_mean=running.mean, running_var=running.var,
-        num_batches=running.num_batches, residual=gradients.pop("residual", None), **gradients,  # type: ignore[arg-type]
-    )  # fmt: skip
-
-
-def _close(actual: Tensor | None, exact: Tensor | None, rounding: float, arithmetic: float) -> None:
-    """Asserts an error within the rounding of each value, and `arithmetic` of the largest one."""
-    assert (actual is None) == (exact is None)
-    if actual is not None and exact is not None:
-        assert actual.isfinite().all()
-        allowed = rounding * exact.abs() + arithmetic * exact.abs().max()
-        assert ((actual.double() - exact).abs() <= allowed).all(), ((actual.double() - exact).abs() / allowed).max()
+    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    assert {name: gradient.dtype for name, gradient in gradients.items()} == {n: t.dtype for n, t in leaves.items()}
+    assert running.num_batches == 1
+    return {"y": outputs[0].detach(), "mean": running.mean, "var": running.var, **gradients}
 
 
 def _check(case: Case) -> None:
@@ -142,14 +86,18 @@ def _check(case: Case) -> None:
     arithmetic = 2.0**-19 + 2.0**-22 * abs(case.mean) / case.std
     # The gradients of two readers are summed in the output's dtype before anything else, as autograd does.
     summed = arithmetic + (2 * ROUNDING[output] if case.forked and case.residual else 0.0)
-    _close(actual.y, exact.y, ROUNDING[output], arithmetic)
-    _close(actual.x, exact.x, ROUNDING[case.x], 4 * summed)
-    _close(actual.weight, exact.weight, ROUNDING[FP32], 4 * summed)
-    _close(actual.bias, exact.bias, ROUNDING[FP32], 4 * summed)
-    _close(actual.residual, exact.residual, ROUNDING[case.residual or FP32], summed)
-    _close(actual.running_mean, exact.running_mean, ROUNDING[FP32], 2.0**-21)
-    _close(actual.running_var, exact.running_var, ROUNDING[FP32], 2.0**-21 + 2.0**-21 * abs(case.mean) / case.std)
-    assert actual.num_batches.item() == 1
+    allowed = {
+        "y": (ROUNDING[output], arithmetic),
+        "x": (ROUNDING[case.x], 4 * summed),
+        "weight": (ROUNDING[FP32], 4 * summed),
+        "bias": (ROUNDING[FP32], 4 * summed),
+        "residual": (ROUNDING[case.residual or FP32], summed),
+        "mean": (ROUNDING[FP32], 2.0**-21),
+        "var": (ROUNDING[FP32], 2.0**-21 + 2.0**-21 * abs(case.mean) / case.std),
+    }
+    assert actual.keys() == exact.keys()
+    for name, values in exact.items():
+        assert_close(actual[name], values, *allowed[name])
 
 
 SMALL = [
@@ -195,10 +143,10 @@ def test_a_part_of_the_rows_far_from_the_rest_costs_no_accuracy() -> None:
     x[:8] += 1e4  # the first tile is nothing like the others
     x = x.to(memory_format=torch.channels_last)
     weight, bias, running = torch.ones(16, device=DEVICE), torch.zeros(16, device=DEVICE), _running(16, momentum=1.0)
-    _launch(x, weight, bias, None, running=running, activation="none")
+    batch_norm_act(x, weight, bias, running, eps=1e-5)
     exact = x.double().transpose(0, 1).flatten(1)
-    _close(running.mean, exact.mean(1), 2.0**-20, 0.0)
-    _close(running.var, exact.var(1), 2.0**-18, 0.0)
+    assert_close(running.mean, exact.mean(1), 2.0**-20, 0.0)
+    assert_close(running.var, exact.var(1), 2.0**-18, 0.0)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NumPy
@@ -206,7 +154,8 @@ def test_a_part_of_the_rows_far_from_the_rest_costs_no_accuracy() -> None:
 def test_an_output_can_be_computed_again_and_not_a_number_is_passed_on(activation: Any) -> None:
     inputs, running = _inputs(Case(shape=(3, 12, 5, 4), x=FP16, output=FP32)), _running(12)
     x, parameters = inputs["x"].requires_grad_(), (inputs["weight"], inputs["bias"])
-    y = _launch(x, *parameters, None, running=running, activation=activation)
+    how: dict[str, Any] = {"eps": 1e-5, "activation": activation, "output_dtype": FP32}
+    y = batch_norm_act(x, *parameters, running, **how)
     again = recomputer(y)
     assert again is not None
     expected, after = y.detach().clone(), running.mean.clone()
@@ -215,7 +164,7 @@ def test_an_output_can_be_computed_again_and_not_a_number_is_passed_on(activatio
     assert torch.equal(running.mean, after)
     broken = x.detach().clone()
     broken[0, 3, 1, 1] = float("nan")
-    y = _launch(broken, *parameters, None, running=running, activation=activation)
+    y = batch_norm_act(broken, *parameters, running, **how)
     assert y[:, 3].isnan().all()
     assert y[:, :3].isfinite().all()
 
@@ -223,8 +172,8 @@ def test_an_output_can_be_computed_again_and_not_a_number_is_passed_on(activatio
 def test_outputs_that_hold_more_than_the_norm_cannot_be_computed_again() -> None:
     inputs, running = _inputs(Case(shape=(3, 12, 5, 4), x=FP32, residual=FP32)), _running(12)
     arguments = inputs["x"].requires_grad_(), inputs["weight"], inputs["bias"]
-    with_residual = _launch(*arguments, inputs["residual"], running=running, activation="relu")
-    forked = _launch(*arguments, None, running=running, activation="relu", forked=True)
+    with_residual = batch_norm_act(*arguments, running, eps=1e-5, residual=inputs["residual"])
+    forked = batch_norm_act(*arguments, running, eps=1e-5, forked=True)
     for y in (with_residual, *forked, arguments[0], torch.relu(arguments[0])):
         assert recomputer(y) is None
 
@@ -232,100 +181,42 @@ def test_outputs_that_hold_more_than_the_norm_cannot_be_computed_again() -> None
 def test_gradients_that_are_not_wanted_and_readers_without_a_gradient() -> None:
     inputs, running = _inputs(Case(residual=FP32)), _running(8)
     arguments = inputs["x"].requires_grad_(), inputs["weight"], inputs["bias"]
-    first, second = _launch(*arguments, inputs["residual"], running=running, activation="relu", forked=True)
+    how: dict[str, Any] = {"eps": 1e-5, "activation": "relu", "residual": inputs["residual"]}
+    first, second = batch_norm_act(*arguments, running, forked=True, **how)
     assert first.data_ptr() == second.data_ptr()
     # what comes from a mean over pixels is expanded, not channels_last
     (gradient,) = torch.autograd.grad(second.mean((2, 3)).sum(), inputs["x"])
-    y = reference(*arguments, running, eps=1e-5, activation="relu", residual=inputs["residual"])
+    uncounted = RunningStatistics(mean=running.mean, var=running.var)
+    y = reference(*arguments, uncounted, **how)
     torch.testing.assert_close(gradient, torch.autograd.grad(y.mean((2, 3)).sum(), inputs["x"])[0])
 
 
 @pytest.mark.gpu
 def test_a_graph_replays_what_eager_computes_bit_for_bit() -> None:
-    case = Case(shape=(96, 64, 16, 16), x=FP16, residual=FP16)
-    inputs = _inputs(case)
-    x, residual = inputs["x"].requires_grad_(), inputs["residual"].requires_grad_()
-    weight, bias = inputs["weight"].requires_grad_(), inputs["bias"].requires_grad_()
-    running = _running(64)
+    inputs, running = _inputs(Case(shape=(96, 64, 16, 16), x=FP16, residual=FP16)), _running(64)
+    dy = inputs.pop("dy")
+    x, weight, bias, _, residual = (tensor.requires_grad_() for tensor in inputs.values())
+
+    def reset() -> None:
+        running.mean.zero_()
+        running.var.fill_(1.0)
 
     def step() -> tuple[Tensor, ...]:
         outputs = batch_norm_act(x, weight, bias, running, eps=1e-5, activation="relu", residual=residual, forked=True)
         y = batch_norm_act(outputs[0], weight, bias, running, eps=1e-5, activation="silu", residual=outputs[1])
-        return (y.detach(), *torch.autograd.grad(y, [x, residual, weight, bias], inputs["dy"]), running.mean.clone())
+        return (y.detach(), *torch.autograd.grad(y, [x, residual, weight, bias], dy), running.mean.clone())
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    start = running.mean.clone(), running.var.clone()
-    expected = [tensor.clone() for tensor in step()]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for _ in range(20):
-        running.mean.copy_(start[0])
-        running.var.copy_(start[1])
-        for tensor in captured:
-            tensor.fill_(float("nan"))
-        graph.replay()
-        assert all(map(torch.equal, captured, expected))
+    assert_replays(step, reset)
 
 
-def test_on_a_cpu_it_is_batch_norm_sum_and_activation() -> None:
+def test_the_reference_is_batch_norm_sum_and_activation() -> None:
     torch.manual_seed(0)
     norm = nn.BatchNorm2d(6, momentum=0.2)
     x, residual = torch.randn(2, 4, 6, 5, 5)
     running = RunningStatistics(mean=torch.zeros(6), var=torch.ones(6), num_batches=torch.tensor(0), momentum=0.2)
     arguments: dict[str, Any] = {"eps": norm.eps, "activation": "relu", "residual": residual}
-    y = batch_norm_act(x, norm.weight, norm.bias, running, **arguments)
+    y = reference(x, norm.weight, norm.bias, running, **arguments)
     torch.testing.assert_close(y, torch.relu(norm(x) + residual))
     torch.testing.assert_close(running.mean, norm.running_mean)
     torch.testing.assert_close(running.var, norm.running_var)
     assert running.num_batches == norm.num_batches_tracked == 1
-    first, second = batch_norm_act(x, norm.weight, norm.bias, running, **arguments, output_dtype=FP16, forked=True)
-    assert first.dtype is second.dtype is FP16
-    torch.testing.assert_close(first.float(), y, rtol=2.0**-10, atol=1e-6)
-
-
-WEIGHT = torch.ones(8)
-IMAGES = torch.ones(2, 8, 3, 3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"activation": "gelu"}, ValueError, "activation = 'gelu': must be one of none, relu"),
-        ({"x": torch.ones(2, 8, 3)}, ValueError, r"x has shape \[2, 8, 3\]: must be \[n, c, h, w\]"),
-        ({"x": torch.ones(1, 8, 1, 1)}, ValueError, "more than one value per channel"),
-        ({"x": torch.ones(0, 8, 1, 1)}, ValueError, "more than one value per channel"),
-        ({"x": IMAGES.int()}, TypeError, "x is torch.int32: must be one of"),
-        ({"output_dtype": torch.int8}, TypeError, "output_dtype is torch.int8"),
-        ({"residual": IMAGES.int()}, TypeError, "residual is torch.int32"),
-        ({"residual": IMAGES[:1]}, ValueError, r"residual is \[1, 8, 3, 3\] on cpu: must be \[2, 8, 3, 3\] on cpu"),
-        ({"weight": torch.ones(7)}, ValueError, r"weight is \[7\] on cpu: must be \[8\] on cpu"),
-        ({"bias": torch.ones(8, 1)}, ValueError, r"bias is \[8, 1\] on cpu"),
-    ],
-)
-def test_what_it_cannot_take_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    running = RunningStatistics(mean=torch.zeros(8), var=torch.ones(8))
-    given: dict[str, Any] = {"x": IMAGES, "weight": WEIGHT, "bias": WEIGHT, **arguments}
-    with pytest.raises(error, match=message):
-        batch_norm_act(given.pop("x"), given.pop("weight"), given.pop("bias"), running, eps=1e-5, **given)
-
-
-@pytest.mark.gpu
-def test_contiguous_memory_is_refused_on_a_gpu() -> None:
-    running = RunningStatistics(mean=torch.zeros(8, device="cuda"), var=torch.ones(8, device="cuda"))
-    with pytest.raises(ValueError, match="x has strides"):
-        batch_norm_act(IMAGES.cuda(), WEIGHT.cuda(), WEIGHT.cuda(), running, eps=1e-5)
-
-
-@pytest.mark.parametrize("shape", [REDUCING, APPLYING, APPLYING_EXPONENTIALS])
-@pytest.mark.parametrize("num_channels", [1, 8, 16, 24, 64, 96, 1152, 2048])
-@pytest.mark.parametrize("num_rows", [2, 63, 6144, 10**7])
-def test_every_program_has_a_tile_and_every_channel_a_program(num_rows: int, num_channels: int, shape: Any) -> None:
-    tiles = tiling(num_rows, num_channels, shape, 132)
-    assert tiles.num_channel_blocks * tiles.block_channels >= num_channels
-    assert 1 <= tiles.num_parts <= -(-num_rows // tiles.block_rows)
-    assert tiles.num_channel_blocks * tiles.num_parts <= max(shape.per_multiprocessor * 132, tiles.num_channel_blocks)

@@ -2,28 +2,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.build import BF16, DEVICE, FP16, FP32, ROUNDING, assert_close, assert_replays
+from tests.kernels.build import poison as poison
 from triaccel_ray.kernels.channel_gate.launch import multiply, pool
 from triaccel_ray.kernels.channel_gate.reference import channel_gate
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-ROUNDING = {FP32: 2.0**-23, FP16: 2.0**-11, BF16: 2.0**-8 if GPU else 2.0**-7}
-"""Relative error of a store: half a unit in the last place; the interpreter truncates to BF16."""
-
-
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """Fills every new tensor with NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,15 +36,6 @@ def _drawn(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return x.to(DEVICE, memory_format=torch.channels_last), weight.to(DEVICE), dy.to(DEVICE)
 
 
-def _close(actual: Tensor | None, exact: Tensor | None, rounding: float, arithmetic: float) -> None:
-    """Asserts an error within the rounding of each value, and `arithmetic` of the largest one."""
-    assert actual is not None
-    assert exact is not None
-    assert actual.isfinite().all()
-    allowed = rounding * exact.abs() + arithmetic * exact.abs().max()
-    assert ((actual.double() - exact).abs() <= allowed).all(), ((actual.double() - exact).abs() / allowed).max()
-
-
 def _check(case: Case) -> None:
     (x, weight, dy), gates = _drawn(case), []
     x, exact_x = x.requires_grad_(), x.detach().double().requires_grad_()
@@ -71,12 +52,11 @@ def _check(case: Case) -> None:
     channel_gate(exact_x, exact_gate).backward(dy.double())
     assert (mean.dtype, y.dtype) == (case.x, dy.dtype)
     assert y.is_contiguous(memory_format=torch.channels_last)
-    _close(mean.detach(), gates[0].detach(), ROUNDING[case.x], 2.0**-20)
-    _close(y.detach(), (exact_x * gate.double()).detach(), ROUNDING[dy.dtype], 2.0**-22)
-    assert x.grad is not None
+    assert_close(mean.detach(), gates[0].detach(), ROUNDING[case.x], 2.0**-20)
+    assert_close(y.detach(), (exact_x * gate.double()).detach(), ROUNDING[dy.dtype], 2.0**-22)
     assert (x.grad.dtype, x.grad.stride()) == (x.dtype, x.stride())
-    _close(x.grad, exact_x.grad, ROUNDING[case.x], case.coarseness())
-    _close(weight.grad, exact_weight.grad, ROUNDING[FP32], case.coarseness())
+    assert_close(x.grad, exact_x.grad, ROUNDING[case.x], case.coarseness())
+    assert_close(weight.grad, exact_weight.grad, ROUNDING[FP32], case.coarseness())
 
 
 SMALL = [
@@ -162,16 +142,4 @@ def test_a_graph_replays_what_eager_computes_bit_for_bit() -> None:
         y = multiply(pooled, torch.sigmoid(mean * weight.to(BF16)))
         return (y.detach(), *torch.autograd.grad(y, x, dy))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        expected = [tensor.clone() for tensor in step()]
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for _ in range(20):
-        for tensor in captured:
-            tensor.fill_(float("nan"))
-        graph.replay()
-        assert all(map(torch.equal, captured, expected))
+    assert_replays(step)

@@ -88,12 +88,14 @@ def test_loading_runs_no_code(tmp_path: Path, write: Any) -> None:
 
 
 def test_a_failure_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint.pt"
+    path, previous = tmp_path / "checkpoint.pt", tmp_path / "previous.pt"
     save_checkpoint(path, STATE)
     with pytest.raises((AttributeError, pickle.PicklingError)):
         save_checkpoint(path, {"weights": torch.zeros(300), "function": lambda: None})
     assert same(load_checkpoint(path), STATE)
     assert os.listdir(tmp_path) == ["checkpoint.pt"]
+    save_checkpoint(path, {"other": 1}, previous=previous)
+    assert (load_checkpoint(path), same(load_checkpoint(previous), STATE)) == ({"other": 1}, True)
 
 
 def draw() -> list[float]:

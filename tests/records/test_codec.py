@@ -58,7 +58,7 @@ OUTERS = st.builds(
     pair=st.tuples(st.integers(), st.text()),
     many=st.lists(INNERS).map(tuple),
     by_colour=st.dictionaries(st.sampled_from(Colour), FLOATS),
-    setting=st.none() | st.integers() | st.booleans() | FLOATS | TEXTS,
+    setting=st.none() | st.integers() | st.booleans() | FLOATS | TEXTS | st.just(2**60 + 1),
     anything=st.none() | st.lists(st.integers()),
 )
 
@@ -78,12 +78,8 @@ def test_not_a_number_survives_json() -> None:
     assert decode(Inner, {"number": "-inf"}).number == -math.inf
     number = decode(Inner, {"number": 3}).number
     assert (number, type(number)) == (3.0, float)
-
-
-@pytest.mark.parametrize("setting", [math.inf, -math.inf, 2**60 + 1, 3, 3.0, True, "3", None])
-def test_a_setting_keeps_its_type(setting: Any) -> None:
-    back = decode(Outer, json.loads(json.dumps({**GOOD, "setting": encode(setting)}))).setting
-    assert (back, type(back)) == (setting, type(setting))
+    with pytest.raises(ValueError, match="must be a number that a float can hold"):
+        decode(Inner, {"number": 10**400})
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes", Inner, [1, {"a": 1j}]])
@@ -92,30 +88,19 @@ def test_what_has_no_json_form_is_refused(value: Any) -> None:
         encode(value)
 
 
-GOOD = encode(
-    Outer(
-        count=1,
-        flag=True,
-        colour=Colour.RED,
-        level=Level.LOW,
-        choice="a",
-        inner=Inner(1.0),
-        pair=(1, "x"),
-        many=(Inner(2.0),),
-    )
-)
+GOOD = {
+    "count": 1, "flag": True, "colour": "red", "level": 1, "choice": "a", "inner": {"number": 1.0}, "pair": [1, "x"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"count": 1.0}, r"Outer\.count = 1\.0: must be an integer"),
         ({"count": True}, r"Outer\.count = True: must be an integer"),
         ({"flag": 1}, r"Outer\.flag = 1: must be a bool"),
         ({"colour": "green"}, r"Outer\.colour = 'green': must be one of \['red', 'blue'\]"),
         ({"level": "LOW"}, r"Outer\.level = 'LOW': must be one of \[1, 2\]"),
         ({"choice": "c"}, r"Outer\.choice = 'c': must be one of a, b, 3"),
-        ({"inner": {"number": "1"}}, r"Outer\.inner\.number = '1': must be a number"),
         ({"inner": {"number": False}}, r"Outer\.inner\.number = False: must be a number"),
         ({"inner": {"number": 1.0, "text": 2}}, r"Outer\.inner\.text = 2: must be a str"),
         ({"inner": [1.0]}, r"Outer\.inner = \[1\.0\]: must be an object"),

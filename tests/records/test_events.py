@@ -46,19 +46,10 @@ def a_tick() -> Tick:
 
 
 EPOCH = Epoch(
-    epoch=1,
-    step=10,
-    train_loss=-math.inf,
-    held_out_loss=1.0,
-    held_out_metrics={"accuracy": 90.0, "perplexity": math.inf},
-    seconds=0.5,
-    images_per_second=20.0,
-    batch_size=8,
-    peak_bytes=2**40,
-    allocated_peak_bytes=0,
-    num_skipped=1,
-    score=None,
-)
+    epoch=1, step=10, train_loss=-math.inf, held_out_loss=1.0, seconds=0.5, images_per_second=20.0, batch_size=8,
+    held_out_metrics={"accuracy": 90.0, "perplexity": math.inf}, peak_bytes=2**40, allocated_peak_bytes=0,
+    num_skipped=1, score=None,
+)  # fmt: skip
 RECORDS: list[Record] = [
     Start(
         control=ControlConfig(curvature=CurvatureConfig(tau_curv=math.inf)),
@@ -86,15 +77,7 @@ def test_every_kind_of_record_comes_back(tmp_path: Path) -> None:
     assert [event.sequence for event in events] == [0, 1, 2, 3]
     assert [event.time_ms for event in events] == sorted(event.time_ms for event in events)
     start = events[0].record
-    assert isinstance(start, Start)
-    assert {name: type(value) for name, value in start.parameters.items()} == {
-        "lr": float,
-        "epochs": int,
-        "seed": int,
-        "nesterov": bool,
-        "budget": type(None),
-        "device": str,
-    }
+    assert list(map(type, start.parameters.values())) == [float, int, int, bool, type(None), str]
 
 
 @given(control_configs(), machines(), st.integers(0, 1000))
@@ -131,7 +114,6 @@ def test_a_log_shorter_than_its_checkpoint_is_refused(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from triaccel_ray.records.events import End, EventLog, TakenOverError
@@ -197,28 +179,6 @@ def test_a_log_that_cannot_be_put_in_place_leaves_the_old_one_whole(
             EventLog(path, keep=1)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["log"]
-
-
-DYING = """
-import os
-import sys
-from dataclasses import replace
-from pathlib import Path
-
-from triaccel_ray.records.events import EventLog
-
-Path.replace = lambda *_: os._exit(9)
-EventLog(Path(sys.argv[1]), keep=1)
-"""
-
-
-def test_a_process_that_dies_while_it_takes_over_leaves_the_old_log_whole(tmp_path: Path) -> None:
-    path = written(tmp_path / "log", *RECORDS)
-    before = path.read_bytes()
-    assert subprocess.run([sys.executable, "-c", DYING, str(path)], cwd=os.getcwd()).returncode == 9
-    assert path.read_bytes() == before
-    EventLog(path, keep=2).close()
-    assert [event.record for event in read_events(path)] == RECORDS[:2]
 
 
 def test_records_other_than_those_before_the_checkpoint_are_refused(tmp_path: Path) -> None:

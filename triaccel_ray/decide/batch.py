@@ -197,7 +197,8 @@ def _held(
     # What brings back the whole batch, or the start, takes the noise scale as it is.
     if not (config.bound_by_noise_scale and size > max(plan.batch_size, config.start)):
         return None
-    if not _is_known(state.noise):
+    # Half of an average's weight: single measurements are as often negative as a hundred times too large.
+    if state.noise is None or state.noise.trace_covariance < 0.5:
         text = f"no batch of {size} before the gradient noise scale is known"
         return _reason(ReasonCode.HELD_NOISE_SCALE, text, size)
     scale = noise_scale(state.noise)
@@ -209,14 +210,6 @@ def _held(
     return None
 
 
-def _is_known(noise: NoiseSignal | None) -> bool:
-    """Whether enough has been measured to say where the noise scale lies: half of an average's weight.
-
-    Single measurements are as often negative as a hundred times too large.
-    """
-    return noise is not None and noise.trace_covariance >= 0.5
-
-
 def _grow(
     config: BatchConfig, plan: Plan, memory: MemorySignal, state: BatchState, size: int, parts: int
 ) -> BatchDecision:
@@ -224,19 +217,14 @@ def _grow(
     text = f"memory {_share(memory)} < rho_low {config.rho_low:.3g}: {change}"
     if not config.enabled:
         text = f"the cap after an out-of-memory error is lifted: {change}"
-    return BatchDecision(
-        batch_size=size,
-        num_micro_batches=parts,
-        state=replace(state, ticks_since_change=0),
-        reasons=(_reason(ReasonCode.MEMORY_LOW, text, memory.share, config.rho_low),),
-    )
+    reason = _reason(ReasonCode.MEMORY_LOW, text, memory.share, config.rho_low)
+    state = replace(state, ticks_since_change=0)
+    return BatchDecision(batch_size=size, num_micro_batches=parts, state=state, reasons=(reason,))
 
 
 def _reason(code: ReasonCode, text: str, value: float | None = None, threshold: float | None = None) -> Reason:
-    found = None if value is None else float(value)
-    return Reason(
-        code=code, subject="batch", text=text, value=found, threshold=None if threshold is None else float(threshold)
-    )
+    value, threshold = (None if number is None else float(number) for number in (value, threshold))
+    return Reason(code=code, subject="batch", text=text, value=value, threshold=threshold)
 
 
 def _share(memory: MemorySignal) -> str:

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.records.plan import Reason, ReasonCode
-from triaccel_ray.records.signals import LayerSignal, NoiseSignal, Observation
+from triaccel_ray.records.signals import NoiseSignal, Observation
 from triaccel_ray.records.state import LayerState
 
 LARGEST_RATIO = 10.0
@@ -39,7 +39,11 @@ def remember_curvature(
         largest = acting_eigenvalue(config, measured)
         held = state.held if largest is None else largest > config.tau_curv
         if largest is not None and held != state.held:
-            reasons.append(_hold_reason(signal, largest, config.tau_curv, held))
+            code = ReasonCode.CURVATURE if held else ReasonCode.CURVATURE_RELEASED
+            text = f"largest eigenvalue {largest:.3g} {'>' if held else '<='} tau_curv {config.tau_curv:.3g}"
+            text += ": held higher" if held else ""
+            found = {"value": largest, "threshold": config.tau_curv}
+            reasons.append(Reason(code=code, subject=signal.name, text=text, **found))
         updated[signal.name] = replace(measured, held=held)
     return updated, reasons
 
@@ -108,11 +112,3 @@ def lr_reasons(old: Mapping[str, float], new: Mapping[str, float], layers: Mappi
             text = f"largest eigenvalue {eigenvalues[0]:.3g}: learning rate times {scale:.3g}"
             reasons.append(Reason(code=ReasonCode.LR_SCALE, subject=name, text=text, value=eigenvalues[0]))
     return reasons
-
-
-def _hold_reason(signal: LayerSignal, largest: float, tau_curv: float, held: bool) -> Reason:
-    if held:
-        code, text = ReasonCode.CURVATURE, f"largest eigenvalue {largest:.3g} > tau_curv {tau_curv:.3g}: held higher"
-    else:
-        code, text = ReasonCode.CURVATURE_RELEASED, f"largest eigenvalue {largest:.3g} <= tau_curv {tau_curv:.3g}"
-    return Reason(code=code, subject=signal.name, text=text, value=largest, threshold=tau_curv)

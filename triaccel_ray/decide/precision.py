@@ -1,15 +1,15 @@
-"""Rules 2 and 5: the precision of each layer."""
+"""Rules 2 and 5: the precision of each layer, and its retreat from FP16 where that overflows at any loss scale."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from triaccel_ray.config import PrecisionConfig
+from triaccel_ray.config import MINIMUM_LOSS_SCALE, PrecisionConfig
 from triaccel_ray.decide.throughput import barred_precision
 from triaccel_ray.records.plan import Precision, Reason, ReasonCode
 from triaccel_ray.records.signals import LayerSignal, Observation
-from triaccel_ray.records.state import LayerState, nearest_supported
+from triaccel_ray.records.state import ControlState, LayerState, nearest_supported
 
 
 def precision_for_variance(config: PrecisionConfig, variance: float) -> Precision:
@@ -132,27 +132,50 @@ def _reason(
     if in_force is Precision.FP16 and after.fp16_bar_ticks:
         return _overflow_reason(signal, in_force, chosen)
     barred = barred_precision(after)
+    is_same = after.by_variance is before.by_variance
     if barred is not None and in_force.rank <= barred.rank:
-        return Reason(code=ReasonCode.SLOWER, subject=signal.name, text=f"{in_force.value} was slower: {change}")
-    retried = after.too_slow is not None and chosen.rank <= after.too_slow.rank
-    if retried and chosen is after.by_variance is before.by_variance:
-        text = f"tried again after {chosen.value} was slower: {change}"
-        return Reason(code=ReasonCode.SLOWER, subject=signal.name, text=text)
-    if signal.variance is None or after.by_variance is before.by_variance:
-        code, cause = ReasonCode.CURVATURE_RELEASED, "released by curvature"
-        if after.held:
-            code, cause = ReasonCode.CURVATURE, "held by curvature"
-        return Reason(code=code, subject=signal.name, text=f"{cause}: {change}")
-    raised = after.by_variance.rank > before.by_variance.rank
-    # The threshold crossed last on the way: from below to the precision settled on, or from above.
-    if after.by_variance is (Precision.FP32 if raised else Precision.BF16):
-        name, threshold = "tau_high", config.tau_high
+        code, text = ReasonCode.SLOWER, f"{in_force.value} was slower: {change}"
+    elif after.too_slow is not None and chosen.rank <= after.too_slow.rank and is_same and chosen is after.by_variance:
+        code, text = ReasonCode.SLOWER, f"tried again after {chosen.value} was slower: {change}"
+    elif (signal.variance is None or is_same) and after.held:
+        code, text = ReasonCode.CURVATURE, f"held by curvature: {change}"
+    elif signal.variance is None or is_same:
+        code, text = ReasonCode.CURVATURE_RELEASED, f"released by curvature: {change}"
     else:
-        name, threshold = "tau_low", config.tau_low
-    text = f"variance {signal.variance:.3g} {'>=' if raised else '<'} {name} {threshold:.3g}: {change}"
-    if after.held:
-        text += ", held one higher by curvature"
-    return Reason(code=ReasonCode.VARIANCE, subject=signal.name, text=text, value=signal.variance, threshold=threshold)
+        raised = after.by_variance.rank > before.by_variance.rank
+        # The threshold crossed last on the way: from below to the precision settled on, or from above.
+        is_high = after.by_variance is (Precision.FP32 if raised else Precision.BF16)
+        name, threshold = ("tau_high", config.tau_high) if is_high else ("tau_low", config.tau_low)
+        text = f"variance {signal.variance:.3g} {'>=' if raised else '<'} {name} {threshold:.3g}: {change}"
+        text += ", held one higher by curvature" if after.held else ""
+        return Reason(
+            code=ReasonCode.VARIANCE, subject=signal.name, text=text, value=signal.variance, threshold=threshold
+        )
+    return Reason(code=code, subject=signal.name, text=text)
+
+
+def bar_overflowing(
+    config: PrecisionConfig, observation: Observation, state: ControlState, layers: Mapping[str, LayerState]
+) -> tuple[dict[str, LayerState], list[Reason]]:
+    """Returns the layers' states, those in FP16 barred from it when more than half of the interval's steps overflowed.
+
+    While the loss scale can still fall it is given the time to. At its minimum an overflow comes from the forward pass
+    itself: such steps are skipped for ever, and no scale helps. Which layer it was is not known, so all FP16 layers go.
+    """
+    barred = [name for name, level in observation.plan.precision.items() if level is Precision.FP16]
+    num_steps, num_skipped = observation.step - state.step, observation.num_skipped - state.num_skipped
+    if not barred or observation.loss_scale > MINIMUM_LOSS_SCALE or not 2 * num_skipped > num_steps > 0:
+        return dict(layers), []
+    ticks = config.overflow_bar_ticks
+    out = {
+        name: replace(layers[name], by_variance=Precision.BF16, lower_votes=0, fp16_bar_ticks=ticks) for name in barred
+    }
+    text = (
+        f"{num_skipped} of {num_steps} steps overflowed at loss scale {observation.loss_scale:.3g}: "
+        f"{len(barred)} layers leave fp16 for {ticks} ticks"
+    )
+    numbers = {"value": float(num_skipped), "threshold": num_steps / 2}
+    return {**layers, **out}, [Reason(code=ReasonCode.OVERFLOW, subject="precision", text=text, **numbers)]
 
 
 def _overflow_reason(signal: LayerSignal, in_force: Precision, chosen: Precision) -> Reason:

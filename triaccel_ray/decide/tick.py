@@ -7,8 +7,7 @@ from dataclasses import replace
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.decide.batch import BatchDecision, batch_lr_scale, decide_batch, retreat, undo_growth
 from triaccel_ray.decide.curvature import lr_reasons, lr_scale, remember_curvature, smooth_noise
-from triaccel_ray.decide.overflow import bar_overflowing
-from triaccel_ray.decide.precision import decide_precision, keep_precision
+from triaccel_ray.decide.precision import bar_overflowing, decide_precision, keep_precision
 from triaccel_ray.decide.throughput import bar_undone, judge, watch
 from triaccel_ray.records.plan import Plan, Reason, ReasonCode
 from triaccel_ray.records.signals import Observation
@@ -39,10 +38,8 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
     else:
         layers, overflow_reasons = bar_overflowing(config.precision, observation, state, layers)
         may_lower = not judged.is_open and _is_affordable(config, observation)
-        precision, layers, precision_reasons = decide_precision(
-            config.precision, observation, layers, may_lower=may_lower
-        )
-        reasons += overflow_reasons + precision_reasons
+        precision, layers, changes = decide_precision(config.precision, observation, layers, may_lower=may_lower)
+        reasons += overflow_reasons + changes
     enlarged = any(
         level.bytes_per_element > before.precision[name].bytes_per_element for name, level in precision.items()
     )
@@ -52,16 +49,11 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
 
     noise = smooth_noise(config.batch.noise_smoothing, state.batch.noise, observation.noise)
     batch_state = replace(batch_state, noise=noise)
+    waits = {"enlarged": enlarged or fault is not None, "is_unjudged": judged.is_open}
     batch: BatchDecision = (
         retreat(config.batch, observation, batch_state)
         or undo_growth(before, judged.undo, batch_state)
-        or decide_batch(
-            config.batch,
-            observation,
-            batch_state,
-            enlarged=enlarged or fault is not None,
-            is_unjudged=judged.is_open,
-        )
+        or decide_batch(config.batch, observation, batch_state, **waits)
     )
     plan = Plan(
         batch_size=batch.batch_size,

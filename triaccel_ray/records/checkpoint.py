@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from triaccel_ray.cuda.out_of_memory import first_line
-from triaccel_ray.records.durable import sync_folder
+from triaccel_ray.records.durable import whole_file
 
 FORMAT = 3
 
@@ -42,21 +41,16 @@ def save_durably(
     The file appears under its name only when it is whole on the disk, so a crash leaves the one before. That one is
     kept as `previous`, where a name is given. `confirm` is called just before: if it raises, all stays as it was.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
+
+    def ready() -> None:
         if confirm is not None:
             confirm()
         if previous is not None and path.exists():
             path.replace(previous)
-        partial.replace(path)
-        sync_folder(path.parent)
-    finally:
-        partial.unlink(missing_ok=True)
+
+    with whole_file(path, ready) as file:
+        torch.save(content, file)
+    file.close()
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import types
@@ -118,20 +117,20 @@ def _fields(cls: Any) -> tuple[dict[str, Any], frozenset[str]]:
 
 
 def _decode_scalar(kind: Any, data: Any, where: str) -> Any:
-    is_integer = isinstance(data, int) and not isinstance(data, bool)
+    is_number = isinstance(data, int | float) and not isinstance(data, bool)
     if kind is float:
-        is_number = is_integer or isinstance(data, float) or (isinstance(data, str) and data in _NON_FINITE)
-        _require(is_number, data, where, "a number")
-        with contextlib.suppress(OverflowError):
+        _require(is_number or data in _NON_FINITE, data, where, "a number")
+        try:
             return float(data)
-        _require(False, data, where, "a number that a float can hold")
+        except OverflowError:
+            raise ValueError(f"{where} = {data!r}: must be a number that a float can hold") from None
     if kind is int:
-        _require(is_integer, data, where, "an integer")
-        return data
-    if kind in (str, bool):
+        _require(is_number and isinstance(data, int), data, where, "an integer")
+    elif kind in (str, bool):
         _require(isinstance(data, kind), data, where, f"a {kind.__name__}")
-        return data
-    raise TypeError(f"{where}: {kind!r} cannot be read from JSON")
+    else:
+        raise TypeError(f"{where}: {kind!r} cannot be read from JSON")
+    return data
 
 
 def _require(condition: bool, found: Any, where: str, rule: str) -> None:

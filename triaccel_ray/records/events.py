@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import time
-import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.records.codec import decode, encode
-from triaccel_ray.records.durable import sync_folder
+from triaccel_ray.records.durable import whole_file
 from triaccel_ray.records.goal import LOSS, Goal
 from triaccel_ray.records.plan import Applied
 from triaccel_ray.records.signals import Observation
@@ -125,13 +123,7 @@ class Interruption:
 
 
 Record: TypeAlias = Start | Tick | Epoch | End | Interruption
-_KINDS: Mapping[str, type[Record]] = {
-    "start": Start,
-    "tick": Tick,
-    "epoch": Epoch,
-    "end": End,
-    "interruption": Interruption,
-}
+_KINDS: Mapping[str, type[Record]] = {cls.__name__.lower(): cls for cls in (Start, Tick, Epoch, End, Interruption)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +185,6 @@ class EventLog:
         Raises:
             LogError: the file holds fewer than `keep` whole records, or others than those that `checksum` was made of.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         lines = _first_lines(path, keep)
         self.num_records = len(lines)
@@ -202,7 +193,8 @@ class EventLog:
         if checksum is not None and checksum != self.checksum:
             raise LogError(f"event log {path}: its first {keep} records are not those that the checkpoint follows")
         self._num_interruptions = sum(b'"kind":"interruption"' in line for line in lines)
-        self._file = _in_place_of(path, lines)
+        with whole_file(path) as self._file:
+            self._file.writelines(lines)
         status = os.fstat(self._file.fileno())
         self.claim = Claim(path=path, device=status.st_dev, inode=status.st_ino)
 
@@ -217,10 +209,13 @@ class EventLog:
         Raises:
             TakenOverError: another process has opened the log since.
         """
-        kind = next(name for name, cls in _KINDS.items() if type(record) is cls)
-        sequence = self.num_records - self._num_interruptions
-        line = {"sequence": sequence, "time_ms": time.time_ns() // 1_000_000, "kind": kind}
-        text = json.dumps({**line, "data": encode(record)}, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        line = {
+            "sequence": self.num_records - self._num_interruptions,
+            "time_ms": time.time_ns() // 1_000_000,
+            "kind": type(record).__name__.lower(),
+            "data": encode(record),
+        }
+        text = json.dumps(line, allow_nan=False, separators=(",", ":")).encode() + b"\n"
         self._file.write(text)
         self.num_records += 1
         self.checksum = zlib.crc32(text, self.checksum)
@@ -234,17 +229,13 @@ class EventLog:
         Raises:
             TakenOverError: another process has opened the log since.
         """
-        self._sync()
+        os.fsync(self._file.fileno())
         self.claim.require()
 
     def close(self) -> None:
         """Writes everything to the disk and closes the file."""
-        self._sync()
-        self._file.close()
-
-    def _sync(self) -> None:
-        self._file.flush()
         os.fsync(self._file.fileno())
+        self._file.close()
 
 
 def _first_lines(path: Path, count: int | None) -> list[bytes]:
@@ -263,25 +254,6 @@ def _first_lines(path: Path, count: int | None) -> list[bytes]:
                 )
             lines.append(line)
     return lines
-
-
-def _in_place_of(path: Path, lines: Iterable[bytes]) -> BinaryIO:
-    """Returns a new file with these lines, open for more; `path` names the old one until this one is on the disk."""
-    # Not the process's number, which is another's on another machine of a shared folder.
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    file = partial.open("xb")
-    try:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-        partial.replace(path)
-        sync_folder(path.parent)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            file.close()
-        partial.unlink(missing_ok=True)
-        raise
-    return file
 
 
 def read_events(path: Path) -> Iterator[Event]:
