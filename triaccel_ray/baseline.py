@@ -10,7 +10,6 @@ from torch import nn
 from triaccel_ray.apply.evaluate import Evaluation, Metrics, evaluate
 from triaccel_ray.config import AmpPrecision
 from triaccel_ray.control.epochs import EpochLoop, EpochProgress, SampleSchedule, Schedule
-from triaccel_ray.cuda.random_states import random_states, set_random_states
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import as_source
 from triaccel_ray.measure.memory import memory_meter
@@ -136,26 +135,18 @@ class BaselineLoop(EpochLoop):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything a resumed run needs to equal an uninterrupted one."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self._scaler.state_dict(),
-            "sampler": self.sampler.state_dict(),
-            "schedule": self._schedule.state_dict(),
-            "counters": [self.num_steps, self._epoch.num_steps],
-            **self._epoch.state_dict(),
-            "memory_peaks": [self.memory.peak_bytes, self.memory.allocated_peak_bytes],
-            "random": random_states(),
-        }
+        return {**super().state_dict(), "counters": [self.num_steps, self._epoch.num_steps]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from where `state_dict` was taken."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self._scaler.load_state_dict(state["scaler"])
-        self.sampler.load_state_dict(state["sampler"])
-        self._schedule.load_state_dict(state["schedule"])
+        super().load_state_dict(state)
         self.num_steps, self._epoch.num_steps = state["counters"]
-        self._epoch.load_state_dict(state)
-        self.memory.raise_peaks(*state["memory_peaks"])
-        set_random_states(state["random"])
+
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "sampler": self.sampler,
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scaler": self._scaler,
+            "schedule": self._schedule,
+        }

@@ -23,10 +23,8 @@ from tests.measure.curvature_models import (
     assert_spectrum,
     classes,
     directly,
-    draws,
     images,
     make,
-    meter_of,
     sequences,
     vectors,
 )
@@ -222,17 +220,14 @@ CONTAINERS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("container", CONTAINERS)
-@pytest.mark.parametrize("name", ["smooth", "lent", "deciding"])
+@pytest.mark.parametrize("name", ["lent", "deciding"])
 def test_outputs_may_come_in_any_container(name: str, container: str, method: Any) -> None:
     model, inputs, targets = make(name)
     plain = directly(model, inputs, targets, method)
     wrap, logits_of = CONTAINERS[container]
     model.register_forward_hook(lambda module, args, output: wrap(output))
-    meter = meter_of(model, method, loss=lambda out, targets: F.cross_entropy(logits_of(out), targets))
-    found = meter.measure(inputs, targets, draws())
-    if method != "hessian":  # of which the meter does other iterations
-        torch.testing.assert_close(found.eigenvalues, plain.eigenvalues)
-    assert found.eigenvalues.isfinite().all()
+    found = directly(model, inputs, targets, method, loss=lambda out, targets: F.cross_entropy(logits_of(out), targets))
+    torch.testing.assert_close(found.eigenvalues, plain.eigenvalues)
 
 
 def test_ggn_measures_several_outputs_of_a_sample() -> None:

@@ -6,7 +6,7 @@ import torch
 
 from tests.build import FP32, same
 from tests.measure.build import PLAN, read, sensors_of
-from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, SpectrumShape
+from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate
 from triaccel_ray.measure.sensors import Reading
 from triaccel_ray.records.plan import Fault, FaultKind, Precision
 from triaccel_ray.records.signals import NoiseSignal, Observation
@@ -15,11 +15,10 @@ FAULT = Fault(kind=FaultKind.OUT_OF_MEMORY, step=3, phase="forward_backward", ba
 NAN = math.nan
 ESTIMATE = CurvatureEstimate(
     matrices=torch.diag_embed(torch.tensor([[2.0, 3.0], [1.5, 0.5], [NAN, 1.0]], dtype=torch.float64)),
-    shape=SpectrumShape(orders=(2, 2, 2), counts=(2, 1, 2), top_k=2),
-    mean_square_norm=torch.tensor(-0.25),
-    trace_covariance=torch.tensor(7.0),
+    counts=(2, 1, 2),
+    noise=torch.tensor([-0.25, 7.0], dtype=torch.float64),
 )
-WITHOUT_NOISE = CurvatureEstimate(matrices=ESTIMATE.matrices, shape=ESTIMATE.shape)
+WITHOUT_NOISE = CurvatureEstimate(matrices=ESTIMATE.matrices, counts=ESTIMATE.counts)
 
 
 def test_a_reading_holds_what_was_seen() -> None:

@@ -60,8 +60,8 @@ class ScheduledCurvature:
         self._sensors.timer.interrupt()
         if self.meter.off_because:
             return
-        if not self._share.allows:
-            text = f"measuring has taken its share of the time for another {self._share.seconds_to_wait:.3g} s"
+        if seconds := self._share.seconds_to_wait:
+            text = f"measuring has taken its share of the time for another {seconds:.3g} s"
             self._record(FaultKind.CURVATURE_WAITS, text, step, once=FaultKind.CURVATURE_WAITS)
             return
         indices = self._sampler.source.probe(self._config.num_samples, self._samples)

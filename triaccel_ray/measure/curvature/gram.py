@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -31,75 +31,46 @@ from triaccel_ray.measure.curvature.factors import Shape, compute_dtype, factor_
 from triaccel_ray.measure.curvature.objective import (
     FoldedNorms,
     Head,
+    Method,
     Objective,
     fisher_head,
     ggn_head,
     pull_back,
     tensor_cores,
 )
-from triaccel_ray.measure.curvature.spectrum import SpectrumShape, gradient_noise, reduce_matrices
+from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, gradient_noise, reduce_matrices
 from triaccel_ray.model.layers import Layer
 
 _TOGETHER = 512
 """Order up to which the matrices of all layers are reduced at once; larger ones one by one, for their memory."""
 
 
-class GramMethod:
+class GramMethod(Method):
     """Forward and backward passes of the chunks of samples, and the Gram matrices that they allow."""
-
-    vectors: list[Tensor] | None = None
-    """It goes on from none."""
-    kept_bytes: int | None = None
-    """Whatever the limits say."""
 
     def __init__(self, layers: Sequence[Layer], method: Literal["fisher", "ggn"], top_k: int) -> None:
         self._layers, self._top_k = tuple(layers), top_k
         self._head: Head = fisher_head if method == "fisher" else ggn_head
-        self._results: tuple[Tensor, ...] = ()
-        self._shape: SpectrumShape | None = None
-        self.structure: Structure | None = None
-        """What the first `prepare` found; None before it, and where what is known shall be forgotten."""
 
-    @property
-    def fallbacks(self) -> Mapping[str, str]:
-        """Names of the layers that take one pass of the whole model per sample, and why."""
-        if self.structure is None:
-            return {}
-        return {layer.name: self.structure.slow_because for layer in self.structure.layers_by(Strategy.SAMPLES)}
-
-    @property
-    def not_capturable_because(self) -> str:
-        """Why a graph of a measurement would not be worth its memory, or not be right for other samples; or empty."""
-        structure = self.structure
-        if structure is not None and self.fallbacks and (structure.varies or structure.num_columns > 1):
-            return f"layers {', '.join(self.fallbacks)} take one pass of the model per sample"
-        return ""
-
-    def begin(self, generator: torch.Generator) -> int:
-        """Returns how many iterations follow: none."""
-        return 0
-
-    def prepare(self, objective: Objective) -> None:
-        """Measures everything, by the structure that is known; where none is, finds out first how.
+    def measure(
+        self, objective: Objective, generator: torch.Generator, num_iterations: int | None = None
+    ) -> CurvatureEstimate:
+        """Returns the reduced Gram matrices, by the structure that is known; where none is, finds out first how.
 
         Raises:
             StructureChangedError: the model takes another course than the known one.
             Exception: whatever a module raises that works with `torch.func` no longer.
         """
-        if self.structure is not None:
-            self._measure(objective, self.structure)
-            return
-        self.structure = explore_structure(objective, self._layers, self._head)
-        try:
-            self._measure(objective, self.structure)
-        except StructureChangedError as error:
-            reason = f"the course of the model depends on its samples: {error}"
-        else:
-            return
-        self.structure = self.structure.by_samples(self._layers, reason, varies=True)
-        self._measure(objective, self.structure)
+        if (structure := self.structure) is None:
+            structure = self.structure = explore_structure(objective, self._layers, self._head)
+            try:
+                return self._measure(objective, structure)
+            except StructureChangedError as error:
+                reason = f"the course of the model depends on its samples: {error}"
+            structure = self.structure = structure.by_samples(self._layers, reason, varies=True)
+        return self._measure(objective, structure)
 
-    def _measure(self, objective: Objective, structure: Structure) -> None:
+    def _measure(self, objective: Objective, structure: Structure) -> CurvatureEstimate:
         b, is_fisher = objective.num_samples, self._head is fisher_head
         num_columns = b * structure.num_columns
         total: Tensor | None = None
@@ -108,29 +79,20 @@ class GramMethod:
             found[layer] = gram if num_columns <= _TOGETHER else reduce_matrices([gram], b, self._top_k)
             if is_fisher:
                 total = gram if total is None else total + gram.to(total)
-        if num_columns <= _TOGETHER:
-            matrices = reduce_matrices([found[layer] for layer in self._layers], b, self._top_k)
+        matrices = [found[layer] for layer in self._layers]
+        by_samples = [layer.name for layer in structure.layers_by(Strategy.SAMPLES)]
+        if by_samples and (structure.varies or structure.num_columns > 1):
+            self.not_capturable_because = f"layers {', '.join(by_samples)} take one pass of the model per sample"
         else:
-            matrices = torch.cat([found[layer].to(found[self._layers[0]].device) for layer in self._layers])
-        self._results = (matrices, *(() if total is None else gradient_noise(total)))
-        self._shape = SpectrumShape(
-            orders=(matrices.shape[1],) * len(self._layers),
+            self.not_capturable_because = ""
+        return CurvatureEstimate(
+            matrices=reduce_matrices(matrices, b, self._top_k)
+            if num_columns <= _TOGETHER
+            else torch.cat([matrix.to(matrices[0].device) for matrix in matrices]),
             counts=tuple(min(num_columns, layer.num_elements, self._top_k) for layer in self._layers),
-            top_k=self._top_k,
+            noise=None if total is None else gradient_noise(total),
+            fallbacks=dict.fromkeys(by_samples, structure.slow_because),
         )
-
-    def advance(self) -> None:
-        """Does nothing: there is no iteration."""
-
-    def abandon(self) -> None:
-        """Drops results that are not needed."""
-        self._results = ()
-
-    def finish(self) -> tuple[tuple[Tensor, ...], SpectrumShape]:
-        """Returns the reduced matrices and, for fisher, the two moments of the gradient; lets go of everything."""
-        assert self._shape is not None
-        results, self._results = self._results, ()
-        return results, self._shape
 
 
 def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head) -> Structure:
@@ -146,25 +108,21 @@ def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head)
         single = record_calls(two.part(slice(0, 1)).outputs, watched)[1]
     root, cotangents = head(outputs, two)
     structure = find_structure(root, calls, single, layers, len(cotangents))
-    edges = [call.edge for call in calls if call.edge is not None]
-    if len(cotangents) > 1 and edges:
-        try:
-            pull_back(root, cotangents[:2], edges, step=2)
-        except Exception as error:  # an operation may have no batching rule, and raise whatever it likes
-            if is_out_of_memory(error):
-                raise
-            structure = replace(structure, batched_columns=False)
-    del outputs, calls, single, edges, root, cotangents
     by_model = structure.layers_by(Strategy.MODEL)
-    if not by_model:
-        return structure
-    try:
-        require_replaceable(two.part(slice(0, 1)), head, by_model)
-        model_columns(two, head, [(layer, slice(0, 1)) for layer in by_model], batched=structure.batched_columns)
-    except Exception as error:  # foreign code under a transformation that it need not support
+    edges = [call.edge for call in calls if call.edge is not None]
+    tried = layers
+    try:  # foreign code under a transformation that it need not support: it may raise whatever it likes
+        if len(cotangents) > 1 and edges:
+            pull_back(root, cotangents[:2], edges, step=2)
+        del outputs, calls, single, edges, root, cotangents
+        tried = by_model
+        if by_model:
+            require_replaceable(two.part(slice(0, 1)), head, by_model)
+            model_columns(two, head, [(layer, slice(0, 1)) for layer in by_model])
+    except Exception as error:
         if is_out_of_memory(error):
             raise
-        return structure.by_samples(by_model, f"torch.func cannot run the model: {first_line(error)}")
+        return structure.by_samples(tried, f"torch.func cannot run the model: {first_line(error)}")
     return structure
 
 
@@ -260,7 +218,7 @@ def _group_grams(
         if strategy is Strategy.FACTORS:
             found = _collect(part, head, structure, group, is_chunk=part is not objective)
         elif strategy is Strategy.MODEL:
-            found = model_columns(part, head, wanted, batched=structure.batched_columns)
+            found = model_columns(part, head, wanted)
         else:
             found = sample_columns(part, head, wanted)
         for of_unit, one in zip(kept, found, strict=True):
@@ -285,10 +243,9 @@ def _collect(
     root, cotangents = head(outputs, part)
     largest = max(math.prod(calls[index].output) for index in wanted)
     fitting = part.limits.block_bytes // (largest * root.element_size())
-    step = max(2, fitting) if structure.batched_columns else 1
     factors: dict[int, tuple[nn.Module, Tensor, Tensor]] = {}
     with _fast(part):
-        stacks = pull_back(root, cotangents, edges, step=step)
+        stacks = pull_back(root, cotangents, edges, step=max(2, fitting))
         for index, stack in zip(wanted, stacks, strict=True):
             known, argument = structure.calls[index], calls[index].argument
             if stack is None:
