@@ -87,16 +87,6 @@ def test_amp_on_a_cpu_computes_in_bf16(method: Baseline, dtype: torch.dtype, lev
     loop.close()
 
 
-@pytest.mark.parametrize("method", ["fp32", "amp"])
-def test_it_learns(method: Baseline) -> None:
-    loop = baseline(ConvNet(), method, data=images(90))
-    for _ in range(3):
-        loop.train_epoch()
-    result = loop.evaluate(images(40, seed=1))
-    assert result.metrics["accuracy"] >= 95.0
-    assert result.num_samples == 40
-
-
 def test_a_scheduler_of_the_users_own_works_as_well() -> None:
     model = ConvNet()
     optimizer = sgd(model)

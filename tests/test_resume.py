@@ -129,7 +129,7 @@ def assert_resumes(make: Any, stop: int, path: Path) -> ControlLoop | BaselineLo
 
 @pytest.mark.parametrize(
     ("optimizer", "stop"),
-    [*(("sgd fused", stop) for stop in (1, 4, 7, 10, 16, 23)), ("sgd", 8), ("adamw fused", 1), ("adamw fused", 13)],
+    [*(("sgd fused", stop) for stop in (1, 7, 16, 23)), ("sgd", 8), ("adamw fused", 13)],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(optimizer: str, stop: int, tmp_path: Path) -> None:
     plans: list[Plan] = []
@@ -147,7 +147,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(optimizer: str, stop: int, tm
     assert whole.sampler.epoch >= 3
 
 
-@pytest.mark.parametrize("stop", [5, 10, 25])
+@pytest.mark.parametrize("stop", [5, 10])
 def test_a_run_resumes_between_a_reading_and_the_decision_on_it(stop: int, tmp_path: Path) -> None:
     def make(seed: int) -> tuple[ControlLoop, Recorded]:
         loop, loss = control_loop(seed, "sgd fused")
@@ -184,7 +184,7 @@ def test_every_way_of_measuring_curvature_resumes(method: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("method", ["fp32", "amp"])
-@pytest.mark.parametrize("stop", [1, 12, 20])
+@pytest.mark.parametrize("stop", [1, 12])
 def test_a_resumed_baseline_equals_an_uninterrupted_one(method: str, stop: int, tmp_path: Path) -> None:
     assert_resumes(lambda seed: baseline_loop(seed, "sgd", method), stop, tmp_path / "checkpoint.pt")
 

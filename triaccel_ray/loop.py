@@ -15,7 +15,7 @@ from triaccel_ray.apply.evaluate import Evaluation, Metrics, evaluate, evaluatio
 from triaccel_ray.config import ControlConfig, require_instance
 from triaccel_ray.control.curvature import ScheduledCurvature
 from triaccel_ray.control.epochs import EpochLoop, EpochProgress, EpochStats, SampleSchedule, Schedule
-from triaccel_ray.control.pending_tick import PendingTick
+from triaccel_ray.control.pending_tick import RECORD_AFTER, PendingTick
 from triaccel_ray.control.training import Training
 from triaccel_ray.data.sources import default_config
 from triaccel_ray.decide import ControlState, decide, initial_decision
@@ -116,9 +116,9 @@ class ControlLoop(EpochLoop):
         self._train()
         self.num_steps += 1
         is_epoch_over = self.sampler.at_epoch_start
-        if is_epoch_over or self._pending.is_decision_due(self.num_steps):
+        if is_epoch_over or self.num_steps == self._pending.decide_at:
             self._decide()
-        if self._pending.is_record_due(self.num_steps % self.config.every_steps):
+        if self.num_steps % self.config.every_steps == RECORD_AFTER:
             self._pending.record()
         if self._curvature.is_due(self.num_steps):
             self._curvature.measure(self.num_steps)
@@ -163,10 +163,8 @@ class ControlLoop(EpochLoop):
     def _observe(self) -> None:
         """Begins to read what the next decision rests on."""
         scale = self.loss_scale.read(self._training.precision.needs_loss_scale)
-        reading = self.sensors.read(
-            self.plan, scale, step=self.num_steps, tick=self.num_ticks, epoch=self.sampler.position
-        )
-        self._pending.observing(reading.observation, step=self.num_steps)
+        step, tick, epoch = self.num_steps, self.num_ticks, self.sampler.position
+        self._pending.observing(self.sensors.read(self.plan, scale, step=step, tick=tick, epoch=epoch), step=step)
 
     def _decide(self) -> Tick | None:
         """Decides on what was last observed, applies and records that; None if it has been done.

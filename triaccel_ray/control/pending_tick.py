@@ -13,7 +13,7 @@ from triaccel_ray.records.signals import Observation
 
 _DECIDE_AFTER = 3
 """Steps after which a tick on a GPU decides: while the device makes them, the host has time to read and to think."""
-_RECORD_AFTER = 8
+RECORD_AFTER = 8
 """Steps after a tick when it is put on record: the host has run ahead of the device, which need not wait for that."""
 
 
@@ -28,7 +28,8 @@ class PendingTick:
         """
         self._on_tick, self.decides_late = on_tick, decides_late
         self._observe: Callable[[], Observation] | None = None
-        self._decide_at = 0
+        self.decide_at = 0
+        """The step after which a decision is due; at the end of an epoch it is due in any case."""
         self._unrecorded: Tick | None = None
         log = getattr(on_tick, "__self__", None)
         self._log = log if isinstance(log, EventLog) else None
@@ -37,15 +38,7 @@ class PendingTick:
 
     def observing(self, observe: Callable[[], Observation], *, step: int) -> None:
         """Takes what will return, once the device has come that far, what was seen after `step` steps."""
-        self._observe, self._decide_at = observe, step + _DECIDE_AFTER
-
-    def is_decision_due(self, step: int) -> bool:
-        """Returns whether to decide now, after `step` steps; at the end of an epoch it is due in any case."""
-        return step == self._decide_at
-
-    def is_record_due(self, steps_since_tick: int) -> bool:
-        """Returns whether to record now."""
-        return steps_since_tick == _RECORD_AFTER
+        self._observe, self.decide_at = observe, step + _DECIDE_AFTER
 
     def take_observation(self) -> Observation | None:
         """Returns what was observed, waiting for the device if need be; None if that has been decided on.

@@ -19,24 +19,19 @@ from triaccel_ray.records.plan import Applied, Fault, Plan, Precision
 from triaccel_ray.records.signals import LayerSignal, NoiseSignal, Observation
 
 
-class Reading:
-    """What was seen up to a step, on its way from the device: the host may launch more work before it looks."""
+def copied_to_host(values: Tensor) -> Callable[[], Tensor]:
+    """Starts the copy of `values`, and returns what waits for it: the host may launch more work before it looks."""
+    if values.device.type == "cpu":
+        return lambda: values
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(values.device))  # which need not be the current device
 
-    def __init__(self, values: Tensor, complete: Callable[[Tensor], Observation]) -> None:
-        """Starts the copy of `values` (fp64 vector) to the host; `complete` makes the observation of them."""
-        self._values, self._complete = values, complete
-        self._copied: torch.cuda.Event | None = None
-        if values.device.type == "cuda":
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(values.device))  # which need not be the current device
+    def wait() -> Tensor:
+        copied.synchronize()
+        return copy
 
-    def observation(self) -> Observation:
-        """Returns what was seen; waits for the device to have come that far."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._complete(self._values)
+    return wait
 
 
 class Sensors:
@@ -83,8 +78,8 @@ class Sensors:
         """Keeps a measurement, still on the device, for the next tick."""
         self._curvature = estimate
 
-    def read(self, plan: Plan, loss_scale: Tensor, *, step: int, tick: int, epoch: float) -> Reading:
-        """Begins to read what was seen since the last reading, and begins anew. One copy from the device.
+    def read(self, plan: Plan, loss_scale: Tensor, *, step: int, tick: int, epoch: float) -> Callable[[], Observation]:
+        """Returns what waits for the device and gives what was seen since the last reading. One copy from the device.
 
         `loss_scale` is the scale, the steps skipped so far, and those of them since the last one made: fp64 [3].
         """
@@ -104,13 +99,10 @@ class Sensors:
             faults=self.take_faults(),
         )
 
-        def complete(values: Tensor) -> Observation:
-            return self._completed(replace(known, step_ms=step_ms()), values, counts)
-
-        reading = Reading(torch.cat(packed), complete)
+        values = copied_to_host(torch.cat(packed))
         self.losses.zero_()
         self._curvature = None
-        return reading
+        return lambda: self._completed(replace(known, step_ms=step_ms()), values(), counts)
 
     def _completed(self, known: Observation, values: Tensor, counts: Sequence[int]) -> Observation:
         """Returns `known` with what came from the device: variances, losses, loss scale and, with `counts`, spectra."""
