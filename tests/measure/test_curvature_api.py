@@ -270,8 +270,3 @@ def test_bad_samples_and_losses_are_refused(options: dict[str, Any], message: st
     samples = {"inputs": vectors(), "targets": classes()}
     with pytest.raises(ValueError, match=message):
         directly(nn.Linear(5, NUM_CLASSES), **{**samples, **options})
-
-
-def test_hessian_takes_a_single_sample() -> None:
-    model, inputs, targets = make("convolutions")
-    assert directly(model, inputs[:1], targets[:1], "hessian").eigenvalues.isfinite().all()
