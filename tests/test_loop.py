@@ -65,22 +65,22 @@ def test_a_suspended_loop_leaves_the_model_to_compute_in_fp32() -> None:
     with loop.suspended():
         assert torch.equal(model(inputs), expected)
     assert model(inputs).dtype is torch.bfloat16
+    model.eval()
+    loop.step()
+    assert model.training
+    assert loop.epoch_loss[1] == 8
     loop.close()
 
 
-def test_a_late_decision_holds_three_steps_later() -> None:
-    plans = {}
-    for late in (False, True):
-        loop, _ = loop_of(mlp(), blobs(240), QUIET)
-        loop._pending.decides_late = late
-        plans[late] = [loop.plan.batch_size]
-        for _ in range(14):
-            loop.step()
-            plans[late].append(loop.plan.batch_size)
-        loop.close()
-        assert loop.num_ticks == 3
-    assert plans[False] == [8] * 4 + [12] * 4 + [16] * 7
-    assert plans[True] == [8] * 7 + [12] * 4 + [16] * 4
+def test_a_late_decision_holds_three_steps_later_and_is_recorded_five_after_that() -> None:
+    loop, ticks = loop_of(mlp(), blobs(240), replace(QUIET, every_steps=9))
+    loop._pending.decides_late = True
+    seen = []
+    for _ in range(18):
+        loop.step()
+        seen.append((loop.plan.batch_size, len(ticks)))
+    assert seen == [(8, 0)] * 11 + [(12, 0)] * 5 + [(12, 1)] * 2
+    loop.close()
 
 
 def test_a_decision_does_not_wait_for_the_next_epoch() -> None:

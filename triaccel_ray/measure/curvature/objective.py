@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from triaccel_ray.config import CurvatureMethod, require
 from triaccel_ray.measure.curvature.calls import Structure
+from triaccel_ray.measure.curvature.factors import slices
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, positive_roots
 from triaccel_ray.model.layers import Loss, forward, preserved_modes, uncompiled
 from triaccel_ray.model.pytree import map_tensors, tensors_in
@@ -81,12 +82,8 @@ class Objective:
 
     def part(self, samples: slice) -> Objective:
         """Returns the objective of some of the samples: the mean of their l_i."""
-
-        def some(tensor: Tensor) -> Tensor:
-            return tensor[samples]
-
+        inputs, targets = map_tensors(lambda tensor: tensor[samples], (self.inputs, self.targets))
         planned = max(self.planned_samples, self.num_samples)
-        inputs, targets = map_tensors(some, self.inputs), map_tensors(some, self.targets)
         return replace(self, inputs=inputs, targets=targets, planned_samples=planned)
 
     def parts(self) -> list[Objective]:
@@ -94,7 +91,7 @@ class Objective:
         b, size = self.num_samples, self.limits.chunk_samples
         if size is None or size >= b:
             return [self]
-        return [self.part(slice(start, min(start + size, b))) for start in range(0, b, size)]
+        return [self.part(some) for some in slices(b, size)]
 
     def outputs(self) -> Any:
         """Returns the model's outputs for all samples."""
@@ -214,8 +211,7 @@ def pull_back(
         return [None if gradient is None else gradient.unsqueeze(0) for gradient in only]
     stacked, q = torch.stack([c for c in cotangents if c is not None]), len(cotangents)
     stacks: list[Tensor | None] = [None] * len(edges)
-    for start in range(0, q, step):
-        some = slice(start, min(start + step, q))
+    for some in slices(q, step):
         with warnings.catch_warnings():
             # What has no batching rule runs column by column, as it would otherwise.
             warnings.filterwarnings("ignore", message="There is a performance drop")
