@@ -108,11 +108,9 @@ class ScheduledCurvature:
         if self.meter.off_because:
             self._record(FaultKind.CURVATURE_OFF, self.meter.off_because, step)
             return
-        layers_by_reason: dict[str, list[str]] = {}
-        for layer, reason in self.meter.fallbacks.items():
-            layers_by_reason.setdefault(reason, []).append(layer)
-        for reason, layers in layers_by_reason.items():
-            self._record(FaultKind.CURVATURE_FALLBACK, f"layers {', '.join(layers)}: {reason}", step)
+        if fallbacks := self.meter.fallbacks:  # all for one reason
+            reason = next(iter(fallbacks.values()))
+            self._record(FaultKind.CURVATURE_FALLBACK, f"layers {', '.join(fallbacks)}: {reason}", step)
         if self.meter.stays_eager:
             self._record(FaultKind.CAPTURE_FAILED, self.meter.not_captured_because, step)
 

@@ -86,16 +86,17 @@ class GramMethod(Method):
             found[layer] = gram if num_columns <= _TOGETHER else reduce_matrices([gram], b, self._top_k)
             if is_fisher:
                 total = gram if total is None else total + gram.to(total)
-        matrices = [found[layer] for layer in self._layers]
+        grams = [found[layer] for layer in self._layers]
+        if num_columns <= _TOGETHER:
+            matrices = reduce_matrices(grams, b, self._top_k)
+        else:
+            matrices = torch.cat([gram.to(grams[0].device) for gram in grams])
         by_samples = [layer.name for layer in structure.layers_by(Strategy.SAMPLES)]
+        self.not_capturable_because = ""
         if by_samples and (structure.varies or structure.num_columns > 1):
             self.not_capturable_because = f"layers {', '.join(by_samples)} take one pass of the model per sample"
-        else:
-            self.not_capturable_because = ""
         return CurvatureEstimate(
-            matrices=reduce_matrices(matrices, b, self._top_k)
-            if num_columns <= _TOGETHER
-            else torch.cat([matrix.to(matrices[0].device) for matrix in matrices]),
+            matrices=matrices,
             counts=tuple(min(num_columns, layer.num_elements, self._top_k) for layer in self._layers),
             noise=None if total is None else gradient_noise(total),
             fallbacks=dict.fromkeys(by_samples, structure.slow_because),
@@ -146,16 +147,13 @@ def layer_grams(objective: Objective, head: Head, structure: Structure) -> Itera
     b, q, parts = objective.num_samples, structure.num_columns, objective.parts()
     for layer in structure.layers_by(Strategy.NONE):
         yield layer, layer.weights[0].new_zeros(b * q, b * q, dtype=compute_dtype(layer))
-    columns_by: dict[Strategy, ColumnsOf] = {
-        Strategy.FACTORS: partial(factored_columns, structure=structure),
-        Strategy.MODEL: model_columns,
-        Strategy.SAMPLES: sample_columns,
-    }
+    columns_by: dict[Strategy, ColumnsOf] = {Strategy.MODEL: model_columns, Strategy.SAMPLES: sample_columns}
+    if len(parts) == 1:
+        yield from _whole_grams(objective, head, structure)
+    else:
+        columns_by = {Strategy.FACTORS: partial(factored_columns, structure=structure), **columns_by}
     for strategy, columns_of in columns_by.items():
         layers = structure.layers_by(strategy)
-        if strategy is Strategy.FACTORS and len(parts) == 1:
-            yield from _whole_grams(objective, head, structure)
-            continue
         units = [unit for layer in layers for unit in _units(layer, objective, structure)]
         grams: dict[Layer, Tensor] = {}
         for group in _groups(units, objective.limits.kept_bytes):
