@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.build import BF16, FP16, FP32
 from triaccel_ray.baseline import BaselineLoop
@@ -70,41 +68,23 @@ def test_targets_that_are_a_mapping_weigh_as_many_samples_as_there_are() -> None
     assert plain.train_epoch().loss == pytest.approx(expected.item())
 
 
-def test_a_model_spread_over_processes_is_refused() -> None:
+def test_a_model_or_a_process_group_spread_over_processes_is_refused() -> None:
     class DistributedDataParallel(nn.Module):  # the class's name is what is looked at: nothing is spread here
         def __init__(self, module: nn.Module) -> None:
             super().__init__()
             self.module = module
 
-    model = DistributedDataParallel(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"model is a DistributedDataParallel: .* give it the module inside"):
+    def require(model: nn.Module) -> None:
         require_trainable(model, torch.optim.SGD(model.parameters(), lr=0.1), find_layers(model))
 
-
-ONE_OF_TWO = """
-import sys
-import torch
-from triaccel_ray.model.layers import find_layers, require_trainable
-
-_, rank, file = sys.argv
-torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=int(rank), world_size=2)
-model = torch.nn.Linear(2, 2)
-try:
-    require_trainable(model, torch.optim.SGD(model.parameters(), lr=0.1), find_layers(model))
-except ValueError as error:
-    print(error)
-torch.distributed.destroy_process_group()
-"""
-
-
-def test_a_process_group_of_several_is_refused(tmp_path: Path) -> None:
-    words = [sys.executable, "-W", "ignore", "-c", ONE_OF_TWO]
-    ranks = [
-        subprocess.Popen([*words, str(rank), str(tmp_path / "group")], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        assert rank.communicate(timeout=120)[0].startswith("torch.distributed has 2 processes: the loop trains in one")
+    with pytest.raises(ValueError, match=r"model is a DistributedDataParallel: .* give it the module inside"):
+        require(DistributedDataParallel(nn.Linear(2, 2)))
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(ValueError, match=r"torch.distributed has 2 processes: the loop trains in one"):
+            require(nn.Linear(2, 2))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_gradient_is_unscaled_before_a_users_hook_clips_it() -> None:
@@ -144,27 +124,6 @@ def test_the_global_norm_is_clipped_as_pytorch_does(level: Precision, fused: boo
     tolerance = 1e-6 if level is FP32 else 2e-3
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0.0, atol=tolerance)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_batch_in_parts_makes_the_step_of_the_whole_batch(fused: bool) -> None:
-    torch.manual_seed(0)
-    models = [nn.Linear(4, 3) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    sizes: list[int] = []
-    models[1].register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-    losses = []
-    for model, parts in zip(models, (1, 3), strict=True):
-        config = config_of()
-        config = replace(config, batch=replace(config.batch, accumulate=parts))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, fused=fused)
-        loop = ControlLoop(model, optimizer, F.cross_entropy, vectors(18), config=config)
-        sizes.clear()
-        losses.append(loop.train_epoch().loss)
-        loop.close()
-    assert sizes == [3, 3, 2, 3, 3, 2, 2]  # no sample is alone
-    assert losses[0] == pytest.approx(losses[1])
-    torch.testing.assert_close(models[0].weight, models[1].weight)
 
 
 class Diverging:

@@ -1,6 +1,5 @@
 """What a loop survives: too little memory, overflows, evaluations that do not fit."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -10,12 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.build import (
-    CONFIG,
     CPU,
-    FP16,
     QUIET,
     Limited,
-    Rerun,
     blobs,
     cross_entropy,
     loop_of,
@@ -24,8 +20,7 @@ from tests.build import (
     values,
 )
 from triaccel_ray.apply.step import Step
-from triaccel_ray.config import BatchConfig, CurvatureConfig, PrecisionConfig
-from triaccel_ray.cuda.graphs import Graph, GraphPool
+from triaccel_ray.config import BatchConfig
 from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.decide import replay
 from triaccel_ray.loop import ControlLoop
@@ -50,40 +45,6 @@ def test_an_out_of_memory_error_shrinks_the_batch_until_memory_is_back() -> None
     assert sizes == sorted(sizes)
     assert sizes[:2] == [8, 8]  # capped for a while
     assert not any(tick.observation.faults for tick in ticks[first:])
-
-
-class Tight(GraphPool):
-    """Has work run where a GPU would capture it, and no memory for graphs of a model's steps above `limit` samples."""
-
-    can_capture = True
-    limit: int
-    model: Limited
-
-    def _record(self, work: Callable[[], None], generators: Sequence[torch.Generator]) -> Graph:
-        work()
-        if self.model.sizes[-1] > self.limit:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return Rerun(work)
-
-
-@pytest.mark.parametrize("elastic", [True, False])
-def test_a_step_that_cannot_be_captured_for_want_of_memory_becomes_one_that_can(elastic: bool) -> None:
-    model = nn.Sequential(mlp(), Limited(1000))
-    batch = replace(QUIET.batch, start=12, oom_cooldown_ticks=4, enabled=elastic)
-    config = replace(QUIET, batch=batch)
-    loop, ticks = loop_of(model, blobs(2400), config)
-    loop._training.pool.__class__ = Tight
-    loop._training.pool.limit, loop._training.pool.model = 8, model[1]
-    loop._training.steps.enabled = True
-    while len(ticks) < 12:
-        loop.step()
-    in_force = [(tick.observation.plan.batch_size, tick.observation.plan.num_micro_batches) for tick in ticks]
-    assert in_force == ([(12, 1), *[(8, 1) if elastic else (12, 2)] * 4] * 3)[:12]
-    failed = [(fault.kind, fault.batch_size) for tick in ticks for fault in tick.observation.faults]
-    assert failed == [(FaultKind.CAPTURE_OUT_OF_MEMORY, 12)] * 3
-    assert loop._training.steps.num_captured == int(loop.plan.micro_batch_size <= 8)
-    assert replay(config, [(each.observation, each.decision) for each in ticks]).diverged_at is None
-    loop.close()
 
 
 class Wide(nn.Module):
@@ -137,28 +98,6 @@ def test_an_evaluation_that_does_not_fit_is_a_fault_of_the_next_tick() -> None:
         ("evaluation", 2),
     ]
     assert ticks == [tick]
-
-
-def test_overflows_are_skipped_and_counted() -> None:
-    config = replace(
-        CONFIG,
-        precision=PrecisionConfig(enabled=False, initial=FP16, allow_slow_precisions=True),
-        curvature=CurvatureConfig(enabled=False),
-    )
-    model = nn.Sequential(nn.Linear(8, 4))
-    loop, ticks = loop_of(
-        model, blobs(240), config, loss=lambda outputs, targets: 1e3 * cross_entropy(outputs, targets)
-    )
-    before = model[0].weight.detach().clone()
-    loop.step()
-    assert torch.equal(model[0].weight, before)
-    for _ in range(19):
-        loop.step()
-    assert 0 < loop.num_skipped < 20
-    assert ticks[-1].observation.num_skipped == loop.num_skipped
-    assert ticks[-1].observation.loss_scale == 2.0 ** (16 - loop.num_skipped)
-    assert not torch.equal(model[0].weight, before)
-    assert model[0].weight.isfinite().all()
 
 
 class Narrow(Step):

@@ -48,33 +48,19 @@ class Recorded:
 
 def control_loop(seed: int, optimizer: str, **changes: Any) -> tuple[ControlLoop, Recorded]:
     # A limit that the growing batch meets; what it costs to meet it is in the state too.
-    model, loss = nn.Sequential(ConvNet(seed=seed), Limited(18)), Recorded()
-    loop = ControlLoop(
-        model,
-        OPTIMIZERS[optimizer](model.parameters()),
-        loss,
-        TensorSource(*images(90), augment=shift_and_noise),
-        config=replace(CONFIG, **changes),
-        schedule=lambda epoch: 1.0 / (1.0 + epoch),
-        seed=seed,
-    )
+    model = nn.Sequential(ConvNet(seed=seed), Limited(18))
+    return built(ControlLoop, model, OPTIMIZERS[optimizer], seed, config=replace(CONFIG, **changes))
+
+
+def baseline_loop(seed: int, method: str = "fp32") -> tuple[BaselineLoop, Recorded]:
+    return built(BaselineLoop, ConvNet(seed=seed), OPTIMIZERS["sgd"], seed, method=method, batch_size=8)
+
+
+def built(kind: Any, model: nn.Module, optimizer: Any, seed: int, **options: Any) -> tuple[Any, Recorded]:
+    loss, source = Recorded(), TensorSource(*images(90), augment=shift_and_noise)
+    options = {"schedule": lambda epoch: 1.0 / (1.0 + epoch), "seed": seed, **options}
+    loop = kind(model, optimizer(model.parameters()), loss, source, **options)
     loss.values.clear()  # of the check that the loop was built with
-    return loop, loss
-
-
-def baseline_loop(seed: int, optimizer: str, method: Any = "fp32") -> tuple[BaselineLoop, Recorded]:
-    model, loss = ConvNet(seed=seed), Recorded()
-    source = TensorSource(*images(90), augment=shift_and_noise)
-    loop = BaselineLoop(
-        model,
-        OPTIMIZERS[optimizer](model.parameters()),
-        loss,
-        source,
-        method=method,
-        batch_size=8,
-        schedule=lambda epoch: 1.0 / (1.0 + epoch),
-        seed=seed,
-    )
     return loop, loss
 
 
@@ -129,7 +115,7 @@ def assert_resumes(make: Any, stop: int, path: Path) -> ControlLoop | BaselineLo
 
 @pytest.mark.parametrize(
     ("optimizer", "stop"),
-    [*(("sgd fused", stop) for stop in (1, 4, 7, 10, 16, 23)), ("sgd", 8), ("adamw fused", 1), ("adamw fused", 13)],
+    [*(("sgd fused", stop) for stop in (1, 7, 16, 23)), ("sgd", 8), ("adamw fused", 13)],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(optimizer: str, stop: int, tmp_path: Path) -> None:
     plans: list[Plan] = []
@@ -147,7 +133,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(optimizer: str, stop: int, tm
     assert whole.sampler.epoch >= 3
 
 
-@pytest.mark.parametrize("stop", [5, 10, 25])
+@pytest.mark.parametrize("stop", [5, 10])
 def test_a_run_resumes_between_a_reading_and_the_decision_on_it(stop: int, tmp_path: Path) -> None:
     def make(seed: int) -> tuple[ControlLoop, Recorded]:
         loop, loss = control_loop(seed, "sgd fused")
@@ -184,25 +170,24 @@ def test_every_way_of_measuring_curvature_resumes(method: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("method", ["fp32", "amp"])
-@pytest.mark.parametrize("stop", [1, 12, 20])
+@pytest.mark.parametrize("stop", [1, 12])
 def test_a_resumed_baseline_equals_an_uninterrupted_one(method: str, stop: int, tmp_path: Path) -> None:
-    assert_resumes(lambda seed: baseline_loop(seed, "sgd", method), stop, tmp_path / "checkpoint.pt")
+    assert_resumes(lambda seed: baseline_loop(seed, method), stop, tmp_path / "checkpoint.pt")
 
 
 @pytest.mark.parametrize("stop", [3, 11])
 def test_an_epochs_figures_include_what_was_before_the_checkpoint(stop: int, tmp_path: Path) -> None:
-    whole, _ = baseline_loop(1, "sgd")
+    whole, _ = baseline_loop(1)
     seeded(1)
     expected = whole.train_epoch()
-    first, _ = baseline_loop(1, "sgd")
+    first, _ = baseline_loop(1)
     seeded(1)
     for _ in range(stop):
         first.step()
-    first._epoch.clock.restore(100.0)
-    save_checkpoint(tmp_path / "checkpoint.pt", first.state_dict())
-    second, _ = baseline_loop(2, "sgd")
+    save_checkpoint(tmp_path / "checkpoint.pt", {**first.state_dict(), "epoch_seconds": 100.0})
+    second, _ = baseline_loop(2)
     second.load_state_dict(load_checkpoint(tmp_path / "checkpoint.pt"))
-    assert second._epoch.clock.seconds() == 100.0
+    assert second.state_dict()["epoch_seconds"] == 100.0
     stats = second.train_epoch()
     assert replace(stats, seconds=expected.seconds) == expected
     assert 100.0 < stats.seconds < 200.0

@@ -5,7 +5,6 @@ from triaccel_ray.config import CurvatureConfig as CurvatureConfig
 from triaccel_ray.config import ExecutionConfig as ExecutionConfig
 from triaccel_ray.config import LossScaleConfig as LossScaleConfig
 from triaccel_ray.config import PrecisionConfig as PrecisionConfig
-from triaccel_ray.control.divergence import NonFiniteGradientsError as NonFiniteGradientsError
 from triaccel_ray.control.epochs import EpochStats as EpochStats
 from triaccel_ray.cuda.allocator import hold_less as hold_less
 from triaccel_ray.data.data_source import DataSource as DataSource
@@ -13,6 +12,7 @@ from triaccel_ray.data.iterable import IterableSource as IterableSource
 from triaccel_ray.data.sources import DatasetSource as DatasetSource
 from triaccel_ray.data.sources import TensorSource as TensorSource
 from triaccel_ray.loop import ControlLoop as ControlLoop
+from triaccel_ray.loop import NonFiniteGradientsError as NonFiniteGradientsError
 from triaccel_ray.measure.score import efficiency_score as efficiency_score
 from triaccel_ray.model.metrics import ACCURACY as ACCURACY
 from triaccel_ray.model.metrics import BITS_PER_BYTE as BITS_PER_BYTE

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from triaccel_ray.apply.evaluate import Evaluation, Metrics, evaluate
+from triaccel_ray.apply.precision import DTYPES
 from triaccel_ray.config import AmpPrecision
 from triaccel_ray.control.epochs import EpochLoop, EpochProgress, SampleSchedule, Schedule
-from triaccel_ray.cuda.random_states import random_states, set_random_states
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import as_source
 from triaccel_ray.measure.memory import memory_meter
@@ -60,14 +60,11 @@ class BaselineLoop(EpochLoop):
         self.memory = memory_meter(self.device, memory_budget, memory_headroom)
         self.sampler = Sampler(as_source(data).to(self.device), seed=seed, device=self.device)
         self.memory.require_room()
-        self._dtype = torch.float16 if self.device.type == "cuda" and amp == "fp16" else torch.bfloat16
-        self._autocast = method == "amp"
-        use_scaler = self._autocast and self._dtype is torch.float16
-        self._scaler = torch.amp.GradScaler(self.device.type, enabled=use_scaler)
-        low = Precision.FP16 if self._dtype is torch.float16 else Precision.BF16
-        uniform = low if self._autocast else Precision.FP32
+        low = Precision.FP16 if self.device.type == "cuda" and amp == "fp16" else Precision.BF16
+        self._level = low if method == "amp" else Precision.FP32
+        self._scaler = torch.amp.GradScaler(self.device.type, enabled=self._level is Precision.FP16)
         self._clip_norm = clip_norm
-        precision = {layer.name: uniform for layer in layers}
+        precision = {layer.name: self._level for layer in layers}
         self.plan = Plan(batch_size=batch_size, num_micro_batches=accumulate, precision=precision)
         """The plan in force, for reports: constant."""
         self._epoch = EpochProgress(self.device)
@@ -92,7 +89,8 @@ class BaselineLoop(EpochLoop):
         losses = []
         for part in indices.tensor_split(min(self.plan.num_micro_batches, len(indices))):
             inputs, targets = self.sampler.source.batch(part, self.sampler.generator)
-            with torch.autocast(self.device.type, dtype=self._dtype, enabled=self._autocast):
+            is_low = self._level is not Precision.FP32
+            with torch.autocast(self.device.type, dtype=DTYPES[self._level] if is_low else None, enabled=is_low):
                 loss = self._loss(forward(self.model, inputs), targets)
             if len(part) < len(indices):
                 loss = loss * (len(part) / len(indices))
@@ -136,26 +134,18 @@ class BaselineLoop(EpochLoop):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything a resumed run needs to equal an uninterrupted one."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self._scaler.state_dict(),
-            "sampler": self.sampler.state_dict(),
-            "schedule": self._schedule.state_dict(),
-            "counters": [self.num_steps, self._epoch.num_steps],
-            **self._epoch.state_dict(),
-            "memory_peaks": [self.memory.peak_bytes, self.memory.allocated_peak_bytes],
-            "random": random_states(),
-        }
+        return {**super().state_dict(), "counters": [self.num_steps, self._epoch.num_steps]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from where `state_dict` was taken."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self._scaler.load_state_dict(state["scaler"])
-        self.sampler.load_state_dict(state["sampler"])
-        self._schedule.load_state_dict(state["schedule"])
+        super().load_state_dict(state)
         self.num_steps, self._epoch.num_steps = state["counters"]
-        self._epoch.load_state_dict(state)
-        self.memory.raise_peaks(*state["memory_peaks"])
-        set_random_states(state["random"])
+
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "sampler": self.sampler,
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scaler": self._scaler,
+            "schedule": self._schedule,
+        }

@@ -14,11 +14,9 @@ from triaccel_ray.apply.actuators import Actuators
 from triaccel_ray.apply.evaluate import Evaluation, Metrics, evaluate, evaluation_batch_size
 from triaccel_ray.config import ControlConfig, require_instance
 from triaccel_ray.control.curvature import ScheduledCurvature
-from triaccel_ray.control.divergence import NonFiniteGradientsError, require_finite
 from triaccel_ray.control.epochs import EpochLoop, EpochProgress, EpochStats, SampleSchedule, Schedule
-from triaccel_ray.control.pending_tick import PendingTick, begin_log, end_log
+from triaccel_ray.control.pending_tick import RECORD_AFTER, PendingTick
 from triaccel_ray.control.training import Training
-from triaccel_ray.cuda.random_states import random_states, set_random_states
 from triaccel_ray.data.sources import default_config
 from triaccel_ray.decide import ControlState, decide, initial_decision
 from triaccel_ray.measure.sensors import Sensors
@@ -26,9 +24,12 @@ from triaccel_ray.measure.timing import StepTimer
 from triaccel_ray.model.layers import Loss
 from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.events import Tick
-from triaccel_ray.records.plan import Plan
+from triaccel_ray.records.plan import Plan, Precision
+from triaccel_ray.records.signals import Observation
 
-__all__ = ["ControlLoop", "NonFiniteGradientsError"]
+
+class NonFiniteGradientsError(RuntimeError):
+    """The training has diverged: no step was made for a while."""
 
 
 class ControlLoop(EpochLoop):
@@ -91,8 +92,7 @@ class ControlLoop(EpochLoop):
             self._curvature = ScheduledCurvature(training, self.sensors, self.config, seed=seed)
             self.curvature = self._curvature.meter
             self._curvature.dry_run()
-            self._log = begin_log(on_tick, self.config)
-            self._pending = PendingTick(on_tick, decides_late=self.device.type == "cuda")
+            self._pending = PendingTick(on_tick, self.config, decides_late=self.device.type == "cuda")
         except BaseException:
             training.remove()
             raise
@@ -116,9 +116,9 @@ class ControlLoop(EpochLoop):
         self._train()
         self.num_steps += 1
         is_epoch_over = self.sampler.at_epoch_start
-        if is_epoch_over or self._pending.is_decision_due(self.num_steps):
+        if is_epoch_over or self.num_steps == self._pending.decide_at:
             self._decide()
-        if self._pending.is_record_due(self.num_steps % self.config.every_steps):
+        if self.num_steps % self.config.every_steps == RECORD_AFTER:
             self._pending.record()
         if self._curvature.is_due(self.num_steps):
             self._curvature.measure(self.num_steps)
@@ -163,10 +163,8 @@ class ControlLoop(EpochLoop):
     def _observe(self) -> None:
         """Begins to read what the next decision rests on."""
         scale = self.loss_scale.read(self._training.precision.needs_loss_scale)
-        reading = self.sensors.read(
-            self.plan, scale, step=self.num_steps, tick=self.num_ticks, epoch=self.sampler.position
-        )
-        self._pending.observing(reading.observation, step=self.num_steps)
+        step, tick, epoch = self.num_steps, self.num_ticks, self.sampler.position
+        self._pending.observing(self.sensors.read(self.plan, scale, step=step, tick=tick, epoch=epoch), step=step)
 
     def _decide(self) -> Tick | None:
         """Decides on what was last observed, applies and records that; None if it has been done.
@@ -178,7 +176,7 @@ class ControlLoop(EpochLoop):
             return None
         faults = (*seen.faults, *self.sensors.take_faults())
         observation = replace(seen, faults=faults, adapting_ms=self._actuators.adapting_ms)
-        require_finite(observation, self.config.max_skipped_steps)
+        self._require_finite(observation)
         decision = decide(self.config, observation, self.state)
         applied = self._actuators.apply(decision.plan, step=self.num_steps)
         self.sensors.begin_interval(observation.plan, applied)
@@ -187,6 +185,16 @@ class ControlLoop(EpochLoop):
         tick = Tick(observation=observation, decision=decision, applied=applied)
         self._pending.decided(tick)
         return tick
+
+    def _require_finite(self, observation: Observation) -> None:
+        """Ends a training whose gradients are no longer finite. FP16 may overflow: it is left to the loss scale."""
+        most, num_skipped = self.config.max_skipped_steps, observation.num_skipped_in_row
+        if num_skipped >= most and Precision.FP16 not in observation.plan.precision.values():
+            raise NonFiniteGradientsError(
+                f"the gradients of the last {num_skipped} steps were NaN or infinite, up to step {observation.step}: "
+                "none of these steps was made. Lower the learning rate, set clip_norm, or look for log(0) and 0/0 in "
+                f"model and loss; max_skipped_steps = {most} says how many may follow one another"
+            )
 
     def train_epoch(self) -> EpochStats:
         """Makes the steps that are left of the present epoch and returns what they amount to."""
@@ -238,22 +246,17 @@ class ControlLoop(EpochLoop):
         """
         with contextlib.ExitStack() as stack:
             stack.callback(self._training.remove)
-            log, self._log = self._log, None
-            stack.callback(end_log, log)
-            stack.callback(self._pending.record)
+            stack.callback(self._pending.close)
             with contextlib.suppress(NonFiniteGradientsError):
                 self._decide()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything a resumed run needs to equal an uninterrupted one."""
         return {
-            **{name: part.state_dict() for name, part in self._parts().items()},
+            **super().state_dict(),
             **self._actuators.state_dict(),
-            **self._epoch.state_dict(),
             "control": encode(self.state),
             "counters": [self.num_steps, self.num_ticks, self._epoch.num_steps, self._actuators.adapting_ms],
-            "memory_peaks": [self.memory.peak_bytes, self.memory.allocated_peak_bytes],
-            "random": random_states(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -262,18 +265,13 @@ class ControlLoop(EpochLoop):
         Raises:
             ValueError, RuntimeError: the state belongs to another model or data set.
         """
-        for name, part in self._parts().items():
-            part.load_state_dict(state[name])
+        super().load_state_dict(state)
         self.state = decode(ControlState, state["control"])
         self._actuators.load_state_dict(state)
-        self._epoch.load_state_dict(state)
         self.num_steps, self.num_ticks, self._epoch.num_steps, self._actuators.adapting_ms = state["counters"]
         self.timer.restart()
-        self.memory.raise_peaks(*state["memory_peaks"])
-        set_random_states(state["random"])
 
     def _parts(self) -> dict[str, Any]:
-        """Returns what has a state of its own, by its name in checkpoints."""
         return {
             "sampler": self.sampler,  # first, because it refuses another data set
             "model": self.model,

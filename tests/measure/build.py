@@ -32,4 +32,4 @@ def sensors_of() -> Sensors:
 
 def read(sensors: Sensors, tick: int = 4) -> Observation:
     scale = torch.tensor([1024.0, 3.0, 2.0], dtype=torch.float64)  # the scale, steps skipped, of these in a row
-    return sensors.read(PLAN, scale, step=100, tick=tick, epoch=1.5).observation()
+    return sensors.read(PLAN, scale, step=100, tick=tick, epoch=1.5)()

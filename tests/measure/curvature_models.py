@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from triaccel_ray.config import CurvatureConfig
+from triaccel_ray.measure.curvature.gram import GramMethod
+from triaccel_ray.measure.curvature.hessian import BlockPower
 from triaccel_ray.measure.curvature.meter import CurvatureMeter
 from triaccel_ray.measure.curvature.objective import Limits, Objective, measuring
-from triaccel_ray.measure.curvature.recording import method_of
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate
 from triaccel_ray.model.layers import Layer, Loss, find_layers
 
@@ -227,20 +228,15 @@ def directly(
     layers: Sequence[Layer] | None = None,
     generator: torch.Generator | None = None,
     num_iterations: int | None = None,
-    chunk_samples: int | None = None,
+    limits: Limits | None = None,
 ) -> CurvatureEstimate:
     """One measurement with nothing known before, as a meter's first."""
-    limits = Limits(chunk_samples=chunk_samples)
-    objective = Objective(model=model, loss=loss, inputs=inputs, targets=targets, limits=limits)
+    objective = Objective(model=model, loss=loss, inputs=inputs, targets=targets, limits=limits or Limits())
     objective.require_samples(method)
-    measured = method_of(find_layers(model) if layers is None else layers, method, top_k)
+    layers = find_layers(model) if layers is None else layers
+    measured = BlockPower(layers, top_k) if method == "hessian" else GramMethod(layers, method, top_k)
     with measuring(model, strict_fp32=method != "hessian"):
-        planned = measured.begin(generator or draws())
-        measured.prepare(objective)
-        for _ in range(planned if num_iterations is None else num_iterations):
-            measured.advance()
-        results, shape = measured.finish()
-    return CurvatureEstimate.of(results, shape, measured.fallbacks)
+        return measured.measure(objective, generator or draws(), num_iterations)
 
 
 def meter_of(

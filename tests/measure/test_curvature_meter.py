@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.measure.curvature_models import (
     FALLBACK,
     METHODS,
     NUM_CLASSES,
+    Bilinear,
     Quadratic,
     directly,
     draws,
@@ -36,8 +38,7 @@ def test_later_measurements_are_as_good_as_the_first(name: str, method: Any) -> 
     meter = meter_of(model, method)
     for _ in range(3):
         found, expected = meter.measure(inputs, targets, draws()), directly(model, inputs, targets, method)
-        for figure in ("eigenvalues", "mean_square_norm", "trace_covariance"):
-            torch.testing.assert_close(getattr(found, figure), getattr(expected, figure))
+        torch.testing.assert_close((found.eigenvalues, found.noise), (expected.eigenvalues, expected.noise))
         assert tuple(found.fallbacks) == FALLBACK.get(name, ())
         with torch.no_grad():
             for parameter in model.parameters():
@@ -59,30 +60,31 @@ def test_only_the_first_measurement_asks_where_the_samples_lie(name: str) -> Non
 
 
 class Moody(nn.Module):
-    """Takes another course when told to, with the same shapes."""
+    """Takes another course when told to, with the same shapes, and then does not work under `torch.func`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
-        self.head = nn.Linear(5, NUM_CLASSES)
         self.is_swapped = False
 
     def forward(self, x: Tensor) -> Tensor:
         parts = [self.first, self.second]
         for part in reversed(parts) if self.is_swapped else parts:
             x = torch.tanh(part(x))
-        return self.head(x)
+        return -x if self.is_swapped and bool((x > 1e9).any()) else x
 
 
 @pytest.mark.parametrize("method", ["fisher", "ggn"])
 def test_a_model_that_takes_another_course_is_looked_at_anew(method: Any) -> None:
-    model = Moody().double()
+    body = Moody()
+    model = nn.Sequential(body, Bilinear()).double()
     inputs, targets = torch.randn(6, 5, dtype=torch.float64), torch.randint(NUM_CLASSES, (6,))
     meter = meter_of(model, method)
-    for is_swapped in (False, False, True, True, False):
-        model.is_swapped = is_swapped
+    for is_swapped in (False, True, True, False):
+        body.is_swapped = is_swapped
         found = meter.measure(inputs, targets, draws())
         torch.testing.assert_close(found.eigenvalues, directly(model, inputs, targets, method).eigenvalues)
+        assert tuple(found.fallbacks) == (("1",) if is_swapped else ())
 
 
 class Routing(nn.Module):
@@ -116,31 +118,6 @@ def test_a_course_that_depends_on_the_samples_is_measured_sample_by_sample(metho
     assert set(found.fallbacks) >= {"experts.0", "experts.1"}
 
 
-class Fickle(nn.Module):
-    """Stops working under `torch.func` at some point."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, NUM_CLASSES))
-        self.looks = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.looks and bool((x > 1e9).any()):
-            return -x @ self.weight
-        return torch.tanh(x @ self.weight)
-
-
-def test_a_way_that_closes_gives_place_to_the_next() -> None:
-    model = nn.Sequential(nn.Linear(5, 5), Fickle()).double()
-    inputs, targets = torch.randn(6, 5, dtype=torch.float64), torch.randint(NUM_CLASSES, (6,))
-    meter = meter_of(model, "fisher")
-    assert not meter.measure(inputs, targets, draws()).fallbacks
-    model[1].looks = True
-    estimate = meter.measure(inputs, targets, draws())
-    assert tuple(estimate.fallbacks) == ("1",)
-    torch.testing.assert_close(estimate.eigenvalues, directly(model, inputs, targets).eigenvalues)
-
-
 class _Doubling(torch.autograd.Function):
     """Has no batching rule for its backward pass."""
 
@@ -155,49 +132,15 @@ class _Doubling(torch.autograd.Function):
         return 2 * gradient
 
 
-def test_columns_pass_one_by_one_where_they_cannot_pass_side_by_side() -> None:
+def test_samples_pass_one_by_one_where_columns_cannot_pass_side_by_side() -> None:
     model, inputs, targets = make("convolutions")
     plain = directly(model, inputs, targets, "ggn").eigenvalues
     model.register_forward_hook(lambda module, args, output: _Doubling.apply(output / 2))
     meter = meter_of(model, "ggn")
     for _ in range(2):
-        torch.testing.assert_close(meter.measure(inputs, targets, draws()).eigenvalues, plain)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_errors_reach_the_caller(method: Any) -> None:
-    model, inputs, targets = make("convolutions")
-    is_broken = False
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        if is_broken:
-            raise ArithmeticError("no loss today")
-        return F.cross_entropy(outputs, targets)
-
-    meter = meter_of(model, method, loss=loss)
-    if method != "hessian":
-        with pytest.raises(ValueError, match=f"number of samples = 1: {method} needs at least 2"):
-            meter.measure(inputs[:1], targets[:1], draws())
-    meter.measure(inputs, targets, draws())
-    is_broken = True
-    with pytest.raises(ArithmeticError, match="no loss today"):
-        meter.measure(inputs, targets, draws())
-
-
-@pytest.mark.parametrize("name", ["convolutions", "smooth"])
-def test_repeated_hessian_measurements_converge(name: str) -> None:
-    model, inputs, targets = make(name)
-    meter = meter_of(model, "hessian", top_k=2)
-    generator = draws()
-    for _ in range(12):
-        found = meter.measure(inputs, targets, generator).eigenvalues
-    for layer, row in zip(find_layers(model), found.double(), strict=True):
-        block = dense.hessian_block(model, F.cross_entropy, inputs, targets, layer)
-        expected = dense.largest(block, 2, by_magnitude=True)
-        # 75 iterations: an error of the second of 1% where the third is 3% smaller.
-        torch.testing.assert_close(row, expected, rtol=0.0, atol=1e-2 * expected.abs().max().item())
-        largest = row.abs().argmax()
-        torch.testing.assert_close(row[largest], expected[largest], rtol=1e-3, atol=0.0)
+        found = meter.measure(inputs, targets, draws())
+        torch.testing.assert_close(found.eigenvalues, plain)
+        assert tuple(found.fallbacks) == tuple(layer.name for layer in find_layers(model))
 
 
 def test_a_layer_that_had_no_curvature_is_found_when_it_has() -> None:
@@ -213,10 +156,10 @@ def test_a_layer_that_had_no_curvature_is_found_when_it_has() -> None:
     assert meter.measure(inputs, targets, draws()).eigenvalues[0].isnan().all()
     with torch.no_grad():
         model[10].weight.copy_(saved)
-    for _ in range(20):
+    for _ in range(8):
         found = meter.measure(inputs, targets, draws()).eigenvalues
-    expected = directly(model, inputs, targets, "hessian", 1, num_iterations=100).eigenvalues
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+    expected = directly(model, inputs, targets, "hessian", 1, num_iterations=40).eigenvalues
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-7)
 
 
 def test_restored_vectors_go_on_alike() -> None:
@@ -231,9 +174,6 @@ def test_restored_vectors_go_on_alike() -> None:
     for restored in (other, fresh):
         restored.load_state_dict(state)
         assert torch.equal(restored.measure(*samples, draws()).eigenvalues, expected)
-    fisher = meter_of(Quadratic(3), "fisher")
-    assert fisher.state_dict() == {"vectors": None, "off_because": ""}
-    fisher.load_state_dict(state)
 
 
 def fp32_flags() -> list[Any]:
@@ -241,16 +181,11 @@ def fp32_flags() -> list[Any]:
     return [torch.backends.cuda.matmul.fp32_precision, conv.fp32_precision, torch.backends.cuda.matmul.allow_tf32]
 
 
-def fail_with_tensor_cores() -> None:
-    with tensor_cores():
+def test_flags_are_as_before_after_an_error_with_tensor_cores() -> None:
+    before = fp32_flags()
+    with contextlib.suppress(LookupError), tensor_cores():
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
         raise LookupError
-
-
-def test_flags_are_as_before_after_tensor_cores() -> None:
-    before = fp32_flags()
-    with pytest.raises(LookupError):
-        fail_with_tensor_cores()
     assert fp32_flags() == before
 
 
@@ -262,7 +197,7 @@ def largest_batch(model: nn.Module) -> list[int]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["smooth", "tied_tokens", "foreign"])
+@pytest.mark.parametrize("name", ["tied_tokens", "foreign"])
 def test_a_budget_has_samples_pass_in_chunks(name: str, method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meter_module, "_LEAST_BUDGET", 0)
     model, inputs, targets = make(name)

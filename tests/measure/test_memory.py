@@ -94,12 +94,6 @@ def test_going_beyond_the_budget_raises_until_memory_is_given_back() -> None:
     assert memory.peak_bytes > memory.limit_bytes
 
 
-def test_without_a_budget_nothing_is_checked() -> None:
-    memory = memory_meter(CPU, None)
-    memory.limit_bytes = 1
-    memory.check()
-
-
 def test_memory_in_small_pieces_is_given_back_too() -> None:
     memory = ResidentMemory(None)
     pieces = [torch.ones(1000) for _ in range(10_000)]

@@ -60,8 +60,8 @@ class ScheduledCurvature:
         self._sensors.timer.interrupt()
         if self.meter.off_because:
             return
-        if not self._share.allows:
-            text = f"measuring has taken its share of the time for another {self._share.seconds_to_wait:.3g} s"
+        if seconds := self._share.seconds_to_wait:
+            text = f"measuring has taken its share of the time for another {seconds:.3g} s"
             self._record(FaultKind.CURVATURE_WAITS, text, step, once=FaultKind.CURVATURE_WAITS)
             return
         indices = self._sampler.source.probe(self._config.num_samples, self._samples)
@@ -108,11 +108,9 @@ class ScheduledCurvature:
         if self.meter.off_because:
             self._record(FaultKind.CURVATURE_OFF, self.meter.off_because, step)
             return
-        layers_by_reason: dict[str, list[str]] = {}
-        for layer, reason in self.meter.fallbacks.items():
-            layers_by_reason.setdefault(reason, []).append(layer)
-        for reason, layers in layers_by_reason.items():
-            self._record(FaultKind.CURVATURE_FALLBACK, f"layers {', '.join(layers)}: {reason}", step)
+        if fallbacks := self.meter.fallbacks:  # all for one reason
+            reason = next(iter(fallbacks.values()))
+            self._record(FaultKind.CURVATURE_FALLBACK, f"layers {', '.join(fallbacks)}: {reason}", step)
         if self.meter.stays_eager:
             self._record(FaultKind.CAPTURE_FAILED, self.meter.not_captured_because, step)
 

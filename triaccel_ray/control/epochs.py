@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,8 +16,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from triaccel_ray.config import check_field
+from triaccel_ray.cuda.random_states import random_states, set_random_states
 from triaccel_ray.data.sampler import Sampler
-from triaccel_ray.measure.timing import EpochClock
+from triaccel_ray.measure.memory import MemoryMeter
+from triaccel_ray.measure.timing import synchronize
 
 Schedule = Callable[[float], float] | LRScheduler
 """Maps epochs trained, fractional, to a factor on the optimizer's learning rates; or a scheduler of that optimizer."""
@@ -50,8 +53,7 @@ class SampleSchedule:
                 "torch.optim.lr_scheduler"
             )
         self._function = schedule if callable(schedule) else None
-        self._batch_size = batch_size
-        self._num_steps = 0
+        self._batch_size, self._num_steps = batch_size, 0
 
     def factor(self, epoch: float) -> float:
         """Returns the factor on the optimizer's learning rates after `epoch` passes, fractional; 1 with a scheduler.
@@ -75,29 +77,20 @@ class SampleSchedule:
             return
         due = sampler.num_batches(self._batch_size)
         while self._num_steps < due:
-            try:
-                self._step()
-            except ValueError as error:
-                error.add_note(f"an epoch has ceil(number of samples / {self._batch_size}) steps of the schedule")
-                raise
+            with warnings.catch_warnings():
+                # At its first step it looks for the optimizer's, which kernels may have made unseen.
+                warnings.filterwarnings("ignore", message=".*`?lr_scheduler.step\\(\\)`?", category=UserWarning)
+                try:
+                    self._scheduler.step()
+                except ValueError as error:
+                    error.add_note(f"an epoch has ceil(number of samples / {self._batch_size}) steps of the schedule")
+                    raise
             self._num_steps += 1
-
-    def _step(self) -> None:
-        """Steps the scheduler. At its first step it looks for the optimizer's, which kernels may have made unseen."""
-        assert self._scheduler is not None
-        if self._num_steps > 0:
-            self._scheduler.step()
-            return
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*`?lr_scheduler.step\\(\\)`?", category=UserWarning)
-            self._scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns how far the scheduler has come, and its own state."""
-        return {
-            "num_steps": self._num_steps,
-            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
-        }
+        scheduler = None if self._scheduler is None else self._scheduler.state_dict()
+        return {"num_steps": self._num_steps, "scheduler": scheduler}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from where `state_dict` was taken.
@@ -135,7 +128,18 @@ class EpochProgress:
         self.loss = torch.zeros(2, dtype=torch.float64, device=device) if loss is None else loss
         """fp64 [2] on the device: sum over the samples, and their number."""
         self.num_steps = 0
-        self.clock = EpochClock(device)
+        self._device = device
+        self._carried_seconds, self._started = 0.0, math.nan  # NaN: the clock stands still
+
+    def start(self) -> None:
+        """Starts the clock, the device synchronised; does nothing while it runs."""
+        if math.isnan(self._started):
+            self._started = self._now()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far, those before a checkpoint included; waits for the device."""
+        return self._carried_seconds + (0.0 if math.isnan(self._started) else self._now() - self._started)
 
     def begin(self) -> None:
         """Forgets the epoch before, but for its seconds."""
@@ -144,7 +148,8 @@ class EpochProgress:
 
     def finish(self, sampler: Sampler) -> EpochStats:
         """Returns what the epoch amounted to; waits for the device. The loss is NaN when every step was skipped."""
-        seconds = self.clock.finish()
+        seconds = self.seconds
+        self._carried_seconds, self._started = 0.0, math.nan
         loss_sum, num_samples = self.loss.tolist()
         return EpochStats(
             epoch=sampler.epoch,
@@ -156,28 +161,37 @@ class EpochProgress:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns loss and seconds so far; who counts all steps saves those of the epoch, too."""
-        return {"epoch_loss": self.loss.clone(), "epoch_seconds": self.clock.seconds()}
+        return {"epoch_loss": self.loss.clone(), "epoch_seconds": self.seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from where `state_dict` was taken."""
+        """Goes on from where `state_dict` was taken, the clock at rest."""
         self.loss.copy_(state["epoch_loss"])
-        self.clock.restore(state["epoch_seconds"])
+        self._carried_seconds, self._started = state["epoch_seconds"], math.nan
+
+    def _now(self) -> float:
+        synchronize(self._device)
+        return time.perf_counter()
 
 
 class EpochLoop(ABC):
     """What trains a model step by step, an epoch at a time."""
 
     sampler: Sampler
+    memory: MemoryMeter
     _epoch: EpochProgress
 
     @abstractmethod
     def step(self) -> None:
         """Makes one optimizer step."""
 
+    @abstractmethod
+    def _parts(self) -> dict[str, Any]:
+        """Returns what has a state of its own, by its name in checkpoints, in the order of restoring."""
+
     def train_epoch(self) -> EpochStats:
         """Makes the steps that are left of the present epoch and returns what they amount to."""
         epoch = self.sampler.epoch
-        self._epoch.clock.start()
+        self._epoch.start()
         while self.sampler.epoch == epoch:
             self.step()
         return self._epoch.finish(self.sampler)
@@ -186,3 +200,24 @@ class EpochLoop(ABC):
     def epoch_loss(self) -> Tensor:
         """The losses of the present epoch's samples so far, summed, and their number: fp64 [2] that steps write to."""
         return self._epoch.loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns everything a resumed run needs to equal an uninterrupted one."""
+        return {
+            **{name: part.state_dict() for name, part in self._parts().items()},
+            **self._epoch.state_dict(),
+            "memory_peaks": [self.memory.peak_bytes, self.memory.allocated_peak_bytes],
+            "random": random_states(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from where `state_dict` was taken.
+
+        Raises:
+            ValueError, RuntimeError: the state belongs to another model or data set.
+        """
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+        self._epoch.load_state_dict(state)
+        self.memory.raise_peaks(*state["memory_peaks"])
+        set_random_states(state["random"])

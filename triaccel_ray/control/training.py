@@ -66,7 +66,7 @@ class TrainingUpdate:
 
     def begin(self) -> None:
         """Begins a step whose gradients arrive in buckets."""
-        self._moments.begin()
+        self._moments.stats.begin()
         active = self._precision.needs_loss_scale
         self._divisor = self._divisor_of(self._loss_scale.factor(active), active, lambda: self._moments.last_norm)
 
@@ -75,7 +75,7 @@ class TrainingUpdate:
 
         Neither this bucket nor a later one is stepped once a gradient was not finite. Those before have been.
         """
-        found = self._moments.take(gradients, bucket)
+        found = self._moments.stats.reduce(gradients.table, bucket)
         if steps:
             self._optimizer.update(gradients, divisor=self._divisor, found_nonfinite=found, bucket=bucket)
 
@@ -91,7 +91,7 @@ class TrainingUpdate:
             divisor = self._divisor_of(scale, active, lambda: self._moments.norm(scale))
             self._optimizer.update(gradients, divisor=divisor, found_nonfinite=found)
         else:
-            found = self._moments.combine(scale)
+            found = self._moments.stats.combine(scale)
             if self._clip_norm is not None:
                 self._moments.remember_norm(scale)
         if not self._optimizer.is_capturable:
@@ -133,8 +133,12 @@ class Training:
         require_trainable(model, optimizer, self.layers)
         self.device = next(model.parameters()).device
         to_channels_last(model)
-        self._split = self._split_weights(optimizer)
-        buckets = self._buckets(optimizer)
+        splits, in_buckets, in_8_bits = (
+            self._asks_for(name, default, optimizer)
+            for name, default in (("weights", "fp32"), ("step_in_backward", False), ("optimizer_state", "fp32"))
+        )
+        self._split = SplitWeights(model, self.layers, optimizer) if splits else None
+        buckets = buckets_of(model, watched_parameters(optimizer, self.layers)) if in_buckets else None
         self.memory, self.pool = memory_meter(self.device, *memory), GraphPool(self.device)
         self.optimizer = LayerwiseOptimizer(
             optimizer,
@@ -142,7 +146,7 @@ class Training:
             release_memory=self.make_room,
             split=self._split,
             buckets=buckets,
-            in_8_bits=self._keeps_8_bits(optimizer),
+            in_8_bits=in_8_bits,
         )
         source = delivered(as_source(data), self.device, config.execution.data_on)
         # On a stream that the steps use again: another one would keep workspaces of its own.
@@ -231,25 +235,21 @@ class Training:
         gradients_of = partial(Gradients, watched) if self._stepper is None else self._stepper.gradients
         return StepCache(step, update, gradients_of, self.pool, execution)
 
-    def _split_weights(self, optimizer: torch.optim.Optimizer) -> SplitWeights | None:
-        """Returns what splits the weights, if the settings ask for it."""
-        if self._config.weights == "fp32":
-            return None
-        _require_kernel(optimizer, "weights", self._config.weights, "weights='fp32'")
-        return SplitWeights(self.model, self.layers, optimizer)
+    def _asks_for(self, name: str, default: str | bool, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether a setting asks for more than `default`, for which the kernels must be able to step.
 
-    def _buckets(self, optimizer: torch.optim.Optimizer) -> list[list[int]] | None:
-        """Returns the buckets in which parameters are stepped, if the settings ask for that."""
-        if not self._config.step_in_backward:
-            return None
-        _require_kernel(optimizer, "step_in_backward", True, "step_in_backward=False")
-        return buckets_of(self.model, watched_parameters(optimizer, self.layers))
-
-    def _keeps_8_bits(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Returns whether the settings ask for optimizer state in 8 bits."""
-        if self._config.optimizer_state == "fp32":
+        Raises:
+            ValueError: they do not step what `optimizer` would.
+        """
+        value = getattr(self._config, name)
+        if value == default:
             return False
-        _require_kernel(optimizer, "optimizer_state", self._config.optimizer_state, "optimizer_state='fp32'")
+        rule = (
+            "needs SGD, or Adam or AdamW with fused=True, without dampening, amsgrad, maximize, differentiable, step "
+            f"hooks or a learning rate in a tensor; change the optimizer, {type(optimizer).__name__}, or give "
+            f"{name}={default!r}"
+        )
+        require(has_kernel(optimizer), name, value, rule)
         return True
 
     def _compile(self, waits: Sequence[str]) -> Compilation | None:
@@ -319,14 +319,3 @@ class Training:
 
     def _note(self, kind: FaultKind, phase: str, detail: str) -> None:
         self.faults.append(Fault(kind=kind, step=0, phase=phase, detail=detail))
-
-
-def _require_kernel(optimizer: torch.optim.Optimizer, name: str, value: Any, way_out: str) -> None:
-    """Raises ValueError where a setting needs the kernels, and they do not step what `optimizer` would."""
-    require(
-        has_kernel(optimizer),
-        name,
-        value,
-        "needs SGD, or Adam or AdamW with fused=True, without dampening, amsgrad, maximize, differentiable, step hooks "
-        f"or a learning rate in a tensor; change the optimizer, {type(optimizer).__name__}, or give {way_out}",
-    )

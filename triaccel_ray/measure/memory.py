@@ -38,14 +38,13 @@ class MemoryMeter(ABC):
         Raises:
             ValueError: the budget is not positive, or larger than the device.
         """
-        total = self._total_bytes()
-        self._headroom_bytes = headroom_bytes
+        total, _ = self._total_and_free_bytes()
         if budget_bytes is not None and not 0 < budget_bytes <= total:
             raise ValueError(
                 f"memory budget = {mib(budget_bytes)}: must be positive and at most the {mib(total)} of {self.name}"
             )
-        self.has_budget = budget_bytes is not None
-        self.limit_bytes = self._most_bytes = budget_bytes or total
+        self._headroom_bytes, self._most_bytes = headroom_bytes, budget_bytes or total
+        self.has_budget, self.limit_bytes = budget_bytes is not None, self._most_bytes
         self.idle_bytes = 0
         """What the process holds without a batch; set by `require_room`."""
         self.window_peak_bytes = self.peak_bytes = 0
@@ -74,7 +73,7 @@ class MemoryMeter(ABC):
             idle_bytes=self.idle_bytes,
             allocated_bytes=self._allocated_bytes(),
             allocated_peak_bytes=self.allocated_peak_bytes,
-            free_bytes=self._free_bytes(),
+            free_bytes=self._total_and_free_bytes()[1],
         )
         self.window_peak_bytes = used
         return signal
@@ -95,14 +94,14 @@ class MemoryMeter(ABC):
     def trim(self) -> None:
         """Gives back what the allocator keeps and nothing uses, without looking for garbage first."""
 
-    def check(self) -> None:
-        """Raises BudgetExceededError beyond an explicit budget, where the device does not enforce that itself."""
-        return
-
     @property
     def is_exceeded_at_rest(self) -> bool:
         """Whether the process is beyond its budget without a batch in flight; never where the device enforces it."""
         return False
+
+    def check(self) -> None:
+        """Raises BudgetExceededError beyond an explicit budget, where the device does not enforce that itself."""
+        return
 
     def raise_peaks(self, peak_bytes: int, allocated_peak_bytes: int) -> None:
         """Takes over the peaks of the part of the run before a checkpoint."""
@@ -120,13 +119,10 @@ class MemoryMeter(ABC):
                 f"memory budget = {mib(self.limit_bytes)}: the process already holds {mib(used)} on {self.name} with "
                 "runtime, model, optimizer and data, before the first batch; give a larger budget or a smaller model"
             )
-        self._enforce(reserve_bytes=LAZY_LOADING_BYTES)
 
     @abstractmethod
-    def _total_bytes(self) -> int: ...
-
-    @abstractmethod
-    def _free_bytes(self) -> int: ...
+    def _total_and_free_bytes(self) -> tuple[int, int]:
+        """Returns the device's memory, and what of it nobody holds."""
 
     @abstractmethod
     def _held_bytes(self) -> int: ...
@@ -145,13 +141,6 @@ class MemoryMeter(ABC):
     @abstractmethod
     def _adjust(self, used: int) -> None:
         """Corrects what counts as idle, or what the device enforces, by what has been loaded since the last reading."""
-
-    def _enforce(self, *, reserve_bytes: int = 0) -> None:
-        """Makes the device itself refuse more than `limit_bytes`; a device that cannot is watched by `check`.
-
-        Up to half of what is left, `reserve_bytes` are kept for what will be loaded beside tensors.
-        """
-        return
 
     def _remember(self, used: int) -> int:
         self.window_peak_bytes = max(self.window_peak_bytes, used)
@@ -176,6 +165,11 @@ class ResidentMemory(MemoryMeter):
         super().require_room()
         self._idle_heap_bytes, self._first_idle_bytes = _heap_bytes(), self.idle_bytes
 
+    @property
+    def is_exceeded_at_rest(self) -> bool:
+        """Whether the process is beyond its budget without a batch in flight: a smaller one would not help."""
+        return self.has_budget and self.sample() > self.limit_bytes
+
     def check(self) -> None:
         """Raises BudgetExceededError when the resident set is beyond an explicit budget."""
         if not self.has_budget or (used := self.sample()) <= self.limit_bytes:
@@ -186,33 +180,23 @@ class ResidentMemory(MemoryMeter):
             f"{mib(mapped)} file-backed; before its first batch it held {mib(self.idle_bytes)}"
         )
 
-    @property
-    def is_exceeded_at_rest(self) -> bool:
-        """Whether the process is beyond its budget without a batch in flight: a smaller one would not help."""
-        return self.has_budget and self.sample() > self.limit_bytes
-
     def trim(self) -> None:
         """Returns the heap's free pages to the system, where the C library can."""
         if _LIBC is not None:
             _LIBC.malloc_trim(0)
 
-    def _total_bytes(self) -> int:
-        return int(psutil.virtual_memory().total)
-
-    def _free_bytes(self) -> int:
-        return int(psutil.virtual_memory().available)
+    def _total_and_free_bytes(self) -> tuple[int, int]:
+        memory = psutil.virtual_memory()
+        return int(memory.total), int(memory.available)
 
     def _held_bytes(self) -> int:
         return int(self._process.memory_info().rss)
 
     def _peak_bytes(self, used: int) -> int:
-        """Returns the kernel's peak of the resident set; `used` where there is no such file."""
-        try:
-            status = Path("/proc/self/status").read_text()
-        except OSError:
-            return used
-        line = next((line for line in status.splitlines() if line.startswith("VmHWM:")), None)
-        return int(line.split()[1]) * 1024 if line else used
+        """Returns the kernel's peak of the resident set; `used` where it keeps none."""
+        with contextlib.suppress(OSError, IndexError):
+            return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+        return used
 
     def _reset_peak(self) -> None:
         """Lowers the kernel's peak to the present resident set; without the right to, the peak only ever grows."""
@@ -245,15 +229,18 @@ class CudaMemory(MemoryMeter):
         super().__init__(budget_bytes, headroom_bytes)
         self._enforce()
 
+    def require_room(self) -> None:
+        """Turns a headroom into a budget, and keeps `LAZY_LOADING_BYTES` of it free until the first reading."""
+        super().require_room()
+        self._enforce(reserve_bytes=LAZY_LOADING_BYTES)
+
     def trim(self) -> None:
         """Gives the allocator's unused blocks back to the driver."""
         torch.cuda.empty_cache()
 
-    def _total_bytes(self) -> int:
-        return int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).total)
-
-    def _free_bytes(self) -> int:
-        return int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).free)
+    def _total_and_free_bytes(self) -> tuple[int, int]:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(self._handle)
+        return int(memory.total), int(memory.free)
 
     def _allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device)
@@ -288,19 +275,23 @@ class CudaMemory(MemoryMeter):
             self._enforce()
 
     def _enforce(self, *, reserve_bytes: int = 0) -> None:
-        """Limits the allocator to the budget less what the process holds outside it."""
-        if not self.has_budget:
-            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
-            return
-        outside = self._outside_bytes(self.sample())
-        if self.limit_bytes <= outside:
-            raise ValueError(
-                f"memory budget = {mib(self.limit_bytes)}: the CUDA context alone takes {mib(outside)} on {self.name}"
-            )
-        total, room = torch.cuda.get_device_properties(self._device).total_memory, self.limit_bytes - outside
-        left = room - torch.cuda.memory_reserved(self._device)
-        room -= min(reserve_bytes, max(left // 2, 0))
-        torch.cuda.set_per_process_memory_fraction(min(room / total, 1.0), self._device)
+        """Limits the allocator to the budget less what the process holds outside it.
+
+        Up to half of what is left, `reserve_bytes` are kept for what will be loaded beside tensors.
+        """
+        share = 1.0
+        if self.has_budget:
+            outside = self._outside_bytes(self.sample())
+            if self.limit_bytes <= outside:
+                raise ValueError(
+                    f"memory budget = {mib(self.limit_bytes)}: the CUDA context alone takes {mib(outside)} on "
+                    f"{self.name}"
+                )
+            room = self.limit_bytes - outside
+            left = max(room - torch.cuda.memory_reserved(self._device), 0)
+            total = torch.cuda.get_device_properties(self._device).total_memory
+            share = min((room - min(reserve_bytes, left // 2)) / total, 1.0)
+        torch.cuda.set_per_process_memory_fraction(share, self._device)
 
 
 def memory_meter(
@@ -312,6 +303,11 @@ def memory_meter(
     return ResidentMemory(budget_bytes, headroom_bytes)
 
 
+def mib(num_bytes: int) -> str:
+    """Returns an amount for messages, in the unit in which budgets can be told apart."""
+    return f"{num_bytes / MIB:.0f} MiB"
+
+
 def _load_libc() -> ctypes.CDLL | None:
     """Returns glibc where it offers malloc_trim, else None."""
     try:
@@ -321,19 +317,13 @@ def _load_libc() -> ctypes.CDLL | None:
         return None
 
 
-_LIBC = _load_libc()
-
-
 class _Mallinfo(ctypes.Structure):
-    """glibc's `struct mallinfo2`."""
+    """glibc's `struct mallinfo2`: arena, ordblks, smblks, hblks, hblkhd, usmblks, fsmblks, uordblks, ..."""
 
-    _fields_: ClassVar = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    ]
+    _fields_: ClassVar = [("values", ctypes.c_size_t * 10)]
+
+
+_LIBC = _load_libc()
 
 
 def _heap_bytes() -> int:
@@ -341,10 +331,5 @@ def _heap_bytes() -> int:
     if _LIBC is None or not hasattr(_LIBC, "mallinfo2"):
         return 0
     _LIBC.mallinfo2.restype = _Mallinfo
-    info = _LIBC.mallinfo2()
-    return int(info.uordblks + info.hblkhd)
-
-
-def mib(num_bytes: int) -> str:
-    """Returns an amount for messages, in the unit in which budgets can be told apart."""
-    return f"{num_bytes / MIB:.0f} MiB"
+    values = _LIBC.mallinfo2().values
+    return int(values[7] + values[4])

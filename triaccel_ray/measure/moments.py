@@ -35,8 +35,7 @@ class GradientMoments:
         self._beta, self._num_layers = beta, len(layers)
         self.last_norm = torch.full((), math.inf, dtype=torch.float64, device=watched[0].device)
         """The norm of the last step that had a finite one, where `remember_norm` is called; infinite before. fp64."""
-        # What belongs to no layer is a group of its own, for the global norm.
-        self._stats = GradStats(
+        self.stats = GradStats(
             [p.numel() for p in watched],
             [layer_of.get(id(p), len(layers)) for p in watched],
             num_groups=len(layers) + 1,
@@ -44,6 +43,7 @@ class GradientMoments:
             buckets=buckets,
             device=watched[0].device,
         )
+        """By layer; what belongs to none is a group of its own, for the global norm."""
 
     def update(self, gradients: Gradients, loss_scale: Tensor) -> Tensor:
         """Takes in the gradients of one step and returns whether any is not finite: fp32 scalar, 0 or 1.
@@ -51,23 +51,11 @@ class GradientMoments:
         Gradients carry the factor `loss_scale` (scalar tensor); their variance is divided by its square. A layer
         without a gradient, or with a non-finite one, keeps its average.
         """
-        return self._stats.update(gradients.table, loss_scale)
-
-    def begin(self) -> None:
-        """Begins a step whose buckets arrive one after another."""
-        self._stats.begin()
-
-    def take(self, gradients: Gradients, bucket: int) -> Tensor:
-        """Takes in a bucket's gradients, which may go then, and returns whether any since `begin` is not finite."""
-        return self._stats.reduce(gradients.table, bucket)
-
-    def combine(self, loss_scale: Tensor) -> Tensor:
-        """Ends a step all of whose buckets were taken in; else as `update`."""
-        return self._stats.combine(loss_scale)
+        return self.stats.update(gradients.table, loss_scale)
 
     def read(self) -> Tensor:
         """Returns v_l with its bias towards the initial zero corrected, fp64 [num_layers]; NaN before any statistic."""
-        average, count = self._stats.average[: self._num_layers], self._stats.count[: self._num_layers]
+        average, count = self.stats.average[: self._num_layers], self.stats.count[: self._num_layers]
         return average / (1.0 - self._beta**count)
 
     def norm(self, loss_scale: Tensor) -> Tensor:
@@ -75,7 +63,7 @@ class GradientMoments:
 
         Not finite where a gradient was not.
         """
-        stats = self._stats
+        stats = self.stats
         squares = stats.sum_squares_about_mean + stats.sum**2 / stats.num_elements.clamp(min=1)
         return squares.sum().sqrt() / loss_scale
 
@@ -86,11 +74,11 @@ class GradientMoments:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the averages and counts, and the norm that the next step may be clipped by."""
-        kept = {"average": self._stats.average, "count": self._stats.count, "last_norm": self.last_norm}
+        kept = {"average": self.stats.average, "count": self.stats.count, "last_norm": self.last_norm}
         return {name: tensor.clone() for name, tensor in kept.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restores what `state_dict` returned."""
-        self._stats.average.copy_(state["average"])
-        self._stats.count.copy_(state["count"])
+        self.stats.average.copy_(state["average"])
+        self.stats.count.copy_(state["count"])
         self.last_norm.copy_(state.get("last_norm", torch.tensor(math.inf)))  # older checkpoints have none

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, SpectrumShape, largest_eigenvalues
+from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, largest_eigenvalues
 from triaccel_ray.measure.memory import MemoryMeter
 from triaccel_ray.measure.moments import GradientMoments
 from triaccel_ray.measure.timing import StepTimer
@@ -19,26 +19,19 @@ from triaccel_ray.records.plan import Applied, Fault, Plan, Precision
 from triaccel_ray.records.signals import LayerSignal, NoiseSignal, Observation
 
 
-class Reading:
-    """What was seen up to a step, on its way from the device: the host may launch more work before it looks."""
+def copied_to_host(values: Tensor) -> Callable[[], Tensor]:
+    """Starts the copy of `values`, and returns what waits for it: the host may launch more work before it looks."""
+    if values.device.type == "cpu":
+        return lambda: values
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(values.device))  # which need not be the current device
 
-    def __init__(self, values: Tensor, complete: Callable[[Tensor], Observation]) -> None:
-        """Starts the copy of `values` (fp64 vector) to the host; `complete` makes the observation of them."""
-        self._complete = complete
-        self._copied: torch.cuda.Event | None = None
-        if values.device.type == "cuda":
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(values.device))  # which need not be the current device
-        else:
-            self._values = values
+    def wait() -> Tensor:
+        copied.synchronize()
+        return copy
 
-    def observation(self) -> Observation:
-        """Returns what was seen; waits for the device to have come that far."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._complete(self._values)
+    return wait
 
 
 class Sensors:
@@ -85,15 +78,17 @@ class Sensors:
         """Keeps a measurement, still on the device, for the next tick."""
         self._curvature = estimate
 
-    def read(self, plan: Plan, loss_scale: Tensor, *, step: int, tick: int, epoch: float) -> Reading:
-        """Begins to read what was seen since the last reading, and begins anew. One copy from the device.
+    def read(self, plan: Plan, loss_scale: Tensor, *, step: int, tick: int, epoch: float) -> Callable[[], Observation]:
+        """Returns what waits for the device and gives what was seen since the last reading. One copy from the device.
 
         `loss_scale` is the scale, the steps skipped so far, and those of them since the last one made: fp64 [3].
         """
         packed = [self.moments.read(), self.losses, loss_scale]
+        counts: tuple[int, ...] = ()
         if self._curvature is not None:
-            packed.append(_pack_curvature(self._curvature))
-        shape = None if self._curvature is None else self._curvature.shape
+            packed.append(_packed(self._curvature))
+            counts = self._curvature.counts
+        step_ms = self.timer.read()
         known = Observation(
             step=step,
             tick=tick,
@@ -103,31 +98,34 @@ class Sensors:
             memory=self.memory.read(),
             faults=self.take_faults(),
         )
-        step_ms = self.timer.read()
-        reading = Reading(
-            torch.cat(packed), lambda values: self._completed(replace(known, step_ms=step_ms()), values, shape)
-        )
+
+        values = copied_to_host(torch.cat(packed))
         self.losses.zero_()
         self._curvature = None
-        return reading
+        return lambda: self._completed(replace(known, step_ms=step_ms()), values(), counts)
 
-    def _completed(self, known: Observation, values: Tensor, shape: SpectrumShape | None) -> Observation:
-        """Returns `known` with what came from the device: variances, losses, loss scale and, with `shape`, spectra."""
+    def _completed(self, known: Observation, values: Tensor, counts: Sequence[int]) -> Observation:
+        """Returns `known` with what came from the device: variances, losses, loss scale and, with `counts`, spectra."""
         num_layers = len(self._layers)
-        variances: list[float] = values[:num_layers].tolist()
-        loss_sum, num_samples, scale, skipped, in_row = values[num_layers : num_layers + 5].tolist()
-        spectra: list[tuple[float, ...] | None] = [None] * num_layers
+        variances, figures, curvature = values.split([num_layers, 5, len(values) - num_layers - 5])
+        loss_sum, num_samples, scale, skipped, in_row = figures.tolist()
+        spectra: list[tuple[float, ...]] = [()] * num_layers
         noise = None
-        if shape is not None:
-            spectra, noise = _unpack_curvature(values[num_layers + 5 :], shape)
+        if counts:
+            # On the host: about a millisecond for 21 matrices of order 32.
+            rows = largest_eigenvalues(_square(curvature[:-2], num_layers), counts).tolist()
+            spectra = [tuple(filter(math.isfinite, row)) for row in rows]
+            if curvature[-2:].isfinite().all():
+                mean_square_norm, trace_covariance = curvature[-2:].tolist()
+                noise = NoiseSignal(mean_square_norm=mean_square_norm, trace_covariance=trace_covariance)
         layers = tuple(
             LayerSignal(
                 name=name,
                 variance=None if math.isnan(variance) else variance,
-                eigenvalues=spectrum,
+                eigenvalues=spectrum or None,
                 supported=supported,
             )
-            for (name, supported), variance, spectrum in zip(self._layers, variances, spectra, strict=True)
+            for (name, supported), variance, spectrum in zip(self._layers, variances.tolist(), spectra, strict=True)
         )
         return replace(
             known,
@@ -141,13 +139,11 @@ class Sensors:
 
     def state_dict(self) -> dict[str, object]:
         """Returns what was collected since the last reading, curvature and faults as plain values."""
-        estimate = self._curvature
         return {
             "moments": self.moments.state_dict(),
             "losses": self.losses.clone(),
-            "curvature": None if estimate is None else _pack_curvature(estimate),
-            "curvature_shape": None if estimate is None else asdict(estimate.shape),
-            "has_noise": estimate is not None and estimate.trace_covariance is not None,
+            "curvature": None if self._curvature is None else _packed(self._curvature),
+            "curvature_shape": None if self._curvature is None else {"counts": list(self._curvature.counts)},
             "faults": encode(tuple(self._faults)),
         }
 
@@ -159,37 +155,14 @@ class Sensors:
         self._curvature = None
         if state["curvature"] is not None:
             values = state["curvature"].to(self.losses.device)
-            matrices = _square(values[:-2], len(self._layers))
-            self._curvature = CurvatureEstimate(
-                matrices=matrices,
-                shape=SpectrumShape(**state["curvature_shape"]),
-                mean_square_norm=values[-2] if state["has_noise"] else None,
-                trace_covariance=values[-1] if state["has_noise"] else None,
-            )
+            matrices, counts = _square(values[:-2], len(self._layers)), tuple(state["curvature_shape"]["counts"])
+            self._curvature = CurvatureEstimate(matrices=matrices, counts=counts, noise=values[-2:])
 
 
-def _pack_curvature(estimate: CurvatureEstimate) -> Tensor:
-    """Returns matrices and noise moments in one fp64 vector, NaN where there is no noise estimate."""
-    missing = estimate.matrices.new_full((), math.nan)
-    moments = [
-        missing if moment is None else moment for moment in (estimate.mean_square_norm, estimate.trace_covariance)
-    ]
-    return torch.cat([estimate.matrices.double().flatten(), torch.stack(moments).double()])
-
-
-def _unpack_curvature(
-    values: Tensor, shape: SpectrumShape
-) -> tuple[list[tuple[float, ...] | None], NoiseSignal | None]:
-    """Returns each layer's eigenvalues, without the padding, and the noise; None where nothing was measured.
-
-    The last step to the eigenvalues is made here, on the host: about a millisecond for 21 matrices of order 32.
-    """
-    mean_square_norm, trace_covariance = values[-2:].tolist()
-    rows = largest_eigenvalues(_square(values[:-2], len(shape.counts)), shape).tolist()
-    spectra = [tuple(value for value in row if math.isfinite(value)) or None for row in rows]
-    if not (math.isfinite(mean_square_norm) and math.isfinite(trace_covariance)):
-        return spectra, None
-    return spectra, NoiseSignal(mean_square_norm=mean_square_norm, trace_covariance=trace_covariance)
+def _packed(estimate: CurvatureEstimate) -> Tensor:
+    """Returns matrices and noise in one fp64 vector, NaN where there is no noise estimate."""
+    matrices, noise = estimate.matrices, estimate.noise
+    return torch.cat([matrices.flatten(), matrices.new_full((2,), math.nan) if noise is None else noise])
 
 
 def _square(values: Tensor, num_layers: int) -> Tensor:

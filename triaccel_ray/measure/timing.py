@@ -1,4 +1,4 @@
-"""Wall-clock time of epochs and of single steps."""
+"""Time of single steps, and of work beside the training."""
 
 from __future__ import annotations
 
@@ -6,51 +6,19 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
+from typing import Any
 
 import torch
 
-_Mark = float | torch.cuda.Event
 _NUM_FIRST_STEPS = 2
 _MIN_STEPS = 4
 """Of fewer steps a median is one of chance."""
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Waits for a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-class EpochClock:
-    """Times one epoch, the device synchronised at both ends; what was timed before a checkpoint is carried over."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Starts at zero, stopped."""
-        self._device = device
-        self._carried = 0.0
-        self._started: float | None = None
-
-    def start(self) -> None:
-        """Starts or goes on; does nothing while running."""
-        if self._started is None:
-            _synchronize(self._device)
-            self._started = time.perf_counter()
-
-    def seconds(self) -> float:
-        """Returns the seconds so far, synchronising the device."""
-        if self._started is None:
-            return self._carried
-        _synchronize(self._device)
-        return self._carried + time.perf_counter() - self._started
-
-    def finish(self) -> float:
-        """Returns the epoch's seconds and goes back to zero, stopped."""
-        total = self.seconds()
-        self.restore(0.0)
-        return total
-
-    def restore(self, seconds: float) -> None:
-        """Goes to `seconds`, stopped."""
-        self._carried, self._started = seconds, None
 
 
 class StepTimer:
@@ -64,8 +32,8 @@ class StepTimer:
     def __init__(self, device: torch.device) -> None:
         """Has timed nothing yet."""
         self._device = device
-        self._last: _Mark | None = None
-        self._spans: list[tuple[_Mark, _Mark]] = []
+        self._last: Any = None  # seconds on a CPU, an event on a GPU
+        self._spans: list[tuple[Any, Any]] = []
         self._num_to_skip = _NUM_FIRST_STEPS
 
     def begin(self) -> None:
@@ -98,22 +66,16 @@ class StepTimer:
         if len(self._spans) < _MIN_STEPS:
             return lambda: None
         spans, self._spans = self._spans, []
-        return lambda: median(_milliseconds(*span) for span in spans)
+        if self._device.type == "cpu":
+            return lambda: median(1e3 * (last - first) for first, last in spans)
+        return lambda: median(first.elapsed_time(last) for first, last in spans)
 
-    def _mark(self) -> _Mark:
+    def _mark(self) -> Any:
         if self._device.type == "cpu":
             return time.thread_time()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-
-def _milliseconds(first: _Mark, last: _Mark) -> float:
-    if isinstance(first, torch.cuda.Event):
-        assert isinstance(last, torch.cuda.Event)
-        return float(first.elapsed_time(last))
-    assert not isinstance(last, torch.cuda.Event)
-    return 1e3 * (last - first)
 
 
 class TimeShare:
@@ -129,13 +91,8 @@ class TimeShare:
         self._spent_seconds = self._last_seconds = 0.0
 
     @property
-    def allows(self) -> bool:
-        """Whether another piece would be within the share of the time so far."""
-        return self.seconds_to_wait == 0.0
-
-    @property
     def seconds_to_wait(self) -> float:
-        """Seconds after which another piece would be within the share."""
+        """Seconds after which another piece would be within the share; 0 where it is so now."""
         if self._share is None:
             return 0.0
         due = (self._spent_seconds + self._last_seconds) / self._share
@@ -147,11 +104,11 @@ class TimeShare:
         if self._share is None:
             yield
             return
-        _synchronize(self._device)
+        synchronize(self._device)
         began = time.perf_counter()
         try:
             yield
-            _synchronize(self._device)
+            synchronize(self._device)
         finally:
             self._last_seconds = time.perf_counter() - began
             self._spent_seconds += self._last_seconds if counts else 0.0

@@ -23,11 +23,17 @@ class Call:
     argument: Tensor | None
     """None where it received anything else than one positional tensor."""
     output: torch.Size
+    """Its shape."""
     edge: GradientEdge | None
     """Where the gradient with respect to the output arrives. An edge, unlike the tensor, still means the module's own
     output after the model has changed that in place (`nn.ReLU(inplace=True)`)."""
     sources: tuple[Node, ...]
     """The graph's nodes that made the arguments."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """The argument's shape."""
+        return torch.Size() if self.argument is None else self.argument.shape
 
 
 def record_calls(run: Callable[[], Any], modules: Sequence[nn.Module]) -> tuple[Any, list[Call]]:
@@ -125,13 +131,11 @@ class KnownCall:
         can tell a batch of 32 from a sequence of 32.
         """
         argument_dim = output_dim = None
-        if call.argument is not None and single.argument is not None and call.edge is not None:
-            argument_dim = _sample_dim(call.argument.shape, single.argument.shape, num_samples)
+        if call.edge is not None:
+            argument_dim = _sample_dim(call.shape, single.shape, num_samples)
             output_dim = _sample_dim(call.output, single.output, num_samples)
-        argument = torch.Size() if call.argument is None else call.argument.shape
-        return cls(
-            call.module, _without(argument, argument_dim), _without(call.output, output_dim), argument_dim, output_dim
-        )
+        shapes = _without(call.shape, argument_dim), _without(call.output, output_dim)
+        return cls(call.module, *shapes, argument_dim, output_dim)
 
     @property
     def is_factorizable(self) -> bool:
@@ -139,23 +143,15 @@ class KnownCall:
         is_image = not isinstance(self.module, nn.Conv2d) or len(self.argument) == 3
         return self.argument_dim is not None and self.output_dim is not None and is_image
 
-    def require_same(self, call: Call, num_samples: int) -> None:
-        """Returns if `call` is this one, made with `num_samples` samples.
-
-        Raises:
-            StructureChangedError: it is another, or some of the samples take no part in it.
-        """
-        is_same = call.module is self.module
-        if is_same and self.argument_dim is not None and self.output_dim is not None:
-            argument = torch.Size() if call.argument is None else call.argument.shape
-            is_same = (
-                argument == _with(self.argument, self.argument_dim, num_samples)
-                and call.output == _with(self.output, self.output_dim, num_samples)
-                and call.edge is not None
-            )
-        if not is_same:
-            name = type(call.module).__name__
-            raise StructureChangedError(f"{name} receives or returns other shapes for other samples, or is another")
+    def is_same(self, call: Call, num_samples: int) -> bool:
+        """Whether `call` is this one, made with `num_samples` samples, all of which take part in it."""
+        if call.module is not self.module or self.argument_dim is None or self.output_dim is None:
+            return call.module is self.module
+        sizes = (call.shape, self.argument_dim, self.argument), (call.output, self.output_dim, self.output)
+        return call.edge is not None and all(
+            len(shape) > dim and shape[dim] == num_samples and _without(shape, dim) == rest
+            for shape, dim, rest in sizes
+        )
 
 
 def _sample_dim(shape: torch.Size, single: torch.Size, num_samples: int) -> int | None:
@@ -170,10 +166,6 @@ def _sample_dim(shape: torch.Size, single: torch.Size, num_samples: int) -> int 
 
 def _without(shape: torch.Size, dim: int | None) -> tuple[int, ...]:
     return tuple(size for index, size in enumerate(shape) if index != dim)
-
-
-def _with(shape: tuple[int, ...], dim: int, num_samples: int) -> tuple[int, ...]:
-    return (*shape[:dim], num_samples, *shape[dim:])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -191,9 +183,6 @@ class Structure:
     """Why layers are measured by samples."""
     varies: bool = False
     """Whether the course depends on the samples, so that a replay of it would be that of others."""
-    batched_columns: bool = True
-    """Whether all cotangents pass backwards side by side: every operation of the model then has a batching rule, or
-    is at least run one by one by the rule for those that have none."""
 
     def layers_by(self, strategy: Strategy) -> list[Layer]:
         """Returns the layers that are measured so, in the model's order."""
@@ -203,12 +192,14 @@ class Structure:
         """Returns if `calls`, made with `num_samples` samples, are those that are known.
 
         Raises:
-            StructureChangedError: these are other calls.
+            StructureChangedError: these are other calls, or some of the samples take no part in one.
         """
         if len(calls) != len(self.calls):
             raise StructureChangedError(f"the model makes {len(calls)} calls where it made {len(self.calls)}")
         for call, known in zip(calls, self.calls, strict=True):
-            known.require_same(call, num_samples)
+            if not known.is_same(call, num_samples):
+                name = type(call.module).__name__
+                raise StructureChangedError(f"{name} receives or returns other shapes for other samples, or is another")
 
     def by_samples(self, layers: Sequence[Layer], reason: str, *, varies: bool = False) -> Structure:
         """Returns the structure in which these layers take one pass of the model per sample, for this reason."""

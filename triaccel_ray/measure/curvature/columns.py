@@ -1,8 +1,9 @@
-"""The columns of layers of any kind: from the whole model, by `torch.func` or by one pass per sample."""
+"""The columns of layers: from their factors, or from the whole model, by `torch.func` or by one pass per sample."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,28 +13,77 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from triaccel_ray.measure.curvature.calls import used_parameters
-from triaccel_ray.measure.curvature.factors import compute_dtype, slices
-from triaccel_ray.measure.curvature.objective import Head, Objective, pull_back
+from triaccel_ray.measure.curvature.calls import Structure, linear_maps, record_calls, used_parameters
+from triaccel_ray.measure.curvature.factors import Shape, compute_dtype, factor_columns, factorize, slices
+from triaccel_ray.measure.curvature.objective import FoldedNorms, Head, Objective, pull_back, tensor_cores
 from triaccel_ray.model.layers import Layer
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 
 Part = tuple[Layer, slice]
-"""Some elements of a layer's weights, which count one after the other."""
+"""Some elements of a layer's weights, which count one after the other; of a factored layer rows of the weight in each
+of its groups."""
 
 
-def model_columns(objective: Objective, head: Head, wanted: Sequence[Part], *, batched: bool) -> list[Tensor]:
+def layer_factors(
+    objective: Objective, head: Head, structure: Structure, layers: Sequence[Layer]
+) -> dict[Layer, list[tuple[nn.Module, Tensor, Tensor]]]:
+    """Returns what columns of factored layers are made of, from one forward and one backward pass.
+
+    For each call that was reached its module, input [b, ...] and output gradient [b, q, ...].
+    """
+    with FoldedNorms():
+        outputs, calls = record_calls(objective.outputs, linear_maps(list(structure.strategies)))
+    structure.require_same(calls, objective.num_samples)
+    wanted = sorted({index for layer in layers for index in structure.own[layer]})
+    edges = [edge for index in wanted if (edge := calls[index].edge) is not None]
+    root, cotangents = head(outputs, objective)
+    largest = max(math.prod(calls[index].output) for index in wanted)
+    fitting = objective.limits.block_bytes // (largest * root.element_size())
+    with fast(objective):
+        stacks = dict(zip(wanted, pull_back(root, cotangents, edges, step=max(2, fitting)), strict=True))
+    found: dict[Layer, list[tuple[nn.Module, Tensor, Tensor]]] = {}
+    for layer in layers:
+        found[layer] = []
+        for index in structure.own[layer]:
+            known, argument, stack = structure.calls[index], calls[index].argument, stacks[index]
+            if stack is not None:
+                assert argument is not None
+                assert known.argument_dim is not None
+                assert known.output_dim is not None
+                given = argument.detach().movedim(known.argument_dim, 0)
+                found[layer].append((known.module, given, stack.movedim(known.output_dim + 1, 0)))
+    return found
+
+
+def factored_columns(objective: Objective, head: Head, wanted: Sequence[Part], *, structure: Structure) -> list[Tensor]:
+    """Returns for each part, rows of the weight in each group, the columns [b q, elements] from a layer's factors."""
+    b, q = objective.num_samples, structure.num_columns
+    factors = layer_factors(objective, head, structure, list(dict.fromkeys(layer for layer, _ in wanted)))
+    found = []
+    for layer, rows in wanted:
+        shape, dtype = Shape.of(layer, b, q), compute_dtype(layer)
+        made = [factorize(*call, dtype) for call in factors[layer]]
+        with fast(objective):
+            if made:
+                found.append(factor_columns(made, slice(0, b), rows, shape))
+            else:
+                size = shape.g * (rows.stop - rows.start) * shape.k
+                found.append(layer.weights[0].new_zeros(b * q, size, dtype=dtype))
+    return found
+
+
+def model_columns(objective: Objective, head: Head, wanted: Sequence[Part]) -> list[Tensor]:
     """Returns for each part the columns [b q, elements], from the model run again with all samples side by side.
 
-    The cotangents are pulled back to the model's outputs, `batched` as in a `Structure`, and from there to the weights
-    by `torch.func`, in blocks of samples.
+    The cotangents are pulled back to the model's outputs, and from there to the weights by `torch.func`, in blocks of
+    samples.
 
     Raises:
         LookupError: dimension 0 of an output is not the samples.
         Exception: whatever a model raises that does not work with `torch.func`.
     """
     layers = list(dict.fromkeys(layer for layer, _ in wanted))
-    tangents = _output_tangents(objective, head, batched=batched)
+    tangents = _output_tangents(objective, head)
     q = next(iter(tangents.values())).shape[1]
     model, weights, inputs = objective.model, _detached(layers), tensors_in(objective.inputs)
 
@@ -92,6 +142,11 @@ def sample_columns(objective: Objective, head: Head, wanted: Sequence[Part]) -> 
     return [joined(row) for row in rows]
 
 
+def fast(objective: Objective) -> contextlib.AbstractContextManager[None]:
+    """Returns the context for what comes after the forward pass."""
+    return tensor_cores() if objective.allow_tf32 else contextlib.nullcontext()
+
+
 def alone(part: Tensor) -> Tensor:
     """Returns the tensor, copied where it lies in a larger one, which would be kept with it."""
     return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
@@ -107,23 +162,22 @@ def _columns_of_one(sample: Objective, head: Head, layers: Sequence[Layer]) -> l
     weights = [weight for layer in layers for weight in layer.weights]
     columns: list[list[Tensor]] = [[] for _ in layers]
     for c, cotangent in enumerate(cotangents):
-        is_last = c == len(cotangents) - 1
         gradients: Sequence[Tensor | None] = [None] * len(weights)
         if root.requires_grad:
+            is_last = c == len(cotangents) - 1
             gradients = torch.autograd.grad(root, weights, cotangent, retain_graph=not is_last, allow_unused=True)
-        remaining = iter(gradients)
+        parts = (_flat(gradient, weight) for gradient, weight in zip(gradients, weights, strict=True))
         for layer, column in zip(layers, columns, strict=True):
-            column.append(torch.cat([_flat(next(remaining), weight, compute_dtype(layer)) for weight in layer.weights]))
+            column.append(torch.cat([next(parts) for _ in layer.weights]).to(compute_dtype(layer)))
     return [torch.stack(column) for column in columns]
 
 
-def _output_tangents(objective: Objective, head: Head, *, batched: bool) -> Mapping[int, Tensor]:
+def _output_tangents(objective: Objective, head: Head) -> Mapping[int, Tensor]:
     """Returns the cotangents with respect to the model's outputs, [b, q, ...], by their index in `tensors_in`."""
     outputs = map_tensors(_leaf, objective.outputs())
     leaves = {index: tensor for index, tensor in enumerate(tensors_in(outputs)) if tensor.requires_grad}
     root, cotangents = head(outputs, objective)
-    step = len(cotangents) if batched else 1
-    arrived = pull_back(root, cotangents, list(leaves.values()), step=step)
+    arrived = pull_back(root, cotangents, list(leaves.values()), step=len(cotangents))
     found = {index: stack for index, stack in zip(leaves, arrived, strict=True) if stack is not None}
     if any(stack.dim() < 2 or stack.shape[1] != objective.num_samples for stack in found.values()):
         raise LookupError("dimension 0 of an output is not the samples")
@@ -163,7 +217,5 @@ def _for_functions() -> Iterator[None]:
         yield
 
 
-def _flat(gradient: Tensor | None, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    if gradient is None:
-        return weight.new_zeros(weight.numel(), dtype=dtype)
-    return gradient.to_dense().flatten().to(dtype)
+def _flat(gradient: Tensor | None, weight: Tensor) -> Tensor:
+    return torch.zeros_like(weight).flatten() if gradient is None else gradient.to_dense().flatten()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -115,53 +114,33 @@ def _embedding(module: nn.Embedding, indices: Tensor, gradients: Tensor) -> Fact
 
 def _conv2d(module: nn.Conv2d, inputs: Tensor, gradients: Tensor) -> Factors:
     g, q, num_positions = module.groups, gradients.shape[1], gradients[0, 0, 0].numel()
-    vertical, horizontal = _zero_padding(module)
 
     def left(samples: slice) -> Tensor:
         return gradients[samples].reshape(-1, q, g, gradients.shape[2] // g, num_positions).permute(0, 2, 1, 4, 3)
 
     def right(samples: slice) -> Tensor:
-        padded = F.pad(inputs[samples], (*horizontal, *vertical))
-        # All patches in one view, copied once: F.unfold starts a kernel for every sample. The weight's elements are in
-        # one order for all calls, row, column, channel; they lie in memory as the image does, so that runs stay runs.
-        if padded.stride(1) == 1:
-            return _patches_of_runs(module, padded, gradients.shape[3:])
-        sample, channel, *pixel = padded.stride()
-        inside = [step * stride for step, stride in zip(module.dilation, pixel, strict=True)]
-        between = [step * stride for step, stride in zip(module.stride, pixel, strict=True)]
-        (s, c), sizes = padded.shape[:2], (*module.kernel_size, padded.shape[1] // g, *gradients.shape[3:])
-        patches = padded.as_strided((s, g, *sizes), (sample, c // g * channel, *inside, channel, *between))
-        return patches.reshape(s, g, 1, -1, num_positions).transpose(-1, -2)
+        return _patches(module, inputs[samples], gradients.shape[3:])
 
     return Factors(num_positions=num_positions, left=left, right=right)
 
 
-def _patches_of_runs(module: nn.Conv2d, padded: Tensor, image: torch.Size) -> Tensor:
-    """Returns the patches [s, g, 1, T, k] of images that are channels_last: every pixel of a patch is one run."""
-    channels, dtype = padded.shape[1] // module.groups, padded.dtype
-    pixels = padded.permute(0, 2, 3, 1)
-    if pixels.is_contiguous() and channels % 4 == 0 and dtype is torch.float32:
+def _patches(module: nn.Conv2d, inputs: Tensor, image: torch.Size) -> Tensor:
+    """Returns the patches [s, g, 1, T, k] of images, each in the order row, column, channel.
+
+    All in one view, copied once: F.unfold starts a kernel for every sample. In channels_last every pixel is one run.
+    """
+    padded = F.pad(inputs, module._reversed_padding_repeated_twice)  # of "same", too: no public name has these
+    g, dtype, pixels = module.groups, padded.dtype, padded.permute(0, 2, 3, 1)
+    if pixels.is_contiguous() and padded.shape[1] // g % 4 == 0 and dtype is torch.float32:
         # Four elements moved as one: the copy is bound by its index arithmetic. Flat: strides of size 1 may be odd.
-        pixels = pixels.reshape(-1).view(torch.complex128).view(*pixels.shape[:3], channels // 4 * module.groups)
-    channels = pixels.shape[3] // module.groups
-    sample, *pixel, _ = pixels.stride()
+        pixels = pixels.reshape(-1).view(torch.complex128).view(*pixels.shape[:3], -1)
+    channels = pixels.shape[3] // g
+    sample, *pixel, channel = pixels.stride()
     inside = [step * stride for step, stride in zip(module.dilation, pixel, strict=True)]
     between = [step * stride for step, stride in zip(module.stride, pixel, strict=True)]
-    sizes = (len(pixels), module.groups, *image, *module.kernel_size, channels)
-    patches = pixels.as_strided(sizes, (sample, channels, *between, *inside, 1))
-    return patches.reshape(len(pixels), module.groups, 1, math.prod(image), -1).view(dtype)
-
-
-def _zero_padding(module: nn.Conv2d) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns how many zeros the convolution puts above and below, left and right."""
-    if module.padding == "valid":
-        return (0, 0), (0, 0)
-    if module.padding == "same":
-        totals = [d * (size - 1) for d, size in zip(module.dilation, module.kernel_size, strict=True)]
-        vertical, horizontal = ((total // 2, total - total // 2) for total in totals)
-        return vertical, horizontal
-    above, beside = cast("tuple[int, int]", module.padding)
-    return (above, above), (beside, beside)
+    sizes = (len(pixels), g, *image, *module.kernel_size, channels)
+    patches = pixels.as_strided(sizes, (sample, channels * channel, *between, *inside, channel))
+    return patches.reshape(len(pixels), g, 1, math.prod(image), -1).view(dtype)
 
 
 def _is_pairing_cheaper(factors: Sequence[Factors], shape: Shape) -> bool:

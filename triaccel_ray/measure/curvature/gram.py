@@ -7,15 +7,14 @@ here for any module, by falling back on more general ways to the same matrix).
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.measure.curvature.calls import (
@@ -26,80 +25,59 @@ from triaccel_ray.measure.curvature.calls import (
     linear_maps,
     record_calls,
 )
-from triaccel_ray.measure.curvature.columns import alone, joined, model_columns, require_replaceable, sample_columns
-from triaccel_ray.measure.curvature.factors import Shape, compute_dtype, factor_columns, factor_gram, factorize
+from triaccel_ray.measure.curvature.columns import (
+    Part,
+    factored_columns,
+    fast,
+    joined,
+    layer_factors,
+    model_columns,
+    require_replaceable,
+    sample_columns,
+)
+from triaccel_ray.measure.curvature.factors import Shape, compute_dtype, factor_gram, factorize, slices
 from triaccel_ray.measure.curvature.objective import (
     FoldedNorms,
     Head,
+    Method,
     Objective,
     fisher_head,
     ggn_head,
     pull_back,
-    tensor_cores,
 )
-from triaccel_ray.measure.curvature.spectrum import SpectrumShape, gradient_noise, reduce_matrices
+from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, gradient_noise, reduce_matrices
 from triaccel_ray.model.layers import Layer
 
 _TOGETHER = 512
 """Order up to which the matrices of all layers are reduced at once; larger ones one by one, for their memory."""
 
 
-class GramMethod:
+class GramMethod(Method):
     """Forward and backward passes of the chunks of samples, and the Gram matrices that they allow."""
-
-    vectors: list[Tensor] | None = None
-    """It goes on from none."""
-    kept_bytes: int | None = None
-    """Whatever the limits say."""
 
     def __init__(self, layers: Sequence[Layer], method: Literal["fisher", "ggn"], top_k: int) -> None:
         self._layers, self._top_k = tuple(layers), top_k
         self._head: Head = fisher_head if method == "fisher" else ggn_head
-        self._results: tuple[Tensor, ...] = ()
-        self._shape: SpectrumShape | None = None
-        self.structure: Structure | None = None
-        """What the first `prepare` found; None before it, and where what is known shall be forgotten."""
 
-    @property
-    def fallbacks(self) -> Mapping[str, str]:
-        """Names of the layers that take one pass of the whole model per sample, and why."""
-        if self.structure is None:
-            return {}
-        return {layer.name: self.structure.slow_because for layer in self.structure.layers_by(Strategy.SAMPLES)}
-
-    @property
-    def not_capturable_because(self) -> str:
-        """Why a graph of a measurement would not be worth its memory, or not be right for other samples; or empty."""
-        structure = self.structure
-        if structure is not None and self.fallbacks and (structure.varies or structure.num_columns > 1):
-            return f"layers {', '.join(self.fallbacks)} take one pass of the model per sample"
-        return ""
-
-    def begin(self, generator: torch.Generator) -> int:
-        """Returns how many iterations follow: none."""
-        return 0
-
-    def prepare(self, objective: Objective) -> None:
-        """Measures everything, by the structure that is known; where none is, finds out first how.
+    def measure(
+        self, objective: Objective, generator: torch.Generator, num_iterations: int | None = None
+    ) -> CurvatureEstimate:
+        """Returns the reduced Gram matrices, by the structure that is known; where none is, finds out first how.
 
         Raises:
             StructureChangedError: the model takes another course than the known one.
             Exception: whatever a module raises that works with `torch.func` no longer.
         """
-        if self.structure is not None:
-            self._measure(objective, self.structure)
-            return
-        self.structure = explore_structure(objective, self._layers, self._head)
-        try:
-            self._measure(objective, self.structure)
-        except StructureChangedError as error:
-            reason = f"the course of the model depends on its samples: {error}"
-        else:
-            return
-        self.structure = self.structure.by_samples(self._layers, reason, varies=True)
-        self._measure(objective, self.structure)
+        if (structure := self.structure) is None:
+            structure = self.structure = explore_structure(objective, self._layers, self._head)
+            try:
+                return self._measure(objective, structure)
+            except StructureChangedError as error:
+                reason = f"the course of the model depends on its samples: {error}"
+            structure = self.structure = structure.by_samples(self._layers, reason, varies=True)
+        return self._measure(objective, structure)
 
-    def _measure(self, objective: Objective, structure: Structure) -> None:
+    def _measure(self, objective: Objective, structure: Structure) -> CurvatureEstimate:
         b, is_fisher = objective.num_samples, self._head is fisher_head
         num_columns = b * structure.num_columns
         total: Tensor | None = None
@@ -108,29 +86,21 @@ class GramMethod:
             found[layer] = gram if num_columns <= _TOGETHER else reduce_matrices([gram], b, self._top_k)
             if is_fisher:
                 total = gram if total is None else total + gram.to(total)
+        grams = [found[layer] for layer in self._layers]
         if num_columns <= _TOGETHER:
-            matrices = reduce_matrices([found[layer] for layer in self._layers], b, self._top_k)
+            matrices = reduce_matrices(grams, b, self._top_k)
         else:
-            matrices = torch.cat([found[layer].to(found[self._layers[0]].device) for layer in self._layers])
-        self._results = (matrices, *(() if total is None else gradient_noise(total)))
-        self._shape = SpectrumShape(
-            orders=(matrices.shape[1],) * len(self._layers),
+            matrices = torch.cat([gram.to(grams[0].device) for gram in grams])
+        by_samples = [layer.name for layer in structure.layers_by(Strategy.SAMPLES)]
+        self.not_capturable_because = ""
+        if by_samples and (structure.varies or structure.num_columns > 1):
+            self.not_capturable_because = f"layers {', '.join(by_samples)} take one pass of the model per sample"
+        return CurvatureEstimate(
+            matrices=matrices,
             counts=tuple(min(num_columns, layer.num_elements, self._top_k) for layer in self._layers),
-            top_k=self._top_k,
+            noise=None if total is None else gradient_noise(total),
+            fallbacks=dict.fromkeys(by_samples, structure.slow_because),
         )
-
-    def advance(self) -> None:
-        """Does nothing: there is no iteration."""
-
-    def abandon(self) -> None:
-        """Drops results that are not needed."""
-        self._results = ()
-
-    def finish(self) -> tuple[tuple[Tensor, ...], SpectrumShape]:
-        """Returns the reduced matrices and, for fisher, the two moments of the gradient; lets go of everything."""
-        assert self._shape is not None
-        results, self._results = self._results, ()
-        return results, self._shape
 
 
 def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head) -> Structure:
@@ -146,57 +116,61 @@ def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head)
         single = record_calls(two.part(slice(0, 1)).outputs, watched)[1]
     root, cotangents = head(outputs, two)
     structure = find_structure(root, calls, single, layers, len(cotangents))
-    edges = [call.edge for call in calls if call.edge is not None]
-    if len(cotangents) > 1 and edges:
-        try:
-            pull_back(root, cotangents[:2], edges, step=2)
-        except Exception as error:  # an operation may have no batching rule, and raise whatever it likes
-            if is_out_of_memory(error):
-                raise
-            structure = replace(structure, batched_columns=False)
-    del outputs, calls, single, edges, root, cotangents
     by_model = structure.layers_by(Strategy.MODEL)
-    if not by_model:
-        return structure
-    try:
-        require_replaceable(two.part(slice(0, 1)), head, by_model)
-        model_columns(two, head, [(layer, slice(0, 1)) for layer in by_model], batched=structure.batched_columns)
-    except Exception as error:  # foreign code under a transformation that it need not support
+    edges = [call.edge for call in calls if call.edge is not None]
+    tried = layers
+    try:  # foreign code under a transformation that it need not support: it may raise whatever it likes
+        if len(cotangents) > 1 and edges:
+            pull_back(root, cotangents[:2], edges, step=2)
+        del outputs, calls, single, edges, root, cotangents
+        tried = by_model
+        if by_model:
+            require_replaceable(two.part(slice(0, 1)), head, by_model)
+            model_columns(two, head, [(layer, slice(0, 1)) for layer in by_model])
+    except Exception as error:
         if is_out_of_memory(error):
             raise
-        return structure.by_samples(by_model, f"torch.func cannot run the model: {first_line(error)}")
+        return structure.by_samples(tried, f"torch.func cannot run the model: {first_line(error)}")
     return structure
 
 
 def layer_grams(objective: Objective, head: Head, structure: Structure) -> Iterator[tuple[Layer, Tensor]]:
     """Yields each layer's Gram matrix [b q, b q] of the columns that `head` defines, at least FP32.
 
-    The index is i q + c for column c of sample i. In chunks, what a layer's matrix is made of is kept from every chunk:
-    the factors of its columns or the columns themselves, whichever are fewer bytes. Where they exceed `kept_bytes`
-    altogether, the passes are made again for the next layers, or for the next part of a layer's columns. So time grows
-    with the bytes, not with pairs of chunks.
+    The index is i q + c for column c of sample i. In chunks, columns are kept from every chunk. Where they exceed
+    `kept_bytes` altogether, the passes are made again for the next layers, or for the next part of a layer's columns.
+    So time grows with the bytes, not with pairs of chunks.
 
     Raises:
         StructureChangedError: the model did not take the course that is known.
     """
-    b, q = objective.num_samples, structure.num_columns
+    b, q, parts = objective.num_samples, structure.num_columns, objective.parts()
     for layer in structure.layers_by(Strategy.NONE):
         yield layer, layer.weights[0].new_zeros(b * q, b * q, dtype=compute_dtype(layer))
-    is_whole = len(objective.parts()) == 1
-    grams: dict[Layer, Tensor] = {}
-    for strategy in (Strategy.FACTORS, Strategy.MODEL, Strategy.SAMPLES):
-        units = [
-            unit
-            for layer in structure.layers_by(strategy)
-            for unit in _units(layer, objective, structure, is_whole=is_whole)
-        ]
-        left = Counter(unit.layer for unit in units)
+    columns_by: dict[Strategy, ColumnsOf] = {Strategy.MODEL: model_columns, Strategy.SAMPLES: sample_columns}
+    if len(parts) == 1:
+        yield from _whole_grams(objective, head, structure)
+    else:
+        columns_by = {Strategy.FACTORS: partial(factored_columns, structure=structure), **columns_by}
+    for strategy, columns_of in columns_by.items():
+        layers = structure.layers_by(strategy)
+        units = [unit for layer in layers for unit in _units(layer, objective, structure)]
+        grams: dict[Layer, Tensor] = {}
         for group in _groups(units, objective.limits.kept_bytes):
-            for layer, gram in _group_grams(objective, head, structure, strategy, group):
-                grams[layer] = gram if layer not in grams else grams[layer] + gram
-                left[layer] -= 1
-                if not left[layer]:
-                    yield layer, grams.pop(layer)
+            kept: list[list[Tensor]] = [[] for _ in group]
+            for part in parts:
+                for of_unit, columns in zip(kept, columns_of(part, head, [unit.part for unit in group]), strict=True):
+                    of_unit.append(columns)
+            for unit in group:
+                columns = joined(kept.pop(0))
+                with fast(objective):
+                    gram = columns @ columns.T
+                grams[unit.layer] = grams[unit.layer] + gram if unit.layer in grams else gram
+                if unit.is_last:
+                    yield unit.layer, grams.pop(unit.layer)
+
+
+ColumnsOf = Callable[[Objective, Head, Sequence[Part]], list[Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,16 +178,17 @@ class _Unit:
     """Columns of one layer that are collected together."""
 
     layer: Layer
-    elements: slice | None
-    """Which of them: rows of a factored layer's weight in each of its groups, elements of any other; None: all, as
-    factors."""
+    elements: slice
+    """Which of them: rows of a factored layer's weight in each of its groups, elements of any other."""
     num_bytes: int
     """What is kept of them."""
+    is_last: bool = True
+    """Whether they are the layer's last."""
 
-
-_Kept = Tensor | tuple[tuple[nn.Module, Tensor, Tensor], ...]
-"""Of one chunk: columns [s q, elements], or what they are made of: for each call that was reached its module, input
-[s, ...] and output gradient [s, q, ...]."""
+    @property
+    def part(self) -> Part:
+        """What is asked for."""
+        return self.layer, self.elements
 
 
 def _groups(units: Sequence[_Unit], kept_bytes: int) -> Iterator[list[_Unit]]:
@@ -228,103 +203,35 @@ def _groups(units: Sequence[_Unit], kept_bytes: int) -> Iterator[list[_Unit]]:
         yield group
 
 
-def _units(layer: Layer, objective: Objective, structure: Structure, *, is_whole: bool) -> Iterator[_Unit]:
+def _units(layer: Layer, objective: Objective, structure: Structure) -> Iterator[_Unit]:
     """Yields a layer's columns, in parts where they are many."""
-    b, q, limit = objective.num_samples, structure.num_columns, objective.limits.kept_bytes
-    columns, itemsize = b * q, compute_dtype(layer).itemsize
-    num_slices, slice_bytes = layer.num_elements, columns * itemsize
-    if structure.strategies[layer] is Strategy.FACTORS:
-        calls = [structure.calls[index] for index in structure.own[layer]]
-        inputs = 0 if is_whole else sum(math.prod(call.argument) for call in calls)  # which the graph holds then
-        factor_bytes = itemsize * (b * inputs + columns * sum(math.prod(call.output) for call in calls))
-        if is_whole or factor_bytes <= min(limit, slice_bytes * layer.num_elements):
-            # One cotangent asks for no more than training does.
-            yield _Unit(layer, None, 0 if is_whole and q == 1 else factor_bytes)
-            return
-        num_slices = Shape.of(layer, b, q).o
-        slice_bytes *= layer.num_elements // num_slices
-    step = max(1, limit // slice_bytes)
-    for start in range(0, num_slices, step):
-        stop = min(start + step, num_slices)
-        yield _Unit(layer, slice(start, stop), (stop - start) * slice_bytes)
+    b, q = objective.num_samples, structure.num_columns
+    is_factored = structure.strategies[layer] is Strategy.FACTORS
+    num_slices = Shape.of(layer, b, q).o if is_factored else layer.num_elements
+    slice_bytes = b * q * compute_dtype(layer).itemsize * layer.num_elements // num_slices
+    for some in slices(num_slices, objective.limits.kept_bytes // slice_bytes):
+        yield _Unit(layer, some, (some.stop - some.start) * slice_bytes, is_last=some.stop == num_slices)
 
 
-def _group_grams(
-    objective: Objective, head: Head, structure: Structure, strategy: Strategy, group: Sequence[_Unit]
-) -> Iterator[tuple[Layer, Tensor]]:
-    """Yields the Gram matrix of each unit of a group, whose layers are measured by one strategy."""
-    kept: list[list[_Kept]] = [[] for _ in group]
-    wanted = [(unit.layer, unit.elements or slice(None)) for unit in group]
-    for part in objective.parts():
-        found: Sequence[_Kept]
-        if strategy is Strategy.FACTORS:
-            found = _collect(part, head, structure, group, is_chunk=part is not objective)
-        elif strategy is Strategy.MODEL:
-            found = model_columns(part, head, wanted, batched=structure.batched_columns)
-        else:
-            found = sample_columns(part, head, wanted)
-        for of_unit, one in zip(kept, found, strict=True):
-            of_unit.append(one)
-        del found
-    for unit in group:
-        with _fast(objective):
-            gram = _gram(unit.layer, kept.pop(0), objective, structure.num_columns)
-        yield unit.layer, gram
-
-
-def _collect(
-    part: Objective, head: Head, structure: Structure, group: Sequence[_Unit], *, is_chunk: bool
-) -> list[_Kept]:
-    """Returns what is kept of each unit of factored layers, from one forward and one backward pass of a chunk."""
-    s, q = part.num_samples, structure.num_columns
-    with FoldedNorms():
-        outputs, calls = record_calls(part.outputs, linear_maps(list(structure.strategies)))
-    structure.require_same(calls, s)
-    wanted = sorted({index for unit in group for index in structure.own[unit.layer]})
-    edges = [edge for index in wanted if (edge := calls[index].edge) is not None]
-    root, cotangents = head(outputs, part)
-    largest = max(math.prod(calls[index].output) for index in wanted)
-    fitting = part.limits.block_bytes // (largest * root.element_size())
-    step = max(2, fitting) if structure.batched_columns else 1
-    factors: dict[int, tuple[nn.Module, Tensor, Tensor]] = {}
-    with _fast(part):
-        stacks = pull_back(root, cotangents, edges, step=step)
-        for index, stack in zip(wanted, stacks, strict=True):
-            known, argument = structure.calls[index], calls[index].argument
-            if stack is None:
-                continue
-            assert argument is not None
-            assert known.argument_dim is not None
-            assert known.output_dim is not None
-            given = argument.detach().movedim(known.argument_dim, 0)
-            factors[index] = known.module, alone(given) if is_chunk else given, stack.movedim(known.output_dim + 1, 0)
-        found: list[_Kept] = []
+def _whole_grams(objective: Objective, head: Head, structure: Structure) -> Iterator[tuple[Layer, Tensor]]:
+    """Yields the Gram matrices of the factored layers, from passes of all samples at once."""
+    shape = objective.num_samples, structure.num_columns
+    units = []
+    for layer in structure.layers_by(Strategy.FACTORS):
+        outputs = sum(math.prod(structure.calls[index].output) for index in structure.own[layer])
+        # A single cotangent asks for no more than training does.
+        num_bytes = 0 if shape[1] == 1 else math.prod(shape) * outputs * compute_dtype(layer).itemsize
+        units.append(_Unit(layer, slice(None), num_bytes))
+    for group in _groups(units, objective.limits.kept_bytes):
+        found = layer_factors(objective, head, structure, [unit.layer for unit in group])
         for unit in group:
-            of_calls = tuple(factors[index] for index in structure.own[unit.layer] if index in factors)
-            if unit.elements is None or not of_calls:
-                found.append(of_calls)
+            layer, calls, dtype = unit.layer, found.pop(unit.layer), compute_dtype(unit.layer)
+            if not calls:
+                yield layer, layer.weights[0].new_zeros(math.prod(shape), math.prod(shape), dtype=dtype)
                 continue
-            made = [factorize(module, x, dy, compute_dtype(unit.layer)) for module, x, dy in of_calls]
-            found.append(factor_columns(made, slice(0, s), unit.elements, Shape.of(unit.layer, s, q)))
-    return found
-
-
-def _gram(layer: Layer, kept: list[_Kept], objective: Objective, q: int) -> Tensor:
-    """Returns the Gram matrix [b q, b q] of what was kept of all chunks, in their order."""
-    dtype, b = compute_dtype(layer), objective.num_samples
-    chunks = [part for part in kept if isinstance(part, tuple)]
-    if not chunks:
-        columns = joined([part for part in kept if isinstance(part, Tensor)])
-        kept.clear()
-        return columns @ columns.T
-    if not chunks[0]:
-        return layer.weights[0].new_zeros(b * q, b * q, dtype=dtype)
-    factors = []
-    for call in zip(*chunks, strict=True):
-        modules, inputs, gradients = zip(*call, strict=True)
-        factors.append(factorize(modules[0], joined(inputs), joined(gradients), dtype))
-    return factor_gram(factors, Shape.of(layer, b, q), objective.limits.block_bytes)
-
-
-def _fast(objective: Objective) -> contextlib.AbstractContextManager[None]:
-    return tensor_cores() if objective.allow_tf32 else contextlib.nullcontext()
+            with fast(objective):
+                factors = [factorize(*call, dtype) for call in calls]
+                del calls
+                gram = factor_gram(factors, Shape.of(layer, *shape), objective.limits.block_bytes)
+                del factors
+            yield layer, gram

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from triaccel_ray.measure.curvature.calls import Structure, used_parameters
-from triaccel_ray.measure.curvature.objective import FoldedNorms, Objective
-from triaccel_ray.measure.curvature.spectrum import (
-    SpectrumShape,
-    orthonormalizing,
-    pseudo_random,
-    solver_dtype,
-)
+from triaccel_ray.measure.curvature.calls import used_parameters
+from triaccel_ray.measure.curvature.objective import FoldedNorms, Method, Objective
+from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, orthonormalizing, pseudo_random
 from triaccel_ray.model.layers import Layer
 
 COLD_ITERATIONS = 20
@@ -32,7 +26,7 @@ _BLOCK_ELEMENTS = 2**20
 """Of a vector that are in FP64 at once."""
 
 
-class BlockPower:
+class BlockPower(Method):
     """Subspace iteration with the Hessian blocks of all layers.
 
         U <- orth(H U),   T = U^T H U        (Tri-Accel, section 3.2, for one vector: u <- H u / |H u|)
@@ -45,91 +39,66 @@ class BlockPower:
     In chunks of samples, every iteration makes their gradients anew, since the graph of all would be as large as ever.
     """
 
-    fallbacks: Mapping[str, str] = MappingProxyType({})
-    structure: Structure | None = None
-    """It needs none."""
-    not_capturable_because = ""
-
     def __init__(self, layers: Sequence[Layer], top_k: int) -> None:
         self._layers, self._top_k = tuple(layers), top_k
-        self._counts = tuple(min(top_k + OVERSAMPLING, layer.num_elements) for layer in layers)
-        self._parts: list[Objective] = []
-        self._gradients: LossGradient | None = None
-        self._matrices: Tensor | None = None
-        self.vectors: list[Tensor] | None = None
+        self._sizes = tuple(min(top_k + OVERSAMPLING, layer.num_elements) for layer in layers)
+        sizes = zip(self._layers, self._sizes, strict=True)
+        self.kept_bytes = sum(size * layer.num_elements * layer.weights[0].element_size() for layer, size in sizes)
+        self.vectors = None
         """For each layer its vectors [min(k + 2, n), n], in its weights' dtype; written in place from then on."""
 
-    @property
-    def shape(self) -> SpectrumShape:
-        """Of the matrices T, FP64 [num_layers, k + 2, k + 2]."""
-        wanted = tuple(min(self._top_k, count) for count in self._counts)
-        return SpectrumShape(orders=self._counts, counts=wanted, top_k=self._top_k, is_semidefinite=False)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of the products of all layers, which measuring in chunks adds up."""
-        sizes = zip(self._layers, self._counts, strict=True)
-        return sum(count * layer.num_elements * layer.weights[0].element_size() for layer, count in sizes)
-
-    def begin(self, generator: torch.Generator) -> int:
-        """Draws the vectors of the first measurement; returns how many times to `advance`."""
-        if self.vectors is not None:
-            return WARM_ITERATIONS
-        layers = zip(self._layers, self._counts, strict=True)
-        self.vectors = [start_vectors(layer, count, generator) for layer, count in layers]
-        for vectors in self.vectors:
-            _orthonormalize(vectors, vectors)
-        return COLD_ITERATIONS
-
-    def prepare(self, objective: Objective) -> None:
-        """Makes the gradient of the mean loss, to be differentiated by `advance` until `finish`.
+    def measure(
+        self, objective: Objective, generator: torch.Generator, num_iterations: int | None = None
+    ) -> CurvatureEstimate:
+        """Returns T of the last iteration, after 20 of them from vectors that are drawn, or 5 from the last ones.
 
         A vector that has come to nothing, since its layer had no curvature or no finite gradient, starts anew.
         """
-        assert self.vectors is not None
-        self._parts = objective.parts()
-        self._gradients = LossGradient(objective, self._layers) if len(self._parts) == 1 else None
+        planned = WARM_ITERATIONS
+        if self.vectors is None:
+            self.vectors, planned = self._drawn(generator), COLD_ITERATIONS
         for vectors in self.vectors:
             is_sound = (torch.linalg.vector_norm(vectors, dim=1) - 1.0).abs() < 0.05  # False for NaN
             for block in vectors.split(_BLOCK_ELEMENTS, dim=1):
                 anew = pseudo_random(*block.shape, like=block) * math.sqrt(3 / vectors.shape[1])  # of length 1, about
                 block.copy_(torch.where(is_sound[:, None], block, anew))
+        parts = objective.parts()
+        gradient = LossGradient(objective, self._layers) if len(parts) == 1 else None
+        for _ in range(num_iterations or planned):
+            matrices = []
+            images = self._images(parts) if gradient is None else map(gradient.products, self._layers, self.vectors)
+            for vectors, image in zip(self.vectors, images, strict=True):
+                matrix = _products(vectors, image)
+                padding = self._top_k + OVERSAMPLING - len(vectors)
+                matrices.append(F.pad((matrix + matrix.T) / 2, (0, padding) * 2))
+                _orthonormalize(image, vectors)
+        return CurvatureEstimate(
+            matrices=torch.stack([matrix.to(matrices[0].device) for matrix in matrices]),
+            counts=tuple(min(self._top_k, size) for size in self._sizes),
+        )
 
-    def advance(self) -> None:
-        """Makes one iteration for every vector of every layer."""
+    def _drawn(self, generator: torch.Generator) -> list[Tensor]:
+        """Returns orthonormal vectors for each layer, drawn where the generator lives."""
+        drawn = []
+        for layer, size in zip(self._layers, self._sizes, strict=True):
+            like = layer.weights[0]
+            shape = size, layer.num_elements
+            vectors = torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype).to(like.device)
+            _orthonormalize(vectors, vectors)
+            drawn.append(vectors)
+        return drawn
+
+    def _images(self, parts: Sequence[Objective]) -> Sequence[Tensor]:
+        """Returns H U for each layer, [k + 2, n], added up over chunks of samples."""
         assert self.vectors is not None
-        matrices = []
-        for vectors, images in zip(self.vectors, self._images(self.vectors), strict=True):
-            matrix = _products(vectors, images)
-            padding = self._top_k + OVERSAMPLING - len(vectors)
-            matrices.append(F.pad((matrix + matrix.T) / 2, (0, padding) * 2))
-            _orthonormalize(images, vectors)
-        self._matrices = torch.stack([matrix.to(matrices[0].device) for matrix in matrices])
-
-    def abandon(self) -> None:
-        """Lets go of the graph of the gradient, and of the activations that it holds."""
-        self._gradients = self._matrices = None
-        self._parts = []
-
-    def finish(self) -> tuple[tuple[Tensor, ...], SpectrumShape]:
-        """Returns T of the last iteration and its shape; lets go of everything else but the samples of chunks."""
-        assert self._matrices is not None
-        result, self._gradients, self._matrices = self._matrices, None, None
-        return (result,), self.shape
-
-    def _images(self, all_vectors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yields H U for each layer, [k + 2, n]."""
-        if self._gradients is not None:
-            yield from map(self._gradients.products, self._layers, all_vectors)
-            return
-        sums = [torch.zeros_like(vectors) for vectors in all_vectors]
-        num_samples = sum(part.num_samples for part in self._parts)
-        for part in self._parts:
-            gradients = LossGradient(part, self._layers)
-            for layer, vectors, total in zip(self._layers, all_vectors, sums, strict=True):
-                total.add_(gradients.products(layer, vectors), alpha=part.num_samples / num_samples)
-            del gradients  # before the next chunk's graph is made
-        yield from sums
+        sums = [torch.zeros_like(vectors) for vectors in self.vectors]
+        num_samples = sum(part.num_samples for part in parts)
+        for part in parts:
+            gradient = LossGradient(part, self._layers)
+            for layer, vectors, total in zip(self._layers, self.vectors, sums, strict=True):
+                total.add_(gradient.products(layer, vectors), alpha=part.num_samples / num_samples)
+            del gradient  # before the next chunk's graph is made
+        return sums
 
 
 class LossGradient:
@@ -168,14 +137,13 @@ class LossGradient:
 
 
 def _products(some: Tensor, others: Tensor) -> Tensor:
-    """Returns some others^T [p, p] of vectors [p, n], added up in FP64 (FP32 on MPS), a block of them at a time.
+    """Returns some others^T [p, p] of vectors [p, n], added up in FP64, a block of them at a time.
 
     Their FP32 may be TF32 on a GPU; all of them in FP64 would be twice as large as they are.
     """
-    dtype = solver_dtype(some)
-    total = some.new_zeros(len(some), len(others), dtype=dtype)
+    total = some.new_zeros(len(some), len(others), dtype=torch.float64)
     for one, other in zip(some.split(_BLOCK_ELEMENTS, dim=1), others.split(_BLOCK_ELEMENTS, dim=1), strict=True):
-        total.addmm_(one.to(dtype), other.to(dtype).T)
+        total.addmm_(one.double(), other.double().T)
     return total
 
 
@@ -189,10 +157,3 @@ def _orthonormalize(vectors: Tensor, out: Tensor) -> None:
 def _laid_out(flat: Tensor, weight: Tensor) -> Tensor:
     """Returns the vector in the weight's shape and memory format: a convolution meeting two formats converts one."""
     return torch.empty_like(weight, requires_grad=False).copy_(flat.view_as(weight))
-
-
-def start_vectors(layer: Layer, count: int, generator: torch.Generator) -> Tensor:
-    """Returns `count` normal vectors of n elements, drawn where the generator lives."""
-    weight = layer.weights[0]
-    drawn = torch.randn(count, layer.num_elements, generator=generator, device=generator.device, dtype=weight.dtype)
-    return drawn.to(weight.device)

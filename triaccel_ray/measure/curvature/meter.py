@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -16,27 +17,53 @@ from triaccel_ray.cuda.capture_checks import watched
 from triaccel_ray.cuda.graphs import GraphPool
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.cuda.random_states import preserved_random_states
+from triaccel_ray.measure.curvature.gram import GramMethod
 from triaccel_ray.measure.curvature.hessian import BlockPower
-from triaccel_ray.measure.curvature.objective import Limits, Objective, measuring
-from triaccel_ray.measure.curvature.recording import Recording, method_of
-from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, SpectrumShape
+from triaccel_ray.measure.curvature.objective import Limits, Method, Objective, measuring
+from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate
 from triaccel_ray.model.layers import Layer, Loss
-from triaccel_ray.model.pytree import map_tensors
+from triaccel_ray.model.pytree import map_tensors, tensors_in
 
-Results = tuple[tuple[Tensor, ...], SpectrumShape]
 _LEAST_BUDGET = 32 * 2**20
 """Below it chunks cost more than they save: the allocator's own segments are as large."""
+_LEAST_BLOCK = 8 * 2**20
+"""Bytes below which a block of per-sample gradients costs more time than it saves memory."""
 
 
 class Stage(Enum):
     """What the next measurement of the same shapes will be."""
 
-    EXPLORE = "eager; finds out which dimensions are samples, how each layer can be measured"
-    WATCH = "eager; finds out what a replay could not do again"
-    CAPTURE = "captured, with the memory that other graphs of the pool leave free, and replayed"
-    CAPTURE_ALONE = "captured once more after that memory was too little, with no other graph beside it"
-    REPLAY = "a replay"
-    EAGER = "eager, like all that follow"
+    EXPLORE = auto()
+    """Eager; finds out which dimensions are samples, how each layer can be measured."""
+    WATCH = auto()
+    """Eager; finds out what a replay could not do again."""
+    CAPTURE = auto()
+    """Captured, with the memory that other graphs of the pool leave free, and replayed."""
+    CAPTURE_ALONE = auto()
+    """Captured once more after that memory was too little, with no other graph beside it."""
+    REPLAY = auto()
+    EAGER = auto()
+    """Eager, like all that follow."""
+
+
+class _Recording:
+    """A captured measurement; it reads the model's weights where they are, so that it sees them change."""
+
+    def __init__(self, measure: Callable[[Any, Any], CurvatureEstimate], samples: Any, pool: GraphPool) -> None:
+        """Captures `measure` with copies of the samples; see `GraphPool.capture` for what it raises."""
+        static = map_tensors(torch.clone, samples)
+        self._tensors = tensors_in(static)
+        estimates: list[CurvatureEstimate] = []
+        self._graph = pool.capture(lambda: estimates.append(measure(*static)))
+        self._estimate = estimates[0]
+
+    def replay(self, samples: Any) -> CurvatureEstimate:
+        """Returns the measurement of other samples, in memory of its own: the graph's may be shared."""
+        for static, given in zip(self._tensors, tensors_in(samples), strict=True):
+            static.copy_(given, non_blocking=True)
+        self._graph.replay()
+        matrices, noise = self._estimate.matrices, self._estimate.noise
+        return replace(self._estimate, matrices=matrices.clone(), noise=None if noise is None else noise.clone())
 
 
 class CurvatureMeter:
@@ -79,17 +106,22 @@ class CurvatureMeter:
         self._pool = pool or GraphPool(device)
         self._pool.on_release(self.release)
         self._may_capture = capture and self._pool.can_capture
-        self._name = config.method
-        self._method = method_of(layers, config.method, config.top_k)
+        self._name, self._num_samples = config.method, config.num_samples
+        self._method: Method = (
+            BlockPower(layers, config.top_k)
+            if config.method == "hessian"
+            else GramMethod(layers, config.method, config.top_k)
+        )
+        self.fallbacks: Mapping[str, str] = {}
+        """Names of the layers that take one pass of the whole model per sample, and why; known after the first."""
         self.off_because = ""
         """Why curvature is not measured; empty while it is. `dry_run` and `switch_off` set it."""
-        self._num_samples = config.num_samples
+        self.not_captured_because = ""
+        """What keeps measurements from being replayed from a CUDA graph; empty where nothing has been found."""
         self._largest_chunk: int | None = None
         self._limits: Limits | None = None
         self._signature: Any = None
-        self._recording: Recording | None = None
-        self.not_captured_because = ""
-        """Why measurements are not replayed from a CUDA graph; empty when they are."""
+        self._recording: _Recording | None = None
         self._forget()
 
     @property
@@ -107,21 +139,14 @@ class CurvatureMeter:
         """Whether measurements that were to be captured never will; `not_captured_because` says why."""
         return self._may_capture and self._stage is Stage.EAGER
 
-    @property
-    def fallbacks(self) -> Mapping[str, str]:
-        """Names of the layers that take one pass of the whole model per sample, and why; known after the first."""
-        return self._method.fallbacks
-
     def dry_run(self, inputs: Any, targets: Any) -> None:
         """Measures these few samples for its errors alone, and switches curvature off where there is one.
 
         Random states are put back. A lack of memory is left to `measure`.
         """
         try:
-            objective = self._objective(inputs, targets)
-            objective.require_samples(self._name)
-            with preserved_random_states(), self._measuring():
-                self._measure_apart(objective)
+            with preserved_random_states():
+                self._measure_apart(self._objective(inputs, targets))
         except Exception as error:  # of the model's code or the loss's, run as training never runs it
             if not is_out_of_memory(error):
                 self.switch_off(error)
@@ -129,7 +154,6 @@ class CurvatureMeter:
     def switch_off(self, error: Exception) -> None:
         """Gives up measuring for this reason, and what was kept for it."""
         self.off_because = f"{self._name} cannot be measured: {first_line(error)}"
-        self._method.abandon()
         self._forget()
 
     def measure(
@@ -152,23 +176,21 @@ class CurvatureMeter:
                 (`ggn_head`), or inputs and targets that disagree about the number of samples.
             torch.OutOfMemoryError: also what the measurement itself does not survive; `release` makes room.
         """
-        signature = self._signature_of(inputs, targets)
+        shapes = map_tensors(lambda tensor: (tensor.shape, tensor.dtype), (inputs, targets))
+        # A graph reads the weights where they are.
+        signature = shapes, [tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers())]
         if signature != self._signature:
             self._forget()
             self._signature = signature
         if self._limits is None:
             self._limits = self._limits_within(budget_bytes, self._objective(inputs, targets))
-        num_iterations = self._method.begin(generator)
-        if self._recording is None:
-            objective = self._objective(inputs, targets)
-            objective.require_samples(self._name)
-            with self._measuring():
-                self._capture(objective, num_iterations)
-                if self._recording is None:
-                    results, shape = self._measure_eagerly(objective, num_iterations)
-                    return CurvatureEstimate.of(results, shape, self._method.fallbacks)
-        results = self._recording.replay(inputs, targets, num_iterations)
-        return CurvatureEstimate.of(results, self._recording.shape, self._method.fallbacks)
+        if self._stage in (Stage.CAPTURE, Stage.CAPTURE_ALONE):
+            self._capture((inputs, targets), generator)
+        if self._recording is not None:
+            return self._recording.replay((inputs, targets))
+        estimate = self._measure_eagerly(self._objective(inputs, targets), generator)
+        self.fallbacks = estimate.fallbacks
+        return estimate
 
     def release(self) -> None:
         """Drops the graphs, so that their memory can be given back; the next measurement captures anew."""
@@ -184,15 +206,11 @@ class CurvatureMeter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from where `state_dict` was taken."""
         self.off_because = state["off_because"]
-        if not isinstance(self._method, BlockPower) or state["vectors"] is None:
-            return
-        vectors = [vector.to(self._device) for vector in state["vectors"]]
-        if self._method.vectors is None:
-            self._method.vectors = vectors
-        for mine, saved in zip(self._method.vectors, vectors, strict=True):
-            mine.copy_(saved)
+        if state["vectors"] is not None:
+            self._method.vectors = [vector.to(self._device) for vector in state["vectors"]]
+            self._forget()  # a graph would go on from the vectors that were there before
 
-    def _enter(self, stage: Stage, because: str = "", recording: Recording | None = None) -> None:
+    def _enter(self, stage: Stage, because: str = "", recording: _Recording | None = None) -> None:
         """Goes to another stage; the only place where it changes, and with it the recording and the reason."""
         if self._recording is not None:
             self._pool.synchronize()  # it may be replaying
@@ -202,29 +220,29 @@ class CurvatureMeter:
         """Drops what was found out about other shapes; the structure of the model's course holds for all."""
         self._limits = None
         if self._may_capture:
-            self._enter(Stage.EXPLORE, "nothing has been measured")
+            self._enter(Stage.EXPLORE)
         else:
             self._enter(Stage.EAGER, "capture is off" if self._pool.can_capture else "there is no CUDA device")
 
-    def _capture(self, objective: Objective, num_iterations: int) -> None:
-        """Captures the measurement, without making it; does nothing where it is not yet time for that, or it fails."""
-        if self._stage not in (Stage.CAPTURE, Stage.CAPTURE_ALONE):
-            return
+    def _capture(self, samples: tuple[Any, Any], generator: torch.Generator) -> None:
+        """Captures the measurement, without making it; where it fails, the next stage is an eager one."""
+
+        def measure(inputs: Any, targets: Any) -> CurvatureEstimate:
+            return self._method.measure(self._objective(inputs, targets), generator)
+
         try:
-            inputs, targets = (map_tensors(torch.clone, part) for part in (objective.inputs, objective.targets))
-            recording = Recording(self._method, self._objective(inputs, targets), num_iterations, self._pool)
+            with self._measuring():
+                recording = _Recording(measure, samples, self._pool)
         except Exception as error:  # CUDA, PyTorch and the model's own code may all refuse, each in its way
             reason, is_too_large = first_line(error), is_out_of_memory(error)
         else:
             self._enter(Stage.REPLAY, recording=recording)
             return
         # Outside the handler: the traceback no longer holds the attempt's tensors.
-        inputs = targets = None
-        self._method.abandon()
         self._pool.release()
         self._enter(Stage.CAPTURE_ALONE if is_too_large else Stage.EAGER, reason)
 
-    def _measure_eagerly(self, objective: Objective, num_iterations: int) -> Results:
+    def _measure_eagerly(self, objective: Objective, generator: torch.Generator) -> CurvatureEstimate:
         """Measures without a graph, and goes on to the stage that what was seen allows.
 
         Where memory runs out, the next measurement takes half as many samples at once.
@@ -233,9 +251,8 @@ class CurvatureMeter:
         is_watched = self._stage is Stage.WATCH
         try:
             with watched(obstacles, self._device) if is_watched else contextlib.nullcontext():
-                results = self._run(objective, num_iterations)
+                estimate = self._run(objective, generator)
         except BaseException as error:
-            self._method.abandon()
             if is_out_of_memory(error):
                 chunk = objective.limits.chunk_samples or objective.num_samples
                 self._largest_chunk, self._limits = max(1, chunk // 2), None
@@ -243,82 +260,73 @@ class CurvatureMeter:
         obstacle = self._method.not_capturable_because or "; ".join(obstacles)
         if obstacle and self._stage is not Stage.EAGER:
             self._enter(Stage.EAGER, obstacle)
-        elif self._stage is Stage.EXPLORE:
-            self._enter(Stage.WATCH, "only one measurement has been made")
-        elif self._stage is Stage.WATCH:
-            self._enter(Stage.CAPTURE, "only two measurements have been made")
-        return results
+        elif self._stage in (Stage.EXPLORE, Stage.WATCH):
+            self._enter(Stage.WATCH if self._stage is Stage.EXPLORE else Stage.CAPTURE)
+        return estimate
 
-    def _run(self, objective: Objective, num_iterations: int) -> Results:
+    def _run(
+        self, objective: Objective, generator: torch.Generator, num_iterations: int | None = None
+    ) -> CurvatureEstimate:
         """Measures; finds the structure anew if what is known of it no longer works."""
-        if not self._prepare_as_before(objective):
-            self._method.prepare(objective)
-        for _ in range(num_iterations):
-            self._method.advance()
-        return self._method.finish()
-
-    def _prepare_as_before(self, objective: Objective) -> bool:
-        """Prepares by what is known of the model's structure; returns False, knowing nothing, if that fails."""
-        if self._method.structure is None:
-            return False
-        try:
-            self._method.prepare(objective)
-        except Exception as error:  # what a module raised that worked before, or a StructureChangedError
-            if is_out_of_memory(error):
-                raise
-        else:
-            return True
-        # What follows runs outside the handler, whose traceback holds the attempt's activations.
-        self._method.structure = None
-        if self._stage is not Stage.EAGER:
-            self._enter(Stage.EXPLORE, "the model has taken another course")
-        return False
+        objective.require_samples(self._name)
+        with self._measuring():
+            if self._method.structure is not None:
+                try:
+                    return self._method.measure(objective, generator, num_iterations)
+                except Exception as error:  # what a module raised that worked before, or a StructureChangedError
+                    if is_out_of_memory(error):
+                        raise
+                # What follows runs outside the handler, whose traceback holds the attempt's activations.
+                self._method.structure = None
+                if self._stage is not Stage.EAGER:
+                    self._enter(Stage.EXPLORE)
+            return self._method.measure(objective, generator, num_iterations)
 
     def _limits_within(self, budget_bytes: int | None, objective: Objective) -> Limits:
-        """Returns how many samples may pass at once."""
+        """Returns how many samples pass at once within the budget, extrapolated from the peaks of two and of four."""
         b = objective.num_samples
+        most = min(self._largest_chunk or b, b)
         if budget_bytes is None or b <= 4:
-            size = self._largest_chunk
-            return Limits(chunk_samples=None if size is None or size >= b else size)
-        peaks = [self._peak_bytes(objective.part(slice(0, count))) for count in (2, 4)]
-        return Limits.within(
-            max(budget_bytes, _LEAST_BUDGET),
-            peaks,
-            b,
-            most=self._largest_chunk or b,
-            kept_bytes=self._method.kept_bytes,
-        )
+            return Limits(chunk_samples=most if most < b else None)
+        budget = max(budget_bytes, _LEAST_BUDGET)
+        block = min(max(budget // 8, _LEAST_BLOCK), Limits.block_bytes)
+        few, more = (self._peak_bytes(objective.part(slice(0, count))) for count in (2, 4))
+        per_sample = max((more - few) / 2, 1.0)
+        fixed = max(few - 2 * per_sample, 0.0)
+        if fixed + b * per_sample <= budget and most == b:
+            return Limits(block_bytes=block)
+        kept = self._method.kept_bytes or budget // 3
+        fitting = max(1, min(most, int((budget - kept - fixed) / per_sample)))
+        num_chunks = -(-b // fitting)
+        return Limits(chunk_samples=-(-b // num_chunks), kept_bytes=max(kept, block), block_bytes=block)
 
     def _peak_bytes(self, objective: Objective) -> int:
         """Returns the bytes that measuring these samples takes at its peak, by the allocator on a GPU.
 
         Elsewhere twice what the forward pass keeps: the gradients that the backward pass holds are about as large.
         """
-        kept: dict[int, int] = {}
+        if self._device.type != "cuda":
+            kept: dict[int, int] = {}
 
-        def pack(tensor: Tensor) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
+            def pack(tensor: Tensor) -> Tensor:
+                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                return tensor
 
-        with self._measuring():
-            if self._device.type != "cuda":
-                with saved_tensors_hooks(pack, lambda tensor: tensor):
-                    objective.value(objective.outputs())
-                return 2 * sum(kept.values())
-            self._measure_apart(objective)  # libraries take workspaces at their first call
-            torch.cuda.reset_peak_memory_stats(self._device)
-            before = torch.cuda.memory_allocated(self._device)
-            self._measure_apart(objective)
-            return torch.cuda.max_memory_allocated(self._device) - before
+            with self._measuring(), saved_tensors_hooks(pack, lambda tensor: tensor):
+                objective.value(objective.outputs())
+            return 2 * sum(kept.values())
+        self._measure_apart(objective)  # libraries take workspaces at their first call
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        self._measure_apart(objective)
+        return torch.cuda.max_memory_allocated(self._device) - before
 
     def _measure_apart(self, objective: Objective) -> None:
-        """Makes a measurement with one iteration at most, of which nothing is kept but the model's structure."""
+        """Makes a measurement with one iteration, of which nothing is kept but the model's structure and fallbacks."""
         vectors, self._method.vectors = self._method.vectors, None
         try:
-            num_iterations = self._method.begin(torch.Generator().manual_seed(0))
-            self._run(objective, min(num_iterations, 1))
+            self.fallbacks = self._run(objective, torch.Generator().manual_seed(0), 1).fallbacks
         finally:
-            self._method.abandon()
             self._method.vectors = vectors
 
     def _objective(self, inputs: Any, targets: Any) -> Objective:
@@ -334,8 +342,3 @@ class CurvatureMeter:
 
     def _measuring(self) -> contextlib.AbstractContextManager[None]:
         return measuring(self._model, strict_fp32=self._name != "hessian")
-
-    def _signature_of(self, inputs: Any, targets: Any) -> Any:
-        """Returns what a structure and a recording depend on: shapes, other inputs, and where the weights are."""
-        shapes = map_tensors(lambda tensor: (tensor.shape, tensor.dtype), (inputs, targets))
-        return shapes, [tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers())]

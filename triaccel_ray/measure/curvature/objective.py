@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,9 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from triaccel_ray.config import CurvatureMethod, require
-from triaccel_ray.measure.curvature.spectrum import positive_roots
+from triaccel_ray.measure.curvature.calls import Structure
+from triaccel_ray.measure.curvature.factors import slices
+from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, positive_roots
 from triaccel_ray.model.layers import Loss, forward, preserved_modes, uncompiled
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 
@@ -25,8 +28,6 @@ what sample i contributes to the gradient under cotangent c. A single cotangent 
 
 MAX_COLUMNS = 4096
 """Columns b C up to which a Gram matrix is made: 64 MB a layer in FP32, and C backward passes."""
-_LEAST_BLOCK = 8 * 2**20
-"""Bytes below which a block of per-sample gradients costs more time than it saves memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,26 +40,6 @@ class Limits:
     """Bytes of what is kept from one chunk of samples for the next ones; more takes further passes."""
     block_bytes: int = 128 * 2**20
     """Bytes that one block of per-sample gradients may take; larger ones are formed and used up in pieces."""
-
-    @classmethod
-    def within(
-        cls, budget_bytes: int, peaks: Sequence[int], num_samples: int, *, most: int, kept_bytes: int | None
-    ) -> Limits:
-        """Returns those under which a measurement stays within its budget, by extrapolation.
-
-        From the `peaks` of two samples and of four. No more than `most` samples pass at once. `kept_bytes` are what
-        chunks cannot do without, in place of a third of the budget.
-        """
-        block = min(max(budget_bytes // 8, _LEAST_BLOCK), cls.block_bytes)
-        few, more = peaks
-        per_sample = max((more - few) / 2, 1.0)
-        fixed = max(few - 2 * per_sample, 0.0)
-        if fixed + num_samples * per_sample <= budget_bytes and most >= num_samples:
-            return cls(block_bytes=block)
-        kept = kept_bytes or budget_bytes // 3
-        fitting = max(1, min(most, num_samples, int((budget_bytes - kept - fixed) / per_sample)))
-        num_chunks = -(-num_samples // fitting)
-        return cls(chunk_samples=-(-num_samples // num_chunks), kept_bytes=max(kept, block), block_bytes=block)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,12 +82,8 @@ class Objective:
 
     def part(self, samples: slice) -> Objective:
         """Returns the objective of some of the samples: the mean of their l_i."""
-
-        def some(tensor: Tensor) -> Tensor:
-            return tensor[samples]
-
+        inputs, targets = map_tensors(lambda tensor: tensor[samples], (self.inputs, self.targets))
         planned = max(self.planned_samples, self.num_samples)
-        inputs, targets = map_tensors(some, self.inputs), map_tensors(some, self.targets)
         return replace(self, inputs=inputs, targets=targets, planned_samples=planned)
 
     def parts(self) -> list[Objective]:
@@ -114,7 +91,7 @@ class Objective:
         b, size = self.num_samples, self.limits.chunk_samples
         if size is None or size >= b:
             return [self]
-        return [self.part(slice(start, min(start + size, b))) for start in range(0, b, size)]
+        return [self.part(some) for some in slices(b, size)]
 
     def outputs(self) -> Any:
         """Returns the model's outputs for all samples."""
@@ -130,6 +107,30 @@ class Objective:
         if value.dim() != 0:
             raise ValueError(f"loss returned shape {tuple(value.shape)}: must be the mean over samples, a scalar")
         return value
+
+
+class Method(ABC):
+    """One way to measure curvature, and what it keeps between measurements."""
+
+    vectors: list[Tensor] | None = None
+    """From which the next measurement goes on."""
+    structure: Structure | None = None
+    """What was found out about the model; None where it shall be found anew."""
+    kept_bytes: int | None = None
+    """What measuring in chunks cannot do without."""
+    not_capturable_because = ""
+    """Why a graph of a measurement would not be worth its memory, or not be right for other samples."""
+
+    @abstractmethod
+    def measure(
+        self, objective: Objective, generator: torch.Generator, num_iterations: int | None = None
+    ) -> CurvatureEstimate:
+        """Returns one measurement; the generator draws the first vectors. None: as many iterations as fit the method.
+
+        Raises:
+            StructureChangedError: the model takes another course than the known one.
+            Exception: whatever the model or the loss raises.
+        """
 
 
 def fisher_head(outputs: Any, objective: Objective) -> tuple[Tensor, Sequence[Tensor | None]]:
@@ -183,19 +184,18 @@ def ggn_head(outputs: Any, objective: Objective) -> tuple[Tensor, Sequence[Tenso
 def output_hessians(mean_loss: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor:
     """Returns H_i, the Hessian of each sample's loss with respect to its outputs [b, C]: [b, C, C]."""
     at = outputs.detach().requires_grad_()
-    b, num_outputs = at.shape
-    zeros = at.new_zeros(b, num_outputs)
-    value = mean_loss(at) * b
-    if not value.requires_grad:
-        return zeros.unsqueeze(2).expand(b, num_outputs, num_outputs)
-    (slope,) = torch.autograd.grad(value, at, create_graph=True, allow_unused=True)
+    value = mean_loss(at) * len(at)
+    slope = None
+    if value.requires_grad:
+        (slope,) = torch.autograd.grad(value, at, create_graph=True, allow_unused=True)
     if slope is None or not slope.requires_grad:
-        return zeros.unsqueeze(2).expand(b, num_outputs, num_outputs)
+        return at.new_zeros(*at.shape, at.shape[1])
     # Samples are independent, so that the sum over them gives each one's own row of second derivatives.
     rows = [
-        torch.autograd.grad(slope[:, c].sum(), at, retain_graph=True, allow_unused=True)[0] for c in range(num_outputs)
+        torch.autograd.grad(column.sum(), at, retain_graph=True, allow_unused=True, materialize_grads=True)[0]
+        for column in slope.unbind(dim=1)
     ]
-    return torch.stack([zeros if row is None else row for row in rows], dim=1)
+    return torch.stack(rows, dim=1)
 
 
 def pull_back(
@@ -211,29 +211,19 @@ def pull_back(
         return [None if gradient is None else gradient.unsqueeze(0) for gradient in only]
     stacked, q = torch.stack([c for c in cotangents if c is not None]), len(cotangents)
     stacks: list[Tensor | None] = [None] * len(edges)
-    for start in range(0, q, step):
-        some = slice(start, min(start + step, q))
+    for some in slices(q, step):
         with warnings.catch_warnings():
             # What has no batching rule runs column by column, as it would otherwise.
             warnings.filterwarnings("ignore", message="There is a performance drop")
-            arrived = torch.autograd.grad(
-                root,
-                edges,
-                stacked[some] if step > 1 else stacked[start],
-                retain_graph=some.stop < q,
-                allow_unused=True,
-                is_grads_batched=step > 1,
-            )
+            options: Any = {"retain_graph": some.stop < q, "allow_unused": True, "is_grads_batched": True}
+            arrived = torch.autograd.grad(root, edges, stacked[some], **options)
         if step >= q:
             return list(arrived)
-        found: list[tuple[int, Tensor | None]] = list(enumerate(arrived))
-        for e, gradient in found:
-            if gradient is None:
-                continue
-            stack = stacks[e]
-            if stack is None:
-                stack = stacks[e] = gradient.new_empty(q, *(gradient.shape[1:] if step > 1 else gradient.shape))
-            stack[some] = gradient
+        for e, gradient in enumerate(arrived):
+            if gradient is not None:
+                if (stack := stacks[e]) is None:
+                    stack = stacks[e] = gradient.new_empty(q, *gradient.shape[1:])
+                stack[some] = gradient
     return stacks
 
 
@@ -248,21 +238,24 @@ def measuring(model: nn.Module, *, strict_fp32: bool = False) -> Iterator[None]:
     recurrent model is measured. Compiled modules run as they are written: hooks and a second derivative need that.
     """
     device_types = {p.device.type for p in model.parameters()}
-    is_recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(uncompiled())
+    modules = list(model.modules())
+    contexts = [
+        uncompiled(),
         # Whether or not inference mode is on: autograd may be excluded otherwise, too, inside a custom operator, say.
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # which the line above has switched on
+        torch.inference_mode(False),
+        *(torch.autocast(device_type, enabled=False) for device_type in device_types),
+        preserved_modes(model),
+    ]
+    if any(isinstance(module, nn.RNNBase) for module in modules):
+        contexts.append(torch.backends.cudnn.flags(enabled=False))
+    if strict_fp32 and "cuda" in device_types:
+        contexts.append(_fp32_as("ieee"))
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # which `inference_mode` has switched on
         stack.enter_context(torch.enable_grad())
-        for device_type in device_types:
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        if is_recurrent:
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-        if strict_fp32 and "cuda" in device_types:
-            stack.enter_context(_fp32_as("ieee"))
-        stack.enter_context(preserved_modes(model))
-        for module in model.modules():
+        for module in modules:
             module.training = False  # rather than through `eval()`, which some models override to act
         yield
 

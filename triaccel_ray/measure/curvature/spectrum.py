@@ -20,29 +20,12 @@ _NUM_ITERATIONS = 12
 _SHIFT = 1e-13
 """Added to the diagonal of the correlations before Cholesky: above their rounding in FP64 at order 32, so that columns
 that have become dependent (a layer with fewer directions than columns) come out as almost zero."""
-
 _SMALLEST_NORM = 1e-150
 """Of a column, so that its square is no zero to divide by."""
-
-
 _SIGN_STEPS = [(3.4445, -4.7750, 2.0315)] * 16 + [(1.875, -1.25, 0.375)] * 6
 """Odd polynomials of degree 5 that drive eigenvalues in [-1, 1] to -1 and 1: steep at 0 first, to bring the small ones
 up to size, then with three derivatives zero at 1."""
 _ROOT_SHIFT = 1e-10
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpectrumShape:
-    """What the host needs to know of the reduced matrices of all layers."""
-
-    orders: tuple[int, ...]
-    """For each layer, the order of its matrix: the leading rows and columns; the rest is padding."""
-    counts: tuple[int, ...]
-    """For each layer, how many of its eigenvalues are wanted."""
-    top_k: int
-    """Places in a row of eigenvalues; those beyond the layer's count hold NaN."""
-    is_semidefinite: bool = True
-    """Whether no eigenvalue is negative but by rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,26 +34,12 @@ class CurvatureEstimate:
 
     matrices: Tensor
     """fp64 [num_layers, p, p]: symmetric, with the largest eigenvalues of each layer's block among their own."""
-    shape: SpectrumShape
-    mean_square_norm: Tensor | None = None
-    """|E g|^2 over all layers' weights, a scalar (fisher only)."""
-    trace_covariance: Tensor | None = None
-    """tr Cov[g_i] over all layers' weights, a scalar (fisher only)."""
+    counts: tuple[int, ...]
+    """For each layer, how many of its eigenvalues are wanted; any others of its matrix are padding."""
+    noise: Tensor | None = None
+    """fp64 [2]: |E g|^2 and tr Cov[g_i] over all layers' weights (fisher only)."""
     fallbacks: Mapping[str, str] = field(default_factory=dict)
-    """Names of the layers for which fisher or ggn had to pass the samples through the whole model one by one, and
-    why."""
-
-    @classmethod
-    def of(cls, results: tuple[Tensor, ...], shape: SpectrumShape, fallbacks: Mapping[str, str]) -> CurvatureEstimate:
-        """Returns the estimate of a method's results: the matrices and, from fisher, the gradient's two moments."""
-        matrices, *moments = results
-        return cls(
-            matrices=matrices,
-            shape=shape,
-            mean_square_norm=moments[0] if moments else None,
-            trace_covariance=moments[1] if moments else None,
-            fallbacks=fallbacks,
-        )
+    """Names of the layers for which fisher or ggn pass the samples through the whole model one by one, and why."""
 
     @property
     def eigenvalues(self) -> Tensor:
@@ -79,39 +48,32 @@ class CurvatureEstimate:
         NaN in the places beyond what the samples or the layer's weights can fill (fisher: b, ggn: b C), and throughout
         the row of a layer whose gradients are not finite.
         """
-        return largest_eigenvalues(self.matrices.cpu(), self.shape).float().to(self.matrices.device)
+        return largest_eigenvalues(self.matrices.cpu(), self.counts).float().to(self.matrices.device)
 
 
-def largest_eigenvalues(matrices: Tensor, shape: SpectrumShape) -> Tensor:
-    """Returns the largest eigenvalues of symmetric matrices [num_layers, p, p]: [num_layers, top_k], descending.
+def largest_eigenvalues(matrices: Tensor, counts: Sequence[int]) -> Tensor:
+    """Returns the largest eigenvalues, by magnitude, of matrices [num_layers, p, p]: [num_layers, k], descending.
 
-    Where they have either sign, those largest in magnitude. On the CPU, whose solver it uses. NaN in the whole row of
-    a matrix that is not finite.
+    On the CPU, whose solver it uses. NaN beyond a layer's count, and in the whole row of a matrix that is not finite.
     """
-    rows = matrices.new_full((len(shape.counts), shape.top_k), math.nan)
-    for order in sorted(set(shape.orders)):
-        layers = [layer for layer, size in enumerate(shape.orders) if size == order]
-        leading = matrices[layers, :order, :order]
-        is_finite = leading.isfinite().flatten(1).all(dim=1)
-        # The solver raises on NaN and infinity, which a diverging training produces and a policy should see.
-        ascending = torch.linalg.eigvalsh(torch.where(is_finite[:, None, None], leading, 0.0))
-        by_size = ascending if shape.is_semidefinite else ascending.gather(1, ascending.abs().argsort(dim=1))
-        descending = torch.where(is_finite[:, None], by_size.flip(1), math.nan)
-        for layer, values in zip(layers, descending, strict=True):
-            count = shape.counts[layer]
-            rows[layer, :count] = values[:count].sort(descending=True).values
-    return rows.clamp(min=0.0) if shape.is_semidefinite else rows
+    is_finite = matrices.isfinite().flatten(1).all(dim=1)[:, None]
+    # The solver raises on NaN and infinity, which a diverging training produces and a policy should see.
+    values = torch.linalg.eigvalsh(torch.where(is_finite[:, None], matrices, 0.0))
+    by_size = values.gather(1, values.abs().argsort(dim=1, descending=True))
+    rows = matrices.new_full((len(counts), max(counts)), math.nan)
+    for row, found, count in zip(rows, by_size, counts, strict=True):
+        row[:count] = found[:count].sort(descending=True).values
+    return torch.where(is_finite, rows, math.nan)
 
 
 def reduce_matrices(matrices: Sequence[Tensor], num_samples: int, top_k: int) -> Tensor:
     """Returns matrices [num_layers, p, p], p <= max(32, 2 top_k), with the top_k largest eigenvalues of `matrices` / b.
 
-    FP64 (FP32 on MPS, which has no more). NaN throughout where a matrix is not finite. Matrices of order p or less are
-    handed over as they are. Larger ones: on the CPU, whose solver makes nobody wait, the eigenvalues themselves; else
-    by subspace iteration (`ritz_matrices`).
+    FP64; NaN throughout where a matrix is not finite. Matrices of order p or less are handed over as they are. Larger
+    ones are reduced to eigenvalues on a CPU, whose solver makes nobody wait, elsewhere by `ritz_matrices`.
     """
     first = matrices[0]
-    stacked = torch.stack([matrix.to(first.device, solver_dtype(first)) for matrix in matrices]) / num_samples
+    stacked = torch.stack([matrix.to(first.device, torch.float64) for matrix in matrices]) / num_samples
     order = max(_ORDER, 2 * top_k)
     if stacked.shape[1] <= order:
         return stacked
@@ -122,11 +84,6 @@ def reduce_matrices(matrices: Sequence[Tensor], num_samples: int, top_k: int) ->
     else:
         reduced = ritz_matrices(finite, order)
     return torch.where(is_finite, reduced, math.nan)
-
-
-def solver_dtype(like: Tensor) -> torch.dtype:
-    """Returns FP64, or FP32 where the device has no more."""
-    return torch.float32 if like.device.type == "mps" else torch.float64
 
 
 def ritz_matrices(matrices: Tensor, order: int) -> Tensor:
@@ -199,20 +156,17 @@ def positive_roots(matrices: Tensor) -> Tensor:
     return torch.where(is_finite & (failed == 0)[:, None, None], roots, math.nan)
 
 
-def gradient_noise(total: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns unbiased |E g|^2 and tr Cov[g_i] of the per-sample gradient over all layers, scalars.
+def gradient_noise(total: Tensor) -> Tensor:
+    """Returns unbiased |E g|^2 and tr Cov[g_i] of the per-sample gradient over all layers, fp64 [2].
 
         |E g|^2    = sum_{i != j} S_ij / (b (b - 1))
         tr Cov[g]  = (tr S - sum_ij S_ij / b) / (b - 1)
 
     with S = `total` [b, b] the sum of the layers' Gram matrices (McCandlish et al. 2018, appendix A, from two batch
-    sizes; here from all pairs of samples). Unbiased, so where noise drowns the gradient the first can come out below 0:
-    the average over measurements needs that, and whoever divides by it has to cut it off.
+    sizes; here from all pairs of samples). Where noise drowns the gradient the first can come out below 0: averages
+    over measurements need that, and whoever divides by it has to cut it off.
     """
-    b = len(total)
-    trace = total.diagonal().sum()
+    b, trace = len(total), total.diagonal().sum()
     # Not sum - trace: where the noise is large, that is a small difference of large numbers.
     across = (total - torch.diag(total.diagonal())).sum()
-    mean_square_norm = across / (b * (b - 1))
-    trace_covariance = (trace - (trace + across) / b) / (b - 1)
-    return mean_square_norm, trace_covariance
+    return torch.stack([across / (b * (b - 1)), (trace - (trace + across) / b) / (b - 1)]).double()
