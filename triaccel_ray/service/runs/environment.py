@@ -7,7 +7,6 @@ import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,7 +23,6 @@ COMMIT = "commit"
 """Name, in a run's first record, of the git commit of the user's working directory."""
 COMMIT_VARIABLE = "TRIACCEL_COMMIT"
 """Environment variable by which workers, which may be elsewhere, know it."""
-_GIT_TIMEOUT_S = 5.0
 
 
 def require_budget(spec: RunSpec) -> None:
@@ -52,22 +50,24 @@ def require_budget(spec: RunSpec) -> None:
 def start_record(spec: RunSpec, control: ControlConfig, device: torch.device, memory: MemoryMeter) -> Start:
     """Returns what was asked for, and where the run trains: on `device`, by `control`, within the limit of `memory`."""
     info = {"task": spec.task, "method": spec.method, "seed": str(spec.seed), "purpose": spec.purpose.value}
-    recipe: dict[str, Any] = {f"recipe.{name}": value for name, value in encode(spec.recipe).items()}
     if spec.trials_per_gpu > 1:
         info["trials_per_gpu"] = str(spec.trials_per_gpu)
-    info["memory_source"] = memory.source
     return Start(
         control=control,
         goal=spec.goal,
-        info={**info, **environment(device)},
-        parameters={**recipe, "memory_limit_bytes": memory.limit_bytes},
+        info={**info, "memory_source": memory.source, **environment(device)},
+        parameters={
+            **{f"recipe.{name}": value for name, value in encode(spec.recipe).items()},
+            "memory_limit_bytes": memory.limit_bytes,
+        },
     )
 
 
 def environment(device: torch.device) -> dict[str, str]:
     """Returns hardware and versions, for the record."""
+    cpu = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
     info = {
-        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "device": device.type,
         "python": platform.python_version(),
         "host": platform.node(),
@@ -77,20 +77,14 @@ def environment(device: torch.device) -> dict[str, str]:
             info[package] = version(package)
         except PackageNotFoundError:
             info[package] = "not installed"
-    if commit := os.environ.get(COMMIT_VARIABLE):
-        info[COMMIT] = commit
-    return info
+    return info | ({COMMIT: commit} if (commit := os.environ.get(COMMIT_VARIABLE)) else {})
 
 
 def commit_of(folder: Path) -> str:
     """Returns the git commit checked out in `folder`, `-dirty` where files differ from it; empty where none is."""
     words = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=5.0, check=True)
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _cpu_name() -> str:
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    return done.stdout.strip()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -66,16 +66,10 @@ def figures_of(
     epochs: Sequence[Epoch], goal: Goal, results: Mapping[str, float] = MappingProxyType({})
 ) -> Figures | None:
     """Returns the figures after these epochs; metric and seconds as the run's results have them, where there are."""
-    if not epochs:
+    if not epochs or (metric := results.get(goal.name, epochs[-1].held_out(goal))) is None:
         return None
-    metric = results.get(goal.name, epochs[-1].held_out(goal))
-    if metric is None:
-        return None
-    seconds = (
-        results.get("seconds_per_epoch")
-        or epochs[-1].typical_seconds
-        or mean_epoch_seconds([epoch.seconds for epoch in epochs])
-    )
+    seconds = results.get("seconds_per_epoch") or epochs[-1].typical_seconds
+    seconds = seconds or mean_epoch_seconds([epoch.seconds for epoch in epochs])
     peak_gb = epochs[-1].peak_bytes / BYTES_PER_GB
     score = efficiency_score(metric, seconds, peak_gb, goal)
     return Figures(metric=metric, seconds=seconds, peak_gb=peak_gb, score=score)
@@ -100,12 +94,10 @@ def read_if_begun(folder: Path) -> RunRecord | None:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Returns the run in `folder`.
+    """Returns the run in `folder`; of a log that a `ControlLoop` of a user's own has written there need be no spec.
 
     Raises:
         LogError: the folder holds no run, or its log or spec is damaged.
-
-    Of a log that a `ControlLoop` of a user's own has written there need be no spec.
     """
     if not (folder / EVENTS).exists():
         raise LogError(f"folder {folder} holds no run ({EVENTS} is missing): name a run's folder")
@@ -135,8 +127,3 @@ def read_spec(folder: Path) -> RunSpec:
         LogError: it is missing or damaged.
     """
     return read_value(RunSpec, folder / SPEC, "the run cannot be continued or reported without it")
-
-
-def runs_below(folder: Path) -> Iterator[Path]:
-    """Yields the folders of all runs at or below `folder`, in name order."""
-    yield from sorted(path.parent for path in folder.rglob(EVENTS))

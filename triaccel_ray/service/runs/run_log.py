@@ -14,7 +14,10 @@ from triaccel_ray.service.storage.layout import EVENTS, SPEC, write_value
 
 
 class RunLog:
-    """The event log of a run that is trained here; records may come from several threads."""
+    """The event log of a run that is trained here; records may come from several threads.
+
+    Where there is no room for records, methods raise DiskFullError.
+    """
 
     def __init__(self, folder: Path, spec: RunSpec) -> None:
         """Nothing is written, and whatever is appended is lost, before `open`."""
@@ -25,8 +28,8 @@ class RunLog:
         """Whether it takes no more records: it has its last one, or another process has taken the run over."""
 
     @property
-    def begun(self) -> bool:
-        """Whether it has been opened."""
+    def is_open(self) -> bool:
+        """Whether records are written, or were until the log ended."""
         return self._log is not None
 
     def take_over(self) -> tuple[list[tuple[int, Interruption]], Interruption | None]:
@@ -50,33 +53,26 @@ class RunLog:
             self._log = EventLog(self._folder / EVENTS, keep=keep, checksum=checksum)
 
     def append(self, record: Record) -> None:
-        """Writes a record, unless the log has ended.
-
-        Raises:
-            DiskFullError: there is no room.
-            TakenOverError: another process goes on with the run.
-        """
-        with self._writing:
+        """Writes a record, unless the log has ended; raises TakenOverError as `confirm`."""
+        with self._writing, needing_room(self._folder):
             if self._log is not None and not self.ended:
                 try:
-                    with needing_room(self._folder):
-                        self._log.append(record)
+                    self._log.append(record)
+                    self.ended = isinstance(record, End)
                 except TakenOverError:
                     self.ended = True
                     raise
-                self.ended = isinstance(record, End)
 
-    def position(self) -> tuple[int, int | None] | None:
-        """Returns the number of records and their checksum, for a checkpoint; None once the log has ended."""
-        with self._writing:
-            if self.ended:
+    def synced(self) -> tuple[int, int] | None:
+        """Returns number and checksum of the records, all on the disk; None where none are written or it has ended.
+
+        Raises TakenOverError as `confirm`.
+        """
+        with self._writing, needing_room(self._folder):
+            if self._log is None or self.ended:
                 return None
-            return (0, None) if self._log is None else (self._log.num_records, self._log.checksum)
-
-    def sync(self) -> None:
-        """Returns once everything is on the disk; raises TakenOverError like `confirm`."""
-        if self._log is not None:
             self._log.sync()
+            return self._log.num_records, self._log.checksum
 
     def confirm(self) -> None:
         """Raises TakenOverError where another process goes on with the run."""
@@ -84,11 +80,7 @@ class RunLog:
             self._log.claim.require()
 
     def close(self) -> None:
-        """Closes it.
-
-        Raises:
-            DiskFullError: the last records found no room.
-        """
+        """Closes it."""
         log, self._log = self._log, None
         if log is not None:
             with needing_room(self._folder):

@@ -70,18 +70,18 @@ def run_all(
     by_name = dict(specs)
     context = RunContext(place=root, spec_of=lambda config: by_name[config[NAME]], shared=shared)
     config = tune.TuneConfig(reuse_actors=reuse_actors)
-    outcomes = fit(context, config, num_gpus=num_gpus, space={NAME: tune.grid_search(list(by_name))})
-    failures = {name: _failure(root / name, outcome) for name, outcome in outcomes.items()}
+    last = fit(context, config, num_gpus=num_gpus, space={NAME: tune.grid_search(list(by_name))})
+    failures = {name: _failure(root / name, result) for name, result in last.items()}
     return {name: error for name, error in failures.items() if error is not None}
 
 
 def fit(
     context: RunContext, config: tune.TuneConfig, *, num_gpus: float, space: dict[str, Any] | None = None
-) -> dict[str, Mapping[str, Any] | Exception]:
+) -> dict[str, Mapping[str, Any]]:
     """Has Ray Tune train the trials of `config`, or those that `space` lists, and returns their last results, by name.
 
-    Instead of a result, the exception that ended it, of a trial that was lost too often or could not reach its store;
-    it is on record then. Tune's own state goes to a temporary folder, and nothing is read from it.
+    Of a trial that was lost too often, or could not reach its store, it has the exception as `error`, which is on
+    record then. Tune's own state goes to a temporary folder, and nothing is read from it.
 
     Raises:
         DiskFullError: a trial found no room for its files; the others were stopped.
@@ -115,20 +115,20 @@ def fit(
             for name in trials.begun:
                 _end_if_cut_off(context.place / name)
             raise
-    outcomes: dict[str, Mapping[str, Any] | Exception] = {}
+    last: dict[str, Mapping[str, Any]] = {}
     for number, config_of in enumerate(trials.configs):
         result, name = results[number], config_of[NAME]
-        outcomes[name] = last = result.metrics or {}
-        if last.get("unfinished") in _ENDS_ALL:
-            raise _ENDS_ALL[last["unfinished"]](last["message"])
+        last[name] = result.metrics or {}
+        if (cause := last[name].get("unfinished", "")) in _ENDS_ALL:
+            raise _ENDS_ALL[cause](last[name]["message"])
         if result.error is not None:
-            outcomes[name] = error = _reason(result.error)
+            last[name] = {"error": (error := _reason(result.error))}
             with edited(context.place / name) as folder:
                 end_run(folder, context.spec_of(config_of), failed(error))
     # Tune's cycles hold handles of Ray's: freed by another thread while Ray shuts down, they would end the process.
     del tuner, results
     gc.collect()
-    return outcomes
+    return last
 
 
 def cpus_of_a_run(num_gpus: float) -> int:
@@ -178,9 +178,8 @@ class _EndOfAll(tune.Stopper):
         return self._found
 
 
-def _failure(place: StoragePath, outcome: Mapping[str, Any] | Exception) -> Exception | None:
+def _failure(place: StoragePath, last: Mapping[str, Any]) -> Exception | None:
     """Returns how a run failed, as its user is told; None where it finished."""
-    last = {"error": outcome} if isinstance(outcome, Exception) else outcome
     error: Exception | None = last.get("error")
     if not isinstance(error, StoreError):
         try:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -20,15 +19,6 @@ from triaccel_ray.service.failures import needing_room
 from triaccel_ray.service.runs.trial import ENDED, FINISHED, NAME
 
 Directions: TypeAlias = Mapping[str, Literal["minimize", "maximize"]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Suggestions:
-    """The content of a journal: what was suggested, in order, and which of it has ended."""
-
-    samples: tuple[Mapping[str, Any], ...] = ()
-    ended: frozenset[str] = frozenset()
-    """Names of trials that ran to their end or were stopped by the scheduler, not broken off."""
 
 
 class JournaledSearch(Searcher):
@@ -64,14 +54,16 @@ class JournaledSearch(Searcher):
             LogError: the journal is damaged.
         """
         super().__init__()
-        self._directions = directions
-        self._space = OptunaSearch.convert_search_space(dict(space))
-        self._journal, self._sampler, self._first = journal, sampler, first
+        self._directions, self._sampler, self._journal = directions, sampler, journal
         self._claim, self._noted = claim, noted
-        self._before = read_suggestions(journal)
+        self._space = OptunaSearch.convert_search_space(dict(space))
+        samples, self._ended = _read(journal)
+        self._num_known = len(samples)
         if journal.exists():
             os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
         self._study = optuna.create_study(directions=list(directions.values()))
+        for sample in samples or [first]:
+            self._study.enqueue_trial(dict(sample))
         self._trials: dict[str, tuple[str, optuna.trial.Trial]] = {}
 
     def suggest(self, trial_id: str) -> dict[str, Any]:
@@ -80,18 +72,17 @@ class JournaledSearch(Searcher):
         Raises:
             TakenOverError: another process goes on with the search.
         """
-        self._require_claim()
+        if self._claim is not None:
+            self._claim.require()
         number = len(self._trials)
-        name, known = trial_name(number), self._before.samples
-        if number < len(known) or number == 0:
-            self._study.enqueue_trial(dict(known[number] if known else self._first))
+        name = trial_name(number)
         self._study.sampler = self._sampler(number)
         trial = self._study.ask(fixed_distributions=self._space)
-        if number >= len(known):
+        if number >= self._num_known:
             self._note({NAME: name, "sample": trial.params})
             self._noted()
         self._trials[trial_id] = name, trial
-        return {**trial.params, NAME: name, ENDED: name in self._before.ended}
+        return {**trial.params, NAME: name, ENDED: name in self._ended}
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Learns how a trial stands: should it be pruned, the sampler goes by that."""
@@ -113,8 +104,8 @@ class JournaledSearch(Searcher):
         else:
             self.on_trial_result(trial_id, result)
             self._study.tell(trial, state=TrialState.PRUNED)
-        if name not in self._before.ended:
-            self._note({NAME: name, "ended": True})
+        if name not in self._ended:
+            self._note({NAME: name, ENDED: True})
 
     def save(self, checkpoint_path: str) -> None:
         """Does nothing: the journal is complete at any time."""
@@ -122,12 +113,9 @@ class JournaledSearch(Searcher):
     def restore(self, checkpoint_path: str) -> None:
         """Does nothing: the journal was read when this was made."""
 
-    def _require_claim(self) -> None:
+    def _note(self, line: Mapping[str, Any]) -> None:
         if self._claim is not None:
             self._claim.require()
-
-    def _note(self, line: Mapping[str, Any]) -> None:
-        self._require_claim()
         with needing_room(self._journal.parent), self._journal.open("ab") as file:
             file.write(json.dumps(line).encode() + b"\n")
             file.flush()
@@ -153,21 +141,24 @@ def trial_name(number: int) -> str:
 def ended_trials(journal: Path) -> frozenset[str]:
     """Returns the names of the trials that ended by themselves or by the scheduler; none of a damaged journal."""
     with contextlib.suppress(LogError, OSError):  # of which others tell
-        return read_suggestions(journal).ended
+        return _read(journal)[1]
     return frozenset()
 
 
-def read_suggestions(journal: Path) -> Suggestions:
-    """Returns what the journal holds, a last line left out that is not written to its end.
+def _read(journal: Path) -> tuple[list[Mapping[str, Any]], frozenset[str]]:
+    """Returns what was suggested, in order, and the names of the trials that ended and were not broken off.
+
+    A last line that is not written to its end is left out.
 
     Raises:
-        LogError: it is damaged.
+        LogError: the journal is damaged.
     """
     if not journal.exists():
-        return Suggestions()
+        return [], frozenset()
     try:
         lines = [json.loads(line) for line in journal.read_bytes().split(b"\n")[:-1]]
-        samples = [line["sample"] for line in lines if "sample" in line]
-        return Suggestions(samples=tuple(samples), ended=frozenset(line[NAME] for line in lines if ENDED in line))
+        return [each["sample"] for each in lines if "sample" in each], frozenset(
+            each[NAME] for each in lines if ENDED in each
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise LogError(f"{journal} cannot be read ({error}): restore it, or begin a new search") from error
