@@ -21,7 +21,6 @@ from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.shared_data import NotSharedError, SharedSplits, share_splits
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.digits import Digits
-from triaccel_ray.trainables.images import ImageSource, Preparation
 from triaccel_ray.trainables.task import Purpose, Recipe, Splits
 
 FORTY_MIB = 40 * 2**20
@@ -39,21 +38,6 @@ def test_tensors_of_every_type_and_shape(dtype: torch.dtype) -> None:
     arrived: Any = SharedSplits(Splits(train=source, held_out=source)).get().train
     assert same(arrived, source)
     assert (type(arrived), arrived.inputs.dtype) == (TensorSource, dtype)
-
-
-def test_images_keep_their_preparation_and_functions_travel() -> None:
-    images = ImageSource(
-        torch.randint(0, 256, (8, 3, 4, 4), dtype=torch.uint8),
-        torch.arange(8),
-        Preparation(mean=(0.5,) * 3, std=(0.2,) * 3, augment=True),
-    )
-    doubled = TensorSource(*blobs(8), prepare=lambda inputs: 2 * inputs)
-    arrived = SharedSplits(Splits(train=images, held_out=doubled)).get()
-    indices = torch.tensor([3, 1])
-    for before, after in ((images, arrived.train), (doubled, arrived.held_out)):
-        assert torch.equal(before.batch(indices, None)[0], after.batch(indices, None)[0])
-    drawn = [each.batch(indices, torch.Generator().manual_seed(1))[0] for each in (images, arrived.train)]
-    assert torch.equal(*drawn)
 
 
 def test_samples_that_share_a_storage_with_others_travel_alone() -> None:

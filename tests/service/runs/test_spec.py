@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +9,11 @@ import pytest
 import torch
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, ExecutionConfig, PrecisionConfig
-from triaccel_ray.records.codec import decode, encode
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.runs.spec import RunSpec, run_spec
 from triaccel_ray.trainables.digits import Digits
-from triaccel_ray.trainables.task import Purpose, Recipe
+from triaccel_ray.trainables.task import Purpose
 
 CONTROL = ControlConfig(
     every_steps=7,
@@ -99,18 +96,3 @@ def test_what_is_not_said_comes_from_the_task(tmp_path: Path, monkeypatch: pytes
     assert (spec.recipe, spec.control) == (replace(Digits.recipe, epochs=3), Digits.control)
     assert spec.data_dir == str(tmp_path / "data")  # which means the same on another machine
     assert run_spec("digits", data_dir=None, recipe={}).data_dir is None
-
-
-def test_a_spec_survives_its_file() -> None:
-    spec = RunSpec(
-        task="digits",
-        method="dynamic-both",
-        purpose=Purpose.FINAL,
-        seed=4,
-        recipe=Recipe(epochs=2, label_smoothing=0.1),
-        control=replace(CONTROL, precision=PrecisionConfig(tau_low=0.1 + 0.2, tau_high=math.inf)),
-        memory_headroom_bytes=2**20,
-        data_dir="/data",
-        device="cpu",
-    )
-    assert decode(RunSpec, json.loads(json.dumps(encode(spec), allow_nan=False))) == spec

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from triaccel_ray.records.events import End, TakenOverError
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trained_model import is_better
-from triaccel_ray.service.storage.layout import CHECKPOINT, MODEL, PREVIOUS
+from triaccel_ray.service.storage.layout import CHECKPOINT, MODEL
 from triaccel_ray.trainables.task import Purpose, Recipe
 
 PASSING = """
@@ -195,44 +194,6 @@ def test_a_run_that_goes_on_leaves_what_it_would_have_left(
     assert weight(folder) == weight(tmp_path / "whole")
     assert last_of(folder).kept_epoch == BEST
     assert not list(folder.glob("*.partial"))
-
-
-@pytest.mark.parametrize(("torn", "epoch"), [((CHECKPOINT,), 2), ((CHECKPOINT, PREVIOUS), 0)])
-def test_an_older_checkpoint_has_its_own_best_and_none_forgets_it(
-    worker_factory: WorkerFactory, tasks: str, tmp_path: Path, torn: tuple[str, ...], epoch: int
-) -> None:
-    first, kept = worker_factory.start(passing(tasks), tmp_path), []
-    for _ in range(3):
-        first.train_epoch()
-        first.checkpoint()
-        kept.append(weight(tmp_path))
-    first.close()
-    for name in torn:
-        (tmp_path / name).write_bytes(b"torn")
-    second = worker_factory.build(passing(tasks), tmp_path)
-    assert second.resume() == epoch
-    assert weight(tmp_path) == kept[epoch - 1]
-    second.train_epoch()
-    assert weight(tmp_path) == kept[epoch]
-
-
-@pytest.mark.parametrize("keep", ["last", "best"])
-def test_a_finished_checkpoint_is_enough_for_the_weights(
-    worker_factory: WorkerFactory, tasks: str, tmp_path: Path, keep: str
-) -> None:
-    spec = replace(passing(tasks), keep=keep)
-    first = train(worker_factory.start(spec, tmp_path / "run"))
-    first.checkpoint()
-    reached = first.loop.model.weight.item()
-    first.close()
-    (tmp_path / "elsewhere").mkdir()
-    for name in (CHECKPOINT, "events.jsonl"):
-        shutil.copy(tmp_path / "run" / name, tmp_path / "elsewhere")
-    second = worker_factory.build(spec, tmp_path / "elsewhere")
-    assert second.resume() == 7
-    second.finish()
-    assert last_of(tmp_path / "elsewhere").kept_epoch == (7 if keep == "last" else BEST)
-    assert (weight(tmp_path / "elsewhere") == reached) == (keep == "last")
 
 
 @pytest.mark.parametrize("keep", ["last", "best"])

@@ -21,7 +21,7 @@ from triaccel_ray.loop import ControlLoop
 from triaccel_ray.records.checkpoint import FORMAT, CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
 from triaccel_ray.records.events import End, Interruption, TakenOverError, Tick, read_events
 from triaccel_ray.service.failures import DiskFullError
-from triaccel_ray.service.runs import run_log
+from triaccel_ray.service.runs import record
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, REPLACED
 
@@ -130,7 +130,7 @@ def test_a_full_disk_or_device_does_not_pass_for_a_damaged_checkpoint(
     spec, folder = own_spec(f"{module}:Blobs"), tmp_path / "run"
     lost(worker_factory, spec, folder, epochs=1)
     with monkeypatch.context() as patched:
-        patched.setattr(run_log, "write_value", full)
+        patched.setattr(record, "write_value", full)
         with pytest.raises(DiskFullError, match="make room, then go on"):
             worker_factory.build(spec, folder).resume()
     with monkeypatch.context() as patched:

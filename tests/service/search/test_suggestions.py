@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 from optuna.trial import TrialState
 from ray import tune
@@ -19,9 +18,10 @@ def search(folder: Path, name: str = "trials.jsonl", claim: Claim | None = None)
     return JournaledSearch(
         SPACE,
         folder / name,
-        sampler=lambda number: optuna.samplers.TPESampler(n_startup_trials=2, seed=number),
-        directions={"objective": "maximize"},
+        maximised={"objective": True},
         first=FIRST,
+        num_startup=2,
+        seed=0,
         claim=claim,
     )
 

@@ -32,25 +32,23 @@ from triaccel_ray.trainables.task import Purpose, Splits, Task
 def build_loop(
     spec: RunSpec,
     task: Task,
-    train: DataSource,
-    held_out: DataSource | None = None,
+    splits: Splits,
     *,
     control: ControlConfig,
     device: torch.device,
     budget_bytes: int | None,
     on_tick: Callable[[Tick], None],
 ) -> ControlLoop | BaselineLoop:
-    """Returns the loop that trains `task` on `train` as `spec` and `control` say, its model drawn from the run's seed.
+    """Returns the loop that trains `task` as `spec` and `control` say, its model drawn from the run's seed.
 
     Whatever was drawn before, two loops of one spec are the same. What one method could not train, no method begins.
-
-    Samples that are `held_out` for validation are tried beforehand, too.
+    Of validation samples, too, two are tried beforehand; test samples are read at the run's end alone.
 
     Raises:
         UserCodeError: the task's own code raised.
         TypeError, ValueError: something that it returned cannot be trained; the message says why.
     """
-    start, on_gpu = control.batch.start, device.type == "cuda"
+    train, start, on_gpu = splits.train, control.batch.start, device.type == "cuda"
     rule = f"must be at most the number of training samples, {len(train)}; give --batch-size {len(train)} or less"
     require(start <= len(train), "batch size", start, rule)
     if not on_gpu:
@@ -63,7 +61,7 @@ def build_loop(
     require_trainable(model, optimizer, layers)
     loss, train = partial(task.loss, recipe=spec.recipe), delivered(train, device, control.execution.data_on)
     with LentStream(device).current() if on_gpu and not spec.is_baseline else contextlib.nullcontext():
-        for source in (train, *([] if held_out is None else [held_out])):
+        for source in (train, splits.held_out) if spec.purpose is Purpose.SEARCH else (train,):
             require_working(model, loss, source, partial(measured, task.metrics))
         if on_gpu:
             _warm_up(model, loss, train, device)

@@ -1,4 +1,4 @@
-"""A run's first record: what was asked for, hardware, versions, the commit; and whether a budget can be enough."""
+"""Where a run trains: its share of the device, whether a budget can be enough, and what its first record says of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.measure.memory import MemoryMeter, memory_meter
+from triaccel_ray.measure.memory import MIB, MemoryMeter, memory_meter, mib
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.events import Start
 from triaccel_ray.service.runs.spec import RunSpec
@@ -19,6 +19,9 @@ from triaccel_ray.service.units import format_bytes
 
 CUDA_CONTEXT_BYTES = 100 * 2**20
 """What a process holds of a GPU at least before its first tensor; 200 to 500 MiB on most."""
+RESERVE_BYTES = 512 * MIB
+"""Left free by each process that shares a device: CUDA modules are loaded between two enforcements of a cap, and a
+driver that hides processes hides their contexts too."""
 COMMIT = "commit"
 """Name, in a run's first record, of the git commit of the user's working directory."""
 COMMIT_VARIABLE = "TRIACCEL_COMMIT"
@@ -45,6 +48,43 @@ def require_budget(spec: RunSpec) -> None:
             f"memory budget = {format_bytes(budget)}: {holder} alone takes {format_bytes(floor)}; give more, or "
             "--memory-headroom 500MiB for memory on top of that"
         )
+
+
+def part_of_device(total_bytes: int, num_sharing: int, budget_bytes: int | None = None) -> int:
+    """Returns what one of `num_sharing` processes may hold of a device of `total_bytes`: its part, less a reserve.
+
+    A smaller budget that is given stays as it is.
+
+    Raises:
+        ValueError: the budget is larger than the part, or the part less the reserve is nothing.
+    """
+    part = total_bytes // num_sharing - RESERVE_BYTES
+    if part <= 0:
+        raise ValueError(
+            f"trials-per-gpu = {num_sharing}: of {mib(total_bytes)} nothing is left to each but the "
+            f"{mib(RESERVE_BYTES)} that it must leave free; let fewer share the device"
+        )
+    if budget_bytes is not None and budget_bytes > part:
+        raise ValueError(
+            f"memory budget = {mib(budget_bytes)}: must be at most {mib(part)}, the part of each of {num_sharing} "
+            f"processes that share {mib(total_bytes)}; leave it out, or let fewer share the device"
+        )
+    return part if budget_bytes is None else budget_bytes
+
+
+def hold_to_part(device: torch.device, num_sharing: int, budget_bytes: int | None = None) -> int | None:
+    """Returns the budget of a process that shares `device` with others, and has the device enforce it from now on.
+
+    One that has the device to itself, or a CPU, keeps the budget that it was given.
+
+    Raises:
+        ValueError: see `part_of_device`; or the CUDA context alone takes more.
+    """
+    if num_sharing == 1 or device.type != "cuda":
+        return budget_bytes
+    part = part_of_device(torch.cuda.get_device_properties(device).total_memory, num_sharing, budget_bytes)
+    memory_meter(device, part)
+    return part
 
 
 def start_record(spec: RunSpec, control: ControlConfig, device: torch.device, memory: MemoryMeter) -> Start:

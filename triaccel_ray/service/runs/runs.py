@@ -29,8 +29,7 @@ from triaccel_ray.service.failures import (
     StoreError,
     failed,
 )
-from triaccel_ray.service.runs.record import read_if_begun
-from triaccel_ray.service.runs.run_log import end_run
+from triaccel_ray.service.runs.record import end_run, read_if_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trial import NAME, RunContext, RunTrial
@@ -57,10 +56,8 @@ def run_all(
 ) -> dict[str, Exception]:
     """Trains every run, from its checkpoint where it has begun, and returns how those that failed did, by name.
 
-    That is a RunFailedError for a run that had begun, what was raised for one that had not, and StoreError as it is.
-
-    Each run has the place `root / name`, its samples from `shared` where given, and a process of its own unless
-    `reuse_actors`.
+    Each has the place `root / name`, its samples from `shared` where given, and a process of its own unless
+    `reuse_actors`. Those that had begun have a RunFailedError, others what was raised, StoreError as it is.
 
     Raises:
         DiskFullError, TakenOverError, KeyboardInterrupt: see `fit`.
@@ -80,8 +77,8 @@ def fit(
 ) -> dict[str, Mapping[str, Any]]:
     """Has Ray Tune train the trials of `config`, or those that `space` lists, and returns their last results, by name.
 
-    Of a trial that was lost too often, or could not reach its store, it has the exception as `error`, which is on
-    record then. Tune's own state goes to a temporary folder, and nothing is read from it.
+    That of a trial that was lost too often, or could not reach its store, is the exception as `error`; it is on record
+    then. Nothing is read from Tune's own state, in a temporary folder.
 
     Raises:
         DiskFullError: a trial found no room for its files; the others were stopped.
@@ -220,8 +217,8 @@ def _quiet_tune() -> Iterator[None]:
     logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
-            for category in (DeprecationWarning, FutureWarning):  # Tune's own plans
-                warnings.simplefilter("ignore", category)
+            warnings.simplefilter("ignore", DeprecationWarning)  # Tune's own plans
+            warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
         logger.setLevel(before)

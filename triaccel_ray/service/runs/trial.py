@@ -25,8 +25,7 @@ from triaccel_ray.measure.score import quality
 from triaccel_ray.records.events import End, LogError, TakenOverError
 from triaccel_ray.service.failures import RESULTS, DiskFullError, StoreError, cause_of, failed, write_traceback
 from triaccel_ray.service.runs.objective import Figures, Objective, grace_epochs
-from triaccel_ray.service.runs.record import read_if_begun
-from triaccel_ray.service.runs.run_log import end_run
+from triaccel_ray.service.runs.record import end_run, read_if_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Worker
@@ -145,9 +144,9 @@ class RunTrial(tune.Trainable):
         return told
 
     def _train(self) -> dict[str, Any]:
-        context, worker = self._context, self._worker
+        worker, shared = self._worker, self._context.shared
         if worker is None:
-            splits = None if context.shared is None else context.shared.get()
+            splits = None if shared is None else shared.get()
             worker = self._worker = Worker(self._spec, self._folder.path, splits)
             worker.resume()
             self._folder.push_soon()
@@ -159,7 +158,7 @@ class RunTrial(tune.Trainable):
                 worker.checkpoint()
                 self._saved_at = time.monotonic()
                 self._saving_s = self._saved_at - began
-        result = self._result(worker.loop.sampler.epoch, None if context.objective is None else worker.figures)
+        result = self._result(worker.loop.sampler.epoch, worker.figures)
         result["done"] = result[FINISHED] = worker.finished
         if worker.finished:
             worker.finish()

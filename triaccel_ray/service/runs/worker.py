@@ -34,11 +34,9 @@ from triaccel_ray.service.failures import (
     write_traceback,
 )
 from triaccel_ray.service.runs.building import build_loop, fitted_control, seed_everything, splits_of
-from triaccel_ray.service.runs.environment import start_record
-from triaccel_ray.service.runs.gpu_share import hold_to_part
+from triaccel_ray.service.runs.environment import hold_to_part, start_record
 from triaccel_ray.service.runs.objective import Figures
-from triaccel_ray.service.runs.record import ONE_VIEW, figures_of
-from triaccel_ray.service.runs.run_log import RunLog
+from triaccel_ray.service.runs.record import ONE_VIEW, RunLog, figures_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trained_model import TrainedModel
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, REPLACED
@@ -68,10 +66,10 @@ class Worker:
         self._task = spec.load_task()
         rule = f"the run is judged by {spec.goal.name}: begin a new one"
         require(self._task.goal == spec.goal, "objective of the task", self._task.objective, rule)
-        self._splits = splits_of(self._task, spec.purpose) if splits is None else splits
-        data_on = spec.method_control.execution.data_on
-        self._held_out = delivered(self._splits.held_out, self.device, data_on)  # once, not at every evaluation
-        self._control = fitted_control(spec, len(self._splits.train))
+        splits = splits_of(self._task, spec.purpose) if splits is None else splits
+        held_out = delivered(splits.held_out, self.device, spec.method_control.execution.data_on)
+        self._splits = replace(splits, held_out=held_out)  # there once, not at every evaluation
+        self._control = fitted_control(spec, len(splits.train))
         self.loop = self._build_loop()
         self._times = EpochTimes()
         self._trained = TrainedModel(spec, folder, self.log.confirm)
@@ -180,8 +178,7 @@ class Worker:
             metrics, loss = judged.metrics, judged.loss
         (memory := self.loop.memory).refresh_peaks()
         # Of a run on validation samples as its trials are judged; of a final run as the paper has it.
-        seconds = last.typical_seconds if self.spec.purpose is Purpose.SEARCH else None
-        seconds = seconds or self._times.mean
+        seconds = (last.typical_seconds if self.spec.purpose is Purpose.SEARCH else None) or self._times.mean
         results = {
             **metrics,
             **{f"{ONE_VIEW}{name}": value for name, value in self._one_view.items()},
@@ -211,12 +208,8 @@ class Worker:
         self.log.append(failed(error))
 
     def close(self) -> None:
-        """Lets go of model, data and memory, and closes the log.
-
-        Raises:
-            DiskFullError: the log's last records found no room.
-        """
-        del self._splits, self._held_out
+        """Lets go of model, data and memory, and closes the log; raises DiskFullError where that found no room."""
+        del self._splits
         try:
             self._drop_loop()
         finally:  # after an error of the device it raises again, and the log must end up whole all the same
@@ -290,8 +283,7 @@ class Worker:
         return build_loop(
             self.spec,
             self._task,
-            self._splits.train,
-            self._held_out if self.spec.purpose is Purpose.SEARCH else None,  # test samples are read at the end alone
+            self._splits,
             control=self._control,
             device=self.device,
             budget_bytes=self._budget_bytes,
@@ -323,7 +315,7 @@ class Worker:
             raise
 
     def _judge(self) -> Evaluation:
-        judged = self.loop.evaluate(self._held_out, self._task.metrics, is_last=self.finished)
+        judged = self.loop.evaluate(self._splits.held_out, self._task.metrics, is_last=self.finished)
         # An overflow may have reached the moving averages of a norm. The loss alone may be the task's own affair.
         state = (*self.loop.model.parameters(), *self.loop.model.buffers())
         if not math.isfinite(judged.loss) and not all(tensor.isfinite().all() for tensor in state):
@@ -342,6 +334,5 @@ class Worker:
         return ": FP16 may be too narrow for this model, try --amp bf16" if in_fp16 else ""
 
     def _score(self, metrics: Mapping[str, float], loss: float, seconds: float) -> float:
-        goal = self.spec.goal
-        value = loss if goal.name == LOSS else metrics[goal.name]
-        return efficiency_score(value, seconds, self.loop.memory.peak_bytes / BYTES_PER_GB, goal)
+        value, peak_gb = {**metrics, LOSS: loss}[self.spec.goal.name], self.loop.memory.peak_bytes / BYTES_PER_GB
+        return efficiency_score(value, seconds, peak_gb, self.spec.goal)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import optuna
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 
@@ -27,7 +25,7 @@ from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trial import RunContext, reopen
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.search.suggestions import Directions, JournaledSearch, quiet_optuna
+from triaccel_ray.service.search.suggestions import JournaledSearch, quiet_optuna
 from triaccel_ray.service.storage.layout import BASELINES, EVENTS, read_value, write_value
 from triaccel_ray.service.storage.mirror import bring, catch_up
 from triaccel_ray.service.storage.storage_path import StoragePath
@@ -149,24 +147,22 @@ def tune_trials(
             with edited(trials / trial.name) as log:
                 reopen(log)
     space, pareto, epochs = search_space(spec.space, spec.optional), spec.objective == "pareto", base.recipe.epochs
-    several: Directions = {"quality": "maximize", "seconds_per_epoch": "minimize", "peak_gb": "minimize"}
+    several = {"quality": True, "seconds_per_epoch": False, "peak_gb": False}
     suggestions = JournaledSearch(
         space,
         place.folder / JOURNAL,
-        sampler=partial(_sampler, spec),
-        directions=several if pareto else {"objective": "maximize"},
+        maximised=several if pareto else {"objective": True},
         first={name: ANCHOR[name] for name in space},
+        num_startup=max(spec.num_trials // 4, 4),
+        seed=spec.seed,
         claim=claim,
         noted=partial(bring, place, [JOURNAL]),
     )
+    scheduler = FIFOScheduler() if pareto else pruner(epochs)
     config = tune.TuneConfig(
-        search_alg=suggestions,
-        scheduler=FIFOScheduler() if pareto else pruner(epochs),
-        num_samples=spec.num_trials,
-        reuse_actors=True,
+        search_alg=suggestions, scheduler=scheduler, num_samples=spec.num_trials, reuse_actors=True
     )
-    with warnings.catch_warnings(), quiet_optuna():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    with quiet_optuna():
         fit(context, config, num_gpus=num_gpus)
     catch_up(trials)
 
@@ -309,13 +305,6 @@ def pruner(epochs: int) -> ASHAScheduler:
     """Returns the scheduler of trials of that many epochs."""
     grace = grace_epochs(epochs)
     return _Pruner("epoch", "objective", "max", max_t=epochs, grace_period=grace, reduction_factor=3)
-
-
-def _sampler(spec: SearchSpec, number: int) -> optuna.samplers.BaseSampler:
-    """Returns the sampler of the trial of this number."""
-    return optuna.samplers.TPESampler(
-        n_startup_trials=max(spec.num_trials // 4, 4), multivariate=True, seed=(spec.seed * 10_007 + number) % 2**32
-    )
 
 
 def is_finished(run: RunRecord | None) -> TypeGuard[RunRecord]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import optuna
+from optuna.samplers import TPESampler
+from optuna.study import StudyDirection
 from optuna.trial import TrialState
 from ray.tune.search import Searcher
 from ray.tune.search.optuna import OptunaSearch
@@ -17,8 +20,6 @@ from ray.tune.search.optuna import OptunaSearch
 from triaccel_ray.records.events import Claim, LogError
 from triaccel_ray.service.failures import needing_room
 from triaccel_ray.service.runs.trial import ENDED, FINISHED, NAME
-
-Directions: TypeAlias = Mapping[str, Literal["minimize", "maximize"]]
 
 
 class JournaledSearch(Searcher):
@@ -33,9 +34,10 @@ class JournaledSearch(Searcher):
         space: Mapping[str, Any],
         journal: Path,
         *,
-        sampler: Callable[[int], optuna.samplers.BaseSampler],
-        directions: Directions,
+        maximised: Mapping[str, bool],
         first: Mapping[str, Any],
+        num_startup: int,
+        seed: int,
         claim: Claim | None = None,
         noted: Callable[[], object] = lambda: None,
     ) -> None:
@@ -44,9 +46,10 @@ class JournaledSearch(Searcher):
         Args:
             space: dimensions as for Ray Tune.
             journal: the file.
-            sampler: of the trial of a number.
-            directions: metric -> `minimize` or `maximize`.
+            maximised: metric -> whether it is maximised; of the others less is better.
             first: the sample to begin with.
+            num_startup: trials before samples depend on results.
+            seed: of all samplers.
             claim: on the search's log; nothing is suggested or noted once another process has taken it over.
             noted: called when a sample is in the journal.
 
@@ -54,14 +57,15 @@ class JournaledSearch(Searcher):
             LogError: the journal is damaged.
         """
         super().__init__()
-        self._directions, self._sampler, self._journal = directions, sampler, journal
+        self._metrics, self._journal, self._num_startup, self._seed = list(maximised), journal, num_startup, seed
         self._claim, self._noted = claim, noted
         self._space = OptunaSearch.convert_search_space(dict(space))
         samples, self._ended = _read(journal)
         self._num_known = len(samples)
         if journal.exists():
             os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
-        self._study = optuna.create_study(directions=list(directions.values()))
+        directions = [StudyDirection.MAXIMIZE if each else StudyDirection.MINIMIZE for each in maximised.values()]
+        self._study = optuna.create_study(directions=directions)
         for sample in samples or [first]:
             self._study.enqueue_trial(dict(sample))
         self._trials: dict[str, tuple[str, optuna.trial.Trial]] = {}
@@ -76,7 +80,10 @@ class JournaledSearch(Searcher):
             self._claim.require()
         number = len(self._trials)
         name = trial_name(number)
-        self._study.sampler = self._sampler(number)
+        seed = (self._seed * 10_007 + number) % 2**32
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            self._study.sampler = TPESampler(n_startup_trials=self._num_startup, multivariate=True, seed=seed)
         trial = self._study.ask(fixed_distributions=self._space)
         if number >= self._num_known:
             self._note({NAME: name, "sample": trial.params})
@@ -89,9 +96,8 @@ class JournaledSearch(Searcher):
         _, trial = self._trials[trial_id]
         step = result["epoch"]
         # A trial that was lost tells again what it told before.
-        if len(self._directions) == 1 and step not in self._study.trials[trial.number].intermediate_values:
-            (metric,) = self._directions
-            trial.report(result[metric], step=step)
+        if len(self._metrics) == 1 and step not in self._study.trials[trial.number].intermediate_values:
+            trial.report(result[self._metrics[0]], step=step)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Learns how a trial ended, and notes it unless the trial is to be done again."""
@@ -99,8 +105,8 @@ class JournaledSearch(Searcher):
         if error or not result or result.get("unfinished"):
             self._study.tell(trial, state=TrialState.FAIL)
             return
-        if result[FINISHED] or len(self._directions) > 1:
-            self._study.tell(trial, [result[metric] for metric in self._directions])
+        if result[FINISHED] or len(self._metrics) > 1:
+            self._study.tell(trial, [result[metric] for metric in self._metrics])
         else:
             self.on_trial_result(trial_id, result)
             self._study.tell(trial, state=TrialState.PRUNED)
