@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.build import CPU
-from triaccel_ray.service.runs.environment import COMMIT_VARIABLE, commit_of, environment
+from triaccel_ray.service.runs.environment import COMMIT_VARIABLE, commit_of, environment, require_budget
+from triaccel_ray.service.runs.spec import RunSpec
 
 
 def test_hardware_versions_and_the_commit_of_the_working_directory_are_recorded(
@@ -31,3 +32,10 @@ def test_hardware_versions_and_the_commit_of_the_working_directory_are_recorded(
     assert all(found[name] for name in ("hardware", "python", "host", "triton", "triaccel-ray"))
     monkeypatch.setenv(COMMIT_VARIABLE, "")
     assert "commit" not in environment(CPU)
+
+
+def test_a_budget_that_cannot_be_enough_is_refused_before_ray_starts() -> None:
+    for budget in (None, 2**33):
+        require_budget(RunSpec(task="digits", memory_budget_bytes=budget, device="cpu"))
+    with pytest.raises(ValueError, match="memory budget = 1 MiB: a process with PyTorch and Ray alone takes"):
+        require_budget(RunSpec(task="digits", memory_budget_bytes=2**20, device="cpu"))
