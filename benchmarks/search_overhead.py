@@ -33,7 +33,6 @@ from triaccel_ray.records.events import read_events
 from triaccel_ray.search_spaces.thresholds import search_space
 from triaccel_ray.service.cluster.cluster import cluster
 from triaccel_ray.service.runs.objective import Objective
-from triaccel_ray.service.runs.record import runs_below
 from triaccel_ray.service.runs.spec import run_spec
 from triaccel_ray.service.search.search import SEARCH, TRIALS, Prepared, tune_trials
 from triaccel_ray.service.search.spec import SearchSpec
@@ -109,7 +108,7 @@ def ours(folder: Path, num_trials: int) -> list[Span]:
     begin(folder, SEARCH, spec)
     prepared = Prepared(objective=Objective(name="accuracy"), calibration=None, headroom_bytes=HEADROOM_BYTES)
     tune_trials(spec, prepared, StoragePath.of(folder), num_gpus=0)
-    logs = [[event.time_ms / 1e3 for event in read_events(run / EVENTS)] for run in runs_below(folder / TRIALS)]
+    logs = [[event.time_ms / 1e3 for event in read_events(run / EVENTS)] for run in (folder / TRIALS).iterdir()]
     return [(times[0], times[-1]) for times in logs]
 
 

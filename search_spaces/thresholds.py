@@ -1,12 +1,11 @@
 """The search space of the control loop's thresholds: what Ray Tune samples, and the thresholds a sample means.
 
-Order is a matter of construction, not of rejection: a sample holds one threshold of each pair, and how far the other
-lies from it, so that tau_low < tau_high and rho_low < rho_high whatever is drawn.
+A sample holds one threshold of each pair and the other's distance from it, so tau_low < tau_high and rho_low < rho_high
+hold whatever is drawn.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,25 +18,21 @@ from ray import tune
 from triaccel_ray.config import ControlConfig
 from triaccel_ray.decide.precision import precision_for_variance
 
-ABSOLUTE: Mapping[str, Any] = {
-    "log10_tau_low": tune.uniform(-10.0, -3.0),
-    "log10_tau_ratio": tune.uniform(0.1, 5.0),
-    "rho_high": tune.uniform(0.3, 0.98),
-    "rho_ratio": tune.uniform(0.2, 0.95),
-}
-"""Thresholds on their own scales: tau_high = tau_low x 10^ratio, rho_low = rho_high x ratio."""
+_RHO: Mapping[str, Any] = {"rho_high": tune.uniform(0.3, 0.98), "rho_ratio": tune.uniform(0.2, 0.95)}
 
-CALIBRATED: Mapping[str, Any] = {
-    "tau_low_quantile": tune.uniform(0.0, 1.0),
-    "tau_high_share": tune.uniform(0.0, 1.0),
-    "rho_high": ABSOLUTE["rho_high"],
-    "rho_ratio": ABSOLUTE["rho_ratio"],
+SPACES: Mapping[str, Mapping[str, Any]] = {
+    "thresholds": {"tau_low_quantile": tune.uniform(0.0, 1.0), "tau_high_share": tune.uniform(0.0, 1.0), **_RHO},
+    "thresholds-absolute": {
+        "log10_tau_low": tune.uniform(-10.0, -3.0),
+        "log10_tau_ratio": tune.uniform(0.1, 5.0),
+        **_RHO,
+    },
 }
-"""tau as quantiles of the variances that a probe saw: tau_low is the variance at its quantile q, tau_high the one at
-q + share x (1 - q); see `Calibration.quantile`. Memory has a natural scale, its limit: rho as above."""
+"""Name on the command line -> dimensions that are always searched; rho_low = rho_high x ratio in both.
 
-SPACES: Mapping[str, Mapping[str, Any]] = {"thresholds": CALIBRATED, "thresholds-absolute": ABSOLUTE}
-"""Name on the command line -> dimensions that are always searched."""
+`thresholds`: tau_low is the variance at quantile q of those that a probe saw, tau_high the one at q + share x (1 - q);
+see `Calibration.quantile`. `thresholds-absolute`: tau_high = tau_low x 10^ratio.
+"""
 
 OPTIONAL: Mapping[str, Any] = {
     "alpha": tune.loguniform(1e-3, 1.0),
@@ -59,16 +54,15 @@ ANCHOR: Mapping[str, Any] = {
     "t_ctrl": 1.0,
     "batch_steps": "1:2",
 }
-"""The first configuration tried: calibrated, it keeps every layer in BF16, so that a search knows what the plain
-setting gives before it looks for a better one."""
+"""The first configuration tried. Calibrated, it keeps every layer in BF16: what the plain setting gives."""
 
 BEYOND_DECADES = 2.0
 """The calibrated range reaches this far beyond the variances seen: they go on falling after the probe, and a precision
 can also be left unused."""
 
 BEYOND_SHARE = 0.125
-"""Of the quantiles, at either end, that lie beyond what was seen: one precision for all layers is what is fastest on
-many devices, and a search that samples a dozen configurations has to meet it."""
+"""Share of the quantiles, at either end, beyond what was seen: one precision for all layers is the fastest on many
+devices, and a search of a dozen configurations has to meet it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,64 +97,48 @@ def calibration(variances: Mapping[str, Sequence[float]]) -> Calibration:
         ValueError: none of them is positive and finite.
     """
     by_layer = {name: [v for v in of if v > 0 and math.isfinite(v)] for name, of in variances.items()}
-    usable = tuple(sorted(itertools.chain.from_iterable(by_layer.values())))
+    usable = sorted(v for of in by_layer.values() for v in of)
     if not usable:
         raise ValueError(
             f"variances = {sum(map(len, variances.values()))} values, none positive: the probe was shorter than one "
             "control interval, or its gradients vanish; use the space thresholds-absolute"
         )
-    return Calibration(variances=usable, layers={name: median(of) for name, of in by_layer.items() if of})
+    return Calibration(variances=tuple(usable), layers={name: median(of) for name, of in by_layer.items() if of})
 
 
 def search_space(name: str, optional: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the dimensions for Ray Tune.
-
-    Raises:
-        ValueError: the space or an optional dimension is unknown.
-    """
-    if name not in SPACES:
-        raise ValueError(f"space = {name!r}: must be one of {', '.join(SPACES)}")
-    unknown = sorted(set(optional) - set(OPTIONAL))
-    if unknown:
-        raise ValueError(f"dimensions = {', '.join(unknown)}: must be among {', '.join(OPTIONAL)}")
+    """Returns the dimensions for Ray Tune of a space in `SPACES`, and of those in `OPTIONAL` that are asked for."""
     return {**SPACES[name], **{dimension: OPTIONAL[dimension] for dimension in optional}}
 
 
 def thresholds(
     sample: Mapping[str, Any], control: ControlConfig, calibrated_on: Calibration | None = None
 ) -> ControlConfig:
-    """Returns `control` with the thresholds that `sample` means; dimensions it does not hold stay as they are."""
-    precision, batch, curvature = control.precision, control.batch, control.curvature
-    every_steps = control.every_steps
+    """Returns `control` with the thresholds that `sample` means; dimensions it does not hold stay as they are.
+
+    Raises:
+        ValueError: a sample of quantiles comes without a calibration.
+    """
+    precision, batch = control.precision, control.batch
     if "log10_tau_low" in sample:
         tau_low = 10.0 ** sample["log10_tau_low"]
         precision = replace(precision, tau_low=tau_low, tau_high=tau_low * 10.0 ** sample["log10_tau_ratio"])
     if "tau_low_quantile" in sample:
         if calibrated_on is None:
             raise ValueError("calibration = None: a sample of quantiles has no meaning without the probe's variances")
-        tau_low, tau_high = _taus(sample, calibrated_on)
-        precision = replace(precision, tau_low=tau_low, tau_high=tau_high)
+        q = sample["tau_low_quantile"]
+        tau_low = calibrated_on.quantile(q)
+        tau_high = calibrated_on.quantile(min(q + sample["tau_high_share"] * (1.0 - q), 1.0))
+        # Equal quantiles (a share of 0, or variances that repeat) still have to be two thresholds.
+        precision = replace(precision, tau_low=tau_low, tau_high=max(tau_high, tau_low * (1.0 + 1e-6)))
         # Else the first epochs would be judged in a precision that the thresholds leave later.
         initial = {name: precision_for_variance(precision, v) for name, v in calibrated_on.layers.items()}
         precision = replace(precision, initial_layers=initial)
     if "rho_high" in sample:
-        rho_high = sample["rho_high"]
-        batch = replace(batch, rho_low=rho_high * sample["rho_ratio"], rho_high=rho_high)
-    if "alpha" in sample:
-        curvature = replace(curvature, alpha=sample["alpha"])
-    if "tau_curv" in sample:
-        curvature = replace(curvature, tau_curv=sample["tau_curv"])
-    if "t_ctrl" in sample:
-        every_steps = max(1, round(control.every_steps * sample["t_ctrl"]))
+        batch = replace(batch, rho_low=sample["rho_high"] * sample["rho_ratio"], rho_high=sample["rho_high"])
     if "batch_steps" in sample:
         up, down = (int(part) * batch.granularity for part in sample["batch_steps"].split(":"))
         batch = replace(batch, step_up=up, step_down=down)
+    curvature = replace(control.curvature, **{name: sample[name] for name in ("alpha", "tau_curv") if name in sample})
+    every_steps = max(1, round(control.every_steps * sample.get("t_ctrl", 1.0)))
     return replace(control, precision=precision, batch=batch, curvature=curvature, every_steps=every_steps)
-
-
-def _taus(sample: Mapping[str, Any], calibrated_on: Calibration) -> tuple[float, float]:
-    low = sample["tau_low_quantile"]
-    tau_low = calibrated_on.quantile(low)
-    tau_high = calibrated_on.quantile(min(low + sample["tau_high_share"] * (1.0 - low), 1.0))
-    # Equal quantiles (a share of 0, or variances that repeat) still have to be two thresholds.
-    return tau_low, max(tau_high, tau_low * (1.0 + 1e-6))

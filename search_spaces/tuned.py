@@ -1,17 +1,17 @@
 """Thresholds that searches have found for the bundled tasks, each with what it takes to find them again.
 
-`results/TASK.json` is the file `found.json` that a search leaves in its folder. Only `command` is added to, where the
-task's defaults have changed since, and it would repeat another search.
+`results/TASK.json` is the file `found.json` that a search leaves in its folder. Only `command` is edited: it gets the
+options that keep it the same search where the task's defaults have changed since.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib.resources import files
 
-from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig, require
+from triaccel_ray.config import ControlConfig
 from triaccel_ray.records.codec import decode
 
 
@@ -60,14 +60,13 @@ class TunedThresholds:
     trials_per_gpu: int = 1
     """Trials that shared a GPU: with more than one, seconds and scores are not those of a GPU of one's own."""
 
-    def __post_init__(self) -> None:
-        for name, kind in (("precision", PrecisionConfig), ("batch", BatchConfig), ("curvature", CurvatureConfig)):
-            known = [field.name for field in fields(kind)]
-            for key in getattr(self, name):
-                require(key in known, f"{name} of {self.task}", key, f"must be a threshold, one of {', '.join(known)}")
-
     def onto(self, control: ControlConfig) -> ControlConfig:
-        """Returns `control` with the thresholds that were found; what was not searched stays as it is."""
+        """Returns `control` with the thresholds that were found; what was not searched stays as it is.
+
+        Raises:
+            TypeError: one of the names is no threshold's.
+            ValueError: a value is out of range.
+        """
         return replace(
             control,
             precision=replace(control.precision, **self.precision),  # type: ignore[arg-type]  # the fields check values
@@ -86,6 +85,8 @@ def tuned_thresholds(task: str) -> TunedThresholds:
     """
     file = files("triaccel_ray.search_spaces").joinpath("results", f"{task}.json")
     try:
-        return decode(TunedThresholds, json.loads(file.read_text()))
-    except (ValueError, RecursionError) as error:
+        tuned = decode(TunedThresholds, json.loads(file.read_text()))
+        tuned.onto(ControlConfig())
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is no result of a search ({error}): copy found.json of a search there") from error
+    return tuned

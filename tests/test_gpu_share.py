@@ -11,7 +11,7 @@ from torch import nn
 from tests.build import CPU
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.measure.memory import MIB, CudaMemory
-from triaccel_ray.service.runs.gpu_share import RESERVE_BYTES, hold_to_part, part_of_device
+from triaccel_ray.service.runs.environment import RESERVE_BYTES, hold_to_part, part_of_device
 from triaccel_ray.trainables.digits import Digits
 
 TRAIN = """

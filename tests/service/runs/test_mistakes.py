@@ -18,7 +18,6 @@ from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.shared_data import share_splits
 from triaccel_ray.service.runs.trial import _portable
 from triaccel_ray.service.runs.worker import Worker
-from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.registry import load_task
 
@@ -36,19 +35,9 @@ class DataNone(Blobs):
         pass
 
 
-class DataTuple(Blobs):
-    def data(self, purpose):
-        return TensorSource(*blobs(160)), TensorSource(*blobs(50))
-
-
 class DataRaises(Blobs):
     def data(self, purpose):
         return Splits(train=self.samples, held_out=self.samples)
-
-
-class Tensors(Blobs):
-    def data(self, purpose):
-        return Splits(train=blobs(160), held_out=torch.utils.data.TensorDataset(*blobs(50)))
 
 
 class ModelNone(Blobs):
@@ -59,46 +48,6 @@ class ModelNone(Blobs):
 class ModelRaises(Blobs):
     def model(self):
         return {"mlp": super().model()}["cnn"]
-
-
-class Regression(Blobs):
-    def model(self):
-        return nn.Linear(8, 1)
-
-    def data(self, purpose):
-        source = TensorSource(torch.randn(160, 8), torch.randn(160, 1))
-        return Splits(train=source, held_out=source)
-
-    def loss(self, outputs, targets, recipe):
-        return nn.functional.mse_loss(outputs, targets)
-
-
-class Tolerant(Regression):
-    metrics = {"within_half": Metric(values=lambda outputs, targets: (outputs - targets).abs() < 0.5)}
-    objective = "within_half"
-
-
-class LossAlone(Regression):
-    metrics = {}
-    objective = "loss"
-
-
-class Counting(Regression):
-    def num_correct(self, outputs, targets):
-        return int(((outputs - targets).abs() < 0.5).sum())
-
-
-class Undecided(Regression):
-    metrics = {}
-
-
-class Misnamed(Regression):
-    metrics = {"loss": Metric(values=lambda outputs, targets: outputs)}
-
-
-class Plain(Regression):
-    metrics = {"error": lambda outputs, targets: (outputs - targets).abs()}
-    objective = "error"
 
 
 class TupleOutputs(Blobs):
@@ -121,20 +70,9 @@ class OtherHeldOut(Blobs):
         return Splits(train=blobs(160), held_out=(inputs, targets + 5))
 
 
-class Triples(Blobs):
-    def data(self, purpose):
-        inputs, targets = blobs(160)
-        return Splits(train=torch.utils.data.TensorDataset(inputs, targets, targets), held_out=blobs(50))
-
-
 class Few(Blobs):
     def data(self, purpose):
         return Splits(train=blobs(40), held_out=blobs(50))
-
-
-class Exits(Blobs):
-    def model(self):
-        sys.exit("no licence")
 
 
 class ExitsLater(Blobs):
@@ -144,38 +82,52 @@ class ExitsLater(Blobs):
         return super().loss(outputs, targets, recipe)
 
 
-class RaisesLater(Blobs):
+class Regression(Blobs):
+    def model(self):
+        return nn.Linear(8, 1)
+
+    def data(self, purpose):
+        samples = torch.randn(160, 8), torch.randn(160, 1)
+        return Splits(train=samples, held_out=torch.utils.data.TensorDataset(*samples))
+
     def loss(self, outputs, targets, recipe):
-        if len(targets) > 2:
-            return outputs["logits"]
-        return super().loss(outputs, targets, recipe)
+        return nn.functional.mse_loss(outputs, targets)
+
+
+class Tolerant(Regression):
+    metrics = {"within_half": Metric(values=lambda outputs, targets: (outputs - targets).abs() < 0.5)}
+    objective = "within_half"
+
+
+class LossAlone(Regression):
+    metrics = {}
+    objective = "loss"
+
+
+class Undecided(Blobs):
+    metrics = {}
+
+
+class Plain(Blobs):
+    metrics = {"accuracy": lambda outputs, targets: outputs.argmax(1) == targets}
+
+
+class Counting(Blobs):
+    num_correct = len
 
 
 class ControlDict(Blobs):
     control = {"every_steps": 2}
 
 
-class RecipeDict(Blobs):
-    recipe = {"epochs": 2}
-
-
-class NamedByNumber(Blobs):
-    name = 3
-
-
 class NoRecipe(Blobs):
     def loss(self, outputs, targets):
-        return nn.functional.cross_entropy(outputs, targets)
+        pass
 
 
 class Positional(Blobs):
     def loss(self, outputs, targets, settings):
-        return nn.functional.cross_entropy(outputs, targets)
-
-
-class NoPurpose(Blobs):
-    def data(self):
-        return super().data(Purpose.SEARCH)
+        pass
 
 
 class Unmakeable(Blobs):
@@ -183,22 +135,6 @@ class Unmakeable(Blobs):
         super().__init__(data_dir)
         self.files = {}["train"]
 """
-)
-BAD: tuple[tuple[str, type[Exception], tuple[str, ...]], ...] = (
-    ("DataNone", TypeError, ("DataNone.data() returned None: must return Splits(train=..., held_out=...)",)),
-    (
-        "DataTuple",
-        TypeError,
-        ("DataTuple.data() returned tuple of a TensorSource, a TensorSource: must",),
-    ),
-    ("DataRaises", UserCodeError, ("DataRaises.data() raised AttributeError", "return Splits(train=self.samples")),
-    ("ModelNone", TypeError, ("ModelNone.model() returned None: must return a torch.nn.Module",)),
-    ("ModelRaises", UserCodeError, ("ModelRaises.model() raised KeyError: 'cnn'", IN_YOUR_CODE, "in model")),
-    ("TupleOutputs", TypeError, ("outputs tuple of float32 (2, 4), None: cross-entropy needs a tensor",)),
-    ("Meta", UserCodeError, ("Meta.model().to('cpu') raised NotImplementedError",)),
-    ("OtherHeldOut", UserCodeError, ("the loss raised IndexError: Target ",)),
-    ("Triples", TypeError, ("item 0 of TensorDataset is a tuple of 3: must be a pair (input, target)",)),
-    ("Exits", UserCodeError, ("Exits.model() raised SystemExit: no licence", 'sys.exit("no licence")')),
 )
 
 
@@ -214,15 +150,25 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("method", ["triaccel", "fp32"])
-@pytest.mark.parametrize(("task", "kind", "needles"), BAD, ids=[task for task, *_ in BAD])
+@pytest.mark.parametrize(
+    ("task", "kind", "needles"),
+    [
+        ("DataNone", TypeError, ["DataNone.data() returned None: must return Splits(train=..., held_out=...)"]),
+        ("DataRaises", UserCodeError, ["DataRaises.data() raised AttributeError", "return Splits(train=self.samples"]),
+        ("ModelNone", TypeError, ["ModelNone.model() returned None: must return a torch.nn.Module"]),
+        ("ModelRaises", UserCodeError, ["ModelRaises.model() raised KeyError: 'cnn'", IN_YOUR_CODE, "in model"]),
+        ("TupleOutputs", TypeError, ["outputs tuple of float32 (2, 4), None: cross-entropy needs a tensor"]),
+        ("Meta", UserCodeError, ["Meta.model().to('cpu') raised NotImplementedError"]),
+        ("OtherHeldOut", UserCodeError, ["the loss raised IndexError: Target "]),
+    ],
+)
 def test_a_mistake_is_named_before_anything_trains(
-    mistakes: str, tmp_path: Path, task: str, kind: type[Exception], needles: tuple[str, ...], method: str
+    mistakes: str, tmp_path: Path, task: str, kind: type[Exception], needles: list[str], method: str
 ) -> None:
     with pytest.raises(kind) as refused:
         Worker(own_spec(f"{mistakes}:{task}", method=method), tmp_path / "run")
     assert type(refused.value) is kind
-    for needle in needles:
-        assert needle in str(refused.value)
+    assert [needle for needle in needles if needle not in str(refused.value)] == []
     assert len(str(refused.value).splitlines()) <= 8
     assert not (tmp_path / "run").exists()
 
@@ -232,10 +178,7 @@ def test_a_search_hears_of_it_where_it_shares_the_samples(mistakes: str) -> None
         share_splits(own_spec(f"{mistakes}:DataNone"))
 
 
-@pytest.mark.parametrize(
-    ("task", "objective", "most"),
-    [("Tensors", "accuracy", 100.0), ("Tolerant", "within_half", 1.0), ("LossAlone", "loss", 10.0)],
-)
+@pytest.mark.parametrize(("task", "objective", "most"), [("Tolerant", "within_half", 1.0), ("LossAlone", "loss", 10.0)])
 def test_a_task_may_be_given_by_tensors_and_judged_its_own_way(
     mistakes: str, tmp_path: Path, task: str, objective: str, most: float
 ) -> None:
@@ -243,30 +186,19 @@ def test_a_task_may_be_given_by_tensors_and_judged_its_own_way(
     trained(local_run(own_spec(name, goal=load_task(name, None).goal), StoragePath.of(tmp_path / "run")))
     end = read_run(tmp_path / "run").end
     assert end is not None
-    results = end.results
-    assert 0.0 < results[objective] <= most
-    assert results["score"] > 0.0
+    assert 0.0 < end.results[objective] <= most
+    assert end.results["score"] > 0.0
 
 
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [
-        ("ExitsLater", "the task's code called sys.exit(3): raise an error that says what is wrong"),
-        ("RaisesLater", "IndexError"),
-    ],
-)
-def test_what_fails_later_shows_the_users_lines_across_processes(
-    mistakes: str, tmp_path: Path, task: str, message: str
-) -> None:
-    result = trained(local_run(own_spec(f"{mistakes}:{task}"), StoragePath.of(tmp_path / "run")))
+def test_what_fails_later_shows_the_users_lines_across_processes(mistakes: str, tmp_path: Path) -> None:
+    result = trained(local_run(own_spec(f"{mistakes}:ExitsLater"), StoragePath.of(tmp_path / "run")))
     travelled = pickle.loads(pickle.dumps(result["error"]))
-    assert isinstance(travelled, UserCodeError | IndexError)
+    assert isinstance(travelled, UserCodeError)
     told = RunFailedError(tmp_path / "run", travelled)
     assert cause_of(told) == "bug"
-    assert message in str(told)
+    assert "the task's code called sys.exit(3): raise an error that says what is wrong" in str(told)
     assert str(told).count(IN_YOUR_CODE) == 1
     assert "in loss" in str(told)
-    assert (tmp_path / "run" / EVENTS).exists()
 
 
 def test_settings_that_do_not_fit_the_task_are_refused(mistakes: str, tmp_path: Path) -> None:
@@ -282,18 +214,11 @@ def test_settings_that_do_not_fit_the_task_are_refused(mistakes: str, tmp_path: 
     ("task", "message"),
     [
         ("Undecided", "Undecided.objective = 'accuracy': must be one of Undecided.metrics, which has"),
-        ("Misnamed", "name of a metric = 'loss': must be an identifier, and none of"),
         ("Plain", "must be a Metric, not a function"),
         ("Counting", "Counting.num_correct = 'a method': is asked no more; set metrics"),
         ("ControlDict", r"ControlDict.control = .*: must be a ControlConfig, not a dict; write ControlConfig\(\*\*"),
-        ("RecipeDict", "RecipeDict.recipe = .*: must be a Recipe, not a dict"),
-        (
-            "NoRecipe",
-            r"NoRecipe.loss \(.*mistaken_tasks.py:\d+\) takes \(outputs, targets\): must take \(outputs, targets, ",
-        ),
+        ("NoRecipe", r"NoRecipe.loss \(.*mistaken_tasks.py:\d+\) takes \(outputs, targets\): must take \(outputs, tar"),
         ("Positional", r"takes \(outputs, targets, settings\): must take \(outputs, targets, recipe\)"),
-        ("NoPurpose", r"NoPurpose.data \(.*:\d+\) takes \(\): must take \(purpose\)"),
-        ("NamedByNumber", "must set the attribute name to a text"),
         ("Unmakeable", r"Unmakeable\(data_dir\) raised KeyError: 'train' \(.*mistaken_tasks.py:\d+\)"),
     ],
 )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.service.records import run_of
 from triaccel_ray.records.goal import Goal
-from triaccel_ray.service.runs.objective import Figures, Objective, ObjectiveName
+from triaccel_ray.service.runs.objective import Figures, Objective, ObjectiveName, grace_epochs
 
 PERCENT = st.floats(0.0, 100.0)
 FIGURES = st.builds(
@@ -22,11 +22,16 @@ OBJECTIVE = st.builds(
     margin=st.floats(0.0, 100.0),
     reference=st.lists(PERCENT, max_size=5).map(tuple),
 )
-EPOCH = st.integers(1, 9)
+LITTLE = Goal(name="bits_per_byte", maximize=False, unit="")
 
 
 def figures(**changes: float) -> Figures:
     return Figures(**{"metric": 90.0, "seconds": 4.0, "peak_gb": 0.5, "score": 45.0, **changes})
+
+
+@pytest.mark.parametrize(("num_epochs", "grace"), [(1, 1), (2, 2), (5, 2), (20, 10)])
+def test_no_trial_is_stopped_before_half_of_its_epochs(num_epochs: int, grace: int) -> None:
+    assert grace_epochs(num_epochs) == grace
 
 
 @pytest.mark.parametrize(
@@ -39,17 +44,15 @@ def test_an_accuracy_is_hopeless_beyond_a_second_margin(accuracy: float, margin:
 
 
 def test_the_condition_is_the_amp_baselines_accuracy_after_each_epoch() -> None:
-    epochs = run_of("amp", num_epochs=2).epochs
+    epochs = run_of("amp", accuracy=90.0, num_epochs=2).epochs
     objective = Objective.against(epochs, Goal(), name="time", margin=2.0)
-    assert objective == Objective(
-        name="time", margin=2.0, reference=tuple(epoch.held_out(Goal()) or math.nan for epoch in epochs)
-    )
+    assert objective == Objective(name="time", margin=2.0, reference=(90.0, 90.0))
     unjudged = [epochs[0], replace(epochs[1], held_out_metrics={})]
     with pytest.raises(ValueError, match="epoch of the AMP baseline = 2: was not judged on validation samples"):
         Objective.against(unjudged, Goal())
 
 
-@given(objective=OBJECTIVE, epoch=EPOCH, one=FIGURES, other=FIGURES)
+@given(objective=OBJECTIVE, epoch=st.integers(1, 9), one=FIGURES, other=FIGURES)
 def test_the_infeasible_is_below_the_feasible_and_ordered_by_what_it_lacks(
     objective: Objective, epoch: int, one: Figures, other: Figures
 ) -> None:
@@ -62,16 +65,18 @@ def test_the_infeasible_is_below_the_feasible_and_ordered_by_what_it_lacks(
         assert value == -lack if lack > 0.0 else value >= 0.0
 
 
-@pytest.mark.parametrize("name", get_args(ObjectiveName))
-def test_each_name_maximises_its_figure(name: str) -> None:
-    value, better = {
-        "score": (45.0, {"score": 46.0}),
-        "metric": (90.0, {"metric": 91.0}),
-        "accuracy": (90.0, {"metric": 91.0}),
-        "time": (0.25, {"seconds": 3.0}),
-        "memory": (2.0, {"peak_gb": 0.4}),
-        "pareto": (45.0, {"score": 46.0}),
-    }[name]
+@pytest.mark.parametrize(
+    ("name", "value", "better"),
+    [
+        ("score", 45.0, {"score": 46.0}),
+        ("metric", 90.0, {"metric": 91.0}),
+        ("accuracy", 90.0, {"metric": 91.0}),
+        ("time", 0.25, {"seconds": 3.0}),
+        ("memory", 2.0, {"peak_gb": 0.4}),
+        ("pareto", 45.0, {"score": 46.0}),
+    ],
+)
+def test_each_name_maximises_its_figure(name: Any, value: float, better: dict[str, float]) -> None:
     for objective in (Objective(name=name), Objective(name=name, reference=(90.0,))):
         assert objective.value(1, figures()) == value
         assert objective.value(1, figures(**better)) > value
@@ -83,26 +88,13 @@ def test_each_name_maximises_its_figure(name: str) -> None:
 )
 def test_the_baseline_less_the_margin_is_met_at_the_same_epoch(epoch: int, accuracy: float, shortfall: float) -> None:
     assert Objective(margin=1.5, reference=(50.0, 70.0, 80.0)).shortfall(epoch, accuracy) == shortfall
-    assert Objective().shortfall(epoch, accuracy) == 0.0
 
 
-LITTLE = Goal(name="bits_per_byte", maximize=False, unit="")
-
-
-@given(margin=st.floats(0.0, 100.0), amp=st.floats(0.01, 1e3), one=st.floats(0.01, 1e3), other=st.floats(0.01, 1e3))
-def test_less_of_what_is_minimised_has_a_higher_value(margin: float, amp: float, one: float, other: float) -> None:
-    objective = Objective(name="metric", margin=margin, reference=(amp,), goal=LITTLE)
-    low, high = sorted((one, other))
-    values = [objective.value(1, figures(metric=each)) for each in (low, high)]
-    assert values[0] >= values[1]
-    assert objective.shortfall(1, amp) == 0.0
-    assert objective.shortfall(1, objective.limit) == pytest.approx(0.0, abs=1e-6)
-
-
-def test_a_point_is_a_percent_of_what_amp_has_where_the_metric_is_none() -> None:
-    objective = Objective(margin=2.0, reference=(3.0, 2.0), goal=LITTLE)
+def test_of_what_is_minimised_a_point_is_a_percent_of_what_amp_has() -> None:
+    objective = Objective(name="metric", margin=2.0, reference=(3.0, 2.0), goal=LITTLE)
     assert objective.shortfall(2, 2.04) == pytest.approx(0.0, abs=1e-9)
     assert objective.shortfall(2, 2.1) == pytest.approx(3.0)
+    assert objective.value(2, figures(metric=1.9)) > objective.value(2, figures(metric=2.0))
     assert (objective.limit, objective.limit_text) == (pytest.approx(2.04), "at most 2.04 bits per byte")
     assert objective.margin_text == "2 percent"
 
@@ -110,13 +102,8 @@ def test_a_point_is_a_percent_of_what_amp_has_where_the_metric_is_none() -> None
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"name": "accuracy", "goal": LITTLE},
-            "objective = 'accuracy': the task is judged by bits per byte; write metric",
-        ),
+        ({"name": "accuracy", "goal": LITTLE}, "objective = 'accuracy': the task is judged by bits per byte; write me"),
         ({"name": "speed"}, "name = 'speed': must be one of score, metric, accuracy, time, memory, pareto"),
-        ({"margin": -0.1}, r"margin = -0.1: must lie in \[0, 100\]"),
-        ({"margin": 100.1}, r"margin = 100.1: must lie in \[0, 100\]"),
         ({"margin": math.nan}, r"margin = nan: must lie in \[0, 100\]"),
     ],
 )

@@ -14,7 +14,7 @@ from triaccel_ray.records.codec import encode
 from triaccel_ray.records.events import LogError
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.runs.objective import Figures
-from triaccel_ray.service.runs.record import read_run, runs_below
+from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import EVENTS, SPEC
 
 
@@ -70,45 +70,22 @@ def test_a_run_under_way_has_figures_once_it_was_judged(tmp_path: Path, is_final
         assert read_run(tmp_path).status == told
 
 
-def cut_start(folder: Path) -> None:
-    lines = (folder / EVENTS).read_bytes().splitlines(keepends=True)
-    (folder / EVENTS).write_bytes(b"".join(lines[1:]))
-
-
-def spec_with(**changes: object) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        (folder / SPEC).write_text(json.dumps({**json.loads((folder / SPEC).read_text()), **changes}))
-
-    return change
-
-
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no log": (lambda folder: (folder / EVENTS).unlink(), "holds no run (events.jsonl is missing)"),
-    "empty log": (lambda folder: (folder / EVENTS).write_bytes(b""), "does not begin with a start record"),
-    "no start": (cut_start, "does not begin with a start record"),
-    "not JSON": (lambda folder: (folder / EVENTS).write_bytes(b"\x00\xff\n"), "line 1: not an event"),
-    "not an event": (lambda folder: (folder / EVENTS).write_text('{"kind": "tock"}\n'), "kind = 'tock'"),
-    "no spec": (lambda folder: (folder / SPEC).unlink(), "spec.json cannot be read"),
-    "spec not JSON": (lambda folder: (folder / SPEC).write_text("{"), "spec.json cannot be read"),
-    "spec not UTF-8": (lambda folder: (folder / SPEC).write_bytes(b"\xff\xfe"), "spec.json cannot be read"),
-    "spec a list": (lambda folder: (folder / SPEC).write_text("[]"), "must be an object"),
-    "unknown method": (spec_with(method="sgd"), "method = 'sgd': must be one of"),
-    "unknown field": (spec_with(colour="red"), "must be only the fields"),
-    "wrong type": (spec_with(seed="zero"), "must be an integer"),
+DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes | None], str]] = {
+    "no log": (EVENTS, lambda old: None, "holds no run (events.jsonl is missing)"),
+    "empty log": (EVENTS, lambda old: b"", "does not begin with a start record"),
+    "no start": (EVENTS, lambda old: old.partition(b"\n")[2], "does not begin with a start record"),
+    "not JSON": (EVENTS, lambda old: b"\x00\xff\n", "line 1: not an event"),
+    "no spec": (SPEC, lambda old: None, "spec.json cannot be read"),
+    "spec not UTF-8": (SPEC, lambda old: b"\xff\xfe", "spec.json cannot be read"),
+    "unknown method": (SPEC, lambda old: old.replace(b'"triaccel"', b'"sgd"'), "method = 'sgd': must be one of"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_named(tmp_path: Path, damage: str) -> None:
-    act, message = DAMAGE[damage]
-    act(simulated(tmp_path).complete())
+@pytest.mark.parametrize(("file", "act", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_named(tmp_path: Path, file: str, act: Callable[[bytes], bytes | None], message: str) -> None:
+    path = simulated(tmp_path).complete() / file
+    damaged = act(path.read_bytes())
+    path.unlink() if damaged is None else path.write_bytes(damaged)
     with pytest.raises(LogError, match=re.escape(message)) as caught:
         read_run(tmp_path)
     assert str(tmp_path) in str(caught.value)
-
-
-def test_runs_are_found_at_any_depth_in_name_order(tmp_path: Path) -> None:
-    folders = [tmp_path / "b" / "trials" / "1", tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        simulated(folder).start()
-    assert list(runs_below(tmp_path)) == [tmp_path / "a", tmp_path / "b", tmp_path / "b" / "trials" / "1"]

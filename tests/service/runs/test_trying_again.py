@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.service.build import SimulatedRun
 from tests.service.own_task import write_module
-from tests.service.records import FINAL_SPEC, run_of
+from tests.service.records import FINAL_SPEC
 from tests.service.stores import runs
 from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
-from triaccel_ray.records.codec import encode
-from triaccel_ray.records.events import End
-from triaccel_ray.service.cli.main import main
-from triaccel_ray.service.compare.comparison import Comparison
-from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.runs.record import read_run
-from triaccel_ray.service.storage.layout import EVENTS, SPEC
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.storage.layout import EVENTS, SPEC, write_value
 
 FITS_LATER = """
 from pathlib import Path
@@ -37,44 +29,19 @@ class FitsLater(Blobs):
 """
 
 
-@pytest.mark.parametrize(
-    ("status", "cause", "has_outcome"),
-    [
-        ("finished", "", True),
-        ("failed", "non_finite", True),
-        ("failed", "out_of_memory", True),
-        ("failed", "bug", False),
-        ("failed", "preempted", False),
-        ("failed", "disk_full", False),
-        ("stopped", "", False),
-        ("unfinished", "", False),
-    ],
-)
-def test_a_comparison_goes_on_with_what_has_no_outcome(status: str, cause: str, has_outcome: bool) -> None:
-    run = run_of("amp-seed0", status=status)
-    run = run if status == "unfinished" else replace(run, end=End(status=status, cause=cause))
-    spec = ComparisonSpec(base=FINAL_SPEC, methods=("amp",), num_seeds=2)
-    record = Comparison(folder=Path("versus"), spec=spec, choices=None, runs={"amp-seed0": run})
-    assert set(record.unfinished()) == {"amp-seed1", *(() if has_outcome else ("amp-seed0",))}
-    assert set(record.failed) == ({"amp-seed0"} if status == "failed" else set())
-
-
-def test_a_run_that_diverged_is_not_trained_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = SimulatedRun(tmp_path / "wild")
+def test_a_run_that_diverged_is_not_trained_again(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    run = SimulatedRun(desk.storage / "wild")
     run.start()
     run.train(1)
     run.end("failed", "non_finite", "the training loss of epoch 2 is nan")
-    (run.folder / SPEC).write_text(json.dumps(encode(FINAL_SPEC)))
+    write_value(run.folder / SPEC, FINAL_SPEC)
     before = run.path.read_bytes()
-    with pytest.raises(SystemExit) as ended:
-        main(["resume", "wild", "--storage-path", str(tmp_path)])
+    assert desk.type("resume", "wild") == 1
     said = " ".join(capsys.readouterr().err.split())
-    assert ended.value.code == 1
     assert "wild failed (non_finite): the training loss of epoch 2 is nan" in said
     assert "nothing is trained; begin a run with others, such as a smaller --lr" in said
     assert run.path.read_bytes() == before
-    tracker = Tracker(f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "artifacts")
-    assert tracker.client.get_experiment_by_name("triaccel-runs") is not None  # what was to be recorded, was
+    assert desk.tracker.client.get_experiment_by_name("triaccel-runs") is not None  # what was to be recorded, was
 
 
 def test_memory_that_was_freed_is_used_when_the_run_is_named(

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +18,12 @@ from tests.service.own_task import own_spec
 from tests.service.worker_factory import WorkerFactory, decided, last_of, records, train
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.loop import ControlLoop
-from triaccel_ray.records.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from triaccel_ray.records.codec import encode
-from triaccel_ray.records.events import End, Interruption, Tick, read_events
+from triaccel_ray.records.checkpoint import FORMAT, CheckpointError, OtherFormatError, load_checkpoint, save_checkpoint
+from triaccel_ray.records.events import End, Interruption, TakenOverError, Tick, read_events
 from triaccel_ray.service.failures import DiskFullError
-from triaccel_ray.service.runs import run_log
+from triaccel_ray.service.runs import record
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, PREVIOUS, REPLACED
+from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, REPLACED
 
 PICTURES = ControlConfig(
     every_steps=2,
@@ -78,17 +76,10 @@ def cut(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("torn", "missing", "epoch"),
-    [((), (), 2), ((CHECKPOINT,), (), 1), ((CHECKPOINT, PREVIOUS), (), 0), ((), (CHECKPOINT,), 1)],
-    ids=["whole", "newest torn", "both torn", "newest missing"],
+    ("torn", "epoch"), [((), 2), ((CHECKPOINT,), 1), ((CHECKPOINT, PREVIOUS), 0)], ids=["none", "newest", "both"]
 )
 def test_a_torn_checkpoint_is_never_loaded(
-    worker_factory: WorkerFactory,
-    module: str,
-    tmp_path: Path,
-    torn: tuple[str, ...],
-    missing: tuple[str, ...],
-    epoch: int,
+    worker_factory: WorkerFactory, module: str, tmp_path: Path, torn: tuple[str, ...], epoch: int
 ) -> None:
     spec = own_spec(f"{module}:Blobs")
     train(worker_factory.start(spec, tmp_path / "whole"))
@@ -96,8 +87,6 @@ def test_a_torn_checkpoint_is_never_loaded(
     lost(worker_factory, spec, folder, epochs=2)
     for name in torn:
         cut(folder / name)
-    for name in missing:
-        (folder / name).unlink()
     (folder / f".{CHECKPOINT}.123.partial").write_bytes(b"half a checkpoint")
     before = (folder / EVENTS).read_bytes()
     worker = worker_factory.build(spec, folder)
@@ -141,7 +130,7 @@ def test_a_full_disk_or_device_does_not_pass_for_a_damaged_checkpoint(
     spec, folder = own_spec(f"{module}:Blobs"), tmp_path / "run"
     lost(worker_factory, spec, folder, epochs=1)
     with monkeypatch.context() as patched:
-        patched.setattr(run_log, "write_value", full)
+        patched.setattr(record, "write_value", full)
         with pytest.raises(DiskFullError, match="make room, then go on"):
             worker_factory.build(spec, folder).resume()
     with monkeypatch.context() as patched:
@@ -150,32 +139,6 @@ def test_a_full_disk_or_device_does_not_pass_for_a_damaged_checkpoint(
             worker_factory.build(spec, folder).resume()
     assert not (folder / REPLACED).exists()
     assert worker_factory.build(spec, folder).resume() == 1
-
-
-OUTLIVING = """
-import json
-import os
-import sys
-from pathlib import Path
-
-from triaccel_ray.records.events import TakenOverError
-from triaccel_ray.records.codec import decode, encode
-from triaccel_ray.service.failures import cause_of
-from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.runs.worker import Worker
-
-worker = Worker(decode(RunSpec, json.loads(sys.argv[1])), Path(sys.argv[2]))
-worker.resume()
-worker.train_epoch()
-worker.checkpoint()
-print("trained", flush=True)
-step = sys.stdin.readline().strip()
-try:
-    getattr(worker, step)()
-except TakenOverError as error:
-    print(cause_of(error), worker.log.ended or step == "checkpoint", flush=True)
-worker.close()
-"""
 
 
 @pytest.mark.parametrize("log", ["shorter", "another run's"])
@@ -205,25 +168,29 @@ def test_a_run_that_begins_again_does_not_hold_two_models(
     assert set(sys.modules[module].AT_ONCE) == {1}
 
 
-def test_a_checkpoint_from_before_a_setting_was_added_is_this_runs(
+def test_only_a_checkpoint_of_the_same_run_and_format_is_loaded(
     worker_factory: WorkerFactory, module: str, tmp_path: Path
 ) -> None:
     spec = own_spec(f"{module}:Blobs")
     lost(worker_factory, spec, tmp_path, epochs=1)
     state = load_checkpoint(tmp_path / CHECKPOINT)
     fields = json.loads(state["spec"])
-    assert fields.pop("trials_per_gpu") == 1
-    save_checkpoint(tmp_path / CHECKPOINT, {**state, "spec": json.dumps(fields)})
-    worker = worker_factory.build(spec, tmp_path)
-    assert worker.resume() == 1
-    worker.close()
-    later = {**fields, "of_a_later_version": 1}
-    for changed, checkpoint in ((spec, later), (replace(spec, seed=1), fields)):
-        save_checkpoint(tmp_path / CHECKPOINT, {**state, "spec": json.dumps(checkpoint)})
-        before = (tmp_path / EVENTS).read_bytes()
-        with pytest.raises(CheckpointError, match="belongs to a run with other settings"):
-            worker_factory.build(changed, tmp_path).resume()
-        assert (tmp_path / EVENTS).read_bytes() == before
+    assert fields.pop("trials_per_gpu") == 1  # as one written before this setting was added
+    mine, later = ({**state, "spec": json.dumps(each)} for each in (fields, {**fields, "of_a_later_version": 1}))
+    (tmp_path / ERROR).write_text("of the failure that is to be resumed from")
+    for asked, content, kind, message in (
+        (spec, {"format": FORMAT, "state": later}, CheckpointError, "belongs to a run with other settings"),
+        (replace(spec, seed=1), {"format": FORMAT, "state": mine}, CheckpointError, "belongs to a run with other"),
+        (spec, {"format": 99, "state": mine}, OtherFormatError, "go on with the version that began the run"),
+    ):
+        torch.save(content, tmp_path / CHECKPOINT)
+        before = {each.name: each.read_bytes() for each in tmp_path.iterdir() if each.is_file()}
+        with pytest.raises(kind, match=message):
+            worker_factory.build(asked, tmp_path).resume()
+        assert {each.name: each.read_bytes() for each in tmp_path.iterdir() if each.is_file()} == before
+    save_checkpoint(tmp_path / CHECKPOINT, mine)
+    assert worker_factory.build(spec, tmp_path).resume() == 1
+    assert not (tmp_path / ERROR).exists()
 
 
 @pytest.mark.parametrize("step", ["train_epoch", "checkpoint", "stop"])
@@ -232,22 +199,18 @@ def test_a_process_that_outlives_its_run_writes_nothing_more(
 ) -> None:
     spec, folder = own_spec(f"{module}:Blobs"), tmp_path / "run"
     train(worker_factory.start(spec, tmp_path / "whole"))
-    outliving = subprocess.Popen(
-        [sys.executable, "-c", OUTLIVING, json.dumps(encode(spec)), str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])},
-    )
-    assert outliving.stdout is not None
-    assert outliving.stdout.readline() == "trained\n"
+    outliving = worker_factory.start(spec, folder)
+    outliving.train_epoch()
+    outliving.checkpoint()
     worker = worker_factory.build(spec, folder)
     assert worker.resume() == 1
     worker.train_epoch()
     worker.checkpoint()
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    said, _ = outliving.communicate(f"{step}\n")
-    assert (said, outliving.returncode) == ("taken_over True\n", 0)
+    with pytest.raises(TakenOverError):
+        getattr(outliving, step)()
+    assert outliving.log.ended or step == "checkpoint"
+    outliving.close()
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     train(worker).finish()
     assert decided(folder) == decided(tmp_path / "whole")

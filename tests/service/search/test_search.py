@@ -11,30 +11,22 @@ import pytest
 from tests.service.records import run_of
 from triaccel_ray.config import BatchConfig
 from triaccel_ray.records.events import End
-from triaccel_ray.service.runs.objective import grace_epochs
 from triaccel_ray.service.runs.runs import cpus_of_a_run
-from triaccel_ray.service.search.search import MIN_HEADROOM_BYTES, _headroom_bytes, _Pruner
-
-
-@pytest.mark.parametrize(("num_epochs", "grace"), [(1, 1), (2, 2), (5, 2), (8, 4), (12, 6), (20, 10)])
-def test_no_trial_is_stopped_before_half_of_its_epochs(num_epochs: int, grace: int) -> None:
-    assert grace_epochs(num_epochs) == grace
-
-
-def told(pruner: _Pruner, name: str, epoch: int, objective: float, *, hopeless: bool = False) -> str:
-    trial: Any = SimpleNamespace(trial_id=name, status="RUNNING", is_finished=lambda: False)
-    if name not in pruner._trial_info:
-        pruner._trial_info[name] = pruner._brackets[0]
-    result = {"epoch": epoch, "objective": objective, "hopeless": hopeless}
-    return pruner.on_trial_result(None, trial, result)
+from triaccel_ray.service.search.search import MIN_HEADROOM_BYTES, _headroom_bytes, pruner
 
 
 def test_a_trial_out_of_reach_is_stopped_though_it_is_the_first_at_its_rung() -> None:
-    pruner = _Pruner(time_attr="epoch", metric="objective", mode="max", max_t=12, grace_period=6, reduction_factor=3)
-    assert told(pruner, "short of the margin by chance", 6, -0.5) == pruner.CONTINUE
-    assert told(pruner, "lost", 6, -8.7, hopeless=True) == pruner.STOP
-    assert told(pruner, "good", 6, 700.0) == pruner.CONTINUE
-    assert told(pruner, "worse", 6, 100.0) == pruner.STOP
+    made = pruner(12)
+    for name, objective, hopeless, expected in (
+        ("short of the margin by chance", -0.5, False, made.CONTINUE),
+        ("lost", -8.7, True, made.STOP),
+        ("good", 700.0, False, made.CONTINUE),
+        ("worse", 100.0, False, made.STOP),
+    ):
+        trial: Any = SimpleNamespace(trial_id=name, status="RUNNING", is_finished=lambda: False)
+        made._trial_info[name] = made._brackets[0]
+        result = {"epoch": 6, "objective": objective, "hopeless": hopeless}
+        assert made.on_trial_result(None, trial, result) == expected, name
 
 
 def test_the_headroom_is_what_the_largest_batch_takes_by_the_probes_measure() -> None:

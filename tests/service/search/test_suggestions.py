@@ -3,35 +3,35 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 from optuna.trial import TrialState
 from ray import tune
 
 from triaccel_ray.records.events import Claim, EventLog, LogError, TakenOverError
-from triaccel_ray.service.search.suggestions import JournaledSearch, read_suggestions
+from triaccel_ray.service.search.suggestions import JournaledSearch, ended_trials
 
 SPACE = {"x": tune.uniform(0.0, 1.0), "y": tune.choice(["a", "b"])}
 FIRST = {"x": 0.5, "y": "a"}
 
 
-def search(folder: Path, claim: Claim | None = None) -> JournaledSearch:
+def search(folder: Path, name: str = "trials.jsonl", claim: Claim | None = None) -> JournaledSearch:
     return JournaledSearch(
         SPACE,
-        folder / "trials.jsonl",
-        sampler=lambda number: optuna.samplers.TPESampler(n_startup_trials=2, seed=number),
-        directions={"objective": "maximize"},
+        folder / name,
+        maximised={"objective": True},
         first=FIRST,
+        num_startup=2,
+        seed=0,
         claim=claim,
     )
 
 
-def carry_out(made: JournaledSearch, count: int, *, ids: str) -> list[dict[str, Any]]:
+def carry_out(made: JournaledSearch, count: int) -> list[dict[str, Any]]:
     """Suggests and ends `count` trials, one after the other."""
     suggested = []
     for number in range(count):
-        sample = made.suggest(f"{ids}{number}")
-        made.on_trial_complete(f"{ids}{number}", {"objective": sample["x"], "epoch": 3, "finished": True})
+        sample = made.suggest(str(number))
+        made.on_trial_complete(str(number), {"objective": sample["x"], "epoch": 3, "finished": True})
         suggested.append(sample)
     return suggested
 
@@ -47,30 +47,22 @@ def test_the_sampler_hears_of_pruned_trials_what_they_were_worth_at_each_epoch(t
     whole, cut = made._study.trials
     assert (whole.state, whole.value, whole.intermediate_values) == (TrialState.COMPLETE, 9.0, {1: 1.0, 2: 2.0})
     assert (cut.state, cut.intermediate_values) == (TrialState.PRUNED, {1: 1.0, 2: 9.0})
-    assert read_suggestions(tmp_path / "trials.jsonl").ended == {"trial-000", "trial-001"}
-
-
-def without_end(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in sample.items() if name != "ended"} for sample in samples]
+    assert ended_trials(tmp_path / "trials.jsonl") == {"trial-000", "trial-001"}
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"trial": "tri'])
 def test_a_search_that_begins_again_suggests_what_an_undisturbed_one_does(tmp_path: Path, torn: bytes) -> None:
-    for name in ("whole", "cut"):
-        (tmp_path / name).mkdir()
-    whole = carry_out(search(tmp_path / "whole"), 6, ids="w")
+    whole, journal = carry_out(search(tmp_path, "whole"), 6), tmp_path / "cut"
     assert whole[0] == {**FIRST, "trial": "trial-000", "ended": False}
-    broken = search(tmp_path / "cut")
-    carry_out(broken, 3, ids="b")
+    broken = search(tmp_path, "cut")
+    carry_out(broken, 3)
     begun = broken.suggest("lost")
-    with (tmp_path / "cut" / "trials.jsonl").open("ab") as file:
+    with journal.open("ab") as file:
         file.write(torn)
-    assert len(read_suggestions(tmp_path / "cut" / "trials.jsonl").samples) == 4
-    resumed = carry_out(search(tmp_path / "cut"), 6, ids="r")
-    assert len(read_suggestions(tmp_path / "cut" / "trials.jsonl").samples) == 6  # the torn line was cut off
-    assert without_end(resumed) == without_end(whole)
+    resumed = carry_out(search(tmp_path, "cut"), 6)
+    assert resumed == [*({**each, "ended": True} for each in whole[:3]), *whole[3:]]
     assert resumed[3] == begun
-    assert [sample["ended"] for sample in resumed] == [True] * 3 + [False] * 3
+    assert ended_trials(journal) == {sample["trial"] for sample in whole}  # the torn line was cut off
 
 
 @pytest.mark.parametrize("result", [None, {"objective": -1.0, "unfinished": "bug"}])
@@ -78,12 +70,12 @@ def test_a_trial_that_is_to_be_done_again_is_not_noted(tmp_path: Path, result: d
     made = search(tmp_path)
     made.suggest("one")
     made.on_trial_complete("one", result, error=result is None)
-    assert read_suggestions(tmp_path / "trials.jsonl").ended == frozenset()
+    assert ended_trials(tmp_path / "trials.jsonl") == frozenset()
 
 
 def test_nothing_is_suggested_or_noted_once_another_process_goes_on(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "log")
-    made = search(tmp_path, log.claim)
+    made = search(tmp_path, claim=log.claim)
     sample = made.suggest("one")
     EventLog(tmp_path / "log").close()
     before = (tmp_path / "trials.jsonl").read_bytes()
@@ -95,8 +87,9 @@ def test_nothing_is_suggested_or_noted_once_another_process_goes_on(tmp_path: Pa
     log.close()
 
 
-@pytest.mark.parametrize("line", [b"\xff\n", b"3\n", b'{"ended": true}\n'])
+@pytest.mark.parametrize("line", [b"\xff\n", b'{"ended": true}\n'])
 def test_a_damaged_journal_is_named(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "trials.jsonl").write_bytes(line)
     with pytest.raises(LogError, match=r"trials.jsonl cannot be read .*: restore it, or begin a new search"):
         search(tmp_path)
+    assert ended_trials(tmp_path / "trials.jsonl") == frozenset()

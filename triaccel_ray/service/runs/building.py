@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from triaccel_ray.apply.evaluate import measured
 from triaccel_ray.apply.precision import useless_precisions
-from triaccel_ray.baseline import Baseline, BaselineLoop
+from triaccel_ray.baseline import BaselineLoop
 from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.cuda.stream_pool import LentStream
 from triaccel_ray.data.sources import DataSource, delivered
@@ -32,28 +32,26 @@ from triaccel_ray.trainables.task import Purpose, Splits, Task
 def build_loop(
     spec: RunSpec,
     task: Task,
-    train: DataSource,
-    held_out: DataSource | None = None,
+    splits: Splits,
     *,
     control: ControlConfig,
     device: torch.device,
     budget_bytes: int | None,
     on_tick: Callable[[Tick], None],
 ) -> ControlLoop | BaselineLoop:
-    """Returns the loop that trains `task` on `train` as `spec` and `control` say, its model drawn from the run's seed.
+    """Returns the loop that trains `task` as `spec` and `control` say, its model drawn from the run's seed.
 
     Whatever was drawn before, two loops of one spec are the same. What one method could not train, no method begins.
-
-    Samples that are `held_out` for validation are tried beforehand, too.
+    Of validation samples, too, two are tried beforehand; test samples are read at the run's end alone.
 
     Raises:
         UserCodeError: the task's own code raised.
         TypeError, ValueError: something that it returned cannot be trained; the message says why.
     """
-    start = spec.control.batch.start
+    train, start, on_gpu = splits.train, control.batch.start, device.type == "cuda"
     rule = f"must be at most the number of training samples, {len(train)}; give --batch-size {len(train)} or less"
     require(start <= len(train), "batch size", start, rule)
-    if device.type == "cpu":
+    if not on_gpu:
         _rehearse(spec, control, task, delivered(train, device, control.execution.data_on))
     seed_everything(spec.seed)
     model = _model_of(task, device)
@@ -61,45 +59,29 @@ def build_loop(
     with blaming(f"{type(task).__name__}.optimizer()"):
         optimizer = task.optimizer(model, spec.recipe)
     require_trainable(model, optimizer, layers)
-    loss = partial(task.loss, recipe=spec.recipe)
-    train = delivered(train, device, control.execution.data_on)
-    on_gpu = device.type == "cuda"
+    loss, train = partial(task.loss, recipe=spec.recipe), delivered(train, device, control.execution.data_on)
     with LentStream(device).current() if on_gpu and not spec.is_baseline else contextlib.nullcontext():
-        for source in (train, *([] if held_out is None else [held_out])):
+        for source in (train, splits.held_out) if spec.purpose is Purpose.SEARCH else (train,):
             require_working(model, loss, source, partial(measured, task.metrics))
         if on_gpu:
             _warm_up(model, loss, train, device)
     if on_gpu:
         torch.cuda.empty_cache()  # or what the loop keeps for good would take a corner of each block left behind
     seed_everything(spec.seed)
-    if spec.is_baseline:
-        return BaselineLoop(
-            model,
-            optimizer,
-            loss,
-            train,
-            method="fp32" if spec.method == "fp32" else "amp",
-            batch_size=spec.control.batch.start,
-            amp=spec.recipe.amp,
-            schedule=spec.recipe.lr_factor,
-            accumulate=control.batch.accumulate,
-            clip_norm=control.clip_norm,
-            memory_budget=budget_bytes,
-            memory_headroom=spec.memory_headroom_bytes,
-            seed=spec.seed,
-        )
-    return ControlLoop(
-        model,
-        optimizer,
-        loss,
-        train,
-        config=control,
-        schedule=spec.recipe.lr_factor,
-        memory_budget=budget_bytes,
-        memory_headroom=spec.memory_headroom_bytes,
-        seed=spec.seed,
-        on_tick=on_tick,
-    )
+    limits: dict[str, Any] = {"memory_budget": budget_bytes, "memory_headroom": spec.memory_headroom_bytes}
+    return _loop_of(spec, control, model, optimizer, loss, train, on_tick=on_tick, seed=spec.seed, **limits)
+
+
+def _loop_of(
+    spec: RunSpec, control: ControlConfig, *trained: Any, on_tick: Callable[[Tick], None] | None = None, **limits: Any
+) -> ControlLoop | BaselineLoop:
+    """Returns the loop of the run's method for what is `trained`: model, optimizer, loss and samples."""
+    options: dict[str, Any] = {"schedule": spec.recipe.lr_factor, **limits}
+    if not spec.is_baseline:
+        return ControlLoop(*trained, config=control, on_tick=on_tick, **options)
+    batch = control.batch
+    options |= {"batch_size": batch.start, "accumulate": batch.accumulate, "clip_norm": control.clip_norm}
+    return BaselineLoop(*trained, method="fp32" if spec.method == "fp32" else "amp", amp=spec.recipe.amp, **options)
 
 
 def fitted_control(spec: RunSpec, num_samples: int) -> ControlConfig:
@@ -151,12 +133,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def is_finite(model: nn.Module) -> bool:
-    """Returns whether no parameter and no buffer of `model` holds an infinity or a NaN."""
-    return all(bool(tensor.isfinite().all()) for tensor in (*model.parameters(), *model.buffers()))
-
-
-class _Rehearsal(DataSource):
+class _FirstSamples(DataSource):
     """The first samples of a source, plain, each time."""
 
     def __init__(self, source: DataSource, num_samples: int) -> None:
@@ -175,35 +152,29 @@ class _Rehearsal(DataSource):
 def _rehearse(spec: RunSpec, control: ControlConfig, task: Task, train: DataSource) -> None:
     """Trains a model of its own for two steps in each precision, measures its curvature, judges it, and drops it.
 
-    A process's resident set grows by tens of MiB when the libraries' code is first used. Before a run's first batch,
-    that is part of what the idle process holds; after it, it would pass for the batches' memory. So a run's decisions
-    do not depend on what its process has done before.
+    A process's resident set grows by tens of MiB when the libraries' code is first used. Loaded before the run's first
+    batch, that counts as the idle process's; loaded after it, as the batches'. A run's decisions would then depend on
+    what its process has done before.
     """
-    batch_size = control.batch.start if spec.is_baseline else control.batch.minimum
-    source, loss = _Rehearsal(train, 2 * batch_size), partial(task.loss, recipe=spec.recipe)
-    levels = [control.precision.initial]
-    if control.precision.enabled:
-        is_compiled = control.execution.compile == "on"
-        useless = () if control.precision.allow_slow_precisions else useless_precisions("cpu", is_compiled=is_compiled)
-        levels = [level for level in Precision if level not in useless]
+    precision, size = control.precision, control.batch.start if spec.is_baseline else control.batch.minimum
+    levels = [precision.initial]
+    if precision.enabled:
+        useless = useless_precisions("cpu", is_compiled=control.execution.compile == "on")
+        levels = [level for level in Precision if precision.allow_slow_precisions or level not in useless]
+    source = _FirstSamples(train, 2 * size)
     # What goes wrong here goes wrong in the run, too, which then has a log to say so.
     with contextlib.suppress(Exception), refusing_exits():
         for level in levels:
+            short = replace(
+                control,
+                every_steps=1,
+                precision=replace(precision, enabled=False, initial=level, initial_layers={}),
+                curvature=replace(control.curvature, every_steps=2),
+                batch=replace(control.batch, enabled=False, start=size),
+            )
             model = task.model()
             optimizer = task.optimizer(model, spec.recipe)
-            loop: ControlLoop | BaselineLoop
-            if spec.is_baseline:
-                method: Baseline = "fp32" if spec.method == "fp32" else "amp"
-                loop = BaselineLoop(model, optimizer, loss, source, method=method, batch_size=batch_size)
-            else:
-                config = replace(
-                    control,
-                    every_steps=1,
-                    precision=replace(control.precision, enabled=False, initial=level, initial_layers={}),
-                    curvature=replace(control.curvature, every_steps=2),
-                    batch=replace(control.batch, enabled=False, start=batch_size),
-                )
-                loop = ControlLoop(model, optimizer, loss, source, config=config)
+            loop = _loop_of(spec, short, model, optimizer, partial(task.loss, recipe=spec.recipe), source)
             loop.step()
             loop.step()
             loop.evaluate(source, task.metrics, is_last=True)

@@ -1,4 +1,4 @@
-"""A run's first record: what was asked for, hardware, versions, the commit; and whether a budget can be enough."""
+"""Where a run trains: its share of the device, whether a budget can be enough, and what its first record says of it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from triaccel_ray.config import ControlConfig
-from triaccel_ray.measure.memory import MemoryMeter, memory_meter
+from triaccel_ray.measure.memory import MIB, MemoryMeter, memory_meter, mib
 from triaccel_ray.records.codec import encode
 from triaccel_ray.records.events import Start
 from triaccel_ray.service.runs.spec import RunSpec
@@ -20,11 +19,13 @@ from triaccel_ray.service.units import format_bytes
 
 CUDA_CONTEXT_BYTES = 100 * 2**20
 """What a process holds of a GPU at least before its first tensor; 200 to 500 MiB on most."""
+RESERVE_BYTES = 512 * MIB
+"""Left free by each process that shares a device: CUDA modules are loaded between two enforcements of a cap, and a
+driver that hides processes hides their contexts too."""
 COMMIT = "commit"
 """Name, in a run's first record, of the git commit of the user's working directory."""
 COMMIT_VARIABLE = "TRIACCEL_COMMIT"
 """Environment variable by which workers, which may be elsewhere, know it."""
-_GIT_TIMEOUT_S = 5.0
 
 
 def require_budget(spec: RunSpec) -> None:
@@ -49,25 +50,64 @@ def require_budget(spec: RunSpec) -> None:
         )
 
 
+def part_of_device(total_bytes: int, num_sharing: int, budget_bytes: int | None = None) -> int:
+    """Returns what one of `num_sharing` processes may hold of a device of `total_bytes`: its part, less a reserve.
+
+    A smaller budget that is given stays as it is.
+
+    Raises:
+        ValueError: the budget is larger than the part, or the part less the reserve is nothing.
+    """
+    part = total_bytes // num_sharing - RESERVE_BYTES
+    if part <= 0:
+        raise ValueError(
+            f"trials-per-gpu = {num_sharing}: of {mib(total_bytes)} nothing is left to each but the "
+            f"{mib(RESERVE_BYTES)} that it must leave free; let fewer share the device"
+        )
+    if budget_bytes is not None and budget_bytes > part:
+        raise ValueError(
+            f"memory budget = {mib(budget_bytes)}: must be at most {mib(part)}, the part of each of {num_sharing} "
+            f"processes that share {mib(total_bytes)}; leave it out, or let fewer share the device"
+        )
+    return part if budget_bytes is None else budget_bytes
+
+
+def hold_to_part(device: torch.device, num_sharing: int, budget_bytes: int | None = None) -> int | None:
+    """Returns the budget of a process that shares `device` with others, and has the device enforce it from now on.
+
+    One that has the device to itself, or a CPU, keeps the budget that it was given.
+
+    Raises:
+        ValueError: see `part_of_device`; or the CUDA context alone takes more.
+    """
+    if num_sharing == 1 or device.type != "cuda":
+        return budget_bytes
+    part = part_of_device(torch.cuda.get_device_properties(device).total_memory, num_sharing, budget_bytes)
+    memory_meter(device, part)
+    return part
+
+
 def start_record(spec: RunSpec, control: ControlConfig, device: torch.device, memory: MemoryMeter) -> Start:
     """Returns what was asked for, and where the run trains: on `device`, by `control`, within the limit of `memory`."""
     info = {"task": spec.task, "method": spec.method, "seed": str(spec.seed), "purpose": spec.purpose.value}
-    recipe: dict[str, Any] = {f"recipe.{name}": value for name, value in encode(spec.recipe).items()}
     if spec.trials_per_gpu > 1:
         info["trials_per_gpu"] = str(spec.trials_per_gpu)
-    info["memory_source"] = memory.source
     return Start(
         control=control,
         goal=spec.goal,
-        info={**info, **environment(device)},
-        parameters={**recipe, "memory_limit_bytes": memory.limit_bytes},
+        info={**info, "memory_source": memory.source, **environment(device)},
+        parameters={
+            **{f"recipe.{name}": value for name, value in encode(spec.recipe).items()},
+            "memory_limit_bytes": memory.limit_bytes,
+        },
     )
 
 
 def environment(device: torch.device) -> dict[str, str]:
     """Returns hardware and versions, for the record."""
+    cpu = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
     info = {
-        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "device": device.type,
         "python": platform.python_version(),
         "host": platform.node(),
@@ -77,20 +117,14 @@ def environment(device: torch.device) -> dict[str, str]:
             info[package] = version(package)
         except PackageNotFoundError:
             info[package] = "not installed"
-    if commit := os.environ.get(COMMIT_VARIABLE):
-        info[COMMIT] = commit
-    return info
+    return info | ({COMMIT: commit} if (commit := os.environ.get(COMMIT_VARIABLE)) else {})
 
 
 def commit_of(folder: Path) -> str:
     """Returns the git commit checked out in `folder`, `-dirty` where files differ from it; empty where none is."""
     words = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=5.0, check=True)
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _cpu_name() -> str:
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    return done.stdout.strip()

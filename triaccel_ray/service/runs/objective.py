@@ -25,18 +25,19 @@ class Figures:
     score: float
 
 
-_VALUES: Final[Mapping[str, Callable[[Figures, Goal], float]]] = {
+ObjectiveName = Literal["score", "metric", "accuracy", "time", "memory", "pareto"]
+
+_VALUES: Final[Mapping[ObjectiveName, Callable[[Figures, Goal], float]]] = {
     "score": lambda figures, goal: figures.score,
     "metric": lambda figures, goal: quality(figures.metric, goal),
     "accuracy": lambda figures, goal: quality(figures.metric, goal),  # the metric's name where that is what it is
     "time": lambda figures, goal: 1.0 / figures.seconds,
     "memory": lambda figures, goal: 1.0 / figures.peak_gb,
+    "pareto": lambda figures, goal: figures.score,
 }
 
 _CHANCE: Final = 1.0
 """Points by which the metric on a few hundred samples differs from epoch to epoch."""
-
-ObjectiveName = Literal["score", "metric", "accuracy", "time", "memory", "pareto"]
 
 
 def grace_epochs(num_epochs: int) -> int:
@@ -76,12 +77,15 @@ class Objective:
         Raises:
             ValueError: one of them was not judged on validation samples.
         """
-        figures = [epoch.held_out(goal) for epoch in amp]
-        for epoch, figure in zip(amp, figures, strict=True):
-            rule = "was not judged on validation samples, so nothing can be measured by it; run the baseline again"
-            require(figure is not None, "epoch of the AMP baseline", epoch.epoch, rule)
-        reference = tuple(each for each in figures if each is not None)
-        return cls(name=name, margin=margin, reference=reference, goal=goal)
+        reference = []
+        for epoch in amp:
+            if (figure := epoch.held_out(goal)) is None:
+                raise ValueError(
+                    f"epoch of the AMP baseline = {epoch.epoch}: was not judged on validation samples, so nothing can "
+                    "be measured by it; run the baseline again"
+                )
+            reference.append(figure)
+        return cls(name=name, margin=margin, reference=tuple(reference), goal=goal)
 
     @property
     def limit(self) -> float:
@@ -123,6 +127,4 @@ class Objective:
         So infeasible configurations are ordered too, by how much they lack, and early epochs can be compared.
         """
         shortfall = self.shortfall(epoch, figures.metric)
-        if shortfall > 0.0:
-            return -shortfall
-        return _VALUES["score" if self.name == "pareto" else self.name](figures, self.goal)
+        return -shortfall if shortfall > 0.0 else _VALUES[self.name](figures, self.goal)

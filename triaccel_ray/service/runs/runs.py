@@ -29,8 +29,7 @@ from triaccel_ray.service.failures import (
     StoreError,
     failed,
 )
-from triaccel_ray.service.runs.record import read_if_begun
-from triaccel_ray.service.runs.run_log import end_run
+from triaccel_ray.service.runs.record import end_run, read_if_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trial import NAME, RunContext, RunTrial
@@ -57,10 +56,8 @@ def run_all(
 ) -> dict[str, Exception]:
     """Trains every run, from its checkpoint where it has begun, and returns how those that failed did, by name.
 
-    That is a RunFailedError for a run that had begun, what was raised for one that had not, and StoreError as it is.
-
-    Each run has the place `root / name`, its samples from `shared` where given, and a process of its own unless
-    `reuse_actors`.
+    Each has the place `root / name`, its samples from `shared` where given, and a process of its own unless
+    `reuse_actors`. Those that had begun have a RunFailedError, others what was raised, StoreError as it is.
 
     Raises:
         DiskFullError, TakenOverError, KeyboardInterrupt: see `fit`.
@@ -70,18 +67,18 @@ def run_all(
     by_name = dict(specs)
     context = RunContext(place=root, spec_of=lambda config: by_name[config[NAME]], shared=shared)
     config = tune.TuneConfig(reuse_actors=reuse_actors)
-    outcomes = fit(context, config, num_gpus=num_gpus, space={NAME: tune.grid_search(list(by_name))})
-    failures = {name: _failure(root / name, outcome) for name, outcome in outcomes.items()}
+    last = fit(context, config, num_gpus=num_gpus, space={NAME: tune.grid_search(list(by_name))})
+    failures = {name: _failure(root / name, result) for name, result in last.items()}
     return {name: error for name, error in failures.items() if error is not None}
 
 
 def fit(
     context: RunContext, config: tune.TuneConfig, *, num_gpus: float, space: dict[str, Any] | None = None
-) -> dict[str, Mapping[str, Any] | Exception]:
+) -> dict[str, Mapping[str, Any]]:
     """Has Ray Tune train the trials of `config`, or those that `space` lists, and returns their last results, by name.
 
-    Instead of a result, the exception that ended it, of a trial that was lost too often or could not reach its store;
-    it is on record then. Tune's own state goes to a temporary folder, and nothing is read from it.
+    That of a trial that was lost too often, or could not reach its store, is the exception as `error`; it is on record
+    then. Nothing is read from Tune's own state, in a temporary folder.
 
     Raises:
         DiskFullError: a trial found no room for its files; the others were stopped.
@@ -115,20 +112,20 @@ def fit(
             for name in trials.begun:
                 _end_if_cut_off(context.place / name)
             raise
-    outcomes: dict[str, Mapping[str, Any] | Exception] = {}
+    last: dict[str, Mapping[str, Any]] = {}
     for number, config_of in enumerate(trials.configs):
         result, name = results[number], config_of[NAME]
-        outcomes[name] = last = result.metrics or {}
-        if last.get("unfinished") in _ENDS_ALL:
-            raise _ENDS_ALL[last["unfinished"]](last["message"])
+        last[name] = result.metrics or {}
+        if (cause := last[name].get("unfinished", "")) in _ENDS_ALL:
+            raise _ENDS_ALL[cause](last[name]["message"])
         if result.error is not None:
-            outcomes[name] = error = _reason(result.error)
+            last[name] = {"error": (error := _reason(result.error))}
             with edited(context.place / name) as folder:
                 end_run(folder, context.spec_of(config_of), failed(error))
     # Tune's cycles hold handles of Ray's: freed by another thread while Ray shuts down, they would end the process.
     del tuner, results
     gc.collect()
-    return outcomes
+    return last
 
 
 def cpus_of_a_run(num_gpus: float) -> int:
@@ -178,9 +175,8 @@ class _EndOfAll(tune.Stopper):
         return self._found
 
 
-def _failure(place: StoragePath, outcome: Mapping[str, Any] | Exception) -> Exception | None:
+def _failure(place: StoragePath, last: Mapping[str, Any]) -> Exception | None:
     """Returns how a run failed, as its user is told; None where it finished."""
-    last = {"error": outcome} if isinstance(outcome, Exception) else outcome
     error: Exception | None = last.get("error")
     if not isinstance(error, StoreError):
         try:
@@ -221,8 +217,8 @@ def _quiet_tune() -> Iterator[None]:
     logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
-            for category in (DeprecationWarning, FutureWarning):  # Tune's own plans
-                warnings.simplefilter("ignore", category)
+            warnings.simplefilter("ignore", DeprecationWarning)  # Tune's own plans
+            warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
         logger.setLevel(before)

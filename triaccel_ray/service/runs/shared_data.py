@@ -60,22 +60,20 @@ def share_splits(spec: RunSpec) -> SharedSplits:
         UserCodeError, TypeError: there is a mistake in the task's own code.
     """
     require(spec.purpose is Purpose.SEARCH, "purpose", spec.purpose.value, "only a search's samples are shared")
-    task = spec.load_task()
     try:
-        splits = splits_of(task, spec.purpose)
+        return SharedSplits(splits_of(spec.load_task(), spec.purpose))
     except FileNotFoundError as error:
         raise NotSharedError(f"not on this machine: {error}") from error
-    return SharedSplits(splits)
 
 
-def _stored(tensor: Tensor) -> tuple[npt.NDArray[np.uint8], tuple[int, ...], torch.dtype]:
+def _stored(tensor: Tensor) -> tuple[npt.NDArray[np.uint8], torch.Size, torch.dtype]:
     """Returns a tensor as the object store takes it without a copy: bytes, whatever the type."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
         raise NotSharedError(f"a {tensor.layout} tensor on {tensor.device}: only dense ones on the CPU can be shared")
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy(), tuple(tensor.shape), tensor.dtype
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy(), tensor.shape, tensor.dtype
 
 
-def _restored(stored: tuple[Any, tuple[int, ...], torch.dtype]) -> Tensor:
+def _restored(stored: tuple[Any, torch.Size, torch.dtype]) -> Tensor:
     """Returns the tensor, all of it touched: a page mapped later would pass for the memory of the first batches."""
     data, shape, dtype = stored
     data[::_PAGE_BYTES].max(initial=0)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from triaccel_ray.config import BatchConfig, ControlConfig, check_fields, knob, require
+from triaccel_ray.config import ControlConfig, LrRule, check_fields, knob, require
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.runs.methods import METHODS
@@ -65,7 +66,9 @@ class RunSpec:
         rule = "a final run has no validation samples to choose an epoch by: leave out --final, or --keep best"
         require(self.keep != "best" or self.purpose is not Purpose.FINAL, "keep", self.keep, rule)
         rule = "must name a model in 1 to 200 printable characters, without '/' and ':', and not begin with '.'"
-        require(self.register is None or _is_model_name(self.register), "register", self.register, rule)
+        name = "model" if self.register is None else self.register
+        is_name = name.isprintable() and name.strip() and re.fullmatch(r"(?!\.)[^/:]{1,200}", name)
+        require(bool(is_name), "register", self.register, rule)
         rule = "give a budget or a headroom, not both"
         both = self.memory_budget_bytes is not None and self.memory_headroom_bytes is not None
         require(not both, "memory headroom", self.memory_headroom_bytes, rule)
@@ -99,7 +102,10 @@ class RunSpec:
         """The control configuration with the parts off that the method does without."""
         if self.method == "triaccel":
             return self.control
-        precision, batch = self.control.precision, _without_noise(self.control.batch)
+        precision, batch = self.control.precision, self.control.batch
+        # Without what needs the curvature's per-sample gradients.
+        rule: LrRule = "sqrt" if batch.lr_rule == "adascale" else batch.lr_rule
+        batch = replace(batch, lr_rule=rule, bound_by_noise_scale=False)
         if self.method not in ("dynamic-precision", "dynamic-both"):
             initial = Precision.FP32 if self.method in ("fp32", "dynamic-batch") else precision.initial
             precision = replace(precision, enabled=False, initial=initial, initial_layers={})
@@ -128,15 +134,3 @@ def run_spec(task_name: str, *, data_dir: Path | None, recipe: Mapping[str, obje
         recipe=replace(task.recipe, **given),  # type: ignore[arg-type]  # names checked by the dataclass
         **settings,  # type: ignore[arg-type]  # likewise
     )
-
-
-def _is_model_name(name: str) -> bool:
-    """Returns whether MLflow takes `name` for a registered model's."""
-    is_legal = name.isprintable() and not name.startswith(".") and not {"/", ":"} & set(name)
-    return is_legal and bool(name.strip()) and len(name) <= 200
-
-
-def _without_noise(batch: BatchConfig) -> BatchConfig:
-    """Returns `batch` with nothing that needs the curvature's per-sample gradients."""
-    rule = "sqrt" if batch.lr_rule == "adascale" else batch.lr_rule
-    return replace(batch, lr_rule=rule, bound_by_noise_scale=False)

@@ -22,9 +22,9 @@ from triaccel_ray.service.storage.layout import MODEL
 class TrainedModel:
     """The file MODEL of one run, and the epoch that it is of.
 
-    Of the best epoch the weights are written at once. A later checkpoint holds them too, and a run that goes on from it
-    writes them anew: whatever epochs were lost, the file is as it was at the checkpoint. (Leaving the file as it is
-    would keep weights of an epoch that is no longer on record. The weights of the epoch before it would be lost.)
+    The best epoch's weights are written at once. A later checkpoint holds them too, and a run that goes on from it
+    writes them anew: whatever epochs were lost, the file is as it was at the checkpoint. (Left as it is, the file could
+    be of an epoch that is no longer on record.)
     """
 
     def __init__(self, spec: RunSpec, folder: Path, confirm: Callable[[], None]) -> None:
@@ -73,9 +73,11 @@ class TrainedModel:
 
 def is_better(epoch: Epoch, earlier: Epoch, goal: Goal) -> bool:
     """Returns whether the figure of `epoch` on the validation samples is better; an equal one, or NaN, is not."""
-    new, old = epoch.held_out(goal), earlier.held_out(goal)
-    assert new is not None
-    assert old is not None
-    if math.isnan(old):
-        return not math.isnan(new)
-    return new > old if goal.maximize else new < old
+
+    def rank(each: Epoch) -> float:
+        figure = each.held_out(goal)
+        if figure is None or math.isnan(figure):
+            return -math.inf
+        return figure if goal.maximize else -figure
+
+    return rank(epoch) > rank(earlier)

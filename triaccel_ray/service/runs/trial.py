@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -24,9 +25,7 @@ from triaccel_ray.measure.score import quality
 from triaccel_ray.records.events import End, LogError, TakenOverError
 from triaccel_ray.service.failures import RESULTS, DiskFullError, StoreError, cause_of, failed, write_traceback
 from triaccel_ray.service.runs.objective import Figures, Objective, grace_epochs
-from triaccel_ray.service.runs.pace import Pace
-from triaccel_ray.service.runs.record import read_if_begun
-from triaccel_ray.service.runs.run_log import end_run
+from triaccel_ray.service.runs.record import end_run, read_if_begun
 from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.worker import Worker
@@ -43,15 +42,10 @@ FINISHED = "finished"
 """Key of a result: whether the trial has come to its own end, by its last epoch or by failing."""
 FAILED_OBJECTIVE = -1e9
 """Objective of a configuration that diverged or never fitted: below every shortfall in points."""
-_FAILED = {
-    "quality": 0.0,
-    "seconds_per_epoch": 1e9,
-    "peak_gb": 1e9,
-    "score": 0.0,
-    "objective": FAILED_OBJECTIVE,
-    "done": True,
-    FINISHED: True,
-}
+SAVING_SHARE = 0.05
+"""Of the time, for checkpoints; the last one is always written."""
+NEGLIGIBLE_S = 0.25
+"""A checkpoint that took less is written after every epoch."""
 _PARENT_INTERVAL_S = 2.0
 
 
@@ -78,16 +72,13 @@ class RunTrial(tune.Trainable):
     """
 
     _worker: Worker | None = None
-    _folder: TrainingFolder | None = None
-    _told: deque[dict[str, Any]] | None = None
+    _saved_at, _saving_s = 0.0, 0.0
+    _told: deque[dict[str, Any]] | None
     """Results on record that Tune does not know yet; None before the first step."""
 
-    def setup(self, config: dict[str, Any], context: RunContext | None = None) -> None:
+    def setup(self, config: dict[str, Any], context: RunContext) -> None:  # type: ignore[override]  # with_parameters
         """Remembers which run the configuration means; the first step that trains builds it."""
-        if context is None:
-            raise TypeError("context = None: pass one by tune.with_parameters(RunTrial, context=...)")
         self._context = context
-        self._saving = Pace()
         if ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None:
             _end_with_parent()
             _preload()
@@ -95,7 +86,7 @@ class RunTrial(tune.Trainable):
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Makes way for another configuration in the same actor, which keeps its CUDA context."""
-        self._leave()
+        self.cleanup()
         self._take(new_config)
         return True
 
@@ -104,32 +95,33 @@ class RunTrial(tune.Trainable):
 
         So are a full disk and a trial with which another process goes on: they end everything.
         """
-        folder = self._folder
-        if folder is None:
-            raise RuntimeError("the trial has been cleaned up")
         try:
             if self._told is None:
-                folder.open()
-                self._told = deque(self._on_record(folder.path))
-            return self._told.popleft() if self._told else self._train(folder)
+                self._folder.open()
+                self._told = deque(self._on_record(self._folder.path))
+            return self._told.popleft() if self._told else self._train()
         except StoreError:  # tried again by Tune, wherever there is room: nothing is wrong with the run
             raise
         except Exception as error:
-            result = self._failure(error, folder)
-            if result is None:
-                raise
-            return result
+            return self._failed(error)
 
     def cleanup(self) -> None:
         """Ends the run's log and lets go of its memory."""
-        self._leave()
+        worker, self._worker = self._worker, None
+        # What ends the search has been said, and the log can do without.
+        if worker is not None:
+            with contextlib.suppress(DiskFullError, TakenOverError):
+                if not worker.log.ended and not self._is_broken:
+                    worker.stop()
+            with contextlib.suppress(DiskFullError):
+                worker.close()
+        self._bring()
 
     def _take(self, config: dict[str, Any]) -> None:
         self._spec = self._context.spec_of(config)
         self._folder = TrainingFolder(self._context.place / config.get(NAME, self.trial_id))
+        self._has_ended, self._is_broken = config.get(ENDED, False), False
         self._told = None
-        self._ended = config.get(ENDED, False)
-        self._broken = False
 
     def _on_record(self, folder: Path) -> list[dict[str, Any]]:
         """Returns the results that the folder's log holds; the last says so where the trial has ended."""
@@ -139,39 +131,39 @@ class RunTrial(tune.Trainable):
             run = None
         if run is None or run.spec != self._spec:
             return []
-        is_finished = run.end is not None and run.end.status == "finished"
+        is_finished = run.status == "finished"
         if self._context.objective is None and not is_finished:  # who runs it again knows how it ended
             return []
         told = [self._result(epoch.epoch, run.figures_after(epoch.epoch)) for epoch in run.epochs]
         if run.end is not None and run.end.status == "failed":
-            cause = "" if run.end.cause in RESULTS else run.end.cause
-            return [*told, {**_FAILED, "epoch": len(told), "unfinished": cause, "message": run.end.message}]
-        if (self._ended or is_finished) and told:
-            told[-1]["done"] = True
-            told[-1][FINISHED] = is_finished
+            return [*told, _failure(len(told), run.end.cause, run.end.message)]
+        if (self._has_ended or is_finished) and told:
+            told[-1] |= {"done": True, FINISHED: is_finished}
             if run.end is None:  # stopped by the scheduler, and lost before it could say so
                 end_run(folder, None, End(status="stopped"))
         return told
 
-    def _train(self, folder: TrainingFolder) -> dict[str, Any]:
-        worker = self._worker
+    def _train(self) -> dict[str, Any]:
+        worker, shared = self._worker, self._context.shared
         if worker is None:
-            shared = self._context.shared
             splits = None if shared is None else shared.get()
-            worker = self._worker = Worker(self._spec, folder.path, splits)
+            worker = self._worker = Worker(self._spec, self._folder.path, splits)
             worker.resume()
-            folder.push_soon()
+            self._folder.push_soon()
         if not worker.finished:
             worker.train_epoch()
-            if worker.finished or self._saving.is_due:
-                with self._saving.timed():
-                    worker.checkpoint()
-        result = self._result(worker.loop.sampler.epoch, None if self._context.objective is None else worker.figures)
+            began = time.monotonic()
+            span = began - self._saved_at + self._saving_s
+            if worker.finished or self._saving_s <= max(NEGLIGIBLE_S, SAVING_SHARE * span):
+                worker.checkpoint()
+                self._saved_at = time.monotonic()
+                self._saving_s = self._saved_at - began
+        result = self._result(worker.loop.sampler.epoch, worker.figures)
         result["done"] = result[FINISHED] = worker.finished
         if worker.finished:
             worker.finish()
-            folder.close()
-        folder.push_soon()
+            self._folder.close()
+        self._folder.push_soon()
         return result
 
     def _result(self, epoch: int, figures: Figures | None) -> dict[str, Any]:
@@ -189,71 +181,57 @@ class RunTrial(tune.Trainable):
             "hopeless": epoch >= grace_epochs(self._spec.recipe.epochs) and objective.is_hopeless(epoch, figures),
         }
 
-    def _failure(self, error: Exception, folder: TrainingFolder) -> dict[str, Any] | None:
-        """Puts a failure on record and returns the trial's last result; None where Tune is to have the exception.
+    def _failed(self, error: Exception) -> dict[str, Any]:
+        """Puts a failure on record, also one that came before there was a run, and returns the trial's last result.
 
-        That is a bug in a search, for its process is not used again then; the trial that Tune begins in its place finds
-        it on record, and trains nothing.
+        A bug in a search is raised, for its process is not used again then; the trial that Tune begins in its place
+        finds it on record, and trains nothing.
         """
         cause, worker = cause_of(error), self._worker
-        loop = getattr(worker, "loop", None)  # neither need be there: not even building them may fit
-        result = {
-            **_FAILED,
-            "epoch": 0 if loop is None else loop.sampler.epoch,
-            "unfinished": "" if cause in RESULTS else cause,
-            "message": str(error),
-        }
+        last = None if worker is None else worker.last
+        result = _failure(0 if last is None else last.epoch, cause, str(error))
         if isinstance(error, DiskFullError | TakenOverError):
-            self._broken = True
+            self._is_broken = True
             return result
-        is_alone = self._context.objective is None
-        is_refused = is_alone and cause == "bug" and (worker is None or not worker.log.begun)
+        is_alone, has_begun = self._context.objective is None, worker is not None and worker.log.is_open
+        is_refused = is_alone and cause == "bug" and not has_begun
         if not is_refused:  # bad input must not use up the run's name
-            self._note(error, folder)
+            if worker is None or not has_begun:
+                write_traceback(self._folder.path, error)
+                end_run(self._folder.path, self._spec, failed(error))
+            elif not worker.log.ended:
+                worker.fail(error)
+            self._bring()
         if is_alone:
             return {**result, "error": _portable(error), "is_refused": is_refused}
-        return result if cause in RESULTS else None
+        if cause not in RESULTS:
+            raise error
+        return result
 
-    def _note(self, error: Exception, folder: TrainingFolder) -> None:
-        """Puts a failure on record, also one that came before there was a run."""
-        if self._worker is None or not self._worker.log.begun:
-            write_traceback(folder.path, error)
-            end_run(folder.path, self._spec, failed(error))
-        elif not self._worker.log.ended:
-            self._worker.fail(error)
-        _bring(folder)
+    def _bring(self) -> None:
+        """Brings everything to the store; a failure is logged alone: there is more to say or another run to begin."""
+        try:
+            self._folder.close()
+        except (StoreError, TakenOverError) as failure:
+            _logger.warning("%s", failure)
 
-    def _leave(self) -> None:
-        worker, folder = self._worker, self._folder
-        self._worker, self._folder = None, None
-        # What ends the search has been said, and the log can do without.
-        if worker is not None:
-            with contextlib.suppress(DiskFullError, TakenOverError):
-                if not worker.log.ended and not self._broken:
-                    worker.stop()
-            with contextlib.suppress(DiskFullError):
-                worker.close()
-        if folder is not None:
-            _bring(folder)
+
+def _failure(epoch: int, cause: str, message: str) -> dict[str, Any]:
+    """Returns the last result of a trial that failed after `epoch` epochs; `unfinished` has a cause that is no result.
+
+    Figures are as bad as can be, so that a search avoids such configurations.
+    """
+    figures = {"quality": 0.0, "seconds_per_epoch": 1e9, "peak_gb": 1e9, "score": 0.0, "objective": FAILED_OBJECTIVE}
+    unfinished = "" if cause in RESULTS else cause
+    return {**figures, "epoch": epoch, "done": True, FINISHED: True, "unfinished": unfinished, "message": message}
 
 
 def reopen(folder: Path) -> None:
     """Takes back the end of a run that failed for no fault of its configuration: what was wrong may be mended."""
-    try:
+    with contextlib.suppress(LogError):  # a damaged log is set aside by who goes on with it
         run = read_if_begun(folder)
-    except LogError:  # to be set aside by who goes on with it
-        return
-    end = None if run is None else run.end
-    if end is not None and end.status == "failed" and end.cause not in RESULTS:
-        end_run(folder, None, replace(end, status="stopped"))
-
-
-def _bring(folder: TrainingFolder) -> None:
-    """Brings everything to the store; a failure is logged alone, for there is more to say or another run to begin."""
-    try:
-        folder.close()
-    except (StoreError, TakenOverError) as failure:
-        _logger.warning("%s", failure)
+        if run is not None and run.end is not None and run.end.status == "failed" and not run.has_outcome:
+            end_run(folder, None, replace(run.end, status="stopped"))
 
 
 def _portable(error: Exception) -> Exception:
@@ -263,8 +241,7 @@ def _portable(error: Exception) -> Exception:
         pickle.loads(pickle.dumps(error))
     except Exception:  # whatever its class does when it is made anew
         told = RuntimeError(f"{type(error).__name__}: {error}")
-        for note in error.__notes__:
-            told.add_note(note)
+        told.__notes__ = error.__notes__
         return told
     return error
 
@@ -275,11 +252,11 @@ def _end_with_parent() -> None:
     Ray 2.60 leaves an actor alone whose raylet was lost. Its run goes on in another process, which may be on this
     machine and want its GPU.
     """
-    parent, pause = os.getppid(), threading.Event()
+    parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
-            pause.wait(_PARENT_INTERVAL_S)
+            time.sleep(_PARENT_INTERVAL_S)
         os._exit(1)  # no exit that could wait: checkpoints and records are whole at any time
 
     threading.Thread(target=watch, name="parent-watchdog", daemon=True).start()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,20 +33,14 @@ from triaccel_ray.service.failures import (
     needing_room,
     write_traceback,
 )
-from triaccel_ray.service.runs.building import build_loop, fitted_control, is_finite, seed_everything, splits_of
-from triaccel_ray.service.runs.environment import start_record
-from triaccel_ray.service.runs.gpu_share import hold_to_part
+from triaccel_ray.service.runs.building import build_loop, fitted_control, seed_everything, splits_of
+from triaccel_ray.service.runs.environment import hold_to_part, start_record
 from triaccel_ray.service.runs.objective import Figures
-from triaccel_ray.service.runs.record import ONE_VIEW, figures_of
-from triaccel_ray.service.runs.run_log import RunLog
+from triaccel_ray.service.runs.record import ONE_VIEW, RunLog, figures_of
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trained_model import TrainedModel
 from triaccel_ray.service.storage.layout import CHECKPOINT, ERROR, EVENTS, PREVIOUS, REPLACED
 from triaccel_ray.trainables.task import Purpose, Splits
-
-
-class DamagedCheckpointError(CheckpointError):
-    """A checkpoint cannot be read, or is not one of this run's log: an older one may do."""
 
 
 class Worker:
@@ -61,7 +56,6 @@ class Worker:
         """
         self.spec, self.folder, self.log = spec, folder, RunLog(folder, spec)
         self.device = spec.torch_device
-        data_on = spec.method_control.execution.data_on
         # Both before the first tensor, which would stay as it is; not even a model may take a neighbour's memory.
         if spec.lean_memory and not spec.is_baseline:
             hold_less(self.device)
@@ -72,10 +66,10 @@ class Worker:
         self._task = spec.load_task()
         rule = f"the run is judged by {spec.goal.name}: begin a new one"
         require(self._task.goal == spec.goal, "objective of the task", self._task.objective, rule)
-        self._splits = splits_of(self._task, spec.purpose) if splits is None else splits
-        # once, not at every evaluation
-        self._held_out = delivered(self._splits.held_out, self.device, data_on)
-        self._control = fitted_control(spec, len(self._splits.train))
+        splits = splits_of(self._task, spec.purpose) if splits is None else splits
+        held_out = delivered(splits.held_out, self.device, spec.method_control.execution.data_on)
+        self._splits = replace(splits, held_out=held_out)  # there once, not at every evaluation
+        self._control = fitted_control(spec, len(splits.train))
         self.loop = self._build_loop()
         self._times = EpochTimes()
         self._trained = TrainedModel(spec, folder, self.log.confirm)
@@ -96,9 +90,8 @@ class Worker:
     def resume(self) -> int:
         """Goes on from the newest checkpoint that is whole, or begins where there is none; the log says which.
 
-        The log of a run that begins anew because its checkpoints are damaged is kept, as REPLACED.
-
-        It first sets a damaged log aside, and fences off a process that still writes the log. Returns the epochs done.
+        It first sets a damaged log aside, and fences off a process that still writes the log. Where all checkpoints are
+        damaged, the run begins anew, and its log is kept as REPLACED. Returns the epochs done.
 
         Raises:
             CheckpointError: the checkpoint belongs to a run with other settings, or another version has written it.
@@ -106,30 +99,27 @@ class Worker:
         earlier, latest = self.log.take_over()
         for torn in self.folder.glob(".*.pt.*.partial"):
             torn.unlink()  # of a process that was lost while it wrote
-        unusable = []
+        notes, num_kept = [], None
         for path in (self.folder / CHECKPOINT, self.folder / PREVIOUS):
-            try:
-                if path.exists():
-                    self._restore(path)
-                    break
-            except DamagedCheckpointError as error:
-                unusable.append(str(error))
-        else:
-            if unusable:
+            if num_kept is None and path.exists():
+                num_kept, damage = self._restore(path)
+                notes += [damage] if damage else []
+        if num_kept is None:
+            if notes:
                 self._drop_loop()  # first: what it holds would count as the memory of the next one
                 self.loop = self._build_loop()
             if keep_replaced(self.folder / EVENTS):
-                unusable.append(f"no checkpoint can be read, and what was recorded is in {REPLACED}")
+                notes.append(f"no checkpoint can be read, and what was recorded is in {REPLACED}")
             self.log.open()
             self.log.append(start_record(self.spec, self._control, self.device, self.loop.memory))
         (self.folder / ERROR).unlink(missing_ok=True)  # of a failure that an interruption is about to stand for
-        epoch, (num_kept, _) = self.loop.sampler.epoch, self.log.position() or (0, None)
         for place, record in earlier:
-            if place >= num_kept:  # cut off with what came after the checkpoint
+            if place >= (num_kept or 1):  # cut off with what came after the checkpoint
                 self.log.append(record)
+        epoch = self.loop.sampler.epoch
         if latest is not None:
             goes_on = f"goes on after epoch {epoch}" if epoch else "begins again"
-            self.log.append(replace(latest, message="; ".join([latest.message, goes_on, *unusable]), epoch=epoch))
+            self.log.append(replace(latest, message="; ".join([latest.message, goes_on, *notes]), epoch=epoch))
         return epoch
 
     def train_epoch(self) -> Epoch:
@@ -142,19 +132,13 @@ class Worker:
             TakenOverError: another process goes on with the run.
         """
         plan, began = self.loop.plan, time.thread_time()
-        try:
-            with refusing_exits():
-                stats = self.loop.train_epoch()
+        with self._failing():
+            stats = self.loop.train_epoch()
             # On a CPU the processor time of the one thread: other processes on its core do not lengthen it.
             computing = time.thread_time() - began if self.device.type == "cpu" else stats.seconds
             if not math.isfinite(stats.loss):
                 raise NonFiniteLossError(f"the training loss of epoch {stats.epoch} is {stats.loss}{self._way_out()}")
             judged = self._judge() if self.spec.purpose is Purpose.SEARCH else None
-        except (DiskFullError, TakenOverError):
-            raise  # there is no room for an end either, or it is not this process's to write
-        except Exception as error:
-            self.fail(error)
-            raise
         self._times.add(stats.epoch, stats.seconds, computing, has_changed_plan=not self.loop.plan.steps_as(plan))
         typical, memory = self._times.typical, self.loop.memory
         memory.refresh_peaks()
@@ -189,16 +173,12 @@ class Worker:
             raise ValueError("epochs = 0: a run is finished after at least one epoch")
         metrics, loss = last.held_out_metrics, last.held_out_loss
         if loss is None:
-            try:
+            with self._failing():
                 judged = self._judge()
-            except Exception as error:
-                self.fail(error)
-                raise
             metrics, loss = judged.metrics, judged.loss
         (memory := self.loop.memory).refresh_peaks()
         # Of a run on validation samples as its trials are judged; of a final run as the paper has it.
-        seconds = last.typical_seconds if self.spec.purpose is Purpose.SEARCH else None
-        seconds = seconds or self._times.mean
+        seconds = (last.typical_seconds if self.spec.purpose is Purpose.SEARCH else None) or self._times.mean
         results = {
             **metrics,
             **{f"{ONE_VIEW}{name}": value for name, value in self._one_view.items()},
@@ -223,17 +203,13 @@ class Worker:
         """Ends the log of a run that `error` has ended, and leaves the traceback beside it."""
         if lines := users_lines(error):
             error.add_note(lines)  # it travels to the driver, the traceback does not
-        if self.log.begun and not self.log.ended:
+        if self.log.is_open and not self.log.ended:
             write_traceback(self.folder, error)
         self.log.append(failed(error))
 
     def close(self) -> None:
-        """Lets go of model, data and memory, and closes the log.
-
-        Raises:
-            DiskFullError: the log's last records found no room.
-        """
-        del self._splits, self._held_out
+        """Lets go of model, data and memory, and closes the log; raises DiskFullError where that found no room."""
+        del self._splits
         try:
             self._drop_loop()
         finally:  # after an error of the device it raises again, and the log must end up whole all the same
@@ -248,10 +224,11 @@ class Worker:
             DiskFullError: there is no room; the checkpoint before stays.
             TakenOverError: another process goes on with the run; likewise.
         """
-        position = self.log.position()  # an end that is written from here on is none of the checkpoint's records
-        if position is None:
+        # On the disk: a checkpoint must never count records that a power cut can take. An end that is written from here
+        # on is none of them.
+        if (records := self.log.synced()) is None:
             return
-        num_records, checksum = position
+        num_records, checksum = records
         state = {
             "spec": json.dumps(encode(self.spec)),
             "loop": self.loop.state_dict(),
@@ -262,16 +239,16 @@ class Worker:
             "trained_model": self._trained.state_dict(self.last),
         }
         with needing_room(self.folder):
-            self.log.sync()  # a checkpoint must never count records that a power cut can take
             path, previous = self.folder / CHECKPOINT, self.folder / PREVIOUS
             save_checkpoint(path, state, previous=previous, confirm=self.log.confirm)
 
-    def _restore(self, path: Path) -> None:
+    def _restore(self, path: Path) -> tuple[int | None, str]:
         """Goes on from the checkpoint at `path`; the event log is cut back to it, and the best weights are its own.
+
+        Returns the number of records kept; or None, and in what way the checkpoint is damaged or not one of this log.
 
         Raises:
             CheckpointError: the checkpoint belongs to another run, or another version has written it.
-            DamagedCheckpointError: it is missing or damaged.
             DiskFullError, MemoryError, torch.OutOfMemoryError: there is no room.
         """
         try:
@@ -279,7 +256,7 @@ class Worker:
         except OtherFormatError:
             raise  # nothing is damaged, and nothing may be begun in its place
         except CheckpointError as error:
-            raise DamagedCheckpointError(str(error)) from error
+            return None, str(error)
         if not self._is_own(state["spec"]):
             raise CheckpointError(f"checkpoint {path} belongs to a run with other settings: resume that one instead")
         try:
@@ -289,10 +266,11 @@ class Worker:
         except (LogError, RuntimeError, ValueError, KeyError) as error:
             if cause_of(error) != "bug":  # no room on the disk or the device: the checkpoint is whole
                 raise
-            raise DamagedCheckpointError(f"checkpoint {path} does not fit its run: {error}") from error
+            return None, f"checkpoint {path} does not fit its run: {error}"
         self._times.load_state_dict(state["epoch_times"])
-        self.last = self.last if state["last"] is None else decode(Epoch, state["last"])
+        self.last = None if state["last"] is None else decode(Epoch, state["last"])
         self._trained.load_state_dict(state.get("trained_model"), self.loop.model)
+        return state["num_records"], ""
 
     def _is_own(self, spec: str) -> bool:
         """Returns whether a checkpoint's spec is this run's; one written before a field was added has its default."""
@@ -305,8 +283,7 @@ class Worker:
         return build_loop(
             self.spec,
             self._task,
-            self._splits.train,
-            self._held_out if self.spec.purpose is Purpose.SEARCH else None,  # test samples are read at the end alone
+            self._splits,
             control=self._control,
             device=self.device,
             budget_bytes=self._budget_bytes,
@@ -325,11 +302,23 @@ class Worker:
             del loop
             memory.release()
 
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Puts on record what the code inside raises, an exit of the user's too."""
+        try:
+            with refusing_exits():
+                yield
+        except (DiskFullError, TakenOverError):
+            raise  # there is no room for an end either, or it is not this process's to write
+        except Exception as error:
+            self.fail(error)
+            raise
+
     def _judge(self) -> Evaluation:
-        with refusing_exits():
-            judged = self.loop.evaluate(self._held_out, self._task.metrics, is_last=self.finished)
+        judged = self.loop.evaluate(self._splits.held_out, self._task.metrics, is_last=self.finished)
         # An overflow may have reached the moving averages of a norm. The loss alone may be the task's own affair.
-        if not math.isfinite(judged.loss) and not is_finite(self.loop.model):
+        state = (*self.loop.model.parameters(), *self.loop.model.buffers())
+        if not math.isfinite(judged.loss) and not all(tensor.isfinite().all() for tensor in state):
             raise NonFiniteLossError(
                 f"the loss on held-out samples is {judged.loss}, and the model holds NaN or infinite values"
                 f"{self._way_out()}"
@@ -345,6 +334,5 @@ class Worker:
         return ": FP16 may be too narrow for this model, try --amp bf16" if in_fp16 else ""
 
     def _score(self, metrics: Mapping[str, float], loss: float, seconds: float) -> float:
-        goal = self.spec.goal
-        value = loss if goal.name == LOSS else metrics[goal.name]
-        return efficiency_score(value, seconds, self.loop.memory.peak_bytes / BYTES_PER_GB, goal)
+        value, peak_gb = {**metrics, LOSS: loss}[self.spec.goal.name], self.loop.memory.peak_bytes / BYTES_PER_GB
+        return efficiency_score(value, seconds, peak_gb, self.spec.goal)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from triaccel_ray.config import ControlConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Dimension:
     """One threshold."""
 
@@ -20,6 +20,8 @@ class Dimension:
     """Format specification, for people."""
     log: bool = False
     """Whether it lives on a logarithmic scale."""
+    asked_as: str = ""
+    """Its name in `triaccel_ray.search_spaces.thresholds.OPTIONAL`; empty where it is always searched."""
 
     def text(self, value: float) -> str:
         """Returns the value for people."""
@@ -32,29 +34,20 @@ class Dimension:
             value = math.log10(value) if value > 0.0 else math.nan
         return value if math.isfinite(value) else math.nan
 
-    def at(self, position: float) -> str:
-        """Returns, for people, the value at a place on the scale."""
-        return self.text(10.0**position if self.log else position)
 
-
-_ALWAYS: Final = (
-    Dimension(name="tau_low", value=lambda control: control.precision.tau_low, form=".2e", log=True),
-    Dimension(name="tau_high", value=lambda control: control.precision.tau_high, form=".2e", log=True),
-    Dimension(name="rho_low", value=lambda control: control.batch.rho_low, form=".3f"),
-    Dimension(name="rho_high", value=lambda control: control.batch.rho_high, form=".3f"),
+_DIMENSIONS: Final = (
+    Dimension("tau_low", lambda control: control.precision.tau_low, ".2e", log=True),
+    Dimension("tau_high", lambda control: control.precision.tau_high, ".2e", log=True),
+    Dimension("rho_low", lambda control: control.batch.rho_low, ".3f"),
+    Dimension("rho_high", lambda control: control.batch.rho_high, ".3f"),
+    Dimension("alpha", lambda control: control.curvature.alpha, ".2g", log=True, asked_as="alpha"),
+    Dimension("tau_curv", lambda control: control.curvature.tau_curv, ".3g", log=True, asked_as="tau_curv"),
+    Dimension("t_ctrl", lambda control: control.every_steps, ".0f", asked_as="t_ctrl"),
+    Dimension("step_up", lambda control: control.batch.step_up, ".0f", asked_as="batch_steps"),
+    Dimension("step_down", lambda control: control.batch.step_down, ".0f", asked_as="batch_steps"),
 )
-_OPTIONAL: Final[Mapping[str, tuple[Dimension, ...]]] = {
-    "alpha": (Dimension(name="alpha", value=lambda control: control.curvature.alpha, form=".2g", log=True),),
-    "tau_curv": (Dimension(name="tau_curv", value=lambda control: control.curvature.tau_curv, form=".3g", log=True),),
-    "t_ctrl": (Dimension(name="t_ctrl", value=lambda control: control.every_steps, form=".0f"),),
-    "batch_steps": (
-        Dimension(name="step_up", value=lambda control: control.batch.step_up, form=".0f"),
-        Dimension(name="step_down", value=lambda control: control.batch.step_down, form=".0f"),
-    ),
-}
-"""By the names under which they are asked for (`triaccel_ray.search_spaces.thresholds.OPTIONAL`)."""
 
 
-def dimensions(optional: Sequence[str] = ()) -> tuple[Dimension, ...]:
+def dimensions(optional: Sequence[str] = ()) -> list[Dimension]:
     """Returns what is always searched, then what was asked for besides."""
-    return (*_ALWAYS, *(dimension for name in optional for dimension in _OPTIONAL[name]))
+    return [each for each in _DIMENSIONS if not each.asked_as or each.asked_as in optional]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,9 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import optuna
 from ray import tune
-from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
+from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 
 from triaccel_ray.records.events import Claim, LogError, read_events
 from triaccel_ray.search_spaces.thresholds import ANCHOR, Calibration, calibration, search_space, thresholds
@@ -27,7 +25,7 @@ from triaccel_ray.service.runs.shared_data import SharedSplits
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.runs.trial import RunContext, reopen
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.search.suggestions import Directions, JournaledSearch, quiet_optuna
+from triaccel_ray.service.search.suggestions import JournaledSearch, quiet_optuna
 from triaccel_ray.service.storage.layout import BASELINES, EVENTS, read_value, write_value
 from triaccel_ray.service.storage.mirror import bring, catch_up
 from triaccel_ray.service.storage.storage_path import StoragePath
@@ -77,11 +75,8 @@ class SearchRecord:
     @property
     def objective(self) -> Objective:
         """What trials are judged by; without the condition on the metric before the AMP baseline has finished."""
-        return (
-            Objective(name=self.spec.objective, goal=self.spec.base.goal)
-            if self.prepared is None
-            else self.prepared.objective
-        )
+        without = Objective(name=self.spec.objective, goal=self.spec.base.goal)
+        return without if self.prepared is None else self.prepared.objective
 
 
 def prepare(spec: SearchSpec, place: StoragePath, *, num_gpus: float, shared: SharedSplits | None = None) -> Prepared:
@@ -91,22 +86,30 @@ def prepare(spec: SearchSpec, place: StoragePath, *, num_gpus: float, shared: Sh
         RunFailedError: a baseline failed; the message says how.
         Exception: what a baseline that could not be set up, or found no room on the disk, has raised.
     """
-    folder = place.folder
-    path = folder / PREPARED
+    path, baselines, base = place.folder / PREPARED, place / BASELINES, spec.base
     if path.exists():
         return read_value(Prepared, path, _WAY_OUT)
-    base = spec.base
     specs = {"fp32": replace(base, method="fp32"), "amp": replace(base, method="amp")}
     if spec.space == "thresholds":
         epochs = min(-(-base.recipe.epochs // 2), PROBE_EPOCHS)
         specs["probe"] = replace(base, method="probe", recipe=replace(base.recipe, epochs=epochs))
-    done = {name: run for name in specs if is_finished(run := read_if_begun(folder / BASELINES / name))}
-    missing = {name: each for name, each in specs.items() if name not in done}
+    missing = {name: each for name, each in specs.items() if not is_finished(read_if_begun(baselines.folder / name))}
     # In one process, as trials are: a new one holds less memory.
-    for error in run_all(missing, place / BASELINES, num_gpus=num_gpus, shared=shared, reuse_actors=True).values():
+    for error in run_all(missing, baselines, num_gpus=num_gpus, shared=shared, reuse_actors=True).values():
         raise error
-    done |= {name: read_run(folder / BASELINES / name) for name in missing}
-    prepared = _prepared(spec, done)
+    runs = {name: read_run(baselines.folder / name) for name in specs}
+    headroom = base.memory_headroom_bytes
+    if base.memory_budget_bytes is None and headroom is None:
+        headroom = _headroom_bytes(base, runs.get("probe", runs["amp"]))
+    variances = defaultdict[str, list[float]](list)
+    for tick in runs["probe"].ticks if "probe" in runs else ():
+        for layer in tick.observation.layers:
+            variances[layer.name] += [] if layer.variance is None else [layer.variance]
+    prepared = Prepared(
+        objective=Objective.against(runs["amp"].epochs, base.goal, name=spec.objective, margin=spec.margin),
+        calibration=calibration(variances) if "probe" in runs else None,
+        headroom_bytes=headroom,
+    )
     write_value(path, prepared)
     return prepared
 
@@ -123,9 +126,8 @@ def tune_trials(
 ) -> None:
     """Runs the trials, with samples from `shared`; with `resume`, those that have not ended.
 
-    With a `claim` on the search's own log, nothing is begun or noted once another process goes on with the search.
-    A bug is no end. Whatever is on record is told to scheduler and sampler from the trials' logs, so that they know all
-    that the search knew when it was broken off. Trials are read back by `read_search`.
+    With a `claim` on the search's own log, nothing is begun or noted once another process goes on with the search. A
+    bug is no end. Scheduler and sampler learn from the trials' logs what the search knew when it was broken off.
 
     Raises:
         StoreError: the trials' logs could not be taken from the store.
@@ -144,9 +146,24 @@ def tune_trials(
         for trial in trials.folder.glob("*"):
             with edited(trials / trial.name) as log:
                 reopen(log)
-    with warnings.catch_warnings(), quiet_optuna():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        fit(context, _tune_config(spec, place, claim), num_gpus=num_gpus)
+    space, pareto, epochs = search_space(spec.space, spec.optional), spec.objective == "pareto", base.recipe.epochs
+    several = {"quality": True, "seconds_per_epoch": False, "peak_gb": False}
+    suggestions = JournaledSearch(
+        space,
+        place.folder / JOURNAL,
+        maximised=several if pareto else {"objective": True},
+        first={name: ANCHOR[name] for name in space},
+        num_startup=max(spec.num_trials // 4, 4),
+        seed=spec.seed,
+        claim=claim,
+        noted=partial(bring, place, [JOURNAL]),
+    )
+    scheduler = FIFOScheduler() if pareto else pruner(epochs)
+    config = tune.TuneConfig(
+        search_alg=suggestions, scheduler=scheduler, num_samples=spec.num_trials, reuse_actors=True
+    )
+    with quiet_optuna():
+        fit(context, config, num_gpus=num_gpus)
     catch_up(trials)
 
 
@@ -235,23 +252,22 @@ def found_in(record: SearchRecord) -> TunedThresholds | None:
     best, compared = best_trial(record), contenders(record)
     if best is None or "amp" not in compared or record.prepared is None:
         return None
-    control, searched = best.spec.control, record.spec.optional
-    batch, curvature = control.batch, control.curvature
-    steps = {"step_up": batch.step_up, "step_down": batch.step_down}
-    info = best.start.info
+    control, searched, info = best.spec.control, record.spec.optional, best.start.info
+    steps = ("step_up", "step_down") if "batch_steps" in searched else ()
+    began = next(read_events(best.folder / EVENTS)).time_ms / 1000
     return TunedThresholds(
         task=best.spec.task,
         metric=best.spec.goal.name,
         command=to_repeat("search", record.folder),
-        date=_day(best),
+        date=datetime.fromtimestamp(began, UTC).date().isoformat(),
         hardware=info.get("hardware", "unknown"),
         versions={name: info[name] for name in ("triaccel-ray", "torch", "triton", "python") if name in info},
         num_trials=len(record.trials),
         num_finished=sum(run.status == "finished" for run in record.trials),
         headroom_bytes=record.prepared.headroom_bytes,
-        precision={"tau_low": control.precision.tau_low, "tau_high": control.precision.tau_high},
-        batch={"rho_low": batch.rho_low, "rho_high": batch.rho_high, **(steps if "batch_steps" in searched else {})},
-        curvature={name: getattr(curvature, name) for name in ("alpha", "tau_curv") if name in searched},
+        precision={name: getattr(control.precision, name) for name in ("tau_low", "tau_high")},
+        batch={name: getattr(control.batch, name) for name in ("rho_low", "rho_high", *steps)},
+        curvature={name: getattr(control.curvature, name) for name in ("alpha", "tau_curv") if name in searched},
         every_steps=control.every_steps if "t_ctrl" in searched else None,
         amp=_result(compared["amp"]),
         best=_result(compared[best.name]),
@@ -265,28 +281,6 @@ def _result(run: RunRecord) -> Result:
     return Result(
         metric=figures.metric, seconds_per_epoch=figures.seconds, peak_gb=figures.peak_gb, score=figures.score
     )
-
-
-def _day(run: RunRecord) -> str:
-    first = next(read_events(run.folder / EVENTS))
-    return datetime.fromtimestamp(first.time_ms / 1000, UTC).date().isoformat()
-
-
-def _prepared(spec: SearchSpec, runs: Mapping[str, RunRecord]) -> Prepared:
-    amp = runs["amp"]
-    objective = Objective.against(amp.epochs, spec.base.goal, name=spec.objective, margin=spec.margin)
-    headroom = spec.base.memory_headroom_bytes
-    if spec.base.memory_budget_bytes is None and headroom is None:
-        headroom = _headroom_bytes(spec.base, runs.get("probe", amp))
-    calibrated_on = None
-    if "probe" in runs:
-        variances: dict[str, list[float]] = {}
-        for tick in runs["probe"].ticks:
-            for layer in tick.observation.layers:
-                if layer.variance is not None:
-                    variances.setdefault(layer.name, []).append(layer.variance)
-        calibrated_on = calibration(variances)
-    return Prepared(objective=objective, calibration=calibrated_on, headroom_bytes=headroom)
 
 
 def _headroom_bytes(base: RunSpec, run: RunRecord) -> int:
@@ -307,42 +301,10 @@ class _Pruner(ASHAScheduler):
         return self.STOP if result["hopeless"] else action
 
 
-def _tune_config(spec: SearchSpec, place: StoragePath, claim: Claim | None) -> tune.TuneConfig:
-    space = search_space(spec.space, spec.optional)
-    pareto = spec.objective == "pareto"
-    several: Directions = {"quality": "maximize", "seconds_per_epoch": "minimize", "peak_gb": "minimize"}
-    scheduler: TrialScheduler = FIFOScheduler()
-    if not pareto:
-        epochs = spec.base.recipe.epochs
-        scheduler = _Pruner(
-            time_attr="epoch",
-            metric="objective",
-            mode="max",
-            max_t=epochs,
-            grace_period=grace_epochs(epochs),
-            reduction_factor=3,
-        )
-    return tune.TuneConfig(
-        search_alg=JournaledSearch(
-            space,
-            place.folder / JOURNAL,
-            claim=claim,
-            sampler=partial(_sampler, spec),
-            directions=several if pareto else {"objective": "maximize"},
-            first={name: ANCHOR[name] for name in space},
-            noted=partial(bring, place, [JOURNAL]),
-        ),
-        scheduler=scheduler,
-        num_samples=spec.num_trials,
-        reuse_actors=True,
-    )
-
-
-def _sampler(spec: SearchSpec, number: int) -> optuna.samplers.BaseSampler:
-    """Returns the sampler of the trial of this number."""
-    return optuna.samplers.TPESampler(
-        n_startup_trials=max(spec.num_trials // 4, 4), multivariate=True, seed=(spec.seed * 10_007 + number) % 2**32
-    )
+def pruner(epochs: int) -> ASHAScheduler:
+    """Returns the scheduler of trials of that many epochs."""
+    grace = grace_epochs(epochs)
+    return _Pruner("epoch", "objective", "max", max_t=epochs, grace_period=grace, reduction_factor=3)
 
 
 def is_finished(run: RunRecord | None) -> TypeGuard[RunRecord]:

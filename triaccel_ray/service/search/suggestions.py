@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import optuna
+from optuna.samplers import TPESampler
+from optuna.study import StudyDirection
 from optuna.trial import TrialState
 from ray.tune.search import Searcher
 from ray.tune.search.optuna import OptunaSearch
@@ -18,17 +20,6 @@ from ray.tune.search.optuna import OptunaSearch
 from triaccel_ray.records.events import Claim, LogError
 from triaccel_ray.service.failures import needing_room
 from triaccel_ray.service.runs.trial import ENDED, FINISHED, NAME
-
-Directions: TypeAlias = Mapping[str, Literal["minimize", "maximize"]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Suggestions:
-    """The content of a journal: what was suggested, in order, and which of it has ended."""
-
-    samples: tuple[Mapping[str, Any], ...] = ()
-    ended: frozenset[str] = frozenset()
-    """Names of trials that ran to their end or were stopped by the scheduler, not broken off."""
 
 
 class JournaledSearch(Searcher):
@@ -43,9 +34,10 @@ class JournaledSearch(Searcher):
         space: Mapping[str, Any],
         journal: Path,
         *,
-        sampler: Callable[[int], optuna.samplers.BaseSampler],
-        directions: Directions,
+        maximised: Mapping[str, bool],
         first: Mapping[str, Any],
+        num_startup: int,
+        seed: int,
         claim: Claim | None = None,
         noted: Callable[[], object] = lambda: None,
     ) -> None:
@@ -54,9 +46,10 @@ class JournaledSearch(Searcher):
         Args:
             space: dimensions as for Ray Tune.
             journal: the file.
-            sampler: of the trial of a number.
-            directions: metric -> `minimize` or `maximize`.
+            maximised: metric -> whether it is maximised; of the others less is better.
             first: the sample to begin with.
+            num_startup: trials before samples depend on results.
+            seed: of all samplers.
             claim: on the search's log; nothing is suggested or noted once another process has taken it over.
             noted: called when a sample is in the journal.
 
@@ -64,14 +57,17 @@ class JournaledSearch(Searcher):
             LogError: the journal is damaged.
         """
         super().__init__()
-        self._directions = directions
-        self._space = OptunaSearch.convert_search_space(dict(space))
-        self._journal, self._sampler, self._first = journal, sampler, first
+        self._metrics, self._journal, self._num_startup, self._seed = list(maximised), journal, num_startup, seed
         self._claim, self._noted = claim, noted
-        self._before = read_suggestions(journal)
+        self._space = OptunaSearch.convert_search_space(dict(space))
+        samples, self._ended = _read(journal)
+        self._num_known = len(samples)
         if journal.exists():
             os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
-        self._study = optuna.create_study(directions=list(directions.values()))
+        directions = [StudyDirection.MAXIMIZE if each else StudyDirection.MINIMIZE for each in maximised.values()]
+        self._study = optuna.create_study(directions=directions)
+        for sample in samples or [first]:
+            self._study.enqueue_trial(dict(sample))
         self._trials: dict[str, tuple[str, optuna.trial.Trial]] = {}
 
     def suggest(self, trial_id: str) -> dict[str, Any]:
@@ -80,27 +76,28 @@ class JournaledSearch(Searcher):
         Raises:
             TakenOverError: another process goes on with the search.
         """
-        self._require_claim()
+        if self._claim is not None:
+            self._claim.require()
         number = len(self._trials)
-        name, known = trial_name(number), self._before.samples
-        if number < len(known) or number == 0:
-            self._study.enqueue_trial(dict(known[number] if known else self._first))
-        self._study.sampler = self._sampler(number)
+        name = trial_name(number)
+        seed = (self._seed * 10_007 + number) % 2**32
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            self._study.sampler = TPESampler(n_startup_trials=self._num_startup, multivariate=True, seed=seed)
         trial = self._study.ask(fixed_distributions=self._space)
-        if number >= len(known):
+        if number >= self._num_known:
             self._note({NAME: name, "sample": trial.params})
             self._noted()
         self._trials[trial_id] = name, trial
-        return {**trial.params, NAME: name, ENDED: name in self._before.ended}
+        return {**trial.params, NAME: name, ENDED: name in self._ended}
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Learns how a trial stands: should it be pruned, the sampler goes by that."""
         _, trial = self._trials[trial_id]
         step = result["epoch"]
         # A trial that was lost tells again what it told before.
-        if len(self._directions) == 1 and step not in self._study.trials[trial.number].intermediate_values:
-            (metric,) = self._directions
-            trial.report(result[metric], step=step)
+        if len(self._metrics) == 1 and step not in self._study.trials[trial.number].intermediate_values:
+            trial.report(result[self._metrics[0]], step=step)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Learns how a trial ended, and notes it unless the trial is to be done again."""
@@ -108,13 +105,13 @@ class JournaledSearch(Searcher):
         if error or not result or result.get("unfinished"):
             self._study.tell(trial, state=TrialState.FAIL)
             return
-        if result[FINISHED] or len(self._directions) > 1:
-            self._study.tell(trial, [result[metric] for metric in self._directions])
+        if result[FINISHED] or len(self._metrics) > 1:
+            self._study.tell(trial, [result[metric] for metric in self._metrics])
         else:
             self.on_trial_result(trial_id, result)
             self._study.tell(trial, state=TrialState.PRUNED)
-        if name not in self._before.ended:
-            self._note({NAME: name, "ended": True})
+        if name not in self._ended:
+            self._note({NAME: name, ENDED: True})
 
     def save(self, checkpoint_path: str) -> None:
         """Does nothing: the journal is complete at any time."""
@@ -122,12 +119,9 @@ class JournaledSearch(Searcher):
     def restore(self, checkpoint_path: str) -> None:
         """Does nothing: the journal was read when this was made."""
 
-    def _require_claim(self) -> None:
+    def _note(self, line: Mapping[str, Any]) -> None:
         if self._claim is not None:
             self._claim.require()
-
-    def _note(self, line: Mapping[str, Any]) -> None:
-        self._require_claim()
         with needing_room(self._journal.parent), self._journal.open("ab") as file:
             file.write(json.dumps(line).encode() + b"\n")
             file.flush()
@@ -153,21 +147,24 @@ def trial_name(number: int) -> str:
 def ended_trials(journal: Path) -> frozenset[str]:
     """Returns the names of the trials that ended by themselves or by the scheduler; none of a damaged journal."""
     with contextlib.suppress(LogError, OSError):  # of which others tell
-        return read_suggestions(journal).ended
+        return _read(journal)[1]
     return frozenset()
 
 
-def read_suggestions(journal: Path) -> Suggestions:
-    """Returns what the journal holds, a last line left out that is not written to its end.
+def _read(journal: Path) -> tuple[list[Mapping[str, Any]], frozenset[str]]:
+    """Returns what was suggested, in order, and the names of the trials that ended and were not broken off.
+
+    A last line that is not written to its end is left out.
 
     Raises:
-        LogError: it is damaged.
+        LogError: the journal is damaged.
     """
     if not journal.exists():
-        return Suggestions()
+        return [], frozenset()
     try:
         lines = [json.loads(line) for line in journal.read_bytes().split(b"\n")[:-1]]
-        samples = [line["sample"] for line in lines if "sample" in line]
-        return Suggestions(samples=tuple(samples), ended=frozenset(line[NAME] for line in lines if ENDED in line))
+        return [each["sample"] for each in lines if "sample" in each], frozenset(
+            each[NAME] for each in lines if ENDED in each
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise LogError(f"{journal} cannot be read ({error}): restore it, or begin a new search") from error

@@ -1,0 +1,105 @@
+"""A search for little of a metric, one trial of which a mistake in the user's task ends, and what `resume` trains."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.service.own_task import MODULE
+from tests.service.stores import Recorded, runs
+from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
+from triaccel_ray.service.runs.record import read_run
+from triaccel_ray.service.search.search import REPEATS, best_trial, ranked, read_search
+from triaccel_ray.service.storage.layout import ERROR, EVENTS
+
+MENDED = (
+    MODULE
+    + """
+from triaccel_ray.trainables.text import TextGpt
+
+
+class Text(TextGpt):
+    layers, width, heads, context, most_windows = 1, 16, 2, 16, 128
+"""
+)
+MISTAKEN = """
+    def model(self):
+        with Path(__file__).with_name("models").open("ab", buffering=0) as models:
+            models.write(b".")
+            self.number = models.tell()  # two processes never have the same
+        return super().model()
+
+    def loss(self, outputs, targets, recipe):
+        # After FP32, AMP and probe, which make two models each: the first trial's, after one in each precision.
+        if self.number in (8, 9) and len(targets) > 2:
+            raise ValueError("the shapes do not fit")
+        return super().loss(outputs, targets, recipe)
+"""
+
+
+def recorded(desk: Desk) -> dict[str, Recorded]:  # noqa: F811  # no fixture here
+    found = [run for run in runs(desk.tracker, "triaccel-searches") if "-again" not in run.name]
+    assert len({run.name for run in found}) == len(found)  # nothing twice
+    return {run.name: run for run in found}
+
+
+def logs(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.glob(f"*/*/{EVENTS}") if path.parents[1].name != REPEATS}
+
+
+def test_a_task_is_mended_and_resume_trains_the_trial_that_it_had_ended_alone(
+    desk: Desk,  # noqa: F811  # the fixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = f"own_text_{abs(hash(tmp_path))}"
+    file, texts, folder = tmp_path / f"{name}.py", tmp_path / "texts", desk.storage / "mending"
+    file.write_text(MENDED + MISTAKEN)
+    texts.mkdir()
+    for index in range(10):
+        (texts / f"{index}.txt").write_text(f"{index} times {index} is {index * index}. " * 20)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ("--trials", "2", "--epochs", "2", "--objective", "pareto", "--margin", "100", "--device", "cpu")
+    assert desk.type("search", f"{name}:Text", *words, "--data-dir", str(texts), "--name", "mending") == 1
+    trials = {trial.name: trial for trial in read_search(folder).trials}
+    (broken,) = [name for name, trial in trials.items() if trial.status != "finished"]
+    assert len(trials) == 2
+    assert trials[broken].status == "failed (bug)"
+    assert f"{broken} failed (bug): ValueError: the shapes do not fit" in capsys.readouterr().err
+    assert "in loss" in (folder / "trials" / broken / ERROR).read_text()
+    before, first = logs(folder), recorded(desk)
+    assert set(first) == {"mending", "mending/fp32", "mending/amp", "probe", *trials}
+
+    file.write_text(MENDED)
+    monkeypatch.delitem(sys.modules, name)  # as in a terminal, where each command is a process of its own
+    assert desk.type("resume", "mending") == 0
+    after = logs(folder)
+    assert after.keys() == before.keys()
+    assert {path for path in after if after[path] != before[path]} == {folder / "trials" / broken / EVENTS}
+    run = read_run(folder / "trials" / broken)
+    assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", [1, 2])
+    assert [each.cause for each in run.interruptions] == ["bug"]
+    assert run.spec == trials[broken].spec
+    last = recorded(desk)
+    assert set(last) == set(first)
+    assert {each.name for each in last.values() if first[each.name].id != each.id} <= {broken}
+    assert {each.status for each in last.values()} == {"FINISHED"}
+
+    said, record = capsys.readouterr().out, read_search(folder)
+    assert "accuracy" not in said
+    assert "bits per byte" in said
+    assert "Bits per byte against time and memory" in (folder / "report.html").read_text()
+    best, figures = best_trial(record), [run.figures for _, run in ranked(record) if run.figures]
+    assert best is not None
+    assert len(figures) == 2
+    assert best.figures == figures[0]
+    assert figures[0].score >= figures[1].score
+    assert figures[0].score == pytest.approx(100 / figures[0].metric / (figures[0].seconds * figures[0].peak_gb))
+    assert best.start.goal.name == record.objective.goal.name == "bits_per_byte"
+    keys = last[best.name].keys
+    assert {"val/bits_per_byte", "val/perplexity", "val/loss", "final/bits_per_byte", "final/perplexity"} <= keys
+    assert not any("accuracy" in key for key in keys)
