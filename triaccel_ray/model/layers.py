@@ -192,7 +192,7 @@ def uncompiled() -> contextlib.AbstractContextManager[Any]:
 def without_cudnn() -> Iterator[None]:
     """Returns a context in which PyTorch's own kernels convolve, for passes that are made once.
 
-    cuDNN prepares for each shape that is new to it: 0.1 s a convolution, 10 s for EfficientNet (H200).
+    cuDNN prepares for each shape that is new to it: in 0.1 s a convolution, in 10 s for EfficientNet (H200).
     """
     before, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False
     try:

@@ -21,7 +21,7 @@ from triaccel_ray.measure.curvature.gram import GramMethod
 from triaccel_ray.measure.curvature.hessian import BlockPower
 from triaccel_ray.measure.curvature.objective import Limits, Method, Objective, measuring
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate
-from triaccel_ray.model.layers import Layer, Loss
+from triaccel_ray.model.layers import Layer, Loss, without_cudnn
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 
 _LEAST_BUDGET = 32 * 2**20
@@ -325,7 +325,8 @@ class CurvatureMeter:
         """Makes a measurement with one iteration, of which nothing is kept but the model's structure and fallbacks."""
         vectors, self._method.vectors = self._method.vectors, None
         try:
-            self.fallbacks = self._run(objective, torch.Generator().manual_seed(0), 1).fallbacks
+            with without_cudnn():
+                self.fallbacks = self._run(objective, torch.Generator().manual_seed(0), 1).fallbacks
         finally:
             self._method.vectors = vectors
 
