@@ -1,4 +1,3 @@
-from collections import namedtuple
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from triaccel_ray.records.plan import FaultKind
 
 INPUTS, TARGETS = torch.arange(10.0).view(5, 2), torch.arange(5)
 INDICES = torch.tensor([3, 0])
-Pair = namedtuple("Pair", ["left", "right"])
 
 
 class Items(Dataset[Any]):
@@ -157,21 +155,6 @@ def test_a_host_that_cannot_pin_the_samples_leaves_them_to_the_device(monkeypatc
     assert (FaultKind.DATA_NOT_PINNED, "no memory to pin") in noted
     drawn, _ = delivered(DatasetSource(Items((1.0, 0))), CPU, "host").batch(torch.tensor([0]), None)
     assert drawn.tolist() == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("one", "two", "batch"),
-    [
-        ({"a": 1.0}, {"a": 2.0}, {"a": [1.0, 2.0]}),
-        ((1.0, 3.0), (2.0, 4.0), ([1.0, 2.0], [3.0, 4.0])),
-        (Pair(1.0, 3.0), Pair(2.0, 4.0), Pair([1.0, 2.0], [3.0, 4.0])),
-        ("one", "two", ["one", "two"]),
-    ],
-)
-def test_inputs_of_a_list_keep_their_structure(one: Any, two: Any, batch: Any) -> None:
-    source = as_source([(one, 0), (two, 1)])
-    assert plain(source.batch(torch.tensor([0, 1]), None)[0]) == plain(batch)
-    assert (len(source), source.is_resident) == (2, False)
 
 
 @pytest.mark.parametrize(

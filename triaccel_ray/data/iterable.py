@@ -12,16 +12,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from triaccel_ray.cuda.random_states import preserved_random_states
+from triaccel_ray.data.batches import Collate, inputs_and_targets, moved, require_pair, seed_generators
 from triaccel_ray.data.data_source import DataSource
-from triaccel_ray.data.prefetch import (
-    Collate,
-    inputs_and_targets,
-    item_loader,
-    iterate,
-    require_pair,
-    seed_generators,
-)
-from triaccel_ray.data.stream import moved
+from triaccel_ray.data.prefetch import item_loader, iterate
 
 NUM_KEPT = 128
 """Samples of the first pass that are kept, to measure on."""
@@ -139,7 +132,6 @@ class IterableSource(DataSource):
             for number, sample in zip(numbers, samples, strict=True):
                 require_pair(sample, f"item {number} of {self._name}")
         batch = default_collate(samples) if self._collate is None else self._collate(samples)
-        require_pair(batch, "what collate_fn returned")
         return inputs_and_targets(moved(batch, self._device))
 
     def state_at(self, cursor: int) -> list[Any] | None:
