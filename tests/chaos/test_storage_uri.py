@@ -27,11 +27,12 @@ from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.jobs.jobs import submission
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import read_search
+from triaccel_ray.service.storage.copies import WRITER
 from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, MODEL, SPEC
 from triaccel_ray.service.storage.mirror import pull_all
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Store
-from triaccel_ray.service.storage.training_folder import WRITER, TrainingFolder
+from triaccel_ray.service.storage.training_folder import TrainingFolder
 from triaccel_ray.service.tracking.tracking import Tracker
 
 pytestmark = pytest.mark.timeout(1800)  # several commands each, a minute a command where two CPUs have other work

@@ -18,11 +18,12 @@ from triaccel_ray.records.events import EventLog, TakenOverError, read_events
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.worker import Worker
+from triaccel_ray.service.storage.copies import WRITER
 from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, MODEL, PREVIOUS, SPEC
 from triaccel_ray.service.storage.mirror import catch_up, mirrored, pull_all, require_unused
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Store
-from triaccel_ray.service.storage.training_folder import WRITER, edited
+from triaccel_ray.service.storage.training_folder import edited
 
 
 def test_a_run_goes_on_from_the_store_unless_its_own_folder_is_ahead(machines: Machines) -> None:
@@ -55,7 +56,10 @@ def test_a_run_goes_on_from_the_store_unless_its_own_folder_is_ahead(machines: M
     again = machines.move_to("a")
     again.open()  # what was never brought from here is of a way that the run has not taken
     assert held(again.path) == {**held(machines.kept), "mlflow.db": "a database"}
+    write(again.path, {EVENTS: "1\n2\n3 elsewhere\n4\n"})
     again.close()
+    with pytest.raises(TakenOverError):
+        second.push()
 
 
 def test_the_end_of_a_run_elsewhere_can_be_written_here_and_it_can_go_on_here(machines: Machines) -> None:
