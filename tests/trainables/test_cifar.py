@@ -17,7 +17,7 @@ import torch
 from torchvision import datasets
 
 from triaccel_ray.data.sources import DataSource, TensorSource
-from triaccel_ray.trainables.registry import TASKS
+from triaccel_ray.trainables.registry import load_task
 from triaccel_ray.trainables.task import Purpose, Splits
 
 NUM_A_FILE = 10_000
@@ -92,14 +92,14 @@ def _keys(source: DataSource) -> set[bytes]:
 def searches(published: Path) -> dict[int, Splits]:
     """Returns what a search trains on and is judged by, by the edge of the images in pixels."""
     folders = {32: ("cifar10-resnet18", published), 224: ("cifar10-efficientnet-b0", published / "cifar-10-batches-py")}
-    return {edge: TASKS[name](folder).data(Purpose.SEARCH) for edge, (name, folder) in folders.items()}
+    return {edge: load_task(name, folder).data(Purpose.SEARCH) for edge, (name, folder) in folders.items()}
 
 
 def test_a_search_holds_out_500_training_images_a_class_and_a_final_run_none(
     published: Path, searches: dict[int, Splits]
 ) -> None:
     search, other, images = searches[32], searches[224], torch.rand(2, 3, 32, 32)
-    final = TASKS["cifar10-resnet18"](published).data(Purpose.FINAL)
+    final = load_task("cifar10-resnet18", published).data(Purpose.FINAL)
     assert isinstance(search.held_out, TensorSource)
     assert torch.bincount(search.held_out.targets).tolist() == [500] * 10
     assert (len(search.train), len(_keys(search.train) | _keys(search.held_out))) == (45_000, 50_000)
@@ -128,7 +128,7 @@ def test_a_search_holds_out_500_training_images_a_class_and_a_final_run_none(
 def test_the_batch_sizes_and_the_amp_of_a_task_are_those_that_its_figures_are_of(
     name: str, sizes: tuple[int, int, int], amp: str
 ) -> None:
-    task = TASKS[name]
+    task = load_task(name, None)
     batch = task.control.batch
     assert (batch.start, batch.step_up, batch.maximum) == sizes
     assert task.recipe.amp == amp
@@ -153,7 +153,9 @@ def test_processes_that_start_together_download_once_into_the_users_cache(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     sizes = []
     threads = [
-        threading.Thread(target=lambda: sizes.append(len(TASKS["cifar10-resnet18"](None).data(Purpose.FINAL).train)))
+        threading.Thread(
+            target=lambda: sizes.append(len(load_task("cifar10-resnet18", None).data(Purpose.FINAL).train))
+        )
         for _ in range(2)
     ]
     for thread in threads:
@@ -183,8 +185,8 @@ def test_other_files_are_never_opened_and_what_cannot_be_had_is_explained(
     said = r"CIFAR-10: .*/cifar-10-batches-py is not complete, and downloading http.* failed \(.*--data-dir"
     monkeypatch.setattr(datasets.CIFAR10, "tgz_md5", "0" * 32)
     with pytest.raises(FileNotFoundError, match=said.replace(".*--", r"File not found or corrupted.*--")):
-        TASKS["cifar10-resnet18"](tmp_path).data(Purpose.SEARCH)
+        load_task("cifar10-resnet18", tmp_path).data(Purpose.SEARCH)
     monkeypatch.setattr(datasets.CIFAR10, "url", "http://127.0.0.1:9/archive.tar.gz")
     with pytest.raises(FileNotFoundError, match=said.replace(".*--", r".*Connection refused.*--")):
-        TASKS["cifar10-resnet18"](tmp_path).data(Purpose.SEARCH)
+        load_task("cifar10-resnet18", tmp_path).data(Purpose.SEARCH)
     assert not (tmp_path / "sprung").exists()

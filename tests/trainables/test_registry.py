@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from triaccel_ray.trainables.digits import Digits
-from triaccel_ray.trainables.registry import TASKS, load_task
+from triaccel_ray.trainables.registry import TASKS, load_task, name_of
 from triaccel_ray.trainables.task import Recipe
 
 MODULE = """
@@ -51,10 +51,9 @@ def _write(folder: Path, module: str, text: str) -> None:
 
 
 def test_bundled_tasks_are_found_by_the_names_they_give_themselves(tmp_path: Path) -> None:
-    for name, task_class in TASKS.items():
+    for name in TASKS:
         task = load_task(name, tmp_path)
-        assert type(task) is task_class
-        assert task.name == name
+        assert task.name == name_of(type(task)) == name
         assert task.data_dir == tmp_path
 
 
@@ -85,7 +84,7 @@ def test_a_task_in_a_package_is_imported_by_its_dotted_name(working_dir: Path) -
         ("own_task:Plain", "Plain must be a subclass of triaccel_ray.Task"),
         ("own_task:Half", r"Half must define the method\(s\) data"),
         ("own_task:Nameless", "Nameless must set the attribute name"),
-        ("own_task:Stubborn", r"must be constructible as Stubborn\(data_dir\)"),
+        ("own_task:Stubborn", r"Stubborn\(data_dir\) raised TypeError: .* constructible so"),
         ("own_task.py:Mine", "not its file"),
         ("./own_task:Mine", "not its file"),
         ("own_task:", "not its file"),

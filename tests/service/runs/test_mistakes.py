@@ -83,11 +83,6 @@ class LossAlone(Regression):
     objective = "loss"
 
 
-class Counting(Regression):
-    def num_correct(self, outputs, targets):
-        return int(((outputs - targets).abs() < 0.5).sum())
-
-
 class Undecided(Regression):
     metrics = {}
 
@@ -284,7 +279,6 @@ def test_settings_that_do_not_fit_the_task_are_refused(mistakes: str, tmp_path: 
         ("Undecided", "Undecided.objective = 'accuracy': must be one of Undecided.metrics, which has"),
         ("Misnamed", "name of a metric = 'loss': must be an identifier, and none of"),
         ("Plain", "must be a Metric, not a function"),
-        ("Counting", "Counting.num_correct = 'a method': is asked no more; set metrics"),
         ("ControlDict", r"ControlDict.control = .*: must be a ControlConfig, not a dict; write ControlConfig\(\*\*"),
         ("RecipeDict", "RecipeDict.recipe = .*: must be a Recipe, not a dict"),
         (
