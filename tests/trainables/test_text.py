@@ -16,7 +16,7 @@ from triaccel_ray.trainables.task import Purpose
 from triaccel_ray.trainables.text import GPT, TextGpt
 from triaccel_ray.trainables.text_files import PARTS, Windows, read_bytes, split_by_file, text_files
 
-SIZES = st.lists(st.integers(1, 1000), min_size=3, max_size=40).map(lambda sizes: dict(zip(map(str, range(40)), sizes)))
+SIZES = st.lists(st.integers(1, 1000), min_size=3, max_size=40).map(lambda sizes: {str(n): s for n, s in enumerate(sizes)})
 
 
 class Small(TextGpt):
