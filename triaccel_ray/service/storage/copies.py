@@ -61,10 +61,10 @@ def push(
                 news[file] = source, here.size  # what a log gets from here on comes later
         if news and writer is not None:
             store_of(place).write(f"{place.name}/{WRITER}", io.BytesIO(writer.encode()), len(writer.encode()))
-        for file, (source, num_bytes) in reversed(news.items()):
-            stamp = store_of(place).write(f"{place.name}/{file}", source, num_bytes)
-            if not isinstance(source, io.BytesIO):
-                os.utime(source.fileno(), ns=(stamp.mtime_ns, stamp.mtime_ns))
+        for file, (content, num_bytes) in reversed(news.items()):
+            stamp = store_of(place).write(f"{place.name}/{file}", content, num_bytes)
+            if not isinstance(content, io.BytesIO):
+                os.utime(content.fileno(), ns=(stamp.mtime_ns, stamp.mtime_ns))
     return bool(news)
 
 
