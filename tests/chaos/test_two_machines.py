@@ -150,19 +150,6 @@ def test_trials_run_on_both_machines_and_all_of_the_search_is_recorded(hunt: Hun
         assert assert_equals_log(hunt.tracker, run, folder / "events.jsonl") > 0
 
 
-def test_a_report_needs_neither_the_cluster_nor_the_server(hunt: Hunt) -> None:
-    words = ("report", "hunt", "--storage-path", str(hunt.place / "storage"))
-    report = subprocess.run(
-        [sys.executable, "-m", "triaccel_ray.service", *words],
-        env={**hunt.environment, "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-    )
-    assert report.returncode == 0, report.stderr
-    assert all(f"trial-{number:03d}" in report.stdout for number in range(NUM_TRIALS))
-    assert (hunt.folder / "report.html").exists()
-
-
 def test_a_search_on_a_cluster_leaves_no_secret_anywhere(hunt: Hunt) -> None:
     assert "triaccel_ray.service search meeting:Meeting" in hunt.jobs
     assert re.search(r"http://\*+@127\.0\.0\.1", hunt.jobs)

@@ -57,6 +57,10 @@ def entry(job: Submission) -> list[str]:
             "run digits --tracking-uri sqlite:////home/ann@corp/db",
             "run digits --name j --storage-path {here}/triaccel-runs --tracking-uri sqlite:////home/ann@corp/db",
         ),
+        (
+            "search digits --storage-path 's3://bucket/runs?region=x' --tracking-uri http://host:5000",
+            "search digits --name j --storage-path 's3://bucket/runs?region=x' --tracking-uri http://host:5000",
+        ),
         ("resume mine", "resume mine --storage-path {here}/triaccel-runs"),
         ("resume mine --storage-path s3://bucket/x", "resume mine --storage-path s3://bucket/x"),
         ("resume ./runs/mine", "resume {here}/runs/mine --storage-path {here}/triaccel-runs"),
