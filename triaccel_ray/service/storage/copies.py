@@ -2,7 +2,8 @@
 
 A run is written in its training folder, on the machine where it trains (`training_folder`). A command writes into its
 working copy, on the machine where it was typed, and takes the logs of runs there (`mirror`). A copy has the size
-and time of its original, and what has the same is not copied again.
+and time of its original, and what has the same is not copied again. What reads or writes a store raises StoreError
+while that is out of reach.
 
 A checkpoint counts records of its log. So that whoever takes both finds at least as many in the log, a log is brought
 to the store before the checkpoint, but opened after it, and taken from the store after the checkpoint. The trained
@@ -43,9 +44,6 @@ def push(
 
     `there` is what the store has at `place`. A traceback that is gone is empty there: nothing is deleted in a store.
     Before the first file WRITER gets the text `writer`. Returns whether there was any.
-
-    Raises:
-        StoreError: the store cannot be reached.
     """
     with contextlib.ExitStack() as open_files:
         news: dict[str, tuple[BinaryIO, int]] = {}
@@ -74,7 +72,6 @@ def pull(place: StoragePath, folder: Path, files: Sequence[str], there: Mapping[
     What a command has written here stays where it is newer: the command was killed, perhaps, before it could bring it.
 
     Raises:
-        StoreError: the store cannot be reached.
         DiskFullError: there is no room for them.
     """
     for file in reversed(files):

@@ -1,4 +1,4 @@
-"""The working copy of a command, and readers of a store."""
+"""The working copy of a command, and readers of a store; StoreError where that cannot be reached."""
 
 from __future__ import annotations
 
@@ -88,11 +88,7 @@ def bring(place: StoragePath, files: Sequence[str]) -> None:
 
 
 def pull_all(place: StoragePath) -> None:
-    """Takes everything at and below `place` but checkpoints and models, unless a command here does so all the time.
-
-    Raises:
-        StoreError: the store cannot be reached.
-    """
+    """Takes everything at and below `place` but checkpoints and models, unless a command here does so all the time."""
     if place.uri is None:
         return
     if not place.folder.exists():
@@ -104,11 +100,7 @@ def pull_all(place: StoragePath) -> None:
 
 
 def catch_up(place: StoragePath, patience_s: float = PATIENCE_S) -> None:
-    """Takes the logs of runs at and below `place`, wherever they are trained.
-
-    Raises:
-        StoreError: the store cannot be reached.
-    """
+    """Takes the logs of runs at and below `place`, wherever they are trained."""
     if place.uri is not None:
         insist(lambda: _pull_logs(place), patience_s)
 

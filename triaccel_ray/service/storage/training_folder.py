@@ -2,7 +2,7 @@
 
 The store's file WRITER names the training folder that a run goes on in. That folder is ahead of the store; whoever
 trains in another one takes all files first, puts that one's name there with the first files that it brings, and so
-fences off whoever trained before.
+fences off whoever trained before. StoreError says that the store cannot be reached.
 """
 
 from __future__ import annotations
@@ -33,11 +33,7 @@ class TrainingFolder:
         self._pushing: Background | None = None
 
     def open(self, files: Sequence[str] = RUN) -> None:
-        """Takes what the store has of the run, which may have begun on another machine: `files`, or all.
-
-        Raises:
-            StoreError: the store cannot be reached.
-        """
+        """Takes what the store has of the run, which may have begun on another machine: `files`, or all."""
         if self._place.uri is not None:
             insist(lambda: self._take(files), self._patience_s)
             self._pushing = Background(self.push, str(self._place))
@@ -68,7 +64,6 @@ class TrainingFolder:
         """Brings what has changed here to the store.
 
         Raises:
-            StoreError: the store cannot be reached.
             TakenOverError: the run goes on in another training folder.
         """
         if not any((self.path / file).exists() for file in RUN):
@@ -107,11 +102,7 @@ class TrainingFolder:
 
 @contextlib.contextmanager
 def edited(place: StoragePath) -> Iterator[Path]:
-    """Its body writes to the log of a run that nobody trains, in the folder that it gets.
-
-    Raises:
-        StoreError: the store cannot be reached.
-    """
+    """Its body writes to the log of a run that nobody trains, in the folder that it gets."""
     folder = TrainingFolder(place)
     folder.open(LOG)
     try:
