@@ -62,35 +62,24 @@ def test_a_run_goes_on_from_the_store_unless_its_own_folder_is_ahead(machines: M
         second.push()
 
 
-def test_the_end_of_a_run_elsewhere_can_be_written_here_and_it_can_go_on_here(machines: Machines) -> None:
+def test_the_log_of_a_run_elsewhere_is_read_without_taking_it_over_and_can_be_ended_here(machines: Machines) -> None:
     there = machines.move_to("b")
     there.open()
-    write(there.path, {EVENTS: "1\n2\n", CHECKPOINT: "after 2"})
-    there.close()
-    here = machines.move_to("a")
-    with edited(machines.place) as folder:
-        assert held(folder) == {EVENTS: "1\n2\n"}
-        write(folder, {EVENTS: "1\nend\n"})
-    assert held(machines.kept) == {EVENTS: "1\nend\n", CHECKPOINT: "after 2"}
-    here.open()
-    assert held(here.path) == held(machines.kept)
-    here.close()
-
-
-def test_looking_at_the_log_of_a_run_elsewhere_does_not_take_it_over(machines: Machines) -> None:
-    there = machines.move_to("b")
-    there.open()
-    write(there.path, {EVENTS: "1\n2\n", ERROR: "what it failed by"})
+    write(there.path, {EVENTS: "1\n2\n", CHECKPOINT: "after 2", ERROR: "what it failed by"})
     there.close()
     writer = (machines.kept / WRITER).read_text()
-    machines.move_to("a")
+    here = machines.move_to("a")
     with edited(machines.place) as folder:
         assert held(folder) == {EVENTS: "1\n2\n", ERROR: "what it failed by"}
     assert (machines.kept / WRITER).read_text() == writer
     with edited(machines.place) as folder:
         (folder / ERROR).unlink()
+        write(folder, {EVENTS: "1\nend\n"})
     assert (machines.kept / WRITER).read_text() != writer
-    assert held(machines.kept) == {EVENTS: "1\n2\n", ERROR: ""}
+    assert held(machines.kept) == {EVENTS: "1\nend\n", CHECKPOINT: "after 2", ERROR: ""}
+    here.open()
+    assert held(here.path) == {EVENTS: "1\nend\n", CHECKPOINT: "after 2"}
+    here.close()
 
 
 @pytest.mark.parametrize(("first", "last"), [(EVENTS, CHECKPOINT), (MODEL, EVENTS)])
