@@ -68,7 +68,7 @@ class CifarTask(Task):
         plain = Preparation(
             mean=_CHANNEL_MEAN[self.num_classes], std=_CHANNEL_STD[self.num_classes], size=self.input_size
         )
-        augmented = replace(plain, augment=True, reflect=True, alternate=True, cutout=self.cutout)
+        augmented = replace(plain, augment=True, cutout=self.cutout)
         shown = replace(plain, mirror_views=mirror_views)
         return Splits(train=ImageSource(*train, augmented), held_out=ImageSource(*held_out, shown))
 
