@@ -19,18 +19,15 @@ from triaccel_ray.records.goal import LOSS
 from triaccel_ray.trainables.task import Recipe, Task
 
 TASKS: Mapping[str, str] = {
-    name: f"triaccel_ray.trainables.{place}"
-    for name, place in (
-        ("digits", "digits:Digits"),
-        ("cifar10-resnet18", "cifar:Cifar10ResNet18"),
-        ("cifar10-resnet18-long", "cifar:Cifar10ResNet18Long"),
-        ("cifar10-resnet18-imagenet-stem", "cifar:Cifar10ResNet18ImagenetStem"),
-        ("cifar10-efficientnet-b0", "cifar:Cifar10EfficientNetB0"),
-        ("cifar100-resnet18", "cifar:Cifar100ResNet18"),
-        ("cifar100-resnet18-imagenet-stem", "cifar:Cifar100ResNet18ImagenetStem"),
-        ("cifar100-efficientnet-b0", "cifar:Cifar100EfficientNetB0"),
-        ("text-gpt", "text:TextGpt"),
-    )
+    "digits": "triaccel_ray.trainables.digits:Digits",
+    "cifar10-resnet18": "triaccel_ray.trainables.cifar:Cifar10ResNet18",
+    "cifar10-resnet18-long": "triaccel_ray.trainables.cifar:Cifar10ResNet18Long",
+    "cifar10-resnet18-imagenet-stem": "triaccel_ray.trainables.cifar:Cifar10ResNet18ImagenetStem",
+    "cifar10-efficientnet-b0": "triaccel_ray.trainables.cifar:Cifar10EfficientNetB0",
+    "cifar100-resnet18": "triaccel_ray.trainables.cifar:Cifar100ResNet18",
+    "cifar100-resnet18-imagenet-stem": "triaccel_ray.trainables.cifar:Cifar100ResNet18ImagenetStem",
+    "cifar100-efficientnet-b0": "triaccel_ray.trainables.cifar:Cifar100EfficientNetB0",
+    "text-gpt": "triaccel_ray.trainables.text:TextGpt",
 }
 """Name of a bundled task -> its module, which imports PyTorch, and its class."""
 

@@ -14,15 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from triaccel_ray.cuda.random_states import preserved_random_states
-from triaccel_ray.data.batches import (
-    Collate,
-    inputs_and_targets,
-    joined,
-    map_tree,
-    moved,
-    next_batch_size,
-    read,
-)
+from triaccel_ray.data.batches import Collate, inputs_and_targets, joined, map_tree, moved, next_batch_size, read
 from triaccel_ray.data.data_source import DataSource
 from triaccel_ray.data.prefetch import EpochOrder, Workers
 
@@ -143,9 +135,9 @@ class DatasetSource(DataSource):
 
     def to(self, device: torch.device) -> Self:
         """Returns the same data set with batches delivered on `device`."""
-        moved = copy.copy(self)
-        moved._deliver_on(device)
-        return moved
+        same = copy.copy(self)
+        same._deliver_on(device)
+        return same
 
     def close(self) -> None:
         """Ends the worker processes, as dropping the last reference to this source does too; a batch starts others."""

@@ -48,6 +48,7 @@ class IterableSource(DataSource):
         self._dataset: Any = dataset
         self._num_workers, self._collate, self._name = num_workers, collate_fn, name
         self._is_resumable = not num_workers and all(hasattr(dataset, f"{do}state_dict") for do in ("", "load_"))
+        self._first_state = copy.deepcopy(self._dataset.state_dict()) if self._is_resumable else None
         self._reset_on(torch.device("cpu"))
 
     def _reset_on(self, device: torch.device) -> None:
@@ -61,8 +62,6 @@ class IterableSource(DataSource):
         """The number, in its pass, of the first sample that is held."""
         self._states: deque[tuple[int, Any]] = deque()
         """Numbers of samples, and the data set's states before them; None for its beginning."""
-
-        self._first_state: list[Any] = []
 
     @property
     def expected_samples(self) -> int:
@@ -184,10 +183,8 @@ class IterableSource(DataSource):
 
     def _begin(self, epoch: int, start: int, state: Any) -> None:
         """Begins a pass before its sample of the number `start`; the data set's state is None at its beginning."""
-        if self._is_resumable:
-            self._first_state = self._first_state or [copy.deepcopy(self._dataset.state_dict())]
-            if state is None and not self._is_exhausted:
-                state = self._first_state[0]  # else some would go on after the samples that they have given
+        if state is None and not self._is_exhausted:
+            state = self._first_state  # else some would go on after the samples that they have given
         self.close()
         self._is_exhausted = False
         self._pass, self._start = (epoch, self._seed), start
