@@ -157,8 +157,8 @@ def _import_class(name: str) -> type[Task]:
 
 
 def _import_module(name: str, module_name: str) -> ModuleType:
-    """Returns the module, looked for in the working directory too, as `python -m` would."""
-    if {"", os.getcwd()}.isdisjoint(sys.path):
+    """Returns the module; that of a user's own task is looked for in the working directory too, as by `python -m`."""
+    if name not in TASKS and {"", os.getcwd()}.isdisjoint(sys.path):
         sys.path.insert(0, os.getcwd())
     importlib.invalidate_caches()
     try:
