@@ -12,7 +12,7 @@ import torch
 from tests.build import same
 from tests.service.local_trial import local_run, trained
 from tests.service.own_task import own_spec
-from tests.service.storage.machines import Machines, held, write
+from tests.service.storage.conftest import Machines, held, write
 from tests.service.waiting import wait_until
 from triaccel_ray.records.events import EventLog, TakenOverError, read_events
 from triaccel_ray.service.failures import StoreError
