@@ -57,17 +57,13 @@ def test_bundled_tasks_are_found_by_the_names_they_give_themselves(tmp_path: Pat
         assert task.data_dir == tmp_path
 
 
-def test_a_task_of_ones_own_is_imported_from_the_working_directory(working_dir: Path) -> None:
-    _write(working_dir, "own_task", MODULE)
-    task = load_task("own_task:Mine", working_dir)
+@pytest.mark.parametrize(("folder", "module"), [(".", "own_task"), ("own_package", "own_package.inner")])
+def test_a_task_of_ones_own_is_imported_from_the_working_directory(working_dir: Path, folder: str, module: str) -> None:
+    (working_dir / folder).mkdir(exist_ok=True)
+    _write(working_dir / folder, module.rpartition(".")[2], MODULE)
+    task = load_task(f"{module}:Mine", working_dir)
     assert isinstance(task, Digits)
     assert (task.name, task.data_dir) == ("mine", working_dir)
-
-
-def test_a_task_in_a_package_is_imported_by_its_dotted_name(working_dir: Path) -> None:
-    (working_dir / "own_package").mkdir()
-    _write(working_dir / "own_package", "inner", MODULE)
-    assert load_task("own_package.inner:Mine", None).name == "mine"
 
 
 @pytest.mark.parametrize(
