@@ -54,7 +54,7 @@ def test_images_keep_their_preparation_and_functions_travel() -> None:
     images = ImageSource(
         torch.randint(0, 256, (8, 3, 4, 4), dtype=torch.uint8),
         torch.arange(8),
-        Preparation(mean=(0.5,) * 3, std=(0.2,) * 3, augment=True),
+        Preparation(mean=(0.5,) * 3, std=(0.2,) * 3, augment=True, padding=2),
     )
     doubled = TensorSource(*blobs(8), prepare=lambda inputs: 2 * inputs)
     arrived = SharedSplits(Splits(train=images, held_out=doubled)).get()
