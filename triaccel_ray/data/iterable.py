@@ -48,7 +48,7 @@ class IterableSource(DataSource):
         self._dataset: Any = dataset
         self._num_workers, self._collate, self._name = num_workers, collate_fn, name
         self._is_resumable = not num_workers and all(hasattr(dataset, f"{do}state_dict") for do in ("", "load_"))
-        self._first_state = copy.deepcopy(self._dataset.state_dict()) if self._is_resumable else None
+        self._first_state = self._state() if self._is_resumable else None
         self._reset_on(torch.device("cpu"))
 
     def _reset_on(self, device: torch.device) -> None:
@@ -96,7 +96,7 @@ class IterableSource(DataSource):
         end = self._start + len(self._held)
         if end < cursor + wanted:
             if self._is_resumable and end > self._states[-1][0]:
-                self._states.append((end, copy.deepcopy(self._dataset.state_dict())))
+                self._states.append((end, self._state()))
             with preserved_random_states(cuda=False):  # dropout draws from the same
                 for number in range(end, cursor + wanted):
                     seed_generators(self._pass[1], number)
@@ -180,6 +180,9 @@ class IterableSource(DataSource):
         self._iterator, self._pass, self._start = iter(()), None, 0
         self._held.clear()
         self._states.clear()
+
+    def _state(self) -> Any:
+        return copy.deepcopy(self._dataset.state_dict())
 
     def _begin(self, epoch: int, start: int, state: Any) -> None:
         """Begins a pass before its sample of the number `start`; the data set's state is None at its beginning."""
