@@ -26,7 +26,7 @@ from triaccel_ray import ControlLoop
 from triaccel_ray.search_spaces.tuned import tuned_thresholds
 for module in (triaccel_ray, triaccel_ray.kernels, triaccel_ray.search_spaces, triaccel_ray.trainables, kernels):
     print(module.__file__)
-held_out = triaccel_ray.trainables.registry.TASKS["digits"]().data("final").held_out
+held_out = triaccel_ray.trainables.registry.load_task("digits", None).data("final").held_out
 print(tuned_thresholds("cifar10-resnet18").task, len(held_out))
 """
 

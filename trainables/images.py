@@ -26,20 +26,14 @@ class Preparation:
     size: int | None = None
     """Edge in pixels to which images are resized after all else; None leaves them."""
     augment: bool = False
-    """Whether training batches are cropped at random and mirrored, by default half of the time."""
-    alternate: bool = False
-    """Whether each image is mirrored in every other epoch, in place of half of the time at random: "alternating flip"
+    """Whether training batches are cropped at random, and images mirrored in every other epoch: "alternating flip"
     (Jordan 2024). Which ones in even epochs is the same for all seeds."""
     padding: int = knob(4, "[0, inf)")
-    """Pixels by which a random crop may move each way."""
-    reflect: bool = False
-    """Whether what enters from outside is the image, mirrored at its edge, in place of black."""
+    """Pixels by which a random crop may move each way; what enters from outside is the image, mirrored at its edge."""
     mirror_views: bool = False
     """Whether images to be judged are shown to the model mirrored, too, and its two outputs averaged."""
     cutout: int = knob(0, "[0, inf)")
     """Edge in pixels of the square that is cut out of every augmented image; 0: none."""
-    dtype: torch.dtype = torch.float32
-    """Of the batches: float32, float16 or bfloat16."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -65,7 +59,7 @@ class ImageSource(TensorSource):
         self._scale = (1.0 / (255.0 * std)).float().to(images.device)
         self._shift = (-mean / std).float().to(images.device)
         # On the device, where a captured step reads it.
-        self._epoch = torch.zeros((), dtype=torch.int64, device=images.device) if preparation.alternate else None
+        self._epoch = torch.zeros((), dtype=torch.int64, device=images.device)
 
     def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Returns the images at `indices`, [b, c, h, w] in channels_last memory, and their targets.
@@ -79,7 +73,7 @@ class ImageSource(TensorSource):
             key = torch.randint(2**63 - 1, (), generator=generator, device=device)
         images = image_batch(
             self.inputs, indices, self._scale, self._shift, key=key, epoch=self._epoch, padding=how.padding,
-            reflect=how.reflect, cutout=how.cutout, dtype=how.dtype,
+            reflect=True, cutout=how.cutout,
         )  # fmt: skip
         if how.size is not None:
             images = F.interpolate(images, size=how.size, mode="bilinear", align_corners=False)
@@ -91,9 +85,8 @@ class ImageSource(TensorSource):
         return (inputs, inputs.flip(-1)) if self.preparation.mirror_views else (inputs,)
 
     def set_epoch(self, epoch: int) -> None:
-        """Turns images round, where they alternate."""
-        if self._epoch is not None:
-            self._epoch.fill_(epoch)
+        """Turns augmented images round."""
+        self._epoch.fill_(epoch)
 
     def to(self, device: torch.device) -> Self:
         """Returns a source whose images live on `device`, before its first epoch."""
@@ -102,5 +95,5 @@ class ImageSource(TensorSource):
     def _with(self, inputs: Tensor, targets: Tensor) -> Self:
         moved, device = super()._with(inputs, targets), inputs.device
         moved._scale, moved._shift = self._scale.to(device), self._shift.to(device)
-        moved._epoch = None if self._epoch is None else torch.zeros_like(self._epoch, device=device)
+        moved._epoch = torch.zeros_like(self._epoch, device=device)
         return moved

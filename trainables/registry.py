@@ -7,7 +7,8 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,40 +18,18 @@ from triaccel_ray.model.metrics import Metric, as_metrics
 from triaccel_ray.records.goal import LOSS
 from triaccel_ray.trainables.task import Recipe, Task
 
-_PLACES: Mapping[str, tuple[str, str]] = {
-    "digits": ("digits", "Digits"),
-    "cifar10-resnet18": ("cifar", "Cifar10ResNet18"),
-    "cifar10-resnet18-long": ("cifar", "Cifar10ResNet18Long"),
-    "cifar10-resnet18-imagenet-stem": ("cifar", "Cifar10ResNet18ImagenetStem"),
-    "cifar10-efficientnet-b0": ("cifar", "Cifar10EfficientNetB0"),
-    "cifar100-resnet18": ("cifar", "Cifar100ResNet18"),
-    "cifar100-resnet18-imagenet-stem": ("cifar", "Cifar100ResNet18ImagenetStem"),
-    "cifar100-efficientnet-b0": ("cifar", "Cifar100EfficientNetB0"),
-    "text-gpt": ("text", "TextGpt"),
+TASKS: Mapping[str, str] = {
+    "digits": "triaccel_ray.trainables.digits:Digits",
+    "cifar10-resnet18": "triaccel_ray.trainables.cifar:Cifar10ResNet18",
+    "cifar10-resnet18-long": "triaccel_ray.trainables.cifar:Cifar10ResNet18Long",
+    "cifar10-resnet18-imagenet-stem": "triaccel_ray.trainables.cifar:Cifar10ResNet18ImagenetStem",
+    "cifar10-efficientnet-b0": "triaccel_ray.trainables.cifar:Cifar10EfficientNetB0",
+    "cifar100-resnet18": "triaccel_ray.trainables.cifar:Cifar100ResNet18",
+    "cifar100-resnet18-imagenet-stem": "triaccel_ray.trainables.cifar:Cifar100ResNet18ImagenetStem",
+    "cifar100-efficientnet-b0": "triaccel_ray.trainables.cifar:Cifar100EfficientNetB0",
+    "text-gpt": "triaccel_ray.trainables.text:TextGpt",
 }
-"""Name of a bundled task -> its module among the trainables, and its class."""
-
-
-class _Bundled(Mapping[str, type[Task]]):
-    """Knows the tasks' names at once, and imports the module of one that is asked for, with PyTorch."""
-
-    def __getitem__(self, name: str) -> type[Task]:
-        module, class_name = _PLACES[name]
-        found: type[Task] = getattr(importlib.import_module(f"triaccel_ray.trainables.{module}"), class_name)
-        return found
-
-    def __contains__(self, name: object) -> bool:
-        return name in _PLACES
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_PLACES)
-
-    def __len__(self) -> int:
-        return len(_PLACES)
-
-
-TASKS: Mapping[str, type[Task]] = _Bundled()
-"""The bundled tasks by name."""
+"""Name of a bundled task -> its module, which imports PyTorch, and its class."""
 
 _OWN_FORM = "package.module:Class"
 
@@ -89,10 +68,10 @@ def name_of(task: Any) -> str:
     if not (isinstance(task, type) and issubclass(task, Task)):
         raise TypeError(f"task = {task!r}: must be a name, such as 'digits', or a class derived from Task")
     module_name, class_name = task.__module__, task.__qualname__
-    for name, (module, bundled) in _PLACES.items():
-        if (module_name, class_name) == (f"triaccel_ray.trainables.{module}", bundled):
-            return name
     name = f"{module_name}:{class_name}"
+    for bundled, place in TASKS.items():
+        if place == name:
+            return bundled
     if module_name == "__main__" or "." in class_name:
         where = "in a notebook or script" if module_name == "__main__" else "inside of a function or class"
         raise ValueError(
@@ -109,17 +88,14 @@ def load_task(name: str, data_dir: Path | None) -> Task:
         ValueError: there is no such task, or what the name leads to is not a complete one; the message says why.
     """
     require_name(name)
-    task_class = _import_class(name) if ":" in name else TASKS[name]
+    task_class = _import_class(name)
     try:
         task = task_class(data_dir)
         recipe, control = task.recipe, task.control
-    except TypeError as error:
+    except (Exception, SystemExit) as error:  # whatever a user's class raises answers whether it can be used
         raise ValueError(
-            f"task = {name!r}: must be constructible as {task_class.__name__}(data_dir): {error}{_line_of(error)}"
-        ) from error
-    except (Exception, SystemExit) as error:  # as of a module that cannot be imported
-        raise ValueError(
-            f"task = {name!r}: {task_class.__name__}(data_dir) raised {type(error).__name__}: {error}{_line_of(error)}"
+            f"task = {name!r}: {task_class.__name__}(data_dir) raised {type(error).__name__}: {error}"
+            f"{_line_of(error)}; a task must be constructible so"
         ) from error
     require_instance(f"{task_class.__name__}.recipe", recipe, Recipe)
     require_instance(f"{task_class.__name__}.control", control, ControlConfig)
@@ -152,24 +128,23 @@ def _require_metrics(task: Task) -> None:
     """Returns if the task's metrics are such, and its objective is one of them.
 
     Raises:
-        TypeError, ValueError: they are not; or it counts correct samples, as tasks did before they had metrics.
+        TypeError, ValueError: they are not.
     """
     name = type(task).__name__
     for metric in as_metrics(task.metrics):
         require_instance(f"{name}.metrics[{metric!r}]", task.metrics[metric], Metric)
     rule = f"must be one of {name}.metrics, {', '.join(task.metrics) or 'which has none'}, or {LOSS}"
     require(task.objective in (*task.metrics, LOSS), f"{name}.objective", task.objective, rule)
-    rule = "is asked no more; set metrics = {'accuracy': Metric(values=..., unit='%', of_mean=...)}"
-    require(not hasattr(task, "num_correct"), f"{name}.num_correct", "a method", rule)
 
 
 def _import_class(name: str) -> type[Task]:
-    """Returns the class that `package.module:Class` names, after checking that it is a complete task."""
-    module_name, _, class_name = name.partition(":")
+    """Returns the class of a bundled task, or the one that `package.module:Class` names and that is a complete task."""
+    module_name, _, class_name = TASKS.get(name, name).partition(":")
     module = _import_module(name, module_name)
     found = getattr(module, class_name, None)
     if found is None:
-        offered = ", ".join(_task_names(module)) or "none"
+        tasks = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, Task)]
+        offered = ", ".join(each.__name__ for each in tasks if each.__module__ == module_name) or "none"
         raise ValueError(f"task = {name!r}: {module_name} has no {class_name}; the tasks defined there: {offered}")
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise ValueError(f"task = {name!r}: {class_name} must be a subclass of triaccel_ray.Task")
@@ -182,8 +157,8 @@ def _import_class(name: str) -> type[Task]:
 
 
 def _import_module(name: str, module_name: str) -> ModuleType:
-    """Returns the module, looked for in the working directory too, as `python -m` would."""
-    if {"", os.getcwd()}.isdisjoint(sys.path):
+    """Returns the module; that of a user's own task is looked for in the working directory too, as by `python -m`."""
+    if name not in TASKS and {"", os.getcwd()}.isdisjoint(sys.path):
         sys.path.insert(0, os.getcwd())
     importlib.invalidate_caches()
     try:
@@ -202,17 +177,5 @@ def _import_module(name: str, module_name: str) -> ModuleType:
 
 def _line_of(error: BaseException) -> str:
     """Returns where an import failed, if the error does not say so itself, as ` (file:line)`."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    if last is None or isinstance(error, SyntaxError):
-        return ""
-    return f" ({last.tb_frame.f_code.co_filename}:{last.tb_lineno})"
-
-
-def _task_names(module: ModuleType) -> list[str]:
-    return [
-        name
-        for name, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    return "" if isinstance(error, SyntaxError) or not frames else f" ({frames[-1].filename}:{frames[-1].lineno})"

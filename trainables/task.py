@@ -154,19 +154,21 @@ class Task(ABC):
         """Returns the optimizer: SGD with momentum, weight decay on weights of two or more dimensions alone."""
         import torch
 
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": recipe.weight_decay},
-            {
-                "params": [p for p in parameters if p.dim() < 2],
-                "weight_decay": 0.0,
-                "lr": recipe.lr * recipe.norm_bias_lr_factor,
-            },
-        ]
         return torch.optim.SGD(
-            [group for group in groups if group["params"]],
+            parameter_groups(model, recipe),
             lr=recipe.lr,
             momentum=recipe.momentum,
             nesterov=recipe.nesterov,
             fused=True,  # skips an overflow on the device
         )
+
+
+def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
+    """Returns an optimizer's groups: weights of two or more dimensions decay, the others have a rate of their own."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    weights, others = ([p for p in parameters if (p.dim() >= 2) == is_weight] for is_weight in (True, False))
+    groups: list[dict[str, Any]] = [
+        {"params": weights, "weight_decay": recipe.weight_decay},
+        {"params": others, "weight_decay": 0.0, "lr": recipe.lr * recipe.norm_bias_lr_factor},
+    ]
+    return [group for group in groups if group["params"]]

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, require
 from triaccel_ray.model.metrics import BITS_PER_BYTE, PERPLEXITY, Metric
-from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
+from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task, parameter_groups
 from triaccel_ray.trainables.text_files import Windows, read_bytes, split_by_file, text_files
 
 NUM_BYTES = 256
@@ -138,13 +138,4 @@ class TextGpt(Task):
 
     def optimizer(self, model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         """Returns AdamW; embeddings and matrices decay, norms and biases do not."""
-        parameters = list(model.parameters())
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": recipe.weight_decay},
-            {
-                "params": [p for p in parameters if p.dim() < 2],
-                "weight_decay": 0.0,
-                "lr": recipe.lr * recipe.norm_bias_lr_factor,
-            },
-        ]
-        return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=True)
+        return torch.optim.AdamW(parameter_groups(model, recipe), lr=recipe.lr, betas=(0.9, 0.95), fused=True)

@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 
 from tests.chaos.desk import Desk, alive, done, fill, kill, still_runs
 from tests.service.own_task import MODULE
-from tests.service.stores import runs
+from tests.service.stores import Recorded, assert_equals_log, history, runs
 from tests.service.waiting import DEADLINE_S, wait_until
 from triaccel_ray.records.events import Epoch, Tick, read_events
 from triaccel_ray.records.goal import Goal
@@ -35,11 +35,13 @@ HERE = Path(__file__).parent
 
 
 class Held(Blobs):
-    # Each process waits after the run's first epoch, as long as there is a file `hold`; its number lies in `held`.
+    # Each process waits at a tick after the run's first epoch, as long as there is a file `hold`; its number lies in
+    # `held`.
     name = "held"
 
     def loss(self, outputs, targets, recipe):
-        if (HERE / "hold").exists() and b'"kind":"epoch"' in recorded_here():
+        _, epoch, second = recorded_here().partition(b'"kind":"epoch"')
+        if (HERE / "hold").exists() and b'"kind":"tick"' in second:
             (HERE / "held" / str(os.getpid())).touch()
             wait_until(lambda: not (HERE / "hold").exists(), timeout_s=HELD_S)
         return super().loss(outputs, targets, recipe)
@@ -122,9 +124,28 @@ def outcome(folder: Path) -> dict[str, list[Any]]:
     return told
 
 
-def recorded(storage: Path) -> list[str]:
-    tracker = Tracker(f"sqlite:///{storage / 'mlflow.db'}", storage / "artifacts")
-    return sorted(run.name for run in runs(tracker, "triaccel-searches") if "-again-" not in run.name)
+def tracker_of(storage: Path) -> Tracker:
+    return Tracker(f"sqlite:///{storage / 'mlflow.db'}", storage / "artifacts")
+
+
+def recorded(storage: Path) -> dict[str, Recorded]:
+    """The runs in MLflow by name; each equals its log, value by value."""
+    found = {run.name: run for run in runs(tracker_of(storage), "triaccel-searches") if "-again-" not in run.name}
+    for name, run in found.items():
+        for log in (storage / "hunt").glob(f"*/{name.removeprefix('hunt/')}/{EVENTS}"):
+            assert assert_equals_log(tracker_of(storage), run, log) > 0
+    return found
+
+
+def has_shipped(storage: Path, name: str) -> bool:
+    """Whether MLflow has the last tick of a trial."""
+    steps = [
+        event.record.observation.step
+        for event in read_events(storage / "hunt" / "trials" / name / EVENTS)
+        if isinstance(event.record, Tick)
+    ]
+    found = [run for run in runs(tracker_of(storage), "triaccel-searches") if run.name == name]
+    return any(step == steps[-1] for run in found for step, _, _ in history(tracker_of(storage), run.id, "train/loss"))
 
 
 def interruptions(folder: Path, *names: str) -> list[list[str]]:
@@ -148,6 +169,8 @@ def test_a_search_goes_on_by_itself_when_an_actor_and_a_node_are_lost(
     desk.hold()
     command = desk.hunt(tmp_path, "resume", "hunt", "--address", two_nodes.address)
     trials = desk.held(command, 2)
+    for name in ("trial-000", "trial-001"):  # more than their checkpoints hold
+        wait_until(lambda name=name: has_shipped(tmp_path, name))
     (node,) = two_nodes.worker_nodes
     raylet = node.all_processes["raylet"][0].process.pid
     assert len([pid for pid in trials if psutil.Process(pid).ppid() == raylet]) == 1
@@ -159,7 +182,9 @@ def test_a_search_goes_on_by_itself_when_an_actor_and_a_node_are_lost(
     assert "trial-001 was interrupted (preempted)" in said
     assert outcome(folder) == outcome(whole)
     assert interruptions(folder, "trial-000", "trial-001") == [["preempted"]] * 2
-    assert recorded(tmp_path) == sorted(["hunt", *NAMES])
+    found = recorded(tmp_path)
+    assert found.keys() == {"hunt", *NAMES}
+    assert {name for name, run in found.items() if "replaces" in run.tags} == {"trial-000", "trial-001"}
 
 
 def test_a_command_whose_head_is_lost_ends_and_says_how_to_go_on(
@@ -196,7 +221,7 @@ def test_the_last_of_two_commands_goes_on_with_a_search(
     assert not any(map(alive, trials))
     assert outcome(folder) == outcome(whole)
     assert interruptions(folder, "trial-000", "trial-001") == [["preempted"]] * 2
-    assert recorded(tmp_path) == sorted(["hunt", *NAMES])
+    assert recorded(tmp_path).keys() == {"hunt", *NAMES}
 
 
 def test_a_search_is_resumed_after_its_driver_and_after_its_head_was_lost(
@@ -207,6 +232,7 @@ def test_a_search_is_resumed_after_its_driver_and_after_its_head_was_lost(
     desk.hold()
     command = desk.hunt(tmp_path, "resume", "hunt")
     trials = desk.held(command, 2)
+    wait_until(lambda: has_shipped(tmp_path, "trial-000"))
     kill(command.pid)
     command.wait(DEADLINE_S)
     wait_until(lambda: not any(map(alive, trials)))  # Ray ends what has lost its driver
@@ -221,7 +247,7 @@ def test_a_search_is_resumed_after_its_driver_and_after_its_head_was_lost(
     done(desk.hunt(tmp_path, "resume", "hunt", "--address", cluster_address))
     assert outcome(folder) == outcome(whole)
     assert interruptions(folder, "trial-000", "trial-001") == [["preempted", "preempted"]] * 2
-    assert recorded(tmp_path) == sorted(["hunt", *NAMES])
+    assert recorded(tmp_path).keys() == {"hunt", *NAMES}
     # what has ended is not touched
     assert {path: path.read_bytes() for path in before} == before
 
@@ -243,4 +269,4 @@ def test_a_full_disk_stops_a_search_and_loses_nothing(
     filler.unlink()
     done(desk.hunt(small_disk, "resume", "hunt", "--address", cluster_address))
     assert outcome(folder) == outcome(whole)
-    assert recorded(small_disk) == sorted(["hunt", *NAMES])
+    assert recorded(small_disk).keys() == {"hunt", *NAMES}

@@ -84,21 +84,10 @@ class Terminal:
         wait_until(lambda: condition() or self.process.poll() is not None, say=lambda: self.shown)
         assert self.process.poll() is None, self.shown
 
-    def press_ctrl_c(self) -> int:
-        """Sends SIGINT to the group, waits for the end of every process of it, and returns the exit status."""
-        return self._end(lambda: os.killpg(self.process.pid, signal.SIGINT))
-
-    def terminate(self) -> int:
-        """Sends SIGTERM to the command, waits for the end of every process it began, and returns the exit status."""
-        return self._end(self.process.terminate)
-
-    def hang_up(self) -> int:
-        """Sends SIGHUP to the command, waits for the end of every process it began, and returns the exit status."""
-        return self._end(lambda: self.process.send_signal(signal.SIGHUP))
-
-    def _end(self, ask: Callable[[], None]) -> int:
+    def send(self, number: signal.Signals) -> int:
+        """Sends a signal, Ctrl-C to the group, waits for the end of every process, and returns the exit status."""
         processes = psutil.Process(self.process.pid).children(recursive=True)
-        ask()
+        (os.killpg if number is signal.SIGINT else os.kill)(self.process.pid, number)
         status = self.process.wait(DEADLINE_S)
         _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
         assert alive == []
@@ -139,7 +128,7 @@ def test_ctrl_c_and_sigterm_end_everything_and_say_how_to_go_on(
     words = ("search", "slow_task:Slow", "--name", "hunt", "--trials", "3", "--epochs", "5", "--device", "cpu")
     first = terminal(tmp_path, *words, *where)
     first.wait_until(lambda: begun("baselines/*"))
-    assert first.press_ctrl_c() == 130
+    assert first.send(signal.SIGINT) == 130
     assert "baselines and probe" in first.shown
     way_on = shlex.join(["triaccel", "resume", "hunt", *where])
     assert way_on in first.shown.replace("\r\n", "\n")
@@ -149,7 +138,7 @@ def test_ctrl_c_and_sigterm_end_everything_and_say_how_to_go_on(
 
     second = terminal(tmp_path, *shlex.split(way_on)[1:])
     second.wait_until(lambda: begun("trials/*") and "of 3 done" in second.shown)
-    assert second.terminate() == 130
+    assert second.send(signal.SIGTERM) == 130
     assert way_on in second.shown
     assert "The best trial" not in second.shown
     record = read_search(folder)
@@ -168,16 +157,16 @@ def test_ctrl_c_before_anything_has_begun_is_one_line(
 ) -> None:
     early = terminal(tmp_path, "run", "digits", "--name", "early", "--storage-path", "kept")
     early.wait_until(lambda: moment in early.shown)
-    assert early.press_ctrl_c() == 130
+    assert early.send(signal.SIGINT) == 130
     said = " ".join(early.shown.replace("^C", "").split())
     assert re.search(r"stopped; nothing (had begun|was trained, and there is no early yet)$", said)
     assert "Traceback" not in early.shown
     assert not (tmp_path / "kept" / "early").exists()
 
 
-@pytest.mark.parametrize("ending", [Terminal.press_ctrl_c, Terminal.terminate, Terminal.hang_up])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_the_end_of_the_ui_and_nothing_to_go_on_with(
-    tmp_path: Path, terminal: Callable[..., Terminal], ending: Callable[[Terminal], int]
+    tmp_path: Path, terminal: Callable[..., Terminal], number: signal.Signals
 ) -> None:
     port = free_port()
     Tracker(f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "artifacts").prepare()
@@ -192,6 +181,6 @@ def test_a_signal_is_the_end_of_the_ui_and_nothing_to_go_on_with(
     process = psutil.Process(ui.process.pid)
     connections = [each for part in process.children(recursive=True) for each in part.net_connections("inet")]
     assert {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
-    assert ending(ui) == 0
+    assert ui.send(number) == 0
     assert "Ctrl-C ends it" in ui.shown
     assert "resume" not in ui.shown

@@ -6,36 +6,17 @@ import json
 from pathlib import Path
 from urllib.parse import quote
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from tests.service.browser import needs_chromium, num_colours, screenshot, shown
-from tests.service.build import SimulatedRun
 from tests.service.search_folder import simulated_search
 from tests.service.stores import Recorded, Server, runs, ship
 from triaccel_ray.service.mlflow_ui import runs_pages
-from triaccel_ray.service.report.figures import PICTURES
 from triaccel_ray.service.tracking.shipper import Parent
 from triaccel_ray.service.tracking.tracking import Tracker
 
-Pixels = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 SCRIPTS_S = 30
 """Of the page's own time, which runs as fast as its scripts and the server do."""
-
-
-def largest_area(picture: Path) -> Pixels:
-    """The colour, white and greys apart, that most pixels of the picture have: uint8 [3]."""
-    with Image.open(picture) as image:
-        pixels = np.asarray(image.convert("RGB")).reshape(-1, 3)
-    coloured = pixels[np.ptp(pixels, axis=1) > 40]
-    colours, counts = np.unique(coloured, axis=0, return_counts=True)
-    most: Pixels = colours[counts.argmax()]
-    return most
-
-
-def num_pixels(picture: Pixels, colour: Pixels) -> int:
-    return int((picture == colour).all(axis=-1).sum())
 
 
 @pytest.fixture
@@ -73,22 +54,3 @@ def test_a_search_is_a_tree_with_children_to_compare(
         assert name in text
     seen = screenshot(compare, tmp_path / "compare.png", width=1600, height=2000, wait_s=SCRIPTS_S)
     assert num_colours(seen) > 500
-
-
-@needs_chromium
-def test_the_pictures_of_a_run_are_looked_at_where_it_is_recorded(
-    server: Server, tmp_path: Path, experiment: str
-) -> None:
-    tracker = Tracker(server.uri, tmp_path / "artifacts")
-    run = SimulatedRun(tmp_path / "hunt", has_pictures=False)
-    run.start()
-    run.train(2)
-    run.end()
-    ship(tracker, run.folder, experiment)
-    (recorded,) = runs(tracker, experiment)
-    artifacts = f"{server.uri}/#/experiments/{tracker.experiment_id(experiment)}/runs/{recorded.id}/artifacts"
-    picture = f"{artifacts}/figures/overview.png"
-    text = shown(picture, tmp_path, wait_s=SCRIPTS_S)
-    assert all(f">{name}.png<" in text for name in PICTURES)
-    seen = screenshot(picture, tmp_path / "picture.png", width=1600, height=1200, wait_s=SCRIPTS_S)
-    assert num_pixels(seen, largest_area(run.folder / "figures" / "overview.png")) > 200

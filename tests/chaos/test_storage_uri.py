@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
-import socket
 import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,20 +17,21 @@ from pyarrow import fs
 
 from tests.chaos.desk import Desk, alive, done, still_runs
 from tests.chaos.test_crashes import HELD
+from tests.service.jobs.test_jobs import typed
 from tests.service.local_trial import local_run, trained
 from tests.service.own_task import MODULE, own_spec
-from tests.service.stores import runs
+from tests.service.stores import free_port, runs
 from tests.service.waiting import wait_until
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.failures import StoreError
-from triaccel_ray.service.jobs.jobs import submission
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.search.search import read_search
+from triaccel_ray.service.storage.copies import WRITER
 from triaccel_ray.service.storage.layout import CHECKPOINT, EVENTS, MODEL, SPEC
 from triaccel_ray.service.storage.mirror import pull_all
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Store
-from triaccel_ray.service.storage.training_folder import WRITER, TrainingFolder
+from triaccel_ray.service.storage.training_folder import TrainingFolder
 from triaccel_ray.service.tracking.tracking import Tracker
 
 pytestmark = pytest.mark.timeout(1800)  # several commands each, a minute a command where two CPUs have other work
@@ -127,46 +127,22 @@ def test_a_search_reaches_the_store_and_is_reported_and_resumed_elsewhere(desk: 
     assert next(run.status for run in recorded if run.name == "hunt") == "FINISHED"
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main([*words])
-    said = capsys.readouterr()
-    assert ended.value.code == 2
-    assert "Traceback" not in said.err
-    return " ".join(said.err.split())
-
-
 def test_a_store_needs_a_tracking_store_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    where = ("--storage-path", tmp_path.as_uri())
-    for words in (("run", "digits"), ("ui",), ("submit", "--", "run", "digits")):
-        assert "give --tracking-uri http://HOST:PORT of an MLflow server" in refused(capsys, *words, *where)
-    for command in ("report", "resume"):  # what is resumed knows its store
-        assert "there is no folder file:///" in refused(capsys, command, "nobody", *where)
-    assert "name = '..'" in refused(capsys, "report", "a/../../b", *where)
+    tracking, none = "give --tracking-uri http://HOST:PORT of an MLflow server", "there is no folder file:///"
+    for words, needle in {
+        "run digits": tracking,
+        "ui": tracking,
+        "submit -- run digits": tracking,
+        "report nobody": none,
+        "resume nobody": none,  # what is resumed knows its tracking store
+        "report a/../../b": "name = '..'",
+    }.items():
+        status, _, said = typed(capsys, *words.split(), "--storage-path", tmp_path.as_uri())
+        assert (status, needle in " ".join(said.split())) == (2, True), said
     assert not (tmp_path / "cache").exists()
-
-
-def test_a_store_that_cannot_be_used_is_refused_before_anything_begins(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tracking = ("--tracking-uri", f"sqlite:///{tmp_path}/mlflow.db")
-    for command in (("run", "digits"), ("search", "digits"), ("compare", "digits"), ("resume", "x"), ("report", "x")):
-        said = refused(capsys, *command, "--storage-path", "ftp://host/x", *tracking)
-        assert "storage path = 'ftp://host/x': must be a folder, or a URI" in said.replace("│ │ ", "")
-    assert "s3" in refused(capsys, "run", "digits", "--storage-path", "s3:///x", *tracking)
-    assert not (tmp_path / "mlflow.db").exists()
-
-
-def test_a_job_gets_the_uri_as_it_is(tmp_path: Path) -> None:
-    tracking = "--tracking-uri http://host:5000"
-    words = shlex.split(f"search digits --storage-path s3://bucket/runs?region=x {tracking}")
-    job = submission(words, name="j", folder=tmp_path)
-    assert "--storage-path 's3://bucket/runs?region=x'" in job.entrypoint
-    assert "--storage-path 's3://bucket/runs?region=x'" in shlex.join(shlex.split(job.resume))
-    assert "storage: s3://bucket/runs, which all machines of the cluster must reach, with credentials" in job.notes[0]
 
 
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "s3cr3t", "AWS_EC2_METADATA_DISABLED": "true"}
@@ -178,9 +154,7 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server = shutil.which("moto_server")
     if server is None:
         pytest.skip("needs an S3 server: `pip install 'moto[server]'`, in any environment, and moto_server on the PATH")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a"))
@@ -188,8 +162,8 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     log = (tmp_path / "s3.log").open("wb")
     process = subprocess.Popen([server, "-H", "127.0.0.1", "-p", str(port)], env=environment, stdout=log, stderr=log)
     try:
-        wait_until(lambda: answers(port))
         endpoint = f"127.0.0.1:{port}"
+        wait_until(lambda: answers(endpoint))
         fs.S3FileSystem(
             endpoint_override=endpoint, scheme="http", region="us-east-1", allow_bucket_creation=True
         ).create_dir("bucket")
@@ -200,12 +174,10 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         log.close()
 
 
-def answers(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5):
-            return True
-    except OSError:
-        return False
+def answers(endpoint: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(f"http://{endpoint}/", timeout=5):
+        return True
+    return False
 
 
 def test_a_run_goes_on_from_a_bucket(
@@ -241,12 +213,8 @@ def test_an_s3_server_that_nobody_has_started(tmp_path: Path, monkeypatch: pytes
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))  # bound, and nobody listens
-        uri = f"s3://bucket/x?endpoint_override=127.0.0.1:{probe.getsockname()[1]}&scheme=http&region=us-east-1"
-        with pytest.raises(StoreError, match="NETWORK_CONNECTION") as refusal:
-            Store(uri).check(writable=True)
-        with pytest.raises(StoreError, match="NETWORK_CONNECTION"):
-            TrainingFolder(StoragePath(uri, "run"), patience_s=0.0).open()
+    uri = f"s3://bucket/x?endpoint_override=127.0.0.1:{free_port()}&scheme=http&region=us-east-1"
+    with pytest.raises(StoreError, match="NETWORK_CONNECTION") as refusal:
+        TrainingFolder(StoragePath(uri, "run"), patience_s=0.0).open()
     assert "\n" not in str(refusal.value)
     assert "s3cr3t" not in str(refusal.value)

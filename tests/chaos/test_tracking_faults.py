@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from benchmarks.proxy import Answer, proxy_to
+from benchmarks.proxy import Answer, Proxy, proxy_to
+from tests.chaos.desk import fill
 from tests.service.build import SimulatedRun
-from tests.service.stores import Server, assert_equals_log, runs
+from tests.service.stores import Server, assert_equals_log, free_port, only_run, runs
 from tests.service.waiting import DEADLINE_S, wait_until
 from triaccel_ray.records.events import End, EventLog
 from triaccel_ray.service.tracking.shipper import Parent, Shipper
@@ -68,16 +74,39 @@ def test_answers_that_are_lost_leave_nothing_twice(
     assert_all_there_once(Tracker(server.uri, tmp_path), experiment, trials)
 
 
-def test_a_server_that_answers_500_is_waited_out(server: Server, root: Path, experiment: str, tmp_path: Path) -> None:
-    with proxy_to(server.uri) as proxy:
-        shipper = Shipper(Tracker(proxy.uri, tmp_path), root, experiment=experiment, parent=PARENT)
-        shipper.ship_once()
+@contextmanager
+def failing(server: Server, proxy: Proxy, fault: str) -> Iterator[None]:
+    """The server is dead, or answers 500 to all that goes through the proxy."""
+    if fault == "500":
         proxy.rule = lambda method, number: "error"
-        trials = live_through(shipper, root)
-        assert shipper.last_error is not None
-        assert "500" in shipper.last_error
-        assert not shipper.flush(0.0)
+        yield
         proxy.rule = lambda method, number: "pass"
+        return
+    server.stop()
+    try:
+        yield
+    finally:
+        server.start()
+        server.wait()
+
+
+@pytest.mark.parametrize("fault", ["500", "***@127.0.0.1"])
+def test_a_server_that_fails_is_waited_out(
+    server: Server, root: Path, experiment: str, tmp_path: Path, fault: str
+) -> None:
+    with proxy_to(server.uri) as proxy:
+        uri = proxy.uri if fault == "500" else server.uri.replace("//", "//someone:secret@")
+        shipper = Shipper(Tracker(uri, tmp_path), root, experiment=experiment, parent=PARENT)
+        shipper.ship_once()
+        assert shipper.last_error is None
+        with failing(server, proxy, fault):
+            trials = live_through(shipper, root)
+            assert shipper.last_error is not None
+            assert fault in shipper.last_error
+            assert "secret" not in shipper.last_error
+            assert not shipper.flush(0.0)
+            afresh = Shipper(Tracker(uri, tmp_path), root, experiment=experiment, parent=PARENT)
+            assert (afresh.ship_once(), afresh.last_error is None) == (0, False)
         assert shipper.flush(DEADLINE_S), shipper.last_error
     assert_all_there_once(Tracker(server.uri, tmp_path), experiment, trials)
 
@@ -153,3 +182,83 @@ def test_searches_that_begin_together_on_a_new_store_are_all_recorded(tmp_path: 
             assert parent in parents
             folder = run.tags[RUN_KEY_TAG].partition("@")[0]
             assert assert_equals_log(tracker, run, tmp_path / folder / "events.jsonl") > 100
+
+
+def test_a_store_that_was_never_there_harms_nobody(root: Path, experiment: str, tmp_path: Path) -> None:
+    for name in ("trial-1", "trial-2"):
+        SimulatedRun(root / name).complete(epochs=1)
+    for uri in (f"http://127.0.0.1:{free_port()}", "sqlite:////proc/nowhere/mlflow.db", "mlruns"):
+        tracker = Tracker(uri, tmp_path)
+        shipper = Shipper(tracker, root, experiment=experiment)
+        assert shipper.ship_once() == 0
+        assert shipper.last_error is not None
+        # One run has met the trouble; the others need not wait for the same.
+        assert shipper.last_error.startswith("trial-1: ")
+        assert not (root / "trial-2" / "mlflow.json").exists()
+        began = time.monotonic()
+        assert not shipper.finish(0.5)
+        assert time.monotonic() - began < 5.0
+        missing = Shipper(tracker, root / "missing", experiment=experiment, parent=Parent(name="x"))
+        assert (missing.ship_once(), missing.last_error is None) == (0, False)
+
+
+def test_a_server_that_hangs_delays_the_end_no_longer_than_it_may(
+    server: Server, root: Path, experiment: str, tmp_path: Path
+) -> None:
+    tracker = Tracker(server.uri, tmp_path)
+    shipper = Shipper(tracker, root, experiment=experiment, interval_s=0.02)
+    run = SimulatedRun(root / "trial")
+    run.start()
+    run.train(1)
+    shipper.ship_once()
+    shipper.start()
+    with server.hanging():
+        run.train(2)
+        run.end()
+        wait_until(lambda: tracker.asked_at is not None)
+        began = time.monotonic()
+        assert not shipper.finish(1.0)
+        assert time.monotonic() - began < 3.0
+        assert shipper.last_error == "the store has not answered for 1 s"
+    afresh = Shipper(Tracker(server.uri, tmp_path), root, experiment=experiment)
+    assert afresh.finish(DEADLINE_S)
+    assert assert_equals_log(tracker, only_run(tracker, experiment), run.path) > 100
+
+
+def test_a_full_disk_is_named(sqlite_tracker: Tracker, root: Path, experiment: str, small_disk: Path) -> None:
+    shutil.copy(sqlite_tracker.uri.removeprefix("sqlite:///"), small_disk / "mlflow.db")
+    tracker = Tracker(f"sqlite:///{small_disk}/mlflow.db", small_disk / "artifacts")
+    tracker.experiment_id(experiment)
+    filler = fill(small_disk)
+    SimulatedRun(root / "trial").complete(epochs=1)
+    shipper = Shipper(tracker, root, experiment=experiment)
+    shipper.ship_once()
+    assert shipper.last_error == f"trial: the disk of sqlite:///{small_disk}/mlflow.db is full: make room there"
+    filler.unlink()
+    assert shipper.flush(DEADLINE_S)
+    (root / "trial" / "report.html").write_bytes(bytes(80 * 2**20))
+    artifacts = Shipper(Tracker(sqlite_tracker.uri, small_disk), root, experiment=experiment)
+    artifacts.ship_once()
+    assert artifacts.last_error is not None
+    assert re.search(f"the disk of {small_disk}.* is full: make room there", artifacts.last_error)
+
+
+def test_an_end_that_failed_is_made_up_for(
+    sqlite_tracker: Tracker, root: Path, experiment: str, tmp_path: Path
+) -> None:
+    blocked = tmp_path / "artifacts"
+    blocked.write_text("a file where the folder of artifacts should be")
+    run = SimulatedRun(root)
+    run.start()
+    shipper = Shipper(Tracker(sqlite_tracker.uri, blocked), root, experiment=experiment)
+    assert (shipper.ship_once(), shipper.last_error) == (1, None)
+    run.train(1)
+    run.end()
+    shipper.ship_once()
+    assert shipper.last_error is not None
+    assert only_run(sqlite_tracker, experiment).status == "RUNNING"
+    blocked.unlink()
+    assert (shipper.ship_once(), shipper.last_error) == (1, None)
+    found = only_run(sqlite_tracker, experiment)
+    assert found.status == "FINISHED"
+    assert assert_equals_log(sqlite_tracker, found, run.path) > 50

@@ -82,11 +82,17 @@ def test_samples_are_counted_by_what_was_asked_for() -> None:
         torch.testing.assert_close(whole.double(), parts.double())
 
 
-@pytest.mark.parametrize("method", ["fp32", "amp"])
-def test_a_baseline_counts_them_likewise(method: Any) -> None:
-    model = Judging()
+@pytest.mark.parametrize(
+    ("method", "model", "loss", "data"),
+    [
+        ("fp32", Judging(), own_loss, dicts(65)),
+        ("amp", Judging(), own_loss, dicts(65)),
+        ("fp32", mlp(), cross_entropy, dict(enumerate(zip(*blobs(65), strict=True))).values()),  # of no known order
+    ],
+)
+def test_a_baseline_counts_them_likewise(method: Any, model: nn.Module, loss: Any, data: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    loop = BaselineLoop(model, optimizer, own_loss, dicts(65), method=method, batch_size=16)
+    loop = BaselineLoop(model, optimizer, loss, data, method=method, batch_size=16)
     stats = [loop.train_epoch() for _ in range(3)]
     assert all(each.num_samples == 65 for each in stats)
     assert 0 < stats[-1].loss < stats[0].loss < 10

@@ -5,6 +5,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import weakref
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,13 +17,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tests.build import plain
-from triaccel_ray.data.prefetch import CHUNK_SIZES, ChunkSampler, EpochOrder, Part
+from triaccel_ray.data.prefetch import SMALLEST_CHUNK
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import DatasetSource
 
 CPU = torch.device("cpu")
-CHUNK_SIZE = CHUNK_SIZES.start
-NUM = 6 * CHUNK_SIZE + 17
+NUM = 6 * SMALLEST_CHUNK + 17
 """Samples of most data sets here: a last partial chunk."""
 DEVICES = [(CPU, 0), (CPU, 2), pytest.param((torch.device("cuda"), 2), marks=pytest.mark.gpu)]
 WORKERS = DEVICES[1:]
@@ -62,27 +62,29 @@ class Broken(Squares):
         return super().__getitem__(index)
 
 
+OPEN: weakref.WeakSet[Sampler] = weakref.WeakSet()
+
+
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> Iterator[None]:
     yield
+    for sampler in OPEN:
+        sampler.close()
     gc.collect()
     assert multiprocessing.active_children() == []
 
 
 def feed_of(dataset: Dataset[Any], place: Place, seed: int = 0) -> Sampler:
     device, num_workers = place
-    return Sampler(DatasetSource(dataset, device, num_workers=num_workers), seed=seed, device=device)
+    sampler = Sampler(DatasetSource(dataset, device, num_workers=num_workers), seed=seed, device=device)
+    OPEN.add(sampler)
+    return sampler
 
 
 def batch_of(sampler: Sampler, size: int) -> tuple[Any, Tensor, Tensor]:
     """Returns inputs, targets and the indices they were asked for by."""
     indices = sampler.take(size)
     return *sampler.source.batch(indices, sampler.generator), indices
-
-
-def close(sampler: Sampler) -> None:
-    assert isinstance(sampler.source, DatasetSource)
-    sampler.source.close()
 
 
 def sizes(seed: int) -> Iterator[int]:
@@ -100,7 +102,7 @@ def in_order(sampler: Sampler, num_epochs: int, batch_sizes: Iterator[int]) -> T
 
 
 @pytest.mark.parametrize("place", DEVICES)
-@pytest.mark.parametrize("num", [2, CHUNK_SIZE + 1, NUM])
+@pytest.mark.parametrize("num", [2, SMALLEST_CHUNK + 1, NUM])
 def test_batches_of_changing_size_are_the_samples_asked_for(place: Place, num: int) -> None:
     """One sample after another, and in parts."""
     dataset = Squares(num)
@@ -118,7 +120,6 @@ def test_batches_of_changing_size_are_the_samples_asked_for(place: Place, num: i
         seen.setdefault(epoch, []).extend(indices.tolist())
     assert all(sorted(samples) == list(range(num)) for samples in seen.values())
     assert bool(dataset.read_here) == (place[1] == 0)
-    close(sampler)
 
 
 @pytest.mark.parametrize("place", DEVICES)
@@ -140,7 +141,6 @@ def test_what_a_data_set_returns_keeps_its_structure(place: Place, shape: Any, e
         inputs, targets, indices = batch_of(sampler, size)
         assert inputs is targets if isinstance(targets, dict) else torch.equal(targets.cpu(), indices)
         assert plain(inputs) == plain(expected(indices))
-    close(sampler)
 
 
 @pytest.mark.parametrize("place", DEVICES)
@@ -150,39 +150,27 @@ def test_random_transforms_depend_on_seed_epoch_and_sample_alone(place: Place) -
     assert torch.equal(first, in_order(sampler, 3, sizes(3)))
     assert not torch.equal(first, in_order(feed_of(Noisy(), (CPU, 0), seed=1), 3, sizes(2)))
     assert len(first[:, :, 1:].flatten().unique()) == 3 * NUM * 3
-    close(sampler)
 
 
 @pytest.mark.parametrize("place", DEVICES)
-def test_global_generators_of_the_process_that_trains_are_left_alone(place: Place) -> None:
-    sampler = feed_of(Noisy(), place)
-    states = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].copy()
-    for _ in range(6):
-        batch_of(sampler, 60)
-    sampler.source.batch(torch.tensor([3, 1, 4]), None)
-    assert random.getstate() == states[0]
-    assert torch.equal(torch.get_rng_state(), states[1])
-    assert np.array_equal(np.random.get_state()[1], states[2])
-    close(sampler)
-
-
-@pytest.mark.parametrize("place", DEVICES)
-def test_samples_asked_for_again_and_others_are_served_and_leave_the_stream_where_it_is(place: Place) -> None:
+def test_samples_asked_for_again_and_others_leave_the_stream_and_global_generators_where_they_are(place: Place) -> None:
     sampler, twin = feed_of(Noisy(), place), feed_of(Noisy(), (CPU, 0))
+    states = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].copy()
     while sampler.epoch < 2:  # batches at the end of an epoch too, when the next one is announced already
         inputs, _, indices = batch_of(sampler, 50)
         again = [sampler.source.batch(part, sampler.generator)[0] for part in indices.tensor_split(3)]
         assert torch.equal(torch.cat(again), inputs)
         assert torch.equal(twin.source.batch(twin.take(50), None)[0], inputs.cpu())
         assert sampler.source.batch(torch.tensor([7, 2, 7]), None)[1].tolist() == [7, 2, 7]
-    close(sampler)
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+    assert np.array_equal(np.random.get_state()[1], states[2])
 
 
 @pytest.mark.parametrize("place", DEVICES)
-@pytest.mark.parametrize("done", [0, 3, 5])
-def test_a_restored_feed_goes_on_with_the_same_samples_and_transforms(place: Place, done: int) -> None:
+def test_a_restored_feed_goes_on_with_the_same_samples_and_transforms(place: Place) -> None:
     sampler, restored = feed_of(Noisy(), place), feed_of(Noisy(), place, seed=5)
-    for _ in range(done):
+    for _ in range(3):
         batch_of(sampler, 60)
     batch_of(restored, 60)
     restored.load_state_dict(sampler.state_dict())
@@ -191,8 +179,6 @@ def test_a_restored_feed_goes_on_with_the_same_samples_and_transforms(place: Pla
         also, _, same = batch_of(restored, size)
         assert torch.equal(indices, same)
         assert torch.equal(inputs, also)
-    close(sampler)
-    close(restored)
 
 
 @pytest.mark.parametrize("place", WORKERS)
@@ -204,7 +190,6 @@ def test_a_passage_whose_rest_is_not_wanted_gives_way_to_the_next(place: Place) 
     indices = sampler.take(80)
     assert torch.equal(sampler.source.batch(indices, None)[1].cpu(), indices)
     assert not dataset.read_here
-    close(sampler)
 
 
 @pytest.mark.parametrize("place", WORKERS)
@@ -225,7 +210,7 @@ def test_processes_start_with_the_first_batch_and_end_with_the_source(place: Pla
         _, targets, indices = batch_of(sampler, 20)
         assert torch.equal(targets.cpu(), indices)
         assert len(multiprocessing.active_children()) == 2
-        close(sampler)
+        sampler.close()
         assert multiprocessing.active_children() == []
     batch_of(sampler, 20)
     del sampler  # the fixture waits for nothing: they are gone
@@ -254,10 +239,11 @@ class Texts(Squares):
 
 @pytest.mark.parametrize("place", DEVICES)
 def test_a_collate_fn_is_given_the_samples_of_one_batch_each_time(place: Place) -> None:
-    dataset, (device, num_workers) = Texts(CHUNK_SIZE * 3 + 1), place
+    dataset, (device, num_workers) = Texts(SMALLEST_CHUNK * 3 + 1), place
     source = DatasetSource(dataset, device, num_workers=num_workers, collate_fn=padded)
     sampler = Sampler(source, seed=0, device=device)
-    wanted = [CHUNK_SIZE] * 12 + [50, 50, 20, 30] * 6  # of one size for several epochs, then of others
+    OPEN.add(sampler)
+    wanted = [SMALLEST_CHUNK] * 12 + [50, 50, 20, 30] * 6  # of one size for several epochs, then of others
     for size in wanted:
         inputs, targets, indices = batch_of(sampler, size)
         assert inputs is targets
@@ -267,42 +253,24 @@ def test_a_collate_fn_is_given_the_samples_of_one_batch_each_time(place: Place) 
     parts = [source.batch(part, None)[0]["lengths"] for part in sampler.take(20).tensor_split(3)]
     assert [len(part) for part in parts] == [7, 7, 6]
     assert bool(dataset.read_here) == (num_workers == 0)
-    close(sampler)
 
 
 @pytest.mark.parametrize("place", DEVICES)
 def test_samples_of_different_shapes_make_no_batch(place: Place) -> None:
     def grown(index: int) -> tuple[Tensor, int]:
-        return torch.zeros(1 if order[index] < CHUNK_SIZE else 3), index
+        return torch.zeros(1 if order[index] < 2 * SMALLEST_CHUNK else 3), index
 
     sampler = feed_of(Squares(shape=grown), place)
     order = torch.empty(NUM, dtype=torch.long).scatter_(0, sampler._order, torch.arange(NUM)).tolist()
-    with pytest.raises((RuntimeError, ValueError)):
-        batch_of(sampler, CHUNK_SIZE + 10)
-    close(sampler)
-
-
-@pytest.mark.parametrize(
-    ("num_floats", "num_samples", "size"),
-    [(1, 10_000, 512), (1, 1_000, 125), (1, 50, 32), (2**13, 10_000, 128), (2**18, 10_000, 32)],
-)
-def test_chunks_are_of_one_weight_and_not_too_few(num_floats: int, num_samples: int, size: int) -> None:
-    chunks = ChunkSampler(num_workers=2)
-    chunks.order = EpochOrder(torch.arange(num_samples), seed=0)
-    dealt = iter(chunks)
-    read = next(dealt)
-    assert len(read.indices) == CHUNK_SIZE
-    chunks.adapt(Part([torch.zeros(CHUNK_SIZE, num_floats), ["text"] * CHUNK_SIZE], CHUNK_SIZE))
-    rest = list(dealt)
-    assert {len(chunk.indices) for chunk in rest[:-1]} <= {size}
-    assert 1 <= len(rest[-1].indices) <= size
-    assert [*read.indices, *(index for chunk in rest for index in chunk.indices)] == list(range(num_samples))
+    batch_of(sampler, SMALLEST_CHUNK)
+    with pytest.raises((RuntimeError, ValueError), match=r"equal size|must return one type and shape"):
+        batch_of(sampler, SMALLEST_CHUNK + 10)
 
 
 @pytest.mark.gpu
 def test_the_copies_never_overtake_the_computation() -> None:
     """A slow device, the host far ahead of it: every batch is still whole when its turn comes."""
-    sampler = feed_of(Squares(40 * CHUNK_SIZE), (torch.device("cuda"), 2))
+    sampler = feed_of(Squares(40 * SMALLEST_CHUNK), (torch.device("cuda"), 2))
     sums, expected = [], []
     while sampler.epoch < 2:
         inputs, _, indices = batch_of(sampler, 48)
@@ -311,4 +279,3 @@ def test_the_copies_never_overtake_the_computation() -> None:
         expected.append(torch.stack([indices, indices**2], 1).sum(0))
         del inputs
     assert torch.equal(torch.stack(sums).cpu(), torch.stack(expected))
-    close(sampler)

@@ -9,14 +9,14 @@ import pytest
 
 from triaccel_ray.config import BatchConfig, ControlConfig, CurvatureConfig, PrecisionConfig
 from triaccel_ray.search_spaces.tuned import tuned_thresholds
-from triaccel_ray.trainables.registry import TASKS
+from triaccel_ray.trainables.registry import TASKS, load_task
 
 KEPT = [name for name in TASKS if files("triaccel_ray.search_spaces").joinpath("results", f"{name}.json").is_file()]
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_a_task_uses_what_was_found_for_it(name: str) -> None:
-    kept, task = tuned_thresholds(name), TASKS[name]
+    kept, task = tuned_thresholds(name), load_task(name, None)
     assert kept.task == name
     assert kept.onto(task.control) == task.control
     assert kept.command.startswith(f"triaccel search {name} ")

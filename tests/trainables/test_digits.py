@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from triaccel_ray.data.sources import DataSource, TensorSource
-from triaccel_ray.model.layers import find_layers
 from triaccel_ray.model.metrics import top1
 from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.task import Purpose
@@ -41,16 +40,6 @@ def test_nothing_that_a_search_holds_reaches_a_test_sample() -> None:
         behind = torch.tensor(source.inputs.untyped_storage(), dtype=torch.uint8).numpy().tobytes()
         assert len(behind) == len(source) * 64 * 4
         assert not any(image in behind for image in test)
-
-
-def test_the_model_is_small_and_drawn_from_the_global_generator() -> None:
-    torch.manual_seed(3)
-    first = Digits().model()
-    torch.manual_seed(3)
-    second = Digits().model()
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    assert first(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
-    assert [layer.name for layer in find_layers(first)] == ["conv1", "conv2", "conv3", "linear"]
 
 
 def test_a_few_epochs_of_plain_sgd_learn_the_digits() -> None:

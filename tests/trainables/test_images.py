@@ -56,14 +56,13 @@ def test_augmented_where_preparation_and_generator_say_so_by_the_generator_alone
     assert source.is_resident
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_resized_images_keep_their_mean_type_and_memory_format(dtype: torch.dtype) -> None:
+def test_resized_images_keep_their_mean_type_and_memory_format() -> None:
     plain = _source(PLAIN).batch(INDICES, None)[0]
-    large = _source(replace(PLAIN, size=224, dtype=dtype)).batch(INDICES, None)[0]
+    large = _source(replace(PLAIN, size=224)).batch(INDICES, None)[0]
     assert large.shape == (3, 3, 224, 224)
-    assert large.dtype == dtype
+    assert large.dtype == torch.float32
     assert large.is_contiguous(memory_format=torch.channels_last)
-    assert (large.float().mean() - plain.mean()).abs() < 0.01
+    assert (large.mean() - plain.mean()).abs() < 0.01
 
 
 def test_images_to_be_judged_are_shown_mirrored_too_where_the_preparation_says_so() -> None:
@@ -77,7 +76,7 @@ def test_images_to_be_judged_are_shown_mirrored_too_where_the_preparation_says_s
 
 
 def test_alternating_images_turn_round_with_the_epoch_alone() -> None:
-    source = _source(replace(AUGMENTED, alternate=True, padding=0))
+    source = _source(replace(AUGMENTED, padding=0))
     before, again = (source.batch(INDICES, _generator(seed))[0] for seed in (0, 1))
     assert torch.equal(before, again)
     source.set_epoch(1)
@@ -96,10 +95,10 @@ def test_constants_of_other_channels_are_refused(name: str, change: dict[str, tu
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.parametrize("data_on", ["device", "host"])
-@pytest.mark.parametrize(("size", "alternate"), [(None, False), (None, True), (64, False)])
-def test_a_captured_batch_is_what_an_eager_one_is(size: int | None, alternate: bool, data_on: DataPlace) -> None:
+@pytest.mark.parametrize("size", [None, 64])
+def test_a_captured_batch_is_what_an_eager_one_is(size: int | None, data_on: DataPlace) -> None:
     device = torch.device("cuda")
-    source = _source(replace(AUGMENTED, dtype=torch.float16, size=size, alternate=alternate), 64)
+    source = _source(replace(AUGMENTED, size=size), 64)
     source = delivered(source, device, data_on)
     sampler = Sampler(source, seed=0, device=device)
     indices = sampler.take(16).clone()

@@ -12,16 +12,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from triaccel_ray.cuda.random_states import preserved_random_states
+from triaccel_ray.data.batches import Collate, inputs_and_targets, moved, require_pair, seed_generators
 from triaccel_ray.data.data_source import DataSource
-from triaccel_ray.data.prefetch import (
-    Collate,
-    inputs_and_targets,
-    item_loader,
-    iterate,
-    require_pair,
-    seed_generators,
-)
-from triaccel_ray.data.stream import moved
+from triaccel_ray.data.prefetch import item_loader, iterate
 
 NUM_KEPT = 128
 """Samples of the first pass that are kept, to measure on."""
@@ -55,6 +48,7 @@ class IterableSource(DataSource):
         self._dataset: Any = dataset
         self._num_workers, self._collate, self._name = num_workers, collate_fn, name
         self._is_resumable = not num_workers and all(hasattr(dataset, f"{do}state_dict") for do in ("", "load_"))
+        self._first_state = self._state() if self._is_resumable else None
         self._reset_on(torch.device("cpu"))
 
     def _reset_on(self, device: torch.device) -> None:
@@ -68,8 +62,6 @@ class IterableSource(DataSource):
         """The number, in its pass, of the first sample that is held."""
         self._states: deque[tuple[int, Any]] = deque()
         """Numbers of samples, and the data set's states before them; None for its beginning."""
-
-        self._first_state: list[Any] = []
 
     @property
     def expected_samples(self) -> int:
@@ -104,7 +96,7 @@ class IterableSource(DataSource):
         end = self._start + len(self._held)
         if end < cursor + wanted:
             if self._is_resumable and end > self._states[-1][0]:
-                self._states.append((end, copy.deepcopy(self._dataset.state_dict())))
+                self._states.append((end, self._state()))
             with preserved_random_states(cuda=False):  # dropout draws from the same
                 for number in range(end, cursor + wanted):
                     seed_generators(self._pass[1], number)
@@ -139,7 +131,6 @@ class IterableSource(DataSource):
             for number, sample in zip(numbers, samples, strict=True):
                 require_pair(sample, f"item {number} of {self._name}")
         batch = default_collate(samples) if self._collate is None else self._collate(samples)
-        require_pair(batch, "what collate_fn returned")
         return inputs_and_targets(moved(batch, self._device))
 
     def state_at(self, cursor: int) -> list[Any] | None:
@@ -190,12 +181,13 @@ class IterableSource(DataSource):
         self._held.clear()
         self._states.clear()
 
+    def _state(self) -> Any:
+        return copy.deepcopy(self._dataset.state_dict())
+
     def _begin(self, epoch: int, start: int, state: Any) -> None:
         """Begins a pass before its sample of the number `start`; the data set's state is None at its beginning."""
-        if self._is_resumable:
-            self._first_state = self._first_state or [copy.deepcopy(self._dataset.state_dict())]
-            if state is None and not self._is_exhausted:
-                state = self._first_state[0]  # else some would go on after the samples that they have given
+        if state is None and not self._is_exhausted:
+            state = self._first_state  # else some would go on after the samples that they have given
         self.close()
         self._is_exhausted = False
         self._pass, self._start = (epoch, self._seed), start

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triaccel_ray.data.prefetch import next_batch_size
+from triaccel_ray.data.batches import next_batch_size
 from triaccel_ray.data.sources import DataSource, IterableSource
 
 

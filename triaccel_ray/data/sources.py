@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self
 
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -26,10 +24,10 @@ from torch.utils.data import (
 from triaccel_ray.config import ControlConfig, DataPlace
 from triaccel_ray.cuda.host_memory import in_host_memory
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
+from triaccel_ray.data.batches import Collate
 from triaccel_ray.data.data_source import DataSource as DataSource
+from triaccel_ray.data.dataset import DatasetSource as DatasetSource
 from triaccel_ray.data.iterable import IterableSource as IterableSource
-from triaccel_ray.data.prefetch import Collate, inputs_and_targets, require_pair
-from triaccel_ray.data.stream import SampleStream
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 """Maps inputs [batch, ...] to augmented inputs on the same device, drawing from the generator alone."""
@@ -128,94 +126,6 @@ class TensorSource(DataSource):
         moved = copy.copy(self)
         moved.inputs, moved.targets = inputs, targets
         return moved
-
-
-class DatasetSource(DataSource):
-    """An ordinary map-style PyTorch data set, read sample by sample and collated as `DataLoader` would.
-
-    Items are (input, target) pairs, or mappings such as {"input_ids": ..., "labels": ...}. Of a mapping the model gets
-    the batch by name, labels included, and the loss the same batch as its targets: a model that computes its own loss
-    is trained by `lambda outputs, batch: outputs.loss`, any other by one that looks up `batch["labels"]`.
-
-    Training reads ahead of itself, in worker processes, and a GPU gets each batch by a copy that overlaps with the
-    step before it. A random transform in the data set that draws from the global generators of Python, PyTorch or
-    NumPy gives the same whatever the batch sizes, the number of workers and the moment at which a run was resumed;
-    one that keeps a generator of its own does not.
-    """
-
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        device: torch.device | None = None,
-        *,
-        num_workers: int | None = None,
-        collate_fn: Collate | None = None,
-    ) -> None:
-        """Wraps `dataset`, of any items with a `collate_fn`, which makes a pair or a mapping of a list of them.
-
-        `num_workers` processes read ahead; 0 reads in this process, when a batch is asked for. None means 0 for a
-        CPU, which is busy training, and for a GPU one less than the CPUs at hand, 4 at most. Processes are forked on
-        Linux: the data set is not copied, and must not use CUDA.
-
-        Raises:
-            TypeError: the data set cannot be indexed, or is a mapping of columns.
-            ValueError: the data set is empty, or `num_workers` negative.
-        """
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            raise TypeError(
-                f"{type(dataset).__name__} cannot be indexed: must be a map-style data set with __len__ and "
-                "__getitem__; one that can be iterated over is an IterableSource"
-            )
-        if isinstance(dataset, Mapping):
-            raise TypeError(
-                f"{type(dataset).__name__} of {', '.join(map(str, list(dataset)[:4]))} holds columns, not samples: "
-                "give torch.utils.data.StackDataset(**columns)"
-            )
-        if len(dataset) == 0:  # type: ignore[arg-type]  # torch's Dataset leaves __len__ to its subclasses
-            raise ValueError(f"{type(dataset).__name__} holds 0 samples: a source needs at least one")
-        if num_workers is not None and num_workers < 0:
-            raise ValueError(f"num_workers = {num_workers}: must be 0 or more")
-        self._dataset, self._num_workers, self._collate = dataset, num_workers, collate_fn
-        self._deliver_on(device or torch.device("cpu"))
-
-    def _deliver_on(self, device: torch.device) -> None:
-        workers = _default_workers(device) if self._num_workers is None else self._num_workers
-        self._stream = SampleStream(self._dataset, device, workers, self._collate)
-
-    def __len__(self) -> int:
-        """Returns the number of samples."""
-        return len(self._dataset)  # type: ignore[arg-type]  # torch's Dataset leaves __len__ to its subclasses
-
-    def announce(self, order: Tensor, *, seed: int, follows: bool) -> None:
-        """Begins to read ahead the samples that will be asked for next."""
-        self._stream.announce(order, seed=seed, follows=follows)
-
-    def batch(self, indices: Tensor, generator: torch.Generator | None) -> tuple[Any, Any]:
-        """Returns the collated samples at `indices`; the data set does its own augmentation.
-
-        Samples other than the announced ones are read at once, in this process.
-        """
-        batch = self._stream.batch(indices)
-        if self._collate is not None:
-            require_pair(batch, "what collate_fn returned")
-        return inputs_and_targets(batch)
-
-    def to(self, device: torch.device) -> Self:
-        """Returns the same data set with batches delivered on `device`."""
-        moved = copy.copy(self)
-        moved._deliver_on(device)
-        return moved
-
-    def close(self) -> None:
-        """Ends the worker processes, as dropping the last reference to this source does too."""
-        self._stream.close()
-
-
-def _default_workers(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(4, num_cpus - 1)
 
 
 def as_source(data: Any) -> DataSource:

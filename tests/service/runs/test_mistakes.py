@@ -112,10 +112,6 @@ class Plain(Blobs):
     metrics = {"accuracy": lambda outputs, targets: outputs.argmax(1) == targets}
 
 
-class Counting(Blobs):
-    num_correct = len
-
-
 class ControlDict(Blobs):
     control = {"every_steps": 2}
 
@@ -215,7 +211,6 @@ def test_settings_that_do_not_fit_the_task_are_refused(mistakes: str, tmp_path: 
     [
         ("Undecided", "Undecided.objective = 'accuracy': must be one of Undecided.metrics, which has"),
         ("Plain", "must be a Metric, not a function"),
-        ("Counting", "Counting.num_correct = 'a method': is asked no more; set metrics"),
         ("ControlDict", r"ControlDict.control = .*: must be a ControlConfig, not a dict; write ControlConfig\(\*\*"),
         ("NoRecipe", r"NoRecipe.loss \(.*mistaken_tasks.py:\d+\) takes \(outputs, targets\): must take \(outputs, tar"),
         ("Positional", r"takes \(outputs, targets, settings\): must take \(outputs, targets, recipe\)"),

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.service.storage.machines import Machines, held, write
+from tests.service.storage.conftest import Machines, held, write
 from tests.service.waiting import wait_until
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.compare import comparison

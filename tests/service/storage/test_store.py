@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.storage.machines import Machines
+from tests.service.storage.conftest import Machines
 from tests.service.waiting import wait_until
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.failures import StoreError

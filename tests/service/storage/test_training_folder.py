@@ -12,17 +12,18 @@ import torch
 from tests.build import same
 from tests.service.local_trial import local_run, trained
 from tests.service.own_task import own_spec
-from tests.service.storage.machines import Machines, held, write
+from tests.service.storage.conftest import Machines, held, write
 from tests.service.waiting import wait_until
 from triaccel_ray.records.events import EventLog, TakenOverError, read_events
 from triaccel_ray.service.failures import StoreError
 from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.runs.worker import Worker
+from triaccel_ray.service.storage.copies import WRITER
 from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, MODEL, PREVIOUS, SPEC
 from triaccel_ray.service.storage.mirror import catch_up, mirrored, pull_all, require_unused
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Store
-from triaccel_ray.service.storage.training_folder import WRITER, edited
+from triaccel_ray.service.storage.training_folder import edited
 
 
 def test_a_run_goes_on_from_the_store_unless_its_own_folder_is_ahead(machines: Machines) -> None:
@@ -55,38 +56,30 @@ def test_a_run_goes_on_from_the_store_unless_its_own_folder_is_ahead(machines: M
     again = machines.move_to("a")
     again.open()  # what was never brought from here is of a way that the run has not taken
     assert held(again.path) == {**held(machines.kept), "mlflow.db": "a database"}
+    write(again.path, {EVENTS: "1\n2\n3 elsewhere\n4\n"})
     again.close()
+    with pytest.raises(TakenOverError):
+        second.push()
 
 
-def test_the_end_of_a_run_elsewhere_can_be_written_here_and_it_can_go_on_here(machines: Machines) -> None:
+def test_the_log_of_a_run_elsewhere_is_read_without_taking_it_over_and_can_be_ended_here(machines: Machines) -> None:
     there = machines.move_to("b")
     there.open()
-    write(there.path, {EVENTS: "1\n2\n", CHECKPOINT: "after 2"})
-    there.close()
-    here = machines.move_to("a")
-    with edited(machines.place) as folder:
-        assert held(folder) == {EVENTS: "1\n2\n"}
-        write(folder, {EVENTS: "1\nend\n"})
-    assert held(machines.kept) == {EVENTS: "1\nend\n", CHECKPOINT: "after 2"}
-    here.open()
-    assert held(here.path) == held(machines.kept)
-    here.close()
-
-
-def test_looking_at_the_log_of_a_run_elsewhere_does_not_take_it_over(machines: Machines) -> None:
-    there = machines.move_to("b")
-    there.open()
-    write(there.path, {EVENTS: "1\n2\n", ERROR: "what it failed by"})
+    write(there.path, {EVENTS: "1\n2\n", CHECKPOINT: "after 2", ERROR: "what it failed by"})
     there.close()
     writer = (machines.kept / WRITER).read_text()
-    machines.move_to("a")
+    here = machines.move_to("a")
     with edited(machines.place) as folder:
         assert held(folder) == {EVENTS: "1\n2\n", ERROR: "what it failed by"}
     assert (machines.kept / WRITER).read_text() == writer
     with edited(machines.place) as folder:
         (folder / ERROR).unlink()
+        write(folder, {EVENTS: "1\nend\n"})
     assert (machines.kept / WRITER).read_text() != writer
-    assert held(machines.kept) == {EVENTS: "1\n2\n", ERROR: ""}
+    assert held(machines.kept) == {EVENTS: "1\nend\n", CHECKPOINT: "after 2", ERROR: ""}
+    here.open()
+    assert held(here.path) == {EVENTS: "1\nend\n", CHECKPOINT: "after 2"}
+    here.close()
 
 
 @pytest.mark.parametrize(("first", "last"), [(EVENTS, CHECKPOINT), (MODEL, EVENTS)])

@@ -32,6 +32,9 @@ CONNECT_TIMEOUT_S = 5.0
 class ClusterUnavailableError(ValueError):
     """No Ray cluster answers at the address given."""
 
+    reason: str = ""
+    """What an attempt to reach it met."""
+
 
 @contextlib.contextmanager
 def cluster(address: str | None, *, num_cpus: int | None = None, last_words: str = "") -> Iterator[None]:
@@ -99,7 +102,7 @@ def _connect(address: str | None, num_cpus: int | None) -> None:
             )
     except Exception as error:  # Ray raises a bare Exception where a node is slow to start
         if address is not None:
-            raise ClusterUnavailableError(_message(address, first_line(error))) from error
+            raise _unavailable(address, first_line(error)) from error
         raise ClusterUnavailableError(
             f"Ray cannot start on this machine ({first_line(error)}): see that memory and room in {gettempdir()} are "
             "left and that RAY_TMPDIR, if set, is a folder of yours, or name a running cluster with --address"
@@ -175,15 +178,15 @@ def gpus_of_a_run(spec: RunSpec, address: str | None) -> float:
     """
     if spec.device == "cpu":
         return 0.0
-    if not gpus_available():
-        if address is None or spec.device == "auto":
-            if address is not None:
-                text = "the cluster has no GPU now: everything trains on CPUs; with --device cuda it waits for a GPU"
-                err.print(text, style="yellow", markup=False, soft_wrap=True)
-            return 0.0
-        text = "the cluster has no GPU yet: runs wait until a machine with one joins"
-        err.print(text, style="yellow", markup=False, soft_wrap=True)
-    return gpu_fraction(spec.trials_per_gpu)
+    if gpus_available():
+        return gpu_fraction(spec.trials_per_gpu)
+    if address is None:
+        return 0.0
+    waits = spec.device == "cuda"
+    now = "now: everything trains on CPUs; with --device cuda it waits for a GPU"
+    text = f"the cluster has no GPU {'yet: runs wait until a machine with one joins' if waits else now}"
+    err.print(text, style="yellow", markup=False, soft_wrap=True)
+    return gpu_fraction(spec.trials_per_gpu) if waits else 0.0
 
 
 def require_gpu_to_share(address: str | None, spec: RunSpec) -> None:
@@ -224,7 +227,7 @@ def require_reachable(address: str | None) -> None:
             channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")(b"", timeout=CONNECT_TIMEOUT_S)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNAUTHENTICATED:  # a cluster that asks for a token
-                raise ClusterUnavailableError(_message(address, "what listens there is no Ray")) from error
+                raise _unavailable(address, "what listens there is no Ray") from error
 
 
 def require_listening(address: str | None) -> None:
@@ -233,19 +236,15 @@ def require_listening(address: str | None) -> None:
     Raises:
         ClusterUnavailableError: nothing does.
     """
-    if address is None:
+    if address in (None, "auto", "local"):
         return
     host, separator, port = address.removeprefix("ray://").rpartition(":")
-    if address == "auto" or not separator:
-        if address not in ("auto", "local"):
-            raise ClusterUnavailableError(_message(address, "an address is host:port or auto"))
-        return
+    if not separator:
+        raise _unavailable(address, "an address is host:port or auto")
     try:
-        number = int(port)
-        with socket.create_connection((host.strip("[]"), number), timeout=CONNECT_TIMEOUT_S):
-            return
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except (OSError, ValueError, OverflowError) as error:
-        raise ClusterUnavailableError(_message(address, first_line(error))) from error
+        raise _unavailable(address, first_line(error)) from error
 
 
 def display_address(address: str) -> str:
@@ -255,9 +254,11 @@ def display_address(address: str) -> str:
     return f"***@{address.rpartition('@')[2]}"
 
 
-def _message(address: str, reason: str) -> str:
-    return (
+def _unavailable(address: str, reason: str) -> ClusterUnavailableError:
+    error = ClusterUnavailableError(
         f"address = {display_address(address)!r}: no Ray cluster answers there ({without_passwords(reason)}); start "
         "one with `ray start --head`, or leave --address out to run on this machine. Where it asks for a token, copy "
         "its head node's ~/.ray/auth_token to the same place here and set RAY_AUTH_MODE=token"
     )
+    error.reason = without_passwords(reason)
+    return error

@@ -42,8 +42,7 @@ def watching(address: str, last_words: str) -> Iterator[None]:
         return
     over, lost = threading.Event(), threading.Event()
     before = signal.signal(_SIGNAL, _interrupt)
-    arguments = (address, last_words, over, lost)
-    thread = threading.Thread(target=_watch, args=arguments, name="head-watch", daemon=True)
+    thread = threading.Thread(target=_watch, args=(address, last_words, over, lost), name="head-watch", daemon=True)
     thread.start()
     try:
         yield
@@ -69,14 +68,11 @@ def _message(address: str) -> str:
 
 
 def _watch(address: str, last_words: str, over: threading.Event, lost: threading.Event) -> None:
-    silent_since: float | None = None
+    heard_s = time.monotonic()
     while not over.wait(INTERVAL_S):
         if _answers(address):
-            silent_since = None
-            continue
-        now = time.monotonic()
-        silent_since = now if silent_since is None else silent_since
-        if now - silent_since >= LOST_AFTER_S:
+            heard_s = time.monotonic()
+        elif time.monotonic() - heard_s >= LOST_AFTER_S:
             lost.set()
             os.kill(os.getpid(), _SIGNAL)
             if not over.wait(GRACE_S):

@@ -8,8 +8,6 @@ import logging
 import os
 import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,11 +16,11 @@ from urllib.parse import urlsplit
 from ray.exceptions import AuthenticationError, RayError
 
 from triaccel_ray.service.cluster.cluster import (
-    CONNECT_TIMEOUT_S,
     ClusterUnavailableError,
     display_address,
     environment_variables,
     require_listening,
+    require_reachable,
     token_meanwhile,
 )
 from triaccel_ray.service.console import err, out, rich_table
@@ -57,11 +55,7 @@ def submit(words: Sequence[str], *, name: str | None, address: str | None) -> in
         client.submit_job(
             entrypoint=work.entrypoint,
             submission_id=work.id,
-            runtime_env={
-                "working_dir": str(work.working_dir),
-                "excludes": list(work.excludes),
-                "env_vars": dict(work.env_vars),
-            },
+            runtime_env=work.runtime_env,
             metadata={WHAT: work.what, RESUME: work.resume},
         )
     for note in work.notes:
@@ -163,7 +157,8 @@ def job_client(address: str | None) -> Iterator[JobSubmissionClient]:
     logging.disable(logging.WARNING)
     try:
         with token_meanwhile():
-            yield _connect(_reachable(address))
+            _require_reachable(address)
+            yield _connect(address)
     except JobError:
         raise
     except AuthenticationError as error:
@@ -172,7 +167,7 @@ def job_client(address: str | None) -> Iterator[JobSubmissionClient]:
             "the same place here, or set RAY_AUTH_TOKEN, and set RAY_AUTH_MODE=token"
         ) from error
     except (OSError, RayError, ClusterUnavailableError) as error:  # what `requests` raises are OSErrors
-        reason = _reason(error.__cause__ if isinstance(error, ClusterUnavailableError) and error.__cause__ else error)
+        reason = error.reason if isinstance(error, ClusterUnavailableError) else _reason(error)
         raise ClusterUnavailableError(f"{named}: no Ray cluster serves jobs there ({reason}); {_WAY_OUT}") from error
     except (RuntimeError, ValueError) as error:
         raise JobError(f"{named}: the cluster refuses: {_reason(error)}") from error
@@ -193,29 +188,18 @@ def _connect(address: str) -> JobSubmissionClient:
         raise ConnectionError(str(error)) from error
 
 
-def _reachable(address: str) -> str:
-    """Returns the address, as http:// where an API server listens at HOST:PORT; Ray itself would wait for long.
+def _require_reachable(address: str) -> None:
+    """Returns if an API server listens at an http address, or Ray at another; Ray's client would wait for long.
 
     Raises:
-        ClusterUnavailableError: nothing listens there.
+        ClusterUnavailableError: nothing listens there, or something else.
     """
-    if address.startswith(("http://", "https://")):
-        host = urlsplit(address).netloc.rpartition("@")[2]
-        has_port = ":" in host.rpartition("]")[2]  # the colons of an IPv6 address stand in brackets
-        require_listening(host if has_port else f"{host}:{443 if address.startswith('https') else 80}")
-        return address
-    require_listening(address)
-    return f"http://{address}" if address != "auto" and "://" not in address and _speaks_http(address) else address
-
-
-def _speaks_http(address: str) -> bool:
-    try:
-        urllib.request.urlopen(f"http://{address}/api/version", timeout=CONNECT_TIMEOUT_S).close()
-    except urllib.error.HTTPError:  # such as 401, where a token is needed
-        return True
-    except Exception:  # Ray's own port speaks something else, and the answer can be anything
-        return False
-    return True
+    if not address.startswith(("http://", "https://")):
+        require_reachable(address)
+        return
+    host = urlsplit(address).netloc.rpartition("@")[2]
+    has_port = ":" in host.rpartition("]")[2]  # the colons of an IPv6 address stand in brackets
+    require_listening(host if has_port else f"{host}:{443 if address.startswith('https') else 80}")
 
 
 def _reason(error: BaseException) -> str:

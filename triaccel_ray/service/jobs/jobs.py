@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from triaccel_ray.config import require
@@ -22,7 +22,6 @@ from triaccel_ray.service.report.tables import Grid
 from triaccel_ray.service.session import checked_name, new_name, require_experiment, tracking_uri_of
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.tracking import TrackingUnavailableError
-from triaccel_ray.service.units import format_bytes
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails
@@ -35,9 +34,6 @@ NEVER_TRAVELS = (
     *("triaccel-runs", "mlruns", "mlflow.db"),
 )
 """Names of files and folders that stay behind, wherever they lie below the working directory."""
-
-LARGEST_FILE_BYTES = 20 * 2**20
-"""A larger file is taken for data or weights and stays behind."""
 
 WHAT, RESUME = "triaccel.what", "triaccel.resume"
 """Metadata of a job: command and task, and the words after `triaccel` that go on with it."""
@@ -58,12 +54,8 @@ class Submission:
     """Command and task, for people."""
     resume: str
     """Words after `triaccel` that go on with it, should it be stopped."""
-    env_vars: Mapping[str, str]
-    """Environment of the job. Whoever may list the cluster's jobs can read it: no secret may be in it."""
-    working_dir: Path
-    """Folder that is uploaded."""
-    excludes: Sequence[str]
-    """What of it is not, in .gitignore's syntax."""
+    runtime_env: dict[str, Any]
+    """Ray's: the folder that is uploaded, what of it is not, and variables. Whoever may list jobs can read these."""
     notes: Sequence[str]
     """What the user should know of the differences to running here."""
 
@@ -99,11 +91,12 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
     tracking = _tracking_words(command.where, folder)
     notes = list(_place_notes(command.where, storage))
     # A file of options need not travel: they do.
-    kept = _without(expanded(words), "storage-path", "tracking-uri", "address")
+    kept = _without(expanded(words), "storage-path", "tracking-uri", "address", "name", "data-dir", "config", "from")
+    stays = [] if storage.uri is not None else [storage.folder]
     if isinstance(command, Resume):
         target = _absolute_name(command.name, folder)
         kept = [target if word == command.name else word for word in kept]
-        subject, data_dir = Path(command.name).name, None
+        subject = Path(command.name).name
         job = checked_name(name) if name is not None else new_name(None, "resume", subject)
     else:
         _require_sound(command)
@@ -111,28 +104,28 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
         job = new_name(name or command.name, words[0], subject)
         target = job if command.name is None else checked_name(command.name)
         data_dir = vars(command.training)["data_dir"]
-        kept = _without(kept, "name", "data-dir", "config", "from")
         if command.source.from_ is not None:
             kept += ["--from", _absolute_name(command.source.from_, folder)]
         kept += ["--name", target]
         if data_dir is not None:
             data_dir = folder / data_dir.expanduser()
             kept += ["--data-dir", str(data_dir)]
+            stays.append(data_dir)
             notes.append(f"data: {data_dir}, which the cluster's machines must have too")
     places = ["--storage-path", storage.storage, *tracking]
     experiment = [] if command.experiment in (None, type(command).experiment) else ["--experiment", command.experiment]
-    own = [] if storage.uri is not None else [storage.folder]
-    excludes, large = _left_behind(folder, [*own, *([] if data_dir is None else [data_dir])])
-    notes += [f"stays here, larger than {format_bytes(LARGEST_FILE_BYTES)}: {', '.join(large)}"] if large else []
+    inside = sorted(path.relative_to(folder).as_posix() for path in stays if folder in path.parents)
     return Submission(
         id=job,
         entrypoint=shlex.join(["python", "-m", "triaccel_ray.service", *kept, *places, "--address", "auto"]),
         what=f"{words[0]} {subject}",
         resume=shlex.join(["resume", target, *places, *experiment]),
-        # As Ctrl-C does: the log is ended and shipped. Ray's own choice, SIGTERM, would leave it "running" for ever.
-        env_vars={"RAY_JOB_STOP_SIGNAL": "SIGINT", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)},
-        working_dir=folder,
-        excludes=excludes,
+        runtime_env={
+            "working_dir": str(folder),
+            "excludes": [*NEVER_TRAVELS, *(f"/{_escaped(path)}" for path in inside)],
+            # As Ctrl-C: the log is ended and shipped. Ray's own choice, SIGTERM, would leave it "running" for ever.
+            "env_vars": {"RAY_JOB_STOP_SIGNAL": "SIGINT", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)},
+        },
         notes=notes,
     )
 
@@ -204,21 +197,6 @@ def _without(words: Sequence[str], *options: str) -> list[str]:
         else:
             kept.append(word)
     return kept
-
-
-def _left_behind(folder: Path, places: Sequence[Path]) -> tuple[list[str], list[str]]:
-    """Returns what of the folder stays behind, in .gitignore's syntax, and the large files among it."""
-    inside = {place for place in places if place != folder and place.is_relative_to(folder)}
-    large = []
-    for root, folders, files in os.walk(folder):
-        here = Path(root)
-        folders[:] = [each for each in folders if each not in NEVER_TRAVELS and here / each not in inside]
-        for each in files:
-            path = here / each
-            if each not in NEVER_TRAVELS and path.is_file() and path.stat().st_size > LARGEST_FILE_BYTES:
-                large.append(path.relative_to(folder).as_posix())
-    anchored = [place.relative_to(folder).as_posix() for place in sorted(inside)] + large
-    return [*NEVER_TRAVELS, *(f"/{_escaped(path)}" for path in anchored)], large
 
 
 def _escaped(path: str) -> str:

@@ -2,7 +2,8 @@
 
 A run is written in its training folder, on the machine where it trains (`training_folder`). A command writes into its
 working copy, on the machine where it was typed, and takes the logs of runs there (`mirror`). A copy has the size
-and time of its original, and what has the same is not copied again.
+and time of its original, and what has the same is not copied again. What reads or writes a store raises StoreError
+while that is out of reach.
 
 A checkpoint counts records of its log. So that whoever takes both finds at least as many in the log, a log is brought
 to the store before the checkpoint, but opened after it, and taken from the store after the checkpoint. The trained
@@ -17,6 +18,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from triaccel_ray.service.failures import StoreError, needing_room
 from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, MODEL, REPLACED, SETTINGS, SPEC
@@ -28,41 +30,40 @@ LOG = (SPEC, ERROR, DAMAGED, REPLACED, EVENTS)
 RUN = (MODEL, *LOG, CHECKPOINT)
 """What a run writes, in the order in which it is brought to the store. Everything else stays on its machine."""
 PAGES = (SETTINGS, "found.json", "comparison.md", "report.html")
+WRITER = ".writer"
+"""Names the training folder that a run goes on in."""
 SETS = ("search.json", "comparison.json")
 COMMAND = (*SETS, "prepared.json", "choices.json", "trials.jsonl", "mlflow.json", *PAGES)
 """What a command writes: what was asked for, found, suggested, recorded and reported; of one of SETS also its log."""
 
 
-def push(place: StoragePath, folder: Path, files: Sequence[str], there: Mapping[str, Stamp]) -> None:
+def push(
+    place: StoragePath, folder: Path, files: Sequence[str], there: Mapping[str, Stamp], *, writer: str | None = None
+) -> bool:
     """Brings those files of `folder` to the store, in this order, of which it has another version, or none.
 
     `there` is what the store has at `place`. A traceback that is gone is empty there: nothing is deleted in a store.
-
-    Raises:
-        StoreError: the store cannot be reached.
+    Before the first file WRITER gets the text `writer`. Returns whether there was any.
     """
-    store = store_of(place)
     with contextlib.ExitStack() as open_files:
-        opened = {}
+        news: dict[str, tuple[BinaryIO, int]] = {}
         for file in reversed(files):  # a checkpoint first: what the log then holds is enough for it
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 source = open_files.enter_context((folder / file).open("rb"))
-                opened[file] = source, Stamp.of(os.fstat(source.fileno()))  # what a log gets from here on comes later
-        for file in files:
-            if file in opened:
-                source, here = opened[file]
-                if here != there.get(file):
-                    stamp = store.write(f"{place.name}/{file}", source, here.size)
-                    os.utime(source.fileno(), ns=(stamp.mtime_ns, stamp.mtime_ns))
-            elif file == ERROR and file in there and there[file].size:
-                store.write(f"{place.name}/{file}", io.BytesIO())
-
-
-def has_news(folder: Path, files: Sequence[str], there: Mapping[str, Stamp]) -> bool:
-    """Returns whether `push` would bring anything."""
-    here = {file: Stamp.of(path.stat()) for file in files if (path := folder / file).exists()}
-    is_error_gone = ERROR not in here and ERROR in there and there[ERROR].size > 0
-    return is_error_gone or any(stamp != there.get(file) for file, stamp in here.items())
+            except FileNotFoundError:
+                if file == ERROR and file in there and there[file].size:
+                    news[file] = io.BytesIO(), 0
+                continue
+            here = Stamp.of(os.fstat(source.fileno()))
+            if here != there.get(file):
+                news[file] = source, here.size  # what a log gets from here on comes later
+        if news and writer is not None:
+            store_of(place).write(f"{place.name}/{WRITER}", io.BytesIO(writer.encode()), len(writer.encode()))
+        for file, (content, num_bytes) in reversed(news.items()):
+            stamp = store_of(place).write(f"{place.name}/{file}", content, num_bytes)
+            if not isinstance(content, io.BytesIO):
+                os.utime(content.fileno(), ns=(stamp.mtime_ns, stamp.mtime_ns))
+    return bool(news)
 
 
 def pull(place: StoragePath, folder: Path, files: Sequence[str], there: Mapping[str, Stamp]) -> None:
@@ -71,7 +72,6 @@ def pull(place: StoragePath, folder: Path, files: Sequence[str], there: Mapping[
     What a command has written here stays where it is newer: the command was killed, perhaps, before it could bring it.
 
     Raises:
-        StoreError: the store cannot be reached.
         DiskFullError: there is no room for them.
     """
     for file in reversed(files):

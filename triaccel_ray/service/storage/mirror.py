@@ -1,10 +1,10 @@
-"""The working copy of a command, and readers of a store."""
+"""The working copy of a command, and readers of a store; StoreError where that cannot be reached."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -61,21 +61,21 @@ def mirrored(place: StoragePath, *, patience_s: float = PATIENCE_S) -> Iterator[
     with held:
         settle()
         following = Background(exchange, str(place), interval_s=INTERVAL_S)
+
+        def end(patience_s: float, last: Callable[[], None]) -> None:
+            with saying_where(place, StoragePath(place.storage).folder):
+                following.stop(patience_s)
+                insist(last, patience_s)
+
         try:
             yield
         except BaseException as error:
-            with contextlib.suppress(StoreError):
-                following.stop(5.0)
-            if cause_of(error) != "taken_over":
-                try:  # not for long: who waits for a message should not wait for the store
-                    with saying_where(place, StoragePath(place.storage).folder):
-                        insist(settle, min(patience_s, 5.0))
-                except (StoreError, DiskFullError) as failure:
-                    _logger.warning("%s", failure)
+            try:  # not for long: who waits for a message should not wait for the store
+                end(min(patience_s, 5.0), settle if cause_of(error) != "taken_over" else lambda: None)
+            except (StoreError, DiskFullError) as failure:
+                _logger.warning("%s", failure)
             raise
-        with saying_where(place, StoragePath(place.storage).folder):
-            following.stop(patience_s)
-            insist(settle, patience_s)
+        end(patience_s, settle)
 
 
 def bring(place: StoragePath, files: Sequence[str]) -> None:
@@ -88,11 +88,7 @@ def bring(place: StoragePath, files: Sequence[str]) -> None:
 
 
 def pull_all(place: StoragePath) -> None:
-    """Takes everything at and below `place` but checkpoints and models, unless a command here does so all the time.
-
-    Raises:
-        StoreError: the store cannot be reached.
-    """
+    """Takes everything at and below `place` but checkpoints and models, unless a command here does so all the time."""
     if place.uri is None:
         return
     if not place.folder.exists():
@@ -104,11 +100,7 @@ def pull_all(place: StoragePath) -> None:
 
 
 def catch_up(place: StoragePath, patience_s: float = PATIENCE_S) -> None:
-    """Takes the logs of runs at and below `place`, wherever they are trained.
-
-    Raises:
-        StoreError: the store cannot be reached.
-    """
+    """Takes the logs of runs at and below `place`, wherever they are trained."""
     if place.uri is not None:
         insist(lambda: _pull_logs(place), patience_s)
 

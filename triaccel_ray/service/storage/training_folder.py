@@ -2,28 +2,25 @@
 
 The store's file WRITER names the training folder that a run goes on in. That folder is ahead of the store; whoever
 trains in another one takes all files first, puts that one's name there with the first files that it brings, and so
-fences off whoever trained before.
+fences off whoever trained before. StoreError says that the store cannot be reached.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import platform
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from filelock import FileLock
 
 from triaccel_ray.records.events import TakenOverError
 from triaccel_ray.service.storage.background import PATIENCE_S, Background, insist
-from triaccel_ray.service.storage.copies import LOG, RUN, has_news, pull, push, saying_where, store_of
+from triaccel_ray.service.storage.copies import LOG, RUN, WRITER, pull, push, saying_where, store_of
 from triaccel_ray.service.storage.layout import EVENTS, PREVIOUS, write_atomically
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.store import Stamp
-
-WRITER = ".writer"
 
 
 class TrainingFolder:
@@ -36,11 +33,7 @@ class TrainingFolder:
         self._pushing: Background | None = None
 
     def open(self, files: Sequence[str] = RUN) -> None:
-        """Takes what the store has of the run, which may have begun on another machine: `files`, or all.
-
-        Raises:
-            StoreError: the store cannot be reached.
-        """
+        """Takes what the store has of the run, which may have begun on another machine: `files`, or all."""
         if self._place.uri is not None:
             insist(lambda: self._take(files), self._patience_s)
             self._pushing = Background(self.push, str(self._place))
@@ -71,36 +64,33 @@ class TrainingFolder:
         """Brings what has changed here to the store.
 
         Raises:
-            StoreError: the store cannot be reached.
             TakenOverError: the run goes on in another training folder.
         """
         if not any((self.path / file).exists() for file in RUN):
             return  # a run that is refused must not use up its name
         with FileLock(self.path / ".push.lock"):
-            there = store_of(self._place).files(self._place.name, recursive=False)
-            own, writer = self._own_name(), self._writer(there)
+            there, writer = self._there()
+            own = self._own_name()
             if writer not in (None, own, self._writer_before):
                 raise TakenOverError(
                     f"{self._place}: another process has taken this run over, and goes on with it ({writer}); this one "
                     "has ended and brings nothing more there"
                 )
-            if not has_news(self.path, RUN, there):
-                return
-            if writer != own:
-                store_of(self._place).write(f"{self._place.name}/{WRITER}", io.BytesIO(own.encode()), len(own.encode()))
-            self._writer_before = None
-            push(self._place, self.path, RUN, there)
+            if push(self._place, self.path, RUN, there, writer=None if writer == own else own):
+                self._writer_before = None
 
     def _take(self, files: Sequence[str]) -> None:
-        there = store_of(self._place).files(self._place.name, recursive=False)
-        writer = self._writer_before = self._writer(there)
-        if writer is not None and writer != self._own_name():
+        there, self._writer_before = self._there()
+        if self._writer_before is not None and self._writer_before != self._own_name():
             for file in (EVENTS, *RUN, PREVIOUS):  # the run went on elsewhere, without these
                 (self.path / file).unlink(missing_ok=True)
         pull(self._place, self.path, [file for file in files if not (self.path / file).exists()], there)
 
-    def _writer(self, there: Mapping[str, Stamp]) -> str | None:
-        return store_of(self._place).read_text(f"{self._place.name}/{WRITER}") if WRITER in there else None
+    def _there(self) -> tuple[dict[str, Stamp], str | None]:
+        """Returns what the store has of the run, and the name of its writer."""
+        store, name = store_of(self._place), self._place.name
+        there = store.files(name, recursive=False)
+        return there, store.read_text(f"{name}/{WRITER}") if WRITER in there else None
 
     def _own_name(self) -> str:
         path = self.path / WRITER
@@ -112,11 +102,7 @@ class TrainingFolder:
 
 @contextlib.contextmanager
 def edited(place: StoragePath) -> Iterator[Path]:
-    """Its body writes to the log of a run that nobody trains, in the folder that it gets.
-
-    Raises:
-        StoreError: the store cannot be reached.
-    """
+    """Its body writes to the log of a run that nobody trains, in the folder that it gets."""
     folder = TrainingFolder(place)
     folder.open(LOG)
     try:
