@@ -98,11 +98,15 @@ class Sensors:
             memory=self.memory.read(),
             faults=self.take_faults(),
         )
-
         values = copied_to_host(torch.cat(packed))
         self.losses.zero_()
         self._curvature = None
-        return lambda: self._completed(replace(known, step_ms=step_ms()), values(), counts)
+
+        def observation() -> Observation:
+            arrived = values()  # by now the steps that `step_ms` times have ended
+            return self._completed(replace(known, step_ms=step_ms()), arrived, counts)
+
+        return observation
 
     def _completed(self, known: Observation, values: Tensor, counts: Sequence[int]) -> Observation:
         """Returns `known` with what came from the device: variances, losses, loss scale and, with `counts`, spectra."""
