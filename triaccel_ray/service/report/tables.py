@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ STAR = " *"
 """Marks the metric of a trial behind AMP by more than the margin."""
 FIGURE_COLUMNS = ("s/epoch", "peak GB", "score")
 """After the metric that the task is judged by."""
-_NUMBER = re.compile(r"[+-]?(\d[\d,]*(\.\d+)?(e[+-]?\d+)?|inf)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,23 +40,28 @@ class Grid:
 
         A mean with its standard deviation is two numbers, the second headed `±`; a star is left out.
         """
-        return [_by_heading(zip(self.header, row, strict=True)) for row in self.rows]
+        return [dict(_values(row, self.header)) for row in self.rows]
 
 
-def _by_heading(cells: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    for heading, cell in cells:
+def _values(row: Sequence[str], header: Sequence[str]) -> Iterator[tuple[str, str | int | float | None]]:
+    for heading, cell in zip(header, row, strict=True):
         figure, is_mean, deviation = cell.removesuffix(STAR).partition(" ± ")
-        row[heading] = _value(figure)
+        yield heading, _value(figure)
         if is_mean:
-            row[f"{heading} ±"] = _value(deviation)
-    return row
+            yield f"{heading} ±", _value(deviation)
 
 
 def _value(cell: str) -> str | int | float | None:
-    if _NUMBER.fullmatch(cell) is None:
-        return cell or None
-    return int(text) if (text := cell.replace(",", "")).lstrip("+-").isdecimal() else float(text)
+    text = cell.replace(",", "")
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return number(text)
+    return cell or None
+
+
+def joined(*notes: str) -> str:
+    """Returns the notes as one, empty ones left out."""
+    return "; ".join(filter(None, notes))
 
 
 def metric_headings(names: Iterable[str], goal: Goal) -> dict[str, str]:
