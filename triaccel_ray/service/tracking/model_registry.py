@@ -37,10 +37,16 @@ def register(tracker: Tracker, run_id: str, name: str, build: Callable[[], nn.Mo
     Raises:
         Exception: whatever MLflow, its store, the network or `build` raise.
     """
+    from mlflow.exceptions import MlflowException
+
     versions = _versions(tracker, run_id, name, tags)
     if not versions:
         source = _upload(tracker, run_id, build())
-        _create_name(tracker, name)
+        try:
+            tracker.client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
         tracker.client.create_model_version(name, source, run_id, tags=dict(tags), await_creation_for=0)
         versions = _versions(tracker, run_id, name, tags)
     for twin in versions[1:]:
@@ -75,13 +81,3 @@ def _upload(tracker: Tracker, run_id: str, model: nn.Module) -> str:
         )
         tracker.client.log_artifacts(run_id, str(folder), artifact_path=ARTIFACT)
     return f"{tracker.client.get_run(run_id).info.artifact_uri}/{ARTIFACT}"
-
-
-def _create_name(tracker: Tracker, name: str) -> None:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        tracker.client.create_registered_model(name)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise

@@ -136,9 +136,8 @@ class Shipment:
 
     def _ship_block(self, lines: Sequence[bytes], parent_id: str | None) -> int:
         number, checksum = self._tail.num_lines, self._tail.checksum
-        before = self._shipped
+        before, events = self._shipped, []
         arrived = (number, checksum) if before is None else (before.num_records, before.checksum)
-        events = []
         for line in lines:
             number, checksum = number + 1, zlib.crc32(line + b"\n", checksum)
             if number == arrived[0] and checksum != arrived[1]:
@@ -157,9 +156,8 @@ class Shipment:
     def _ship_events(self, events: Sequence[Event], parent_id: str | None) -> None:
         first = events[0]
         if isinstance(first.record, Start):
-            self._open(parent_id, first.time_ms)
             # Params are for ever: those of a run of runs that begins again stay.
-            known = self._tracker.client.get_run(self._run_id).data.params
+            known = self._tracker.client.get_run(self._open(parent_id, first.time_ms)).data.params
             params = {name: value for name, value in params_of(first.record).items() if name not in known}
             self._log(params=params, tags=tags_of(first.record))
         for event in events:
@@ -229,25 +227,26 @@ class Shipment:
     def _finish(self, event: Event) -> None:
         end, client, run_id = event.record, self._tracker.client, self._run_id
         assert isinstance(end, End)
+        assert self._shipped is not None
         outcome = "pruned" if end.status == "stopped" and self._label.is_pruned() else end.status
-        failure = ": ".join(filter(None, (end.cause, end.message)))
-        tags = {"outcome": outcome, **({"failure": failure} if failure else {}), **self._label.closing_tags()}
+        tags = {"outcome": outcome, **self._label.closing_tags()}
+        if failure := ": ".join(filter(None, (end.cause, end.message))):
+            tags["failure"] = failure
         self._log(tags=tags, metrics_of_events=[event])
         if not failure and "failure" in client.get_run(run_id).data.tags:  # of an earlier end
             client.delete_tag(run_id, "failure")
-        self._draw()
+        if not self._label.is_parent:
+            self._draw()
         for path in (self.folder / name for name in ARTIFACTS):
             if path.is_dir():
                 client.log_artifacts(run_id, str(path), artifact_path=path.name)
             elif path.exists():
                 client.log_artifact(run_id, str(path))
-        self._tracker.delete_twins(run_id, self._started.key)
+        self._tracker.delete_twins(run_id, self._shipped.key)
         client.set_terminated(run_id, _STATUS.get(outcome, "FAILED"), end_time=event.time_ms)
         self._save(end_ms=event.time_ms)
 
     def _draw(self) -> None:
-        if self._label.is_parent:
-            return
         try:
             run_figures(self.folder)
             if (self.folder / SPEC).exists():
@@ -257,14 +256,9 @@ class Shipment:
 
     @property
     def _run_id(self) -> str:
-        assert self._started.run_id is not None
-        return self._started.run_id
-
-    @property
-    def _started(self) -> Shipped:
         if self._shipped is None or self._shipped.run_id is None:
             raise LogError(f"event log {self._tail.path} does not begin with a start record: it is damaged or was cut")
-        return self._shipped
+        return self._shipped.run_id
 
     def _log(
         self,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import errno
 import getpass
 import http.client
 import logging
@@ -248,14 +247,12 @@ class Tracker:
     def _check_file(self, path: Path) -> None:
         try:
             existing = next(each for each in (path, *path.parents) if each.exists())
-            if existing != path and not existing.is_dir():
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         except OSError as error:
-            raise self._unavailable(
-                f"cannot be created ({error.strerror}); name a file in a folder of yours"
-            ) from error
+            raise self._unavailable(f"cannot be read ({error.strerror}); name a file in a folder of yours") from error
         if existing == path and not path.is_file():
             raise self._unavailable("is not a file; name a file in that folder")
+        if existing != path and not existing.is_dir():
+            raise self._unavailable(f"cannot be created, for {existing} is no folder")
         if not os.access(existing, os.W_OK):
             raise self._unavailable("cannot be written; name a file in a folder of yours")
         tables = self._tables(path) if existing == path else set()
@@ -273,19 +270,13 @@ class Tracker:
     def _probe(self) -> None:
         try:
             parts = urlsplit(self.uri)
-            _ = parts.port  # raises where the port is not a number
-        except ValueError as error:
-            raise self._unavailable(f"is not a URI ({self.mask(str(error))})") from error
-        if not parts.hostname:
-            raise self._unavailable("names no host")
-        host = parts.netloc.rpartition("@")[2]
-        request = urllib.request.Request(f"{parts.scheme}://{host}{parts.path.rstrip('/')}/health")
-        if parts.password is not None:
-            login = f"{unquote(parts.username or '')}:{unquote(parts.password)}".encode()
-            request.add_header("Authorization", f"Basic {base64.b64encode(login).decode()}")
-        try:
-            with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S):
-                return
+            _ = parts.port  # raises where the port is none
+            host = parts.netloc.rpartition("@")[2]
+            request = urllib.request.Request(f"{parts.scheme}://{host}{parts.path.rstrip('/')}/health")
+            if parts.password is not None:
+                login = f"{unquote(parts.username or '')}:{unquote(parts.password)}".encode()
+                request.add_header("Authorization", f"Basic {base64.b64encode(login).decode()}")
+            urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S).close()
         except urllib.error.HTTPError as error:
             raise self._unavailable(f"what answers there is no MLflow server (/health: {error.code})") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
