@@ -19,7 +19,6 @@ from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.compare.comparison import (
     CHOICES,
     COMPARISON,
-    FIGURES,
     Choices,
     Comparison,
     FixedSetting,
@@ -38,7 +37,7 @@ from triaccel_ray.service.report.comparison import (
     view_comparison,
 )
 from triaccel_ray.service.report.report import show
-from triaccel_ray.service.report.tables import Grid
+from triaccel_ray.service.report.tables import FIGURES, Grid
 from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.storage.layout import begin

@@ -24,7 +24,6 @@ from triaccel_ray.service.compare.comparison import (
     FixedSetting,
     RecipeSample,
     Tuned,
-    read_choices,
 )
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.failures import RESULTS, cause_of
@@ -42,8 +41,8 @@ WIDEST = 4.0
 """Samples of the recipe lie within this factor of its values, both ways."""
 
 
-def choose(spec: ComparisonSpec, place: StoragePath, *, num_gpus: float, shared: SharedSplits | None = None) -> Choices:
-    """Returns what the final runs are to use, and writes it down; trials that have ended are not run again.
+def choose(spec: ComparisonSpec, place: StoragePath, *, num_gpus: float, shared: SharedSplits | None = None) -> None:
+    """Chooses what the final runs are to use, and writes it down; trials that have ended are not run again.
 
     The fixed setting is chosen first, with the recipe as it is; then every method, the fixed one too, gets the same
     samples of learning rate and weight decay. Training and validation samples come from `shared`, where given.
@@ -53,10 +52,6 @@ def choose(spec: ComparisonSpec, place: StoragePath, *, num_gpus: float, shared:
         ValueError: no fixed setting could be trained.
         Exception: what a trial that could not be set up, or found no room on the disk, has raised.
     """
-    folder = place.folder
-    chosen = read_choices(folder)
-    if chosen is not None:
-        return chosen
     root, fixed, tuned = place / TRIALS, None, {}
     if spec.num_fixed:
         settings = sampled_settings(spec.base, precisions_where_it_runs(spec.base, num_gpus=num_gpus), spec.num_fixed)
@@ -65,9 +60,7 @@ def choose(spec: ComparisonSpec, place: StoragePath, *, num_gpus: float, shared:
     if spec.num_tuned:
         runs = _ended(tuning_trials(spec, fixed), root, num_gpus=num_gpus, shared=shared)
         tuned = {method: best_sample(spec, method, fixed, runs) for method in spec.all_methods}
-    choices = Choices(fixed=fixed, tuned=tuned)
-    write_value(folder / CHOICES, choices)
-    return choices
+    write_value(place.folder / CHOICES, Choices(fixed=fixed, tuned=tuned))
 
 
 def fixed_trials(spec: ComparisonSpec, settings: Sequence[FixedSetting]) -> dict[str, RunSpec]:

@@ -24,13 +24,6 @@ CHOICES = "choices.json"
 TRIALS = "trials"
 REFERENCE = "amp"
 """The method that the others are tested against."""
-FIGURES: Mapping[str, str] = {
-    "seconds_per_epoch": "s/epoch",
-    "peak_gb": "process peak GB",
-    "allocated_peak_gb": "allocator peak GB",
-    "score": "score",
-}
-"""Result -> column heading, after the metrics that the task is judged by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +165,9 @@ def read_comparison(folder: Path) -> Comparison:
     if not (folder / COMPARISON).exists():
         raise LogError(f"folder {folder} holds no comparison ({COMPARISON} is missing)")
     spec = read_value(ComparisonSpec, folder / COMPARISON, _WAY_OUT)
-    choices = read_choices(folder) if spec.needs_trials else Choices()
+    choices = None if spec.needs_trials else Choices()
+    if (folder / CHOICES).exists():
+        choices = read_value(Choices, folder / CHOICES, _WAY_OUT)
     names = [f"{method}-seed{seed}" for seed in range(spec.num_seeds) for method in spec.all_methods]
     trials = sorted((folder / TRIALS).glob("*"))
     return Comparison(
@@ -182,16 +177,6 @@ def read_comparison(folder: Path) -> Comparison:
         trials={path.name: run for path in trials if (run := read_if_begun(path)) is not None},
         runs={name: run for name in names if (run := read_if_begun(folder / name)) is not None},
     )
-
-
-def read_choices(folder: Path) -> Choices | None:
-    """Returns what was chosen; None where that has not been done yet.
-
-    Raises:
-        LogError: the file is damaged.
-    """
-    path = folder / CHOICES
-    return read_value(Choices, path, _WAY_OUT) if path.exists() else None
 
 
 def summary_metrics(record: Comparison) -> dict[str, float]:

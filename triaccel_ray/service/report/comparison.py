@@ -11,7 +11,6 @@ from triaccel_ray.measure.score import quality_text
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.cli.options import to_repeat
 from triaccel_ray.service.compare.comparison import (
-    FIGURES,
     REFERENCE,
     Choices,
     Comparison,
@@ -31,7 +30,7 @@ from triaccel_ray.service.report.tables import (
     Grid,
     figure_cells,
     joined,
-    metric_headings,
+    result_headings,
 )
 from triaccel_ray.service.runs.methods import FIXED, METHODS
 from triaccel_ray.service.runs.objective import Figures, Objective
@@ -151,10 +150,7 @@ def comparison_tables(record: Comparison) -> list[Grid]:
 
 def values_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, *, note: str = "") -> Grid:
     """Returns mean and standard deviation over seeds, a row for each name in `rows`; `note` is added below."""
-    headings, one_view = _headings(rows.values(), goal), f"{ONE_VIEW}{goal.name}"
-    has_views = any(results.values(one_view) for results in rows.values())
-    if has_views:
-        headings[one_view] = f"by one view {goal.unit}".rstrip()
+    headings = _headings(rows.values(), goal)
     return Grid(
         title=title,
         header=("method", "runs", *headings.values()),
@@ -166,7 +162,7 @@ def values_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, *, no
             "mean ± standard deviation over seeds",
             "s/epoch: mean of the last five epochs",
             f"score = {quality_text(goal)} / (s/epoch x process peak GB)",
-            VIEWS_NOTE if has_views else "",
+            VIEWS_NOTE if f"{ONE_VIEW}{goal.name}" in headings else "",
             note,
         ),
     )
@@ -183,7 +179,8 @@ def differences_grid(
     headings = {
         name: heading
         for name, heading in _headings(compared, goal).items()
-        if any(value for results in compared for value in results.values(name).values())
+        if not name.startswith(ONE_VIEW)
+        and any(value for results in compared for value in results.values(name).values())
     }
     columns = {
         name: [paired_difference(one.values(name), other.values(name)) for _, one, other in pairs] for name in headings
@@ -244,9 +241,8 @@ def _choice_notes(record: Comparison) -> Iterator[str]:
 
 
 def _headings(results: Iterable[MethodResults], goal: Goal) -> dict[str, str]:
-    """Returns column headings by figure: the metrics, on test samples, and FIGURES."""
     names = dict.fromkeys(name for each in results for figures in each.by_seed.values() for name in figures)
-    return {**{name: f"test {text}" for name, text in metric_headings(names, goal).items()}, **FIGURES}
+    return result_headings(names, goal, prefix="test ")
 
 
 def _settings(spec: RunSpec) -> list[str]:

@@ -8,11 +8,10 @@ from pathlib import Path
 from triaccel_ray.records.events import Epoch
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.cli.options import settings_text, to_repeat
-from triaccel_ray.service.compare.comparison import FIGURES
 from triaccel_ray.service.report.figures import run_figures
 from triaccel_ray.service.report.provenance import TROUBLES, about, run_notes, trouble_lines, troubles
 from triaccel_ray.service.report.report import Section, View, write_page
-from triaccel_ray.service.report.tables import VIEWS_NOTE, Grid, metric_headings
+from triaccel_ray.service.report.tables import VIEWS_NOTE, Grid, metric_headings, result_headings
 from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.runs.record import ONE_VIEW, OWN_CODE, RunRecord
 
@@ -76,12 +75,10 @@ def run_grid(run: RunRecord) -> Grid:
 
 def result_grid(results: Mapping[str, float], goal: Goal) -> Grid:
     """Returns a run's final figures."""
-    names = {**metric_headings(results, goal), **FIGURES}
-    note, one_view = "", f"{ONE_VIEW}{goal.name}"
-    if one_view in results:
-        names[one_view], note = f"by one view {goal.unit}".rstrip(), VIEWS_NOTE
-    cells = [f"{results[name]:.4g}" if name in results else "" for name in names]
-    return Grid(header=list(names.values()), rows=[cells], title="result", note=note)
+    headings = result_headings(results, goal)
+    cells = [f"{results[name]:.4g}" if name in results else "" for name in headings]
+    note = VIEWS_NOTE if f"{ONE_VIEW}{goal.name}" in headings else ""
+    return Grid(header=list(headings.values()), rows=[cells], title="result", note=note)
 
 
 def _metric_cell(epoch: Epoch, name: str, goal: Goal) -> str:

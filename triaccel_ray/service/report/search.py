@@ -309,19 +309,14 @@ def outcomes(record: SearchRecord) -> list[Series]:
 
 def _curves(record: SearchRecord, best: RunRecord | None) -> list[Curve]:
     """Returns the curves of all trials, the baselines and the best trial above the others."""
-    trials, above = [], []
-    for run in filter(lambda run: run.epochs, record.trials):
-        if best is not None and run.name == best.name:
-            label = f"best trial ({run.name})"
-            above.append(Curve(label=label, colour=NAVY, epochs=run.epochs, width=2.6, opacity=1.0))
-        elif run.status == "stopped":
-            label = "stopped early (pruned)"
-            trials.append(Curve(label=label, colour=GREY, epochs=run.epochs, width=1.0, opacity=0.7, pruned=True))
-        else:
-            trials.append(Curve(label="trial", colour=BLUE, epochs=run.epochs, width=1.2, opacity=0.6))
-    above += [
-        Curve(label=name.upper(), colour=METHOD_LOOKS[name][1], epochs=run.epochs, width=2.2, opacity=1.0)
-        for name, run in record.baselines.items()
-        if name != "probe" and run.epochs
-    ]
-    return trials + above
+    curves = []
+    for run in (run for run in record.trials if run.epochs and run is not best):
+        stopped = run.status == "stopped"
+        label, colour = ("stopped early (pruned)", GREY) if stopped else ("trial", BLUE)
+        curves.append(Curve(label=label, colour=colour, epochs=run.epochs, width=1.1, opacity=0.6, pruned=stopped))
+    above = {} if best is None else {f"best trial ({best.name})": (NAVY, best)}
+    above |= {name.upper(): (METHOD_LOOKS[name][1], run) for name, run in record.baselines.items() if name != "probe"}
+    for label, (colour, run) in above.items():
+        if run.epochs:
+            curves.append(Curve(label=label, colour=colour, epochs=run.epochs, width=2.4, opacity=1.0))
+    return curves

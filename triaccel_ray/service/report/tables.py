@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,13 @@ from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import ONE_VIEW
 
 VIEWS_NOTE = "metrics: by the mean output over the views of each sample; by one view: by the sample as it is"
+FIGURES: Mapping[str, str] = {
+    "seconds_per_epoch": "s/epoch",
+    "peak_gb": "process peak GB",
+    "allocated_peak_gb": "allocator peak GB",
+    "score": "score",
+}
+"""Result -> column heading, after the metrics that the task is judged by."""
 STAR = " *"
 """Marks the metric of a trial behind AMP by more than the margin."""
 FIGURE_COLUMNS = ("s/epoch", "peak GB", "score")
@@ -68,6 +75,13 @@ def metric_headings(names: Iterable[str], goal: Goal) -> dict[str, str]:
     """Returns column headings by name: of the goal, then of the other metrics among these names of results."""
     others = [name for name in names if name not in RESERVED and not name.startswith(ONE_VIEW)]
     return {goal.name: goal.heading, **{name: name.replace("_", " ") for name in others if name != goal.name}}
+
+
+def result_headings(names: Collection[str], goal: Goal, *, prefix: str = "") -> dict[str, str]:
+    """Returns column headings by name: of the metrics, begun by `prefix`, of FIGURES, and of the goal by one view."""
+    headings = {name: f"{prefix}{text}" for name, text in metric_headings(names, goal).items()} | FIGURES
+    one_view = f"{ONE_VIEW}{goal.name}"
+    return headings | ({one_view: f"by one view {goal.unit}".rstrip()} if one_view in names else {})
 
 
 def figure_cells(figures: Figures | None, goal: Goal) -> list[str]:

@@ -68,13 +68,11 @@ class _CutBackError(Exception):
 class Shipment:
     """Ships one folder's log; every step may be repeated after a crash or an outage without a second effect.
 
-    A repeated metric has the same name, step, time and value, which MLflow keeps once; a run is looked for by its key
-    before it is created, and what was created twice all the same is deleted; tags, artifacts and the final status
-    overwrite themselves.
+    A repeated metric has the same name, step, time and value, which MLflow keeps once. A run is looked for by its key
+    before it is created, and twins are deleted. Tags, artifacts and the final status overwrite themselves.
 
     MLflow has no way to take a value back. Where a resumed run has lost records that had arrived, its log is recorded
-    in a new MLflow run of the same key and name, and the old one is deleted. (The alternative, later values beside the
-    old ones, leaves a curve of two attempts, with steps that no log holds.)
+    in a new MLflow run of the same key and name, and the old one is deleted.
     """
 
     def __init__(self, tracker: Tracker, folder: Path, label: Label) -> None:

@@ -54,9 +54,8 @@ class Shipper:
             tracker: where to.
             root: a run's folder, or one with many runs' folders below it.
             experiment: the MLflow experiment of all runs.
-            parent: the run that stands for `root` and has the others as children. It ends when an end record is
-                written to a log in `root`, and is open again when that log is cut back. None: `root` is an ordinary
-                run, if it has a log.
+            parent: stands for `root`, with the other runs as children; it ends and opens again as the log in `root`
+                does. None: `root` is an ordinary run, if it has a log.
             interval_s: pause between two looks at the logs; grows up to a minute while the store fails.
         """
         self.last_error: str | None = None
@@ -166,15 +165,13 @@ class Shipper:
     def _describe(self, folder: Path, failure: Exception) -> str:
         if _SQLITE_FULL in str(failure):
             text = f"the disk of {self._tracker.display_uri} is full: make room there"
-        elif is_disk_full(failure):
-            # MLflow's copies do not say which: the one with the least room.
-            places = [place for place in (folder, self._tracker.artifact_root) if place.exists()]
+        elif is_disk_full(failure):  # MLflow's copies do not say which disk: the one with the least room
+            places = (place for place in (folder, self._tracker.artifact_root) if place.exists())
             place = min(places, key=lambda each: shutil.disk_usage(each).free)
             text = f"the disk of {place} is full: make room there"
-        else:
-            # SQLAlchemy begins with its own doings at times, and adds the statement, with all values.
-            lines = [line for line in str(failure).strip().split("\n") if not line.startswith("(raised as a result of")]
-            text = f"{type(failure).__name__}: {lines[0] if lines else ''}"
+        else:  # SQLAlchemy begins with its own doings at times, and adds the statement, with all values
+            lines = (line for line in str(failure).strip().split("\n") if not line.startswith("(raised as a result of"))
+            text = f"{type(failure).__name__}: {next(lines, '')}"
         return self._tracker.mask(f"{folder.name}: {text}")[:LONGEST_MESSAGE]
 
     def _report(self, error: str | None) -> None:

@@ -108,8 +108,7 @@ class Tracker:
 
     def _connect(self) -> MlflowClient:
         _set_environment()
-        # It announces new tables, and logs every error with its traceback before it raises it: whoever catches it has a
-        # line of its own for the user.
+        # It announces new tables, and logs the traceback of every error that it raises.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         from mlflow import MlflowClient
 
@@ -188,13 +187,8 @@ class Tracker:
     ) -> str:
         """Returns the id of the run that carries `key`, created (status RUNNING) if there is none.
 
-        Args:
-            experiment: the experiment's name.
-            name: of a new run.
-            key: what the run is found by again; unique in the experiment, without quotes.
-            tags: of a new run.
-            parent_id: the run that a new run is shown under.
-            start_ms: Unix time at which a new run began; now when None.
+        The key is unique in the experiment and has no quotes. Name, tags, parent and start (Unix time; now when None)
+        are those of a new run.
         """
         experiment_id = self.experiment_id(experiment)
         found = self._runs_with(experiment_id, key)
@@ -209,8 +203,8 @@ class Tracker:
     def retire(self, run_id: str, name: str, tags: Mapping[str, str]) -> tuple[str, dict[str, str]]:
         """Deletes a run that another takes the place of, and returns the other's name and tags.
 
-        They are the old one's, which a user may have changed, where it had any; else `name` and `tags`. MLflow keeps a
-        deleted run until `mlflow gc`, and `mlflow runs restore` brings it back.
+        They are the old one's, which a user may have changed, and `name` and `tags` where it had none. MLflow keeps a
+        deleted run until `mlflow gc`.
         """
         from mlflow.exceptions import MlflowException
 
@@ -232,8 +226,7 @@ class Tracker:
     def delete_twins(self, run_id: str, key: str) -> None:
         """Deletes all other runs that carry `key`, in the experiment of the run `run_id`.
 
-        A server that creates a run and whose answer is lost is asked again, by MLflow's own client to begin with, and
-        creates another; one that hung does late what it was asked before.
+        A server whose answer is lost is asked again, and creates another; one that hung creates it late.
         """
         experiment_id = str(self.client.get_run(run_id).info.experiment_id)
         for twin in self._runs_with(experiment_id, key):
@@ -317,14 +310,11 @@ def _set_environment() -> None:
     MLflow has no other place for them: they hold for the whole process and its children.
     """
     defaults = {
-        # Whoever ships has the log on the disk and tries again later, so a single call need not insist. MLflow's own
-        # seven retries would hold a thread for minutes.
+        # Whoever ships tries again later. MLflow's own seven retries would hold a thread for minutes.
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
-        # A run's address, printed at its end, would tear the command's own output.
-        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-        # Usage reports to MLflow's makers: not sent in a user's name without being asked.
-        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # it would tear the command's own output
+        "MLFLOW_DISABLE_TELEMETRY": "true",  # nothing is sent in a user's name without being asked
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
