@@ -162,12 +162,6 @@ def test_what_adapting_took_and_shared_gpus_are_told(run: RunRecord) -> None:
     assert adapting.endswith("4 captured steps were dropped")
 
 
-def test_markdown() -> None:
-    grid = Grid(header=("a", "b"), rows=[("1", "2"), ("3", "4")], note="said below")
-    assert grid.markdown().splitlines() == ["| a | b |", "|---|---|", "| 1 | 2 |", "| 3 | 4 |", "", "said below"]
-    assert Grid(header=("a",), rows=[]).markdown() == "| a |\n|---|\n"
-
-
 def test_a_table_can_be_had_as_numbers() -> None:
     cells = ["amp", "94.2 ± 0.15", "1,234", "47.27 *", "", "inf", "1.5e-07", "-3", "2 of 3"]
     (row,) = Grid(header=[str(place) for place in range(len(cells))], rows=[cells]).as_dicts()

@@ -79,9 +79,10 @@ def metric_headings(names: Iterable[str], goal: Goal) -> dict[str, str]:
 
 def result_headings(names: Collection[str], goal: Goal, *, prefix: str = "") -> dict[str, str]:
     """Returns column headings by name: of the metrics, begun by `prefix`, of FIGURES, and of the goal by one view."""
-    headings = {name: f"{prefix}{text}" for name, text in metric_headings(names, goal).items()} | FIGURES
+    metrics = {name: f"{prefix}{text}" for name, text in metric_headings(names, goal).items()}
     one_view = f"{ONE_VIEW}{goal.name}"
-    return headings | ({one_view: f"by one view {goal.unit}".rstrip()} if one_view in names else {})
+    views = {one_view: f"by one view {goal.unit}".rstrip()} if one_view in names else {}
+    return {**metrics, **FIGURES, **views}
 
 
 def figure_cells(figures: Figures | None, goal: Goal) -> list[str]:
