@@ -24,12 +24,7 @@ def test_records_have_metrics_at_their_optimizer_step(tmp_path: Path) -> None:
     eigenvalues = [layer.eigenvalues[0] for layer in tick.decision.state.layers.values() if layer.eigenvalues]
     expected = {
         "train/loss": tick.observation.loss,
-        "control/batch_size": plan.batch_size,
-        "control/micro_batches": plan.num_micro_batches,
         "memory/used_gb": memory.used_bytes / 1e9,
-        "memory/window_peak_gb": memory.window_peak_bytes / 1e9,
-        "memory/allocated_peak_gb": memory.allocated_peak_bytes / 1e9,
-        "memory/share": memory.share,
         "layers/fp32": sum(level.value == "fp32" for level in plan.precision.values()),
         "curvature/largest_eigenvalue": max(eigenvalues),
         "lr/scale_min": min(plan.lr_scale.values()),

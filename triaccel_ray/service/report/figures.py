@@ -11,7 +11,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.records.events import Epoch, Event, Start, Tick, read_events
@@ -109,6 +109,7 @@ def curvature_and_lr(ticks: Sequence[Tick], curvature: CurvatureConfig, *, about
         scales = [tick.observation.plan.lr_scale.get(name, 1.0) for tick in ticks]
         lower.stairs(scales, edges, baseline=None, **line)
     upper.set_yscale("log")
+    upper.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     upper.yaxis.set_major_formatter(drawing.PLAIN)
     upper.yaxis.set_minor_formatter(NullFormatter())
     if curvature.tau_curv < 10.0 * np.nanmax(drawn):
@@ -120,6 +121,7 @@ def curvature_and_lr(ticks: Sequence[Tick], curvature: CurvatureConfig, *, about
     rows = np.unique(np.linspace(0, len(names) - 1, 5).round().astype(int)).tolist()
     bar.set_ticks(rows, labels=[shorten(names[row], 18) for row in rows], fontsize=8.5)
     bar.ax.invert_yaxis()
+    bar.outline.set_visible(False)
     bar.ax.set_title("input", fontsize=8.5, color=GREY, pad=7)
     bar.ax.set_xlabel("output", fontsize=8.5, color=GREY, labelpad=6)
     return figure

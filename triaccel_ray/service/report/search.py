@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import stdev
-from typing import Final
+from typing import Any, Final
 
 import optuna
 from optuna.distributions import BaseDistribution, FloatDistribution
@@ -213,13 +213,12 @@ def _why_none(record: SearchRecord) -> str:
             way_out = "all were pruned, too far behind AMP: try --lr-rule linear, more epochs or a larger --margin"
         way_out = way_out or "see the reasons below, then `triaccel resume` tries them again"
         return f"No trial ran to its end ({told}): {way_out}."
-    failed = sum(run.end is not None and run.end.status == "failed" for run in record.trials)
+    failed = sum(count for status, count in ends.items() if status.startswith("failed"))
     reasons = f" {failed} failed; the page lists the reasons." if failed else ""
-    objective = record.objective
-    limit = f" {objective.goal.text(objective.limit)}" if objective.reference else " it"
+    limit, margin = record.objective.goal.text(record.objective.limit), record.objective.margin_text
     return (
-        f"None of the {ends['finished']} finished trials reaches{limit} (AMP with a margin of "
-        f"{objective.margin_text}): allow more trials, more epochs or a larger --margin.{reasons}"
+        f"None of the {ends['finished']} finished trials reaches {limit} (AMP with a margin of {margin}): allow more "
+        f"trials, more epochs or a larger --margin.{reasons}"
     )
 
 
@@ -248,10 +247,9 @@ def importance(record: SearchRecord) -> str:
     ranks = {value: float(rank) for rank, value in enumerate(dict.fromkeys(value for value, _ in judged))}
     if len(ranks) < 2:
         return f"The {len(judged)} trials do not differ after epoch {epoch}: no threshold mattered."
+    columns = {scale.name: [at[scale.name] for _, at in judged] for scale in scales}
     ranges: dict[str, BaseDistribution] = {
-        scale.name: FloatDistribution(min(column), max(column))
-        for scale in scales
-        if (column := [at[scale.name] for _, at in judged])
+        name: FloatDistribution(min(column), max(column)) for name, column in columns.items()
     }
     trials = [optuna.create_trial(params=at, distributions=ranges, value=ranks[value]) for value, at in judged]
     chance, ends = random.Random(0), (trials[0], trials[-1])  # in every draw: else all drawn could be alike
@@ -283,27 +281,24 @@ def outcomes(record: SearchRecord) -> list[Series]:
             shortfall = record.objective.shortfall(run.epochs[-1].epoch, run.figures.metric)
             kind = "pruned" if run.status == "stopped" else "poor" if shortfall else "good"
             points[kind].append(run.figures)
-    hollow = {"marker": "o", "markerfacecolor": "none"}
-    dot = {"marker": "o", "color": BLUE, "alpha": 0.55}
-    joined = {"marker": "o", "color": NAVY, "linestyle": "-", "linewidth": 1.6, "drawstyle": "steps-post"}
-    cross = {"marker": "x", "color": GREY, "alpha": 0.7}
-    series = [
-        Series(label="stopped early (pruned)", points=points["pruned"], look=cross),
-        Series(label="trial beyond the margin", points=points["poor"], look={**hollow, "color": GREY}),
-        Series(label="trial", points=points["good"], look=dot),
-        Series(label="beaten by no other trial", points=points["good"], look=joined, is_front=True),
-    ]
+    hollow: dict[str, Any] = {"marker": "o", "markerfacecolor": "none"}
+    front = {"marker": "o", "color": NAVY, "linestyle": "-", "linewidth": 1.6, "drawstyle": "steps-post"}
+    looks: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("pruned", "stopped early (pruned)", {"marker": "x", "color": GREY, "alpha": 0.7}),
+        ("poor", "trial beyond the margin", {**hollow, "color": GREY}),
+        ("good", "trial", {"marker": "o", "color": BLUE, "alpha": 0.55}),
+    )
+    series = [Series(label=label, points=points[kind], look=look) for kind, label, look in looks]
+    series.append(Series(label="beaten by no other trial", points=points["good"], look=front, is_front=True))
     for name, run in compared.items():
-        if (figures := run.figures) is None:
-            continue
+        figures = [] if run.figures is None else [run.figures]
         if best is not None and name == best.name:
-            label, look = f"best: {name}, score {figures.score:.4g}", {**hollow, "color": NAVY, "markersize": 14.0}
-            look["markeredgewidth"] = 1.6
+            label = f"best: {name}, score {figures[0].score:.4g}"
+            look = {**hollow, "color": NAVY, "markersize": 14.0, "markeredgewidth": 1.6}
         else:
-            marker, colour = METHOD_LOOKS[name]
-            label, look = name.upper(), {"marker": marker, "color": colour, "markersize": 9.0}
-            look["markeredgecolor"] = "white"
-        series.append(Series(label=label, points=[figures], look=look))
+            label, (marker, colour) = name.upper(), METHOD_LOOKS[name]
+            look = {"marker": marker, "color": colour, "markersize": 9.0, "markeredgecolor": "white"}
+        series.append(Series(label=label, points=figures, look=look))
     return [each for each in series if each.points]
 
 
