@@ -96,26 +96,18 @@ class Shipment:
 
         Raises:
             LogError: the log is damaged.
-            Exception: whatever MLflow, its store or the network raise; nothing is lost by it.
+            Exception: whatever MLflow, its store or the network raise. Nothing is lost by it, but what has arrived is
+                uncertain: another shipment, which asks for the run, is to go on.
         """
         if not self._tail.changed:
             return 0
-        try:
-            with self._lock():
-                self._load()
-                try:
-                    return self._ship_log(parent_id)
-                except _CutBackError:
-                    self._begin_anew()
-                    return self._ship_log(parent_id)
-        except Exception:
-            self.verify_again()
-            raise
-
-    def verify_again(self) -> None:
-        """Makes the next shipment read the log again and ask whether the run is there: a failure may mean it is not."""
-        self._verified = False
-        self._tail.restart()
+        with self._lock():
+            self._load()
+            try:
+                return self._ship_log(parent_id)
+            except _CutBackError:
+                self._begin_anew()
+                return self._ship_log(parent_id)
 
     def _lock(self) -> FileLock:
         """Two drivers may follow one folder: one that was taken for dead, and the one that took over."""

@@ -176,8 +176,7 @@ class Shipper:
 
     def _report(self, error: str | None) -> None:
         if error is not None:
-            for shipment in self._shipments.values():
-                shipment.verify_again()
+            self._shipments.clear()  # the next pass reads the logs again, and asks whether the runs are there
             if self.last_error is None:
                 _logger.warning("MLflow: %s; training goes on, the event logs keep everything", error)
         elif self.last_error is not None:
