@@ -112,11 +112,12 @@ class View:
 def show(view: View, to: Console | None = None) -> None:
     """Shows the view in a terminal; standard output unless another is given."""
     terminal = to or console.out
-    for part in (*view.shown, f"page: {view.page}"):
+    for part in view.shown:
         if isinstance(part, Grid):
             terminal.print(rich_table(part, to=terminal), "", sep="\n")
         elif part:
             terminal.print(part, "", sep="\n", soft_wrap=True)
+    terminal.print(f"page: {view.page}", soft_wrap=True)
 
 
 def write_page(folder: Path, title: str, sections: Iterable[Section]) -> Path:
