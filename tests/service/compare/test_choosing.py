@@ -9,11 +9,19 @@ import pytest
 from tests.service.records import FINAL_SPEC, ended, named, run_of
 from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.records.plan import Precision
-from triaccel_ray.service.compare.choosing import best_sample, best_setting, fixed_trials, tuning_trials
+from triaccel_ray.service.compare.choosing import (
+    WIDEST,
+    best_sample,
+    best_setting,
+    fixed_trials,
+    recipe_samples,
+    sampled_settings,
+    tuning_trials,
+)
+from triaccel_ray.service.compare.comparison import FixedSetting, RecipeSample
 from triaccel_ray.service.compare.spec import ComparisonSpec
-from triaccel_ray.service.compare.tried import WIDEST, FixedSetting, RecipeSample, recipe_samples, sampled_settings
 from triaccel_ray.service.runs.record import RunRecord
-from triaccel_ray.trainables.task import Purpose, Recipe
+from triaccel_ray.trainables.task import Purpose
 
 ALL = tuple(Precision)
 SPEC = ComparisonSpec(base=FINAL_SPEC, methods=("fp32", "amp", "triaccel"), num_fixed=3, num_tuned=2)
@@ -56,8 +64,8 @@ def test_recipe_samples_surround_the_recipe_which_is_the_first() -> None:
     assert samples[:3] == recipe_samples(3, seed=0)
     assert recipe_samples(3, seed=0) != recipe_samples(3, seed=1)
     assert recipe_samples(1, seed=0) == [RecipeSample()]
-    recipe = Recipe(lr=0.1, weight_decay=0.0)
-    assert RecipeSample(lr=2.0, weight_decay=3.0).onto(recipe) == replace(recipe, lr=0.2)
+    doubled = RecipeSample(lr=2.0, weight_decay=3.0).onto(FINAL_SPEC).recipe
+    assert (doubled.lr, doubled.weight_decay) == (2.0 * FINAL_SPEC.recipe.lr, 3.0 * FINAL_SPEC.recipe.weight_decay)
 
 
 def test_every_method_is_tuned_by_the_same_samples_without_the_test_set() -> None:
@@ -77,50 +85,35 @@ def test_every_method_is_tuned_by_the_same_samples_without_the_test_set() -> Non
     assert all(tuning[name] == spec for name, spec in fixed.items())
 
 
-def test_the_best_setting_has_the_best_score_within_a_point_of_amp() -> None:
+def test_the_best_setting_has_the_best_score_within_a_point_of_amp_or_is_the_nearest_to_it() -> None:
     fast_and_bad = FixedSetting(precision=Precision.FP16, batch_size=160)
-    runs = named(
-        ended("amp-recipe"),
-        ended(FP32_96.name, seconds=8.0),
-        ended(BF16_64.name, seconds=6.0, accuracy=89.1),
-        ended(fast_and_bad.name, seconds=1.0, accuracy=88.9),
-    )
-    assert best_setting([FP32_96, BF16_64, fast_and_bad], runs) == BF16_64
-
-
-def test_settings_that_cannot_be_trained_are_passed_over() -> None:
-    poor = FixedSetting(precision=Precision.FP16, batch_size=32)
-    runs = named(
-        ended("amp-recipe"),
-        failed(FP32_96.name),
-        ended(BF16_64.name, accuracy=80.0),
-        ended(poor.name, accuracy=50.0, seconds=1.0),
-    )
-    assert best_setting([FP32_96, poor, BF16_64], runs) == BF16_64  # none is within the margin: the nearest
+    slow = ended(FP32_96.name, seconds=8.0)
+    bad = ended(fast_and_bad.name, seconds=1.0, accuracy=88.9)
+    good = ended(BF16_64.name, seconds=6.0, accuracy=89.1)
+    settings = [FP32_96, BF16_64, fast_and_bad]
+    assert best_setting(settings, named(ended("amp-recipe"), slow, good, bad)) == BF16_64
+    poor = ended(BF16_64.name, seconds=6.0, accuracy=80.0)
+    assert best_setting(settings, named(ended("amp-recipe"), failed(FP32_96.name), poor, bad)) == fast_and_bad
     with pytest.raises(ValueError, match="fixed settings = 'fixed-fp32-96': none could be trained to its end"):
-        best_setting([FP32_96], runs)
+        best_setting([FP32_96], named(ended("amp-recipe"), failed(FP32_96.name)))
     with pytest.raises(ValueError, match=r"trial = 'amp-recipe': failed .non_finite.: the fixed settings cannot"):
-        best_setting([BF16_64], named(failed("amp-recipe"), ended(BF16_64.name)))
+        best_setting([BF16_64], named(failed("amp-recipe"), good))
 
 
 @pytest.mark.parametrize(
     ("recipe", "other", "trial"),
     [
-        ({"accuracy": 90.0}, {"accuracy": 91.0}, "fp32-recipe1"),
-        ({"accuracy": 91.0}, {"accuracy": 90.0}, "fp32-recipe"),
-        ({"loss": 0.3}, {"loss": 0.2}, "fp32-recipe1"),
-        ({}, {}, "fp32-recipe"),
+        (ended("fp32-recipe", accuracy=90.0), ended("fp32-recipe1", accuracy=91.0), "fp32-recipe1"),
+        (ended("fp32-recipe", accuracy=91.0), ended("fp32-recipe1", accuracy=90.0), "fp32-recipe"),
+        (ended("fp32-recipe", loss=0.3), ended("fp32-recipe1", loss=0.2), "fp32-recipe1"),
+        (ended("fp32-recipe"), ended("fp32-recipe1"), "fp32-recipe"),
+        (failed("fp32-recipe"), ended("fp32-recipe1", accuracy=1.0), "fp32-recipe1"),
+        (failed("fp32-recipe"), failed("fp32-recipe1"), ""),
     ],
 )
-def test_the_best_sample_is_the_most_accurate(recipe: dict[str, float], other: dict[str, float], trial: str) -> None:
-    runs = named(ended("fp32-recipe", **recipe), ended("fp32-recipe1", **other))
-    tuned = best_sample(SPEC, "fp32", None, runs)
+def test_the_best_sample_is_the_most_accurate_of_those_that_ended(
+    recipe: RunRecord, other: RunRecord, trial: str
+) -> None:
+    tuned = best_sample(SPEC, "fp32", None, named(recipe, other))
     assert tuned.trial == trial
-    assert (tuned.sample == RecipeSample()) == (trial == "fp32-recipe")
-
-
-def test_a_method_that_cannot_be_trained_keeps_the_recipe() -> None:
-    tuned = best_sample(SPEC, "fp32", None, named(failed("fp32-recipe"), failed("fp32-recipe1")))
-    assert (tuned.trial, tuned.sample) == ("", RecipeSample())
-    one = named(failed("fp32-recipe"), ended("fp32-recipe1", accuracy=1.0))
-    assert best_sample(SPEC, "fp32", None, one).trial == "fp32-recipe1"
+    assert (tuned.sample == RecipeSample()) == (trial != "fp32-recipe1")

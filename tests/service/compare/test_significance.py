@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triaccel_ray.service.compare.significance import holm, paired_difference, smallest_effect
+from triaccel_ray.service.compare.significance import holm, paired_difference
 
 
 def by_seed(*values: float) -> dict[int, float]:
@@ -30,7 +30,8 @@ def test_only_seeds_that_both_have_are_compared() -> None:
 @pytest.mark.parametrize(("count", "mean"), [(0, math.nan), (1, 2.0), (2, 2.0)])
 def test_too_few_pairs_are_not_tested(count: int, mean: float) -> None:
     difference = paired_difference(by_seed(*[3.0] * count), by_seed(*[1.0] * count))
-    assert (difference.num_pairs, difference.is_tested) == (count, False)
+    assert difference.num_pairs == count
+    assert math.isnan(difference.low)
     assert difference.mean == pytest.approx(mean, nan_ok=True)
     assert math.isnan(difference.p_value)
 
@@ -64,10 +65,3 @@ def test_holm_keeps_the_order_and_never_lowers(p_values: list[float]) -> None:
     adjusted = holm(p_values)
     assert all(p <= corrected <= 1.0 for p, corrected in zip(p_values, adjusted, strict=True))
     assert sorted(adjusted) == [corrected for _, corrected in sorted(zip(p_values, adjusted, strict=True))]
-
-
-def test_what_few_seeds_can_show() -> None:
-    assert smallest_effect(3) == pytest.approx(2.484138, rel=1e-6)
-    # an effect of exactly that size has p = 0.05
-    difference = paired_difference(by_seed(*[smallest_effect(3) + each for each in (-1.0, 0.0, 1.0)]), by_seed(0, 0, 0))
-    assert difference.p_value == pytest.approx(0.05)

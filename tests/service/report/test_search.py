@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,18 +27,21 @@ from triaccel_ray.service.report.search import (
 from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import RunRecord
-from triaccel_ray.service.search.search import SearchRecord, best_trial, ranked, read_search, to_be_repeated
+from triaccel_ray.service.search.search import SearchRecord, read_search, to_be_repeated
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 REFERENCE = (90.0, 90.0)
 BY_ACCURACY = Objective(name="accuracy", reference=REFERENCE)
 
 
-def search(accuracy: float, *, objective: str = "score", peak_bytes: int = 500_000_000) -> SearchRecord:
+def changed(run: RunRecord, **fields: Any) -> RunRecord:
+    """The run with other fields of all its epochs."""
+    return replace(run, epochs=tuple(replace(epoch, **fields) for epoch in run.epochs))
+
+
+def search(accuracy: float, *, objective: str = "score") -> SearchRecord:
     """Baselines of 90 %, 10 s and 0.5 GB, hence a score of 18, and one finished trial."""
-    run = run_of("trial-000", accuracy=accuracy)
-    run = replace(run, epochs=tuple(replace(epoch, peak_bytes=peak_bytes) for epoch in run.epochs))
-    return search_of(run, objective=Objective(name=objective, reference=REFERENCE))
+    return search_of(run_of("trial-000", accuracy=accuracy), objective=Objective(name=objective, reference=REFERENCE))
 
 
 def search_by_rho(num_trials: int, num_epochs: Sequence[int] = (4,), *, slope: float = 40.0) -> SearchRecord:
@@ -58,25 +62,26 @@ def test_a_search_lists_baselines_then_trials_best_first() -> None:
     stopped = run_of("stopped", accuracy=99.0, num_epochs=1, status="stopped")
     diverged = run_of("diverged", num_epochs=0, status="failed")
     record = search_of(diverged, stopped, *trials, objective=BY_ACCURACY)
-    assert [run.name for _, run in ranked(record)] == ["best", "good", "bad", "stopped"]
-    best = best_trial(record)
-    assert best is not None
-    assert best.name == "best"
     grid = search_grid(record)
     assert [row[0] for row in grid.rows] == ["FP32", "AMP", "best", "good", "bad", "stopped", "diverged"]
     assert {len(row) for row in grid.rows} == {len(grid.header)}
     assert [row[7] for row in grid.rows[:5]] == ["90.00", "90.00", "92.00", "91.00", "80.00 *"]
     assert (grid.rows[5][6], grid.rows[6][1]) == ("1 of 30", "failed (non_finite)")
+    assert [list(row[2:6]) for row in grid.rows[1:3]] == [[""] * 4, ["3.00e-07", "2.00e-05", "0.600", "0.850"]]
     assert "at least 89.00 % (AMP 90.00 %, margin 1 points)" in grid.note
     assert "stopped: pruned before its last epoch" in grid.note
+    assert {each.label: [point.metric for point in each.points] for each in outcomes(record)} == {
+        "stopped early (pruned)": [99.0],
+        "trial beyond the margin": [80.0],
+        "trial": [91.0, 92.0],
+        "beaten by no other trial": [91.0, 92.0],
+        "best: best, score 18.4": [92.0],
+        "FP32": [90.0],
+        "AMP": [90.0],
+    }
 
 
-def test_baselines_have_no_thresholds_and_trials_have() -> None:
-    grid = search_grid(search_of(run_of("trial")))
-    assert list(grid.rows[0][2:6]) == [""] * 4
-    assert list(grid.rows[-1][2:6]) == ["3.00e-07", "2.00e-05", "0.600", "0.850"]
-    assert list(grid.rows[-1][6:]) == ["2 of 30", "90.00", "10.000", "0.500", "18.00"]
-    assert grid.note == "figures are those of the epoch named beside them"
+def test_thresholds_that_are_searched_besides_have_columns_and_shared_gpus_are_told() -> None:
     record = search_by_rho(3)
     spec = replace(record.spec, optional=("alpha", "tau_curv", "t_ctrl", "batch_steps"))
     spec = replace(spec, base=replace(RUN_SPEC, trials_per_gpu=2))
@@ -84,12 +89,6 @@ def test_baselines_have_no_thresholds_and_trials_have() -> None:
     assert list(grid.header[6:11]) == ["alpha", "tau_curv", "t_ctrl", "step_up", "step_down"]
     assert {len(row) for row in grid.rows} == {len(grid.header)}
     assert "GPUs shared by 2 runs each" in grid.note
-
-
-def test_without_a_feasible_finished_trial_there_is_no_best() -> None:
-    bad, stopped = run_of("bad", accuracy=50.0), run_of("stopped", num_epochs=1, status="stopped")
-    assert best_trial(search_of(bad, stopped, objective=Objective(reference=REFERENCE))) is None
-    assert best_trial(search_of()) is None
 
 
 def test_a_best_trial_above_the_baselines_is_recommended() -> None:
@@ -102,16 +101,18 @@ def test_a_best_trial_above_the_baselines_is_recommended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("objective", "said"),
+    ("objective", "seconds", "peak_gb", "said"),
     [
-        ("score", "scores 17.9, below AMP's 18"),
-        ("accuracy", "reaches 89.50 %, below AMP's 90.00 %"),
-        ("memory", "peaks at 0.6 GB, above AMP's 0.5 GB"),
-        ("pareto", "scores 14.92, below AMP's 18"),
+        ("score", 10.0, 0.5, "scores 17.9, below AMP's 18"),
+        ("accuracy", 10.0, 0.5, "reaches 89.50 %, below AMP's 90.00 %"),
+        ("time", 12.0, 0.5, "takes 12 s an epoch, above AMP's 10 s an epoch"),
+        ("memory", 10.0, 0.6, "peaks at 0.6 GB, above AMP's 0.5 GB"),
+        ("pareto", 10.0, 0.6, "scores 14.92, below AMP's 18"),
     ],
 )
-def test_a_best_trial_behind_amp_is_not_recommended(objective: str, said: str) -> None:
-    record = search(89.5, objective=objective, peak_bytes=500_000_000 if objective == "score" else 600_000_000)
+def test_a_best_trial_behind_amp_is_not_recommended(objective: str, seconds: float, peak_gb: float, said: str) -> None:
+    record = search(89.5, objective=objective)
+    record = replace(record, trials=(changed(record.trials[0], seconds=seconds, peak_bytes=int(peak_gb * 1e9)),))
     advice = recommendation(record)
     way_out = "on this task and hardware train with AMP."
     assert advice.sentence == f"The best trial, trial-000, {said}: {way_out}"
@@ -119,33 +120,34 @@ def test_a_best_trial_behind_amp_is_not_recommended(objective: str, said: str) -
     assert (advice.best, advice.beaten_by) == (record.trials[0], "AMP")
 
 
-def test_the_better_one_of_the_baselines_is_named() -> None:
+@pytest.mark.parametrize(
+    ("accuracy", "status", "beaten_by"), [(90.0, "finished", "FP32"), (80.0, "finished", ""), (90.0, "failed", "")]
+)
+def test_a_finished_baseline_within_the_margin_that_is_better_is_named(
+    accuracy: float, status: str, beaten_by: str
+) -> None:
     record = search(91.0)
-    fp32 = record.baselines["fp32"]
-    fast = tuple(replace(epoch, seconds=5.0) for epoch in fp32.epochs)
-    poor = tuple(replace(epoch, held_out_metrics={"accuracy": 80.0}) for epoch in fast)  # beyond the margin
-    for epochs, status, beaten_by in ((fast, "finished", "FP32"), (poor, "finished", ""), (fast, "failed", "")):
-        run = replace(fp32, epochs=epochs, end=End(status=status))
-        assert recommendation(replace(record, baselines={**record.baselines, "fp32": run})).beaten_by == beaten_by
+    fp32 = changed(record.baselines["fp32"], seconds=5.0, held_out_metrics={"accuracy": accuracy})
+    fp32 = replace(fp32, end=End(status=status))
+    assert recommendation(replace(record, baselines={**record.baselines, "fp32": fp32})).beaten_by == beaten_by
 
 
 def test_of_a_run_and_its_repeats_the_best_one_counts() -> None:
     record = search(91.0)
-
-    def at(run: RunRecord, seconds: float) -> RunRecord:
-        return replace(run, epochs=tuple(replace(epoch, seconds=seconds) for epoch in run.epochs))
-
     amp, (trial,) = record.baselines["amp"], record.trials
-    repeated = replace(record, repeats={"amp": [at(amp, 15.0), at(amp, 5.0)], "trial-000": [at(trial, 20.0)]})
+    again = [changed(amp, seconds=15.0), changed(amp, seconds=5.0)]
+    repeated = replace(record, repeats={"amp": again, "trial-000": [changed(trial, seconds=20.0)]})
     advice = recommendation(repeated)
     assert advice.sentence.startswith("The best trial, trial-000, scores 18.2, below AMP's 36: ")
     assert advice.command == f"triaccel run --from {amp.folder.absolute()}"
-    assert [row[0] for row in search_grid(repeated).rows][:2] == ["AMP again", "trial-000 again"]
-    repeated = replace(record, repeats={"amp": [at(amp, 20.0)], "trial-000": [at(trial, 5.0)]})
-    assert recommendation(repeated).sentence.startswith("The best trial, trial-000, scores 36.4 (AMP 18, FP32 18).")
-    ring = next(each for each in outcomes(repeated) if each.label == "best: trial-000, score 36.4")
+    grid = search_grid(repeated)
+    assert [row[0] for row in grid.rows][:2] == ["AMP again", "trial-000 again"]
+    assert "again: the best of 3 more runs" in grid.note
+    faster = replace(record, repeats={"amp": [changed(amp, seconds=20.0)], "trial-000": [changed(trial, seconds=5.0)]})
+    assert recommendation(faster).sentence.startswith("The best trial, trial-000, scores 36.4 (AMP 18, FP32 18).")
+    ring = next(each for each in outcomes(faster) if each.label == "best: trial-000, score 36.4")
     assert [point.seconds for point in ring.points] == [5.0]
-    failed = replace(at(amp, 5.0), end=End(status="failed", cause="non_finite"))
+    failed = replace(changed(amp, seconds=5.0), end=End(status="failed", cause="non_finite"))
     assert recommendation(replace(record, repeats={"amp": [failed]})).beaten_by == ""
 
 
@@ -158,7 +160,7 @@ def test_short_runs_are_repeated_by_turns() -> None:
     done = replace(amp, folder=Path("amp-again-2"))
     assert set(todo) - set(to_be_repeated(replace(record, repeats={"amp": [done]}))) == {"amp-again-2"}
     assert to_be_repeated(search(50.0)) == {}  # there is no best trial
-    long = replace(amp, epochs=tuple(replace(epoch, seconds=50.0) for epoch in amp.epochs))
+    long = changed(amp, seconds=50.0)
     assert to_be_repeated(replace(record, baselines={**record.baselines, "amp": long})) == {}
 
 
@@ -190,41 +192,20 @@ def test_a_search_without_a_trial_to_its_end_says_what_ended_them(ends: Sequence
 
 
 def test_what_decides_is_found_important_among_trials_at_the_same_epoch() -> None:
-    said = importance(search_by_rho(24))
+    said = importance(search_by_rho(40, num_epochs=(1, 2, 3, 4)))
     name, share, _, deviation = said.split(",")[0].split()
     assert name == "rho_low"
     assert float(share.rstrip("%")) > 60
     assert 0 < float(deviation.rstrip("%")) < 30
-    assert "between 24 trials" in said
-    assert said == importance(search_by_rho(24))
-    pruned = importance(search_by_rho(40, num_epochs=(1, 2, 3, 4)))
-    assert "between 20 trials" in pruned
-    assert "after epoch 3" in pruned
+    assert "between 20 trials" in said
+    assert "after epoch 3" in said
     assert importance(search_by_rho(MIN_TRIALS - 1)) == ""
     assert "no threshold mattered" in importance(search_by_rho(MIN_TRIALS, slope=0.0))
-
-
-def test_thresholds_without_a_place_on_a_scale_are_left_out_of_importance() -> None:
     record = search_by_rho(MIN_TRIALS)
     first, *others = record.trials
     control = replace(first.spec.control, precision=replace(first.spec.control.precision, tau_low=0.0))
-    zero = replace(first, spec=replace(first.spec, control=control))
+    zero = replace(first, spec=replace(first.spec, control=control))  # has no place on a logarithmic scale
     assert importance(replace(record, trials=(zero, *others))) == ""
-
-
-def test_the_picture_of_outcomes_has_trials_the_best_and_baselines() -> None:
-    trials = (run_of("poor", accuracy=60.0), run_of("good", accuracy=91.0), run_of("cut", status="stopped"))
-    record = search_of(*trials, objective=BY_ACCURACY)
-    found = {each.label: [point.metric for point in each.points] for each in outcomes(record)}
-    assert found == {
-        "stopped early (pruned)": [90.0],
-        "trial beyond the margin": [60.0],
-        "trial": [91.0],
-        "beaten by no other trial": [91.0],
-        "best: good, score 18.2": [91.0],
-        "FP32": [90.0],
-        "AMP": [90.0],
-    }
 
 
 @pytest.fixture(scope="module")
@@ -270,9 +251,8 @@ def test_a_page_has_table_pictures_and_what_is_missing(folder: Path, capsys: pyt
 
 
 @needs_chromium
-@pytest.mark.parametrize("width", [1200, 700])
-def test_a_browser_shows_the_pictures(folder: Path, tmp_path: Path, width: int) -> None:
+def test_a_browser_shows_the_pictures(folder: Path, tmp_path: Path) -> None:
     page = view_at(StoragePath.of(folder)).page
-    seen = screenshot(f"file://{page}", tmp_path / "page.png", width=width, height=3000)
-    assert seen.shape == (3000, width, 3)
+    seen = screenshot(f"file://{page}", tmp_path / "page.png", width=1200, height=3000)
+    assert seen.shape == (3000, 1200, 3)
     assert num_colours(seen) > 500

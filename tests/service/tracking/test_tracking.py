@@ -1,10 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
 import sqlite3
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -74,9 +74,8 @@ def test_a_server_answers(server: Server, tmp_path: Path) -> None:
         ("file:///tmp/mlruns", "must begin with sqlite:///"),
         ("", "must begin with sqlite:///"),
         ("sqlite:///", "names no file"),
-        ("http://", "names no host"),
-        ("http://host:notaport", "is not a URI"),
-        ("http://host:99999", "is not a URI"),
+        ("http://", "no MLflow server answers there"),
+        ("http://host:99999", "no MLflow server answers there"),
         ("http://a b/", "no MLflow server answers there"),
     ],
 )
@@ -105,7 +104,6 @@ def test_nobody_answers_and_the_password_is_not_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("uri", "shown"),
     [
-        ("http://host:5000/team@corp", "http://host:5000/team@corp"),
         ("http://[::1]:5000/team@corp", "http://[::1]:5000/team@corp"),
         ("https://ann:secret@host:5000/team@corp", "https://***@corp"),
         ("http://ann:sec/ret@host/x", "http://***@host/x"),
@@ -113,7 +111,6 @@ def test_nobody_answers_and_the_password_is_not_told(tmp_path: Path) -> None:
         ("postgresql+psycopg2://ann:secret@host/db", "postgresql+psycopg2://***@host/db"),
         ("sqlite:////home/ann@corp/mlflow.db", "sqlite:////home/ann@corp/mlflow.db"),
         ("/home/ann@corp", "/home/ann@corp"),
-        ("abfs://container@account.dfs.core.windows.net/x", "abfs://container@account.dfs.core.windows.net/x"),
         ("--storage-path=hdfs://me@host:9000/x", "--storage-path=hdfs://me@host:9000/x"),
         ("hdfs://me:secret@host:9000/x", "hdfs://***@host:9000/x"),
         ("--address=http://ann:sec ret@host", "--address=http://***@host"),
@@ -123,34 +120,16 @@ def test_users_and_passwords_are_hidden_and_paths_are_not(uri: str, shown: str) 
     assert without_credentials(uri) == shown
 
 
-@pytest.mark.parametrize(
-    ("answer", "rule"),
-    [
-        (b"HTTP/1.0 404 Not Found\r\n\r\n", "what answers there is no MLflow server"),
-        (b"SSH-2.0-OpenSSH_9.6\r\n", "no MLflow server answers there"),
-        (b"", "timed out"),  # nobody waits for a server that hangs
-    ],
-)
-def test_another_server_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes, rule: str) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-
-        def reply() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(4096)
-                connection.sendall(answer)
-
-        if answer:
-            thread = threading.Thread(target=reply)
-            thread.start()
-        else:
-            monkeypatch.setattr(tracking, "PROBE_TIMEOUT_S", 0.3)
-        with pytest.raises(TrackingUnavailableError, match=rule):
-            Tracker(f"http://127.0.0.1:{listener.getsockname()[1]}", tmp_path).check()
-        if answer:
-            thread.join()
+def test_another_server_is_refused_and_one_that_hangs_is_not_waited_for(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(TrackingUnavailableError, match=r"no MLflow server \(/health: 404\)"):
+        Tracker(f"{server.uri}/elsewhere", tmp_path).check()
+    monkeypatch.setattr(tracking, "PROBE_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tracker = Tracker(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path)
+        with pytest.raises(TrackingUnavailableError, match="timed out"):
+            tracker.check()
 
 
 def test_artifacts_are_found_where_the_folder_was_moved_to(
@@ -186,37 +165,30 @@ def test_artifacts_are_found_where_the_folder_was_moved_to(
     assert moved.client.get_experiment(other).artifact_location == elsewhere.as_uri()
 
 
-def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("text")
-    for name in (tmp_path / "file" / "mlflow.db", Path("/proc/nowhere/mlflow.db")):
-        with pytest.raises(TrackingUnavailableError, match="cannot be created"):
+def test_a_file_that_cannot_be_used_is_refused_and_left_as_it_is(sqlite_tracker: Tracker, tmp_path: Path) -> None:
+    text, other, newer = tmp_path / "notes.txt", tmp_path / "other.db", tmp_path / "newer.db"
+    text.write_text("these are my notes, and they are no database " * 20)
+    shutil.copy(sqlite_tracker.uri.removeprefix("sqlite:///"), newer)
+    for file, change in (
+        (other, "CREATE TABLE customers (name TEXT)"),
+        (newer, "UPDATE alembic_version SET version_num = 'of the future'"),
+    ):
+        with contextlib.closing(sqlite3.connect(file)) as connection, connection:
+            connection.execute(change)
+    contents = text.read_bytes(), other.read_bytes()
+    for name, rule in (
+        (text / "mlflow.db", "cannot be created"),
+        (Path("/proc/nowhere/mlflow.db"), "cannot be created"),
+        (tmp_path / ("long" * 100), "cannot be read"),
+        (tmp_path, "is not a file"),
+        (text, "is not a SQLite database"),
+        (other, r"something else .*customers"),
+        (newer, r"newer\.db'.*of the future"),
+    ):
+        with pytest.raises(TrackingUnavailableError, match=rule):
             Tracker(f"sqlite:///{name}", tmp_path).prepare()
-    with pytest.raises(TrackingUnavailableError, match="is not a file"):
-        Tracker(f"sqlite:///{tmp_path}", tmp_path).check()
+    assert (text.read_bytes(), other.read_bytes()) == contents
     if os.geteuid() != 0:  # root may write everywhere
         tmp_path.chmod(0o500)
         with pytest.raises(TrackingUnavailableError, match="cannot be written"):
             Tracker(f"sqlite:///{tmp_path}/mlflow.db", tmp_path).check()
-
-
-def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
-    text, other = tmp_path / "notes.txt", tmp_path / "other.db"
-    text.write_text("these are my notes, and they are no database " * 20)
-    with sqlite3.connect(other) as connection:
-        connection.execute("CREATE TABLE customers (name TEXT)")
-    connection.close()
-    contents = text.read_bytes(), other.read_bytes()
-    with pytest.raises(TrackingUnavailableError, match="is not a SQLite database"):
-        Tracker(f"sqlite:///{text}", tmp_path).prepare()
-    with pytest.raises(TrackingUnavailableError, match=r"something else .*customers"):
-        Tracker(f"sqlite:///{other}", tmp_path).prepare()
-    assert (text.read_bytes(), other.read_bytes()) == contents
-
-
-def test_a_store_of_another_mlflow_version_is_refused(sqlite_tracker: Tracker, tmp_path: Path) -> None:
-    shutil.copy(sqlite_tracker.uri.removeprefix("sqlite:///"), tmp_path / "mlflow.db")
-    with sqlite3.connect(tmp_path / "mlflow.db") as connection:
-        connection.execute("UPDATE alembic_version SET version_num = 'of the future'")
-    connection.close()
-    with pytest.raises(TrackingUnavailableError, match=r"mlflow\.db'.*of the future"):
-        Tracker(f"sqlite:///{tmp_path}/mlflow.db", tmp_path).prepare()

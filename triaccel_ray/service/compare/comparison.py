@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from triaccel_ray.decide.batch import batch_lr_scale
 from triaccel_ray.records.events import LogError
-from triaccel_ray.records.goal import Goal
+from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.compare.spec import ComparisonSpec
-from triaccel_ray.service.compare.tried import FixedSetting, RecipeSample
 from triaccel_ray.service.runs.methods import FIXED
 from triaccel_ray.service.runs.record import RunRecord, read_if_begun
 from triaccel_ray.service.runs.spec import RunSpec
@@ -23,13 +24,48 @@ CHOICES = "choices.json"
 TRIALS = "trials"
 REFERENCE = "amp"
 """The method that the others are tested against."""
-FIGURES: Mapping[str, str] = {
-    "seconds_per_epoch": "s/epoch",
-    "peak_gb": "process peak GB",
-    "allocated_peak_gb": "allocator peak GB",
-    "score": "score",
-}
-"""Result -> column heading, after the metrics that the task is judged by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedSetting:
+    """A precision for all layers and a batch size, from the first step to the last."""
+
+    precision: Precision
+    batch_size: int
+
+    @property
+    def name(self) -> str:
+        """Name of the trial that judges it."""
+        return f"{FIXED}-{self.precision.value}-{self.batch_size}"
+
+    def onto(self, spec: RunSpec) -> RunSpec:
+        """Returns `spec` as a run of this setting.
+
+        The learning rate follows the batch size by the rule that the elastic batch would follow; AdaScale, which needs
+        measurements, becomes the square root.
+        """
+        control, batch = spec.control, spec.control.batch
+        rule = replace(batch, lr_rule="sqrt" if batch.lr_rule == "adascale" else batch.lr_rule)
+        lr = spec.recipe.lr * batch_lr_scale(rule, self.batch_size, None)
+        fixed = replace(
+            control,
+            precision=replace(control.precision, initial=self.precision),
+            batch=replace(batch, start=self.batch_size),
+        )
+        return replace(spec, method=FIXED, control=fixed, recipe=replace(spec.recipe, lr=lr))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeSample:
+    """Factors on the recipe's learning rate and weight decay."""
+
+    lr: float = 1.0
+    weight_decay: float = 1.0
+
+    def onto(self, spec: RunSpec) -> RunSpec:
+        """Returns `spec` with both factors applied."""
+        lr, weight_decay = spec.recipe.lr * self.lr, spec.recipe.weight_decay * self.weight_decay
+        return replace(spec, recipe=replace(spec.recipe, lr=lr, weight_decay=weight_decay))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +89,7 @@ class Choices:
         spec = replace(base, method=method)
         if method == FIXED and self.fixed is not None:
             spec = self.fixed.onto(spec)
-        if method in self.tuned:
-            spec = replace(spec, recipe=self.tuned[method].sample.onto(spec.recipe))
-        return spec
+        return self.tuned[method].sample.onto(spec) if method in self.tuned else spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,25 +99,20 @@ class MethodResults:
     method: str
     by_seed: Mapping[int, Mapping[str, float]]
     """Seed -> figure -> value."""
-    goal: Goal = field(default_factory=Goal)
-    """What the task is judged by: one of the figures."""
-
-    @property
-    def num_runs(self) -> int:
-        """How many seeds have finished."""
-        return len(self.by_seed)
 
     def values(self, figure: str) -> dict[int, float]:
-        """Returns the figure by seed."""
-        return {seed: results[figure] for seed, results in self.by_seed.items()}
+        """Returns the figure by seed, of the runs that have it."""
+        return {seed: results[figure] for seed, results in self.by_seed.items() if figure in results}
 
     def mean(self, figure: str) -> float:
         """Returns the mean over seeds; nan without any."""
-        return statistics.fmean(self.values(figure).values()) if self.by_seed else float("nan")
+        values = self.values(figure).values()
+        return statistics.fmean(values) if values else math.nan
 
     def deviation(self, figure: str) -> float:
         """Returns the standard deviation over seeds; nan for fewer than two."""
-        return statistics.stdev(self.values(figure).values()) if self.num_runs > 1 else float("nan")
+        values = self.values(figure).values()
+        return statistics.stdev(values) if len(values) > 1 else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +144,7 @@ class Comparison:
     def results(self, method: str) -> MethodResults:
         """Returns the results of one method's finished runs."""
         ended = (run for run in self.runs.values() if run.spec.method == method and run.status == "finished")
-        return MethodResults(
-            method=method,
-            by_seed={run.spec.seed: run.end.results for run in ended if run.end},
-            goal=self.spec.base.goal,
-        )
+        return MethodResults(method=method, by_seed={run.spec.seed: run.end.results for run in ended if run.end})
 
 
 def final_runs(spec: ComparisonSpec, choices: Choices) -> dict[str, RunSpec]:
@@ -140,7 +165,9 @@ def read_comparison(folder: Path) -> Comparison:
     if not (folder / COMPARISON).exists():
         raise LogError(f"folder {folder} holds no comparison ({COMPARISON} is missing)")
     spec = read_value(ComparisonSpec, folder / COMPARISON, _WAY_OUT)
-    choices = read_choices(folder) if spec.needs_trials else Choices()
+    choices = None if spec.needs_trials else Choices()
+    if (folder / CHOICES).exists():
+        choices = read_value(Choices, folder / CHOICES, _WAY_OUT)
     names = [f"{method}-seed{seed}" for seed in range(spec.num_seeds) for method in spec.all_methods]
     trials = sorted((folder / TRIALS).glob("*"))
     return Comparison(
@@ -152,25 +179,15 @@ def read_comparison(folder: Path) -> Comparison:
     )
 
 
-def read_choices(folder: Path) -> Choices | None:
-    """Returns what was chosen; None where that has not been done yet.
-
-    Raises:
-        LogError: the file is damaged.
-    """
-    path = folder / CHOICES
-    return read_value(Choices, path, _WAY_OUT) if path.exists() else None
-
-
 def summary_metrics(record: Comparison) -> dict[str, float]:
     """Returns the few figures that stand for a comparison in MLflow: `METHOD/accuracy_mean`, ...
 
     Seven a method, so that all methods together stay below 60 keys; everything else is in the tables.
     """
-    metrics, judged = {}, record.spec.base.goal.name
-    for results in map(record.results, record.spec.all_methods):
-        for figure in (judged, "seconds_per_epoch", "score") if results.num_runs > 1 else ():
-            metrics[f"{results.method}/{figure}_std"] = results.deviation(figure)
-        for figure in (judged, "seconds_per_epoch", "peak_gb", "score") if results.num_runs else ():
-            metrics[f"{results.method}/{figure}_mean"] = results.mean(figure)
-    return metrics
+    judged, metrics = record.spec.base.goal.name, {}
+    for method, results in ((method, record.results(method)) for method in record.spec.all_methods):
+        for figure in (judged, "seconds_per_epoch", "peak_gb", "score"):
+            metrics[f"{method}/{figure}_mean"] = results.mean(figure)
+            if figure != "peak_gb":
+                metrics[f"{method}/{figure}_std"] = results.deviation(figure)
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}

@@ -27,20 +27,14 @@ class Difference:
     """Of the two-sided paired t-test; nan with fewer than MIN_PAIRS pairs, and for differences that are all the same
     but not zero: without any spread there is nothing to measure them by."""
 
-    @property
-    def is_tested(self) -> bool:
-        """Whether there were enough pairs for a test."""
-        return self.num_pairs >= MIN_PAIRS
-
 
 def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Difference:
     """Returns the difference `values - reference`, both by seed."""
-    pairs = [(values[seed], reference[seed]) for seed in sorted(values.keys() & reference.keys())]
-    if not pairs:
+    differences = [values[seed] - reference[seed] for seed in sorted(values.keys() & reference.keys())]
+    if not differences:
         return Difference(num_pairs=0, mean=math.nan)
-    differences = [one - other for one, other in pairs]
-    mean, count = statistics.fmean(differences), len(pairs)
-    rounding = 1e-12 * max(abs(value) for pair in pairs for value in pair)
+    mean, count = statistics.fmean(differences), len(differences)
+    rounding = 1e-12 * max(map(abs, (*values.values(), *reference.values())))
     if abs(mean) <= rounding:
         mean = 0.0
     if count < MIN_PAIRS:
@@ -53,13 +47,6 @@ def paired_difference(values: Mapping[int, float], reference: Mapping[int, float
     test = stats.ttest_1samp(differences, 0.0)
     low, high = test.confidence_interval(LEVEL)
     return Difference(num_pairs=count, mean=mean, low=float(low), high=float(high), p_value=float(test.pvalue))
-
-
-def smallest_effect(num_pairs: int) -> float:
-    """Returns the mean difference, in standard deviations of the differences, from which p falls below 1 - LEVEL."""
-    from scipy import stats
-
-    return float(stats.t.ppf(0.5 + LEVEL / 2, num_pairs - 1)) / math.sqrt(num_pairs)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

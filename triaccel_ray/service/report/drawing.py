@@ -58,8 +58,6 @@ PLAIN: Final = FuncFormatter(lambda value, _: f"{value:,.10g}")
 """Writes numbers on axes without exponents."""
 _LOG_FROM: Final = 30.0
 """Ratio of the largest loss to the smallest from which a linear axis would show a flat line."""
-_SHORTEST_WORD: Final = 6
-"""Characters of a word that has lost its middle."""
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -117,9 +115,6 @@ def scale_losses(axes: Axes, losses: Sequence[float]) -> None:
 
 
 def shorten(name: str, longest: int = 24) -> str:
-    """Returns a dotted name in about `longest` characters: its longest words lose their middle, numbers stay."""
-    words = name.split(".")
-    while len(".".join(words)) > longest and max(map(len, words)) > _SHORTEST_WORD:
-        index = max(range(len(words)), key=lambda i: len(words[i]))
-        words[index] = f"{words[index][:3]}…{words[index][-2:]}"
-    return ".".join(words)
+    """Returns a layer's name in at most `longest` characters: the middle goes, for names differ at their ends."""
+    half = (longest - 1) // 2
+    return name if len(name) <= longest else f"{name[:half]}…{name[-half:]}"

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
@@ -17,24 +16,9 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from triaccel_ray.config import CurvatureConfig
 from triaccel_ray.records.events import Epoch, Event, Start, Tick, read_events
 from triaccel_ray.records.plan import Precision
-from triaccel_ray.service.report.drawing import (
-    ABOVE,
-    DASHED,
-    DEPTH,
-    GREY,
-    INK,
-    PLAIN,
-    PRECISION_COLOURS,
-    RED,
-    legend,
-    mark_level,
-    new_figure,
-    panel,
-    save,
-    say,
-    shorten,
-)
-from triaccel_ray.service.report.overview import overview, step_edges
+from triaccel_ray.service.report import drawing
+from triaccel_ray.service.report.drawing import GREY, PRECISION_COLOURS, RED, legend, panel, shorten
+from triaccel_ray.service.report.overview import overview
 from triaccel_ray.service.storage.layout import EVENTS, FIGURES
 
 PICTURES = ("overview", "precision", "curvature_and_lr")
@@ -50,7 +34,7 @@ def run_figures(folder: Path) -> list[Path]:
     drawn = [path for name in PICTURES if (path := pictures / f"{name}.png").exists()]
     if drawn and min(path.stat().st_mtime for path in drawn) >= log.stat().st_mtime:
         return drawn
-    return [save(figure, pictures / f"{name}.png") for name, figure in draw_run(read_events(log)).items()]
+    return [drawing.save(figure, pictures / f"{name}.png") for name, figure in draw_run(read_events(log)).items()]
 
 
 def draw_run(events: Iterable[Event]) -> dict[str, Figure]:
@@ -59,11 +43,9 @@ def draw_run(events: Iterable[Event]) -> dict[str, Figure]:
     start = next(record for record in records if isinstance(record, Start))
     ticks = [record for record in records if isinstance(record, Tick)]
     epochs = [record for record in records if isinstance(record, Epoch)]
-    about = ", ".join(
-        f"seed {value}" if name == "seed" else value
-        for name in ("task", "method", "seed")
-        if (value := start.info.get(name))
-    )
+    info = start.info
+    parts = (info.get("task"), info.get("method"), f"seed {info['seed']}" if "seed" in info else None)
+    about = ", ".join(filter(None, parts))
     pictures = {}
     if epochs:
         pictures["overview"] = overview(epochs, ticks, start.control.batch, start.goal, about=about)
@@ -79,7 +61,7 @@ def precision_heatmap(ticks: Sequence[Tick], *, about: str = "") -> Figure:
     levels = list(Precision)
     # What was observed at a tick is the plan of the interval that it ends.
     ranks = np.array([[tick.observation.plan.precision[name].rank for name in names] for tick in ticks]).T
-    figure = new_figure(9.6, min(max(0.215 * len(names), 0.9), 7.0) + 1.5)
+    figure = drawing.new_figure(9.6, min(max(0.215 * len(names), 0.9), 7.0) + 1.5)
     axes = figure.subplots()
     panel(axes, "Precision of each layer", about, x_label="optimizer step")
     colours = ListedColormap([PRECISION_COLOURS[level] for level in levels])
@@ -96,7 +78,7 @@ def precision_heatmap(ticks: Sequence[Tick], *, about: str = "") -> Figure:
         spine.set_visible(False)
     shares = [f"{level.name}  {100 * (ranks == level.rank).mean():.0f}%" for level in levels]
     handles = [Patch(color=PRECISION_COLOURS[level], label=text) for level, text in zip(levels, shares, strict=True)]
-    legend(axes, handles=handles, ncols=3, columnspacing=1.6, handlelength=1.2, **ABOVE)
+    legend(axes, handles=handles, ncols=3, columnspacing=1.6, handlelength=1.2, **drawing.ABOVE)
     return figure
 
 
@@ -104,53 +86,47 @@ def curvature_and_lr(ticks: Sequence[Tick], curvature: CurvatureConfig, *, about
     """Returns each layer's largest eigenvalue and learning-rate scale; colours go from input to output."""
     names = list(ticks[0].observation.plan.precision)
     measured = [tick for tick in ticks if any(signal.eigenvalues for signal in tick.observation.layers)]
-    largest = np.array([[_largest_eigenvalue(tick, name) for tick in measured] for name in names])
+    states = [tick.decision.state.layers for tick in measured]
+    largest = np.array([[(layers[name].eigenvalues or (0.0,))[0] for layers in states] for name in names])
     # A flat layer's eigenvalue may be measured as zero or below, a diverged one's as infinite: no place on a log axis.
-    drawn = np.isfinite(largest) & (largest > 0.0)
-    if not drawn.any():
-        figure = new_figure(9.6, 2.2)
+    drawn = np.where(np.isfinite(largest) & (largest > 0.0), largest, np.nan)
+    if np.isnan(drawn).all():
+        figure = drawing.new_figure(9.6, 2.2)
         axes = figure.subplots()
         panel(axes, "Curvature and learning rates", about)
-        say(axes, "no curvature was measured in this run: all learning rates follow the schedule")
+        drawing.say(axes, "no curvature was measured in this run: all learning rates follow the schedule")
         return figure
-    figure = new_figure(9.6, 6.4)
+    figure = drawing.new_figure(9.6, 6.4)
     upper, lower = figure.subplots(2, 1, sharex=True)
     panel(upper, "Largest curvature eigenvalue of each layer", about, y_label="eigenvalue, smoothed")
     panel(lower, "Learning-rate scale of each layer", x_label="optimizer step", y_label="factor on the schedule")
     depth = Normalize(0, max(len(names) - 1, 1))
     edges, steps = step_edges(ticks), [tick.observation.step for tick in measured]
-    width = 1.8 if len(names) <= 8 else 1.1
-    marker: dict[str, Any] = {"marker": "o", "markersize": 2.0 * width} if len(measured) <= 30 else {}
+    marker: dict[str, Any] = {"marker": "o", "markersize": 3.0} if len(measured) <= 30 else {}
     for row, name in enumerate(names):
-        line: dict[str, Any] = {"color": DEPTH(depth(row)), "linewidth": width}
-        upper.plot(steps, np.where(drawn[row], largest[row], np.nan), **line, **marker)
+        line: dict[str, Any] = {"color": drawing.DEPTH(depth(row)), "linewidth": 1.8 if len(names) <= 8 else 1.1}
+        upper.plot(steps, drawn[row], **line, **marker)
         scales = [tick.observation.plan.lr_scale.get(name, 1.0) for tick in ticks]
         lower.stairs(scales, edges, baseline=None, **line)
     upper.set_yscale("log")
-    highest = largest[drawn].max()
-    few = highest < 300.0 * largest[drawn].min()
-    upper.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
-    upper.yaxis.set_major_formatter(PLAIN)
+    upper.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    upper.yaxis.set_major_formatter(drawing.PLAIN)
     upper.yaxis.set_minor_formatter(NullFormatter())
-    if curvature.tau_curv < 10.0 * highest:
-        upper.axhline(curvature.tau_curv, color=RED, linewidth=1.2, linestyle=DASHED)
-        mark_level(upper, curvature.tau_curv, "tau_curv", RED)
+    if curvature.tau_curv < 10.0 * np.nanmax(drawn):
+        upper.axhline(curvature.tau_curv, color=RED, linewidth=1.2, linestyle=drawing.DASHED)
+        drawing.mark_level(upper, curvature.tau_curv, "tau_curv", RED)
     lower.set_ylim(0.0, 1.05)
     lower.set_xlim(edges[0], edges[-1])
-    _depth_bar(figure, [upper, lower], names, depth)
-    return figure
-
-
-def _largest_eigenvalue(tick: Tick, name: str) -> float:
-    return (tick.decision.state.layers[name].eigenvalues or (0.0,))[0]
-
-
-def _depth_bar(figure: Figure, panels: list[Axes], names: Sequence[str], depth: Normalize) -> None:
-    bar = figure.colorbar(ScalarMappable(depth, DEPTH), ax=panels, pad=0.02, fraction=0.03, aspect=40)
-    rows = sorted({round(place * (len(names) - 1)) for place in (0.0, 0.25, 0.5, 0.75, 1.0)})
-    bar.set_ticks(rows, labels=[shorten(names[row], 18) for row in rows], fontsize=8.5, color=INK)
+    bar = figure.colorbar(ScalarMappable(depth, drawing.DEPTH), ax=[upper, lower], pad=0.02, fraction=0.03, aspect=40)
+    rows = np.unique(np.linspace(0, len(names) - 1, 5).round().astype(int)).tolist()
+    bar.set_ticks(rows, labels=[shorten(names[row], 18) for row in rows], fontsize=8.5)
     bar.ax.invert_yaxis()
-    bar.ax.tick_params(length=0)
     bar.outline.set_visible(False)
     bar.ax.set_title("input", fontsize=8.5, color=GREY, pad=7)
     bar.ax.set_xlabel("output", fontsize=8.5, color=GREY, labelpad=6)
+    return figure
+
+
+def step_edges(ticks: Sequence[Tick]) -> list[int]:
+    """Returns the borders of the intervals that the ticks end, one more than ticks, in optimizer steps."""
+    return [0, *(tick.observation.step for tick in ticks)]

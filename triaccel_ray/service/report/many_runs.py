@@ -127,9 +127,8 @@ def front(points: Sequence[Figures], cost: Callable[[Figures], float], goal: Goa
 
 def _legend_below(figure: Figure) -> None:
     """Names every label once, in the order in which it is first drawn."""
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    first = dict(zip(reversed(labels), reversed(handles), strict=True))
-    names = list(dict.fromkeys(labels))
+    named: dict[str, Any] = {}
+    for handle, name in zip(*figure.axes[0].get_legend_handles_labels(), strict=True):
+        named.setdefault(name, handle)
     below: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": 9, "labelcolor": INK}
-    if names:
-        figure.legend([first[name] for name in names], names, ncols=6, **below)
+    figure.legend(named.values(), named.keys(), ncols=6, **below)

@@ -8,12 +8,16 @@ from datetime import UTC, datetime
 from triaccel_ray.records.events import parse_event
 from triaccel_ray.records.plan import FaultKind
 from triaccel_ray.service.report.report import Section
+from triaccel_ray.service.report.tables import joined
 from triaccel_ray.service.runs.environment import COMMIT
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import ERROR, EVENTS
 from triaccel_ray.service.units import format_bytes
+from triaccel_ray.trainables.task import Purpose
 
+TROUBLES = "Failures, interruptions and missing runs"
+"""Heading of `troubles`."""
 _VERSIONS = ("triaccel-ray", "torch", "triton", "python")
 _SLOWER = {
     (FaultKind.DATA_STREAMED, "data"): "the data set did not fit on the GPU and was read from the host",
@@ -35,16 +39,17 @@ def about(spec: RunSpec, runs: Sequence[RunRecord], facts: Mapping[str, str], co
     `spec` is what the runs have in common, `facts` what is said of them besides; where runs differ, all is named.
     """
     infos = [run.start.info for run in runs]
-    package = [f"none recorded: triaccel-ray {info['triaccel-ray']}" for info in infos if "triaccel-ray" in info]
     rows = {
         "task": spec.task,
         **facts,
         "date": _span(runs),
-        "hardware": _distinct(_hardware(info) for info in infos),
+        "hardware": _distinct(
+            f"{info['hardware']} (host {info.get('host', 'unknown')})" for info in infos if "hardware" in info
+        ),
         "versions": _distinct(
             ", ".join(f"{name} {info[name]}" for name in _VERSIONS if name in info) for info in infos
         ),
-        "commit": _distinct(info.get(COMMIT, "") for info in infos) or _distinct(package),
+        "commit": _distinct(info.get(COMMIT, "") for info in infos),
         "settings": _settings(spec, runs),
         "to repeat": command,
     }
@@ -61,14 +66,9 @@ def troubles(
     return {name: said for name, said in found.items() if said}
 
 
-def trouble_lines(found: Mapping[str, str]) -> list[str]:
-    """Returns the troubles as paragraphs for a terminal; none where all is well."""
-    return ["\n".join(["", *(f"{name} {said}" for name, said in found.items())])] if found else []
-
-
-def trouble_sections(found: Mapping[str, str]) -> list[Section]:
-    """Returns the troubles as a section of a page; none where all is well."""
-    return [Section(title="Failures, interruptions and missing runs", facts=found)] if found else []
+def trouble_lines(found: Mapping[str, str]) -> str:
+    """Returns the troubles for a terminal, a line each."""
+    return "\n".join(f"{name} {said}" for name, said in found.items())
 
 
 def sharing_note(spec: RunSpec) -> str:
@@ -80,8 +80,7 @@ def sharing_note(spec: RunSpec) -> str:
 
 def run_notes(run: RunRecord) -> Iterator[str]:
     """Yields one sentence each: on sharing, adapting, memory that ran out, and what ran slower than it might."""
-    if note := sharing_note(run.spec):
-        yield note
+    yield from filter(None, [sharing_note(run.spec)])
     seconds = sum(tick.applied.adapt_ms for tick in run.ticks) / 1e3
     if seconds > 0:
         num_dropped = sum(len(tick.applied.evicted) for tick in run.ticks)
@@ -113,25 +112,16 @@ def _troubles_of(run: RunRecord) -> Iterator[str]:
         yield f"was interrupted ({each.cause}): {each.message}"
 
 
-def _hardware(info: Mapping[str, str]) -> str:
-    host = f" (host {info['host']})" if "host" in info else ""
-    return f"{info['hardware']}{host}" if "hardware" in info else ""
-
-
 def _span(runs: Sequence[RunRecord]) -> str:
     """Returns when the first of the runs began and how long all of them took together, in UTC."""
+    if not runs:
+        return ""
     times = []
     for run in runs:
-        path = run.folder / EVENTS
-        lines = path.read_bytes().rpartition(b"\n")[0].split(b"\n")
-        times += [parse_event(line, str(path)).time_ms for line in (lines[0], lines[-1])]
-    if not times:
-        return ""
-    begin = datetime.fromtimestamp(min(times) / 1e3, UTC)
-    seconds = round((max(times) - min(times)) / 1e3)
-    parts = ((seconds // 3600, "h"), (seconds // 60 % 60, "min"), (seconds % 60, "s"))
-    lasted = " ".join(f"{count} {unit}" for count, unit in parts if count) or "0 s"
-    return f"{begin:%Y-%m-%d %H:%M} UTC, within {lasted}"
+        lines = (run.folder / EVENTS).read_bytes().rpartition(b"\n")[0].split(b"\n")
+        times += [parse_event(line, run.name).time_ms for line in (lines[0], lines[-1])]
+    begin, end = (datetime.fromtimestamp(time_ms // 1000, UTC) for time_ms in (min(times), max(times)))
+    return f"{begin:%Y-%m-%d %H:%M} UTC, within {end - begin}"
 
 
 def _settings(spec: RunSpec, runs: Sequence[RunRecord]) -> str:
@@ -140,15 +130,14 @@ def _settings(spec: RunSpec, runs: Sequence[RunRecord]) -> str:
     limited = [run for run in runs if run.spec.method not in ("fp32", "amp", "probe")] or runs
     limits = [value for run in limited if isinstance(value := run.start.parameters.get("memory_limit_bytes"), int)]
     memory = " to ".join(dict.fromkeys(map(format_bytes, (min(limits), max(limits))))) if limits else ""
-    parts = (
+    return joined(
         f"{recipe.epochs} epochs, {recipe.warmup_epochs:g} of them warm-up",
         f"learning rate {recipe.lr:.4g}, weight decay {recipe.weight_decay:.4g}",
         f"batch {batch.start}" + (f", elastic from {batch.minimum} to {batch.maximum}" if batch.enabled else ""),
         f"memory limit {memory}" if memory else "",
-        f"judged on {'test' if spec.purpose.value == 'final' else 'validation'} samples",
+        f"judged on {'test' if spec.purpose is Purpose.FINAL else 'validation'} samples",
     )
-    return "; ".join(filter(None, parts))
 
 
 def _distinct(values: Iterable[str]) -> str:
-    return "; ".join(dict.fromkeys(filter(None, values)))
+    return joined(*dict.fromkeys(values))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -72,7 +72,10 @@ _POLICY: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A heading with notice, facts, text, table, command and pictures below it, in this order; each may be missing."""
+    """A heading with notice, facts, text, table, command and pictures below it, in this order; each may be missing.
+
+    One with nothing below its heading is left out.
+    """
 
     title: str = ""
     notice: str = ""
@@ -93,7 +96,7 @@ class View:
 
     folder: Path
     shown: Sequence[str | Grid]
-    """What a terminal shows, in this order."""
+    """What a terminal shows, in this order, with an empty line between; what is empty is left out."""
     rows: Sequence[Mapping[str, Any]]
     """The table that matters most, by heading: a run's epochs, a search's trials, a comparison's methods."""
     page: Path
@@ -109,19 +112,20 @@ class View:
 def show(view: View, to: Console | None = None) -> None:
     """Shows the view in a terminal; standard output unless another is given."""
     terminal = to or console.out
-    for part in (*view.shown, f"\npage: {view.page}"):
+    for part in view.shown:
         if isinstance(part, Grid):
-            terminal.print(rich_table(part, to=terminal))
-        else:
-            terminal.print(part, soft_wrap=True)
+            terminal.print(rich_table(part, to=terminal), "", sep="\n")
+        elif part:
+            terminal.print(part, "", sep="\n", soft_wrap=True)
+    terminal.print(f"page: {view.page}", soft_wrap=True)
 
 
-def write_page(folder: Path, title: str, sections: Sequence[Section]) -> Path:
+def write_page(folder: Path, title: str, sections: Iterable[Section]) -> Path:
     """Writes the page into `folder` and returns its path; pictures are embedded, so the file can be sent to anybody.
 
     The page loads nothing, and runs nothing but the script that sorts its tables, whatever it shows.
     """
-    body = "\n".join(map(_section, sections))
+    body = "\n".join(filter(None, map(_section, sections)))
     path = folder / REPORT
     head = f"{_HEAD}{_POLICY}<title>{escape(title)}</title>\n<h1>{escape(title)}</h1>"
     write_atomically(path, f"{head}\n{body}\n<script>{_SCRIPT}</script>\n</html>\n")
@@ -129,28 +133,27 @@ def write_page(folder: Path, title: str, sections: Sequence[Section]) -> Path:
 
 
 def _section(section: Section) -> str:
-    title = escape(section.title)
-    heading = f"<h2>{title}</h2>" if title else ""
-    parts = [f"<details><summary>{title}</summary>" if section.folded else heading]
+    body, title = "\n".join(_parts(section)), escape(section.title)
+    if section.folded and body:
+        return f"<details><summary>{title}</summary>\n{body}\n</details>"
+    return f"<h2>{title}</h2>\n{body}" if title and body else body
+
+
+def _parts(section: Section) -> Iterator[str]:
     if section.notice:
-        parts.append(f"<p class=notice>{_lines(section.notice)}</p>")
+        yield f"<p class=notice>{_lines(section.notice)}</p>"
     if section.facts:
-        rows = "\n".join(
-            f"<tr><th>{escape(name)}</th><td>{_lines(said)}</td></tr>" for name, said in section.facts.items()
-        )
-        parts.append(f"<div class=wide><table class=facts>{rows}</table></div>")
+        rows = (f"<tr><th>{escape(name)}</th><td>{_lines(said)}</td></tr>" for name, said in section.facts.items())
+        yield "\n".join(["<div class=wide><table class=facts>", *rows, "</table></div>"])
     if section.text:
-        parts.append(f"<p>{_lines(section.text)}</p>")
+        yield f"<p>{_lines(section.text)}</p>"
     if section.table is not None and section.table.rows:
-        parts.append(_table(section.table))
+        yield _table(section.table)
     if section.command:
-        parts.append(f"<pre>{escape(section.command)}</pre>")
+        yield f"<pre>{escape(section.command)}</pre>"
     for picture in section.pictures:
         data = base64.b64encode(picture.read_bytes()).decode()
-        parts.append(f"<p class=wide><img alt='{escape(picture.stem)}' src='data:image/png;base64,{data}'></p>")
-    if section.folded:
-        parts.append("</details>")
-    return "\n".join(parts)
+        yield f"<p class=wide><img alt='{escape(picture.stem)}' src='data:image/png;base64,{data}'></p>"
 
 
 def _table(grid: Grid) -> str:

@@ -8,25 +8,25 @@ from pathlib import Path
 from triaccel_ray.records.events import Epoch
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.cli.options import settings_text, to_repeat
-from triaccel_ray.service.compare.comparison import FIGURES
 from triaccel_ray.service.report.figures import run_figures
-from triaccel_ray.service.report.provenance import about, run_notes, trouble_lines, trouble_sections, troubles
+from triaccel_ray.service.report.provenance import TROUBLES, about, run_notes, trouble_lines, troubles
 from triaccel_ray.service.report.report import Section, View, write_page
-from triaccel_ray.service.report.tables import VIEWS_NOTE, Grid, metric_headings
+from triaccel_ray.service.report.tables import VIEWS_NOTE, Grid, metric_headings, result_headings
 from triaccel_ray.service.runs.methods import METHODS
 from triaccel_ray.service.runs.record import ONE_VIEW, OWN_CODE, RunRecord
 
 
 def view_run(run: RunRecord) -> View:
     """Returns a run's epochs and result, and writes its pictures and page."""
-    epochs = run_grid(run)
-    shown: list[str | Grid] = [epochs if epochs.rows else epochs.title]
-    if run.end is not None and run.end.results:
-        shown.append(result_grid(run.end.results, run.start.goal))
-    notes = "\n".join(run_notes(run))
+    epochs, results = run_grid(run), run.end.results if run.end else {}
     return View(
         folder=run.folder,
-        shown=[*shown, *([f"\n{notes}"] if notes else []), *trouble_lines(troubles({run.name: run}))],
+        shown=[
+            epochs if epochs.rows else epochs.title,
+            result_grid(results, run.start.goal) if results else "",
+            "\n".join(run_notes(run)),
+            trouble_lines(troubles({run.name: run})),
+        ],
         rows=epochs.as_dicts(),
         page=write_run_page(run),
         command=_command(run),
@@ -38,14 +38,14 @@ def write_run_page(run: RunRecord) -> Path:
     """Draws the pictures, writes the page into the run's folder and returns its path."""
     spec, results = run.spec, run.end.results if run.end else {}
     facts = {"method": f"{spec.method}: {METHODS[spec.method]}", "status": run.status, "seed": str(spec.seed)}
-    sections = [
+    sections = (
         about(spec, [run], facts, _command(run)),
-        *([Section(title="Result", table=result_grid(results, run.start.goal))] if results else []),
-        *trouble_sections(troubles({run.name: run})),
+        Section(title="Result", table=result_grid(results, run.start.goal) if results else None),
+        Section(title=TROUBLES, facts=troubles({run.name: run})),
         Section(title="What the loop did", text="\n".join(run_notes(run)), pictures=run_figures(run.folder)),
         Section(title="Epochs", table=run_grid(run)),
         Section(title="All settings", command=settings_text(spec), folded=True),
-    ]
+    )
     return write_page(run.folder, f"{run.name}: {spec.task}", sections)
 
 
@@ -75,12 +75,10 @@ def run_grid(run: RunRecord) -> Grid:
 
 def result_grid(results: Mapping[str, float], goal: Goal) -> Grid:
     """Returns a run's final figures."""
-    names = {**metric_headings(results, goal), **FIGURES}
-    note, one_view = "", f"{ONE_VIEW}{goal.name}"
-    if one_view in results:
-        names[one_view], note = f"by one view {goal.unit}".rstrip(), VIEWS_NOTE
-    cells = [f"{results[name]:.4g}" if name in results else "" for name in names]
-    return Grid(header=list(names.values()), rows=[cells], title="result", note=note)
+    headings = result_headings(results, goal)
+    cells = [f"{results[name]:.4g}" if name in results else "" for name in headings]
+    note = VIEWS_NOTE if f"{ONE_VIEW}{goal.name}" in headings else ""
+    return Grid(header=list(headings.values()), rows=[cells], title="result", note=note)
 
 
 def _metric_cell(epoch: Epoch, name: str, goal: Goal) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,17 @@ from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import ONE_VIEW
 
 VIEWS_NOTE = "metrics: by the mean output over the views of each sample; by one view: by the sample as it is"
+FIGURES: Mapping[str, str] = {
+    "seconds_per_epoch": "s/epoch",
+    "peak_gb": "process peak GB",
+    "allocated_peak_gb": "allocator peak GB",
+    "score": "score",
+}
+"""Result -> column heading, after the metrics that the task is judged by."""
 STAR = " *"
 """Marks the metric of a trial behind AMP by more than the margin."""
 FIGURE_COLUMNS = ("s/epoch", "peak GB", "score")
 """After the metric that the task is judged by."""
-_NUMBER = re.compile(r"[+-]?(\d[\d,]*(\.\d+)?(e[+-]?\d+)?|inf)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,29 +47,42 @@ class Grid:
 
         A mean with its standard deviation is two numbers, the second headed `±`; a star is left out.
         """
-        return [_by_heading(zip(self.header, row, strict=True)) for row in self.rows]
+        return [dict(_values(row, self.header)) for row in self.rows]
 
 
-def _by_heading(cells: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    for heading, cell in cells:
+def _values(row: Sequence[str], header: Sequence[str]) -> Iterator[tuple[str, str | int | float | None]]:
+    for heading, cell in zip(header, row, strict=True):
         figure, is_mean, deviation = cell.removesuffix(STAR).partition(" ± ")
-        row[heading] = _value(figure)
+        yield heading, _value(figure)
         if is_mean:
-            row[f"{heading} ±"] = _value(deviation)
-    return row
+            yield f"{heading} ±", _value(deviation)
 
 
 def _value(cell: str) -> str | int | float | None:
-    if _NUMBER.fullmatch(cell) is None:
-        return cell or None
-    return int(text) if (text := cell.replace(",", "")).lstrip("+-").isdecimal() else float(text)
+    text = cell.replace(",", "")
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return number(text)
+    return cell or None
+
+
+def joined(*notes: str) -> str:
+    """Returns the notes as one, empty ones left out."""
+    return "; ".join(filter(None, notes))
 
 
 def metric_headings(names: Iterable[str], goal: Goal) -> dict[str, str]:
     """Returns column headings by name: of the goal, then of the other metrics among these names of results."""
     others = [name for name in names if name not in RESERVED and not name.startswith(ONE_VIEW)]
     return {goal.name: goal.heading, **{name: name.replace("_", " ") for name in others if name != goal.name}}
+
+
+def result_headings(names: Collection[str], goal: Goal, *, prefix: str = "") -> dict[str, str]:
+    """Returns column headings by name: of the metrics, begun by `prefix`, of FIGURES, and of the goal by one view."""
+    metrics = {name: f"{prefix}{text}" for name, text in metric_headings(names, goal).items()}
+    one_view = f"{ONE_VIEW}{goal.name}"
+    views = {one_view: f"by one view {goal.unit}".rstrip()} if one_view in names else {}
+    return {**metrics, **FIGURES, **views}
 
 
 def figure_cells(figures: Figures | None, goal: Goal) -> list[str]:

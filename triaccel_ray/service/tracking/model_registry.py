@@ -20,27 +20,25 @@ ARTIFACT = "model"
 
 
 def register(tracker: Tracker, run_id: str, name: str, build: Callable[[], nn.Module], tags: Mapping[str, str]) -> str:
-    """Returns the version under which the model of the run `run_id` is registered as `name`; a new one if need be.
+    """Returns the version under which the model of the run `run_id` is registered as `name`; `build` makes the model.
 
-    The version carries the id of the run, and `tags`. By these it is looked for, so that a model is registered once
-    however often this is tried. A version that a lost answer has made twice is deleted, unless it has an alias.
-
-    `mlflow.pytorch.log_model` would do the same by MLflow's process-wide tracking URI, which is the user's.
-
-    Args:
-        tracker: the store that holds the run.
-        run_id: the run that trained the model.
-        name: of the registered model, created if need be.
-        build: returns the model, and is called if it is not registered yet.
-        tags: of the new version, which tell it from versions that others made of the run.
+    A version with the run's id and these `tags` is looked for first, so that a model is registered once however often
+    this is tried. One that a lost answer has made twice is deleted, unless it has an alias.
 
     Raises:
         Exception: whatever MLflow, its store, the network or `build` raise.
     """
+    # `mlflow.pytorch.log_model` would go by MLflow's process-wide tracking URI, which is the user's.
+    from mlflow.exceptions import MlflowException
+
     versions = _versions(tracker, run_id, name, tags)
     if not versions:
         source = _upload(tracker, run_id, build())
-        _create_name(tracker, name)
+        try:
+            tracker.client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
         tracker.client.create_model_version(name, source, run_id, tags=dict(tags), await_creation_for=0)
         versions = _versions(tracker, run_id, name, tags)
     for twin in versions[1:]:
@@ -75,13 +73,3 @@ def _upload(tracker: Tracker, run_id: str, model: nn.Module) -> str:
         )
         tracker.client.log_artifacts(run_id, str(folder), artifact_path=ARTIFACT)
     return f"{tracker.client.get_run(run_id).info.artifact_uri}/{ARTIFACT}"
-
-
-def _create_name(tracker: Tracker, name: str) -> None:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        tracker.client.create_registered_model(name)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise

@@ -68,13 +68,11 @@ class _CutBackError(Exception):
 class Shipment:
     """Ships one folder's log; every step may be repeated after a crash or an outage without a second effect.
 
-    A repeated metric has the same name, step, time and value, which MLflow keeps once; a run is looked for by its key
-    before it is created, and what was created twice all the same is deleted; tags, artifacts and the final status
-    overwrite themselves.
+    A repeated metric has the same name, step, time and value, which MLflow keeps once. A run is looked for by its key
+    before it is created, and twins are deleted. Tags, artifacts and the final status overwrite themselves.
 
     MLflow has no way to take a value back. Where a resumed run has lost records that had arrived, its log is recorded
-    in a new MLflow run of the same key and name, and the old one is deleted. (The alternative, later values beside the
-    old ones, leaves a curve of two attempts, with steps that no log holds.)
+    in a new MLflow run of the same key and name, and the old one is deleted.
     """
 
     def __init__(self, tracker: Tracker, folder: Path, label: Label) -> None:
@@ -98,26 +96,18 @@ class Shipment:
 
         Raises:
             LogError: the log is damaged.
-            Exception: whatever MLflow, its store or the network raise; nothing is lost by it.
+            Exception: whatever MLflow, its store or the network raise. Nothing is lost by it, but what has arrived is
+                uncertain: another shipment, which asks for the run, is to go on.
         """
         if not self._tail.changed:
             return 0
-        try:
-            with self._lock():
-                self._load()
-                try:
-                    return self._ship_log(parent_id)
-                except _CutBackError:
-                    self._begin_anew()
-                    return self._ship_log(parent_id)
-        except Exception:
-            self.verify_again()
-            raise
-
-    def verify_again(self) -> None:
-        """Makes the next shipment read the log again and ask whether the run is there: a failure may mean it is not."""
-        self._verified = False
-        self._tail.restart()
+        with self._lock():
+            self._load()
+            try:
+                return self._ship_log(parent_id)
+            except _CutBackError:
+                self._begin_anew()
+                return self._ship_log(parent_id)
 
     def _lock(self) -> FileLock:
         """Two drivers may follow one folder: one that was taken for dead, and the one that took over."""
@@ -136,9 +126,8 @@ class Shipment:
 
     def _ship_block(self, lines: Sequence[bytes], parent_id: str | None) -> int:
         number, checksum = self._tail.num_lines, self._tail.checksum
-        before = self._shipped
+        before, events = self._shipped, []
         arrived = (number, checksum) if before is None else (before.num_records, before.checksum)
-        events = []
         for line in lines:
             number, checksum = number + 1, zlib.crc32(line + b"\n", checksum)
             if number == arrived[0] and checksum != arrived[1]:
@@ -157,9 +146,8 @@ class Shipment:
     def _ship_events(self, events: Sequence[Event], parent_id: str | None) -> None:
         first = events[0]
         if isinstance(first.record, Start):
-            self._open(parent_id, first.time_ms)
             # Params are for ever: those of a run of runs that begins again stay.
-            known = self._tracker.client.get_run(self._run_id).data.params
+            known = self._tracker.client.get_run(self._open(parent_id, first.time_ms)).data.params
             params = {name: value for name, value in params_of(first.record).items() if name not in known}
             self._log(params=params, tags=tags_of(first.record))
         for event in events:
@@ -229,25 +217,26 @@ class Shipment:
     def _finish(self, event: Event) -> None:
         end, client, run_id = event.record, self._tracker.client, self._run_id
         assert isinstance(end, End)
+        assert self._shipped is not None
         outcome = "pruned" if end.status == "stopped" and self._label.is_pruned() else end.status
-        failure = ": ".join(filter(None, (end.cause, end.message)))
-        tags = {"outcome": outcome, **({"failure": failure} if failure else {}), **self._label.closing_tags()}
+        tags = {"outcome": outcome, **self._label.closing_tags()}
+        if failure := ": ".join(filter(None, (end.cause, end.message))):
+            tags["failure"] = failure
         self._log(tags=tags, metrics_of_events=[event])
         if not failure and "failure" in client.get_run(run_id).data.tags:  # of an earlier end
             client.delete_tag(run_id, "failure")
-        self._draw()
+        if not self._label.is_parent:
+            self._draw()
         for path in (self.folder / name for name in ARTIFACTS):
             if path.is_dir():
                 client.log_artifacts(run_id, str(path), artifact_path=path.name)
             elif path.exists():
                 client.log_artifact(run_id, str(path))
-        self._tracker.delete_twins(run_id, self._started.key)
+        self._tracker.delete_twins(run_id, self._shipped.key)
         client.set_terminated(run_id, _STATUS.get(outcome, "FAILED"), end_time=event.time_ms)
         self._save(end_ms=event.time_ms)
 
     def _draw(self) -> None:
-        if self._label.is_parent:
-            return
         try:
             run_figures(self.folder)
             if (self.folder / SPEC).exists():
@@ -257,14 +246,9 @@ class Shipment:
 
     @property
     def _run_id(self) -> str:
-        assert self._started.run_id is not None
-        return self._started.run_id
-
-    @property
-    def _started(self) -> Shipped:
         if self._shipped is None or self._shipped.run_id is None:
             raise LogError(f"event log {self._tail.path} does not begin with a start record: it is damaged or was cut")
-        return self._shipped
+        return self._shipped.run_id
 
     def _log(
         self,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from triaccel_ray.records.codec import decode
+from triaccel_ray.service.storage.layout import read_value
 
 SHIPPED = "mlflow.json"
 
@@ -36,16 +35,8 @@ class Shipped:
 def read_shipped(folder: Path) -> Shipped | None:
     """Returns what has arrived of the log in `folder`; None where nothing was ever sent.
 
-    Fields of other versions are left out: what they counted is shipped again, which changes nothing.
-
     Raises:
-        ValueError: `mlflow.json` is damaged.
+        LogError: `mlflow.json` is damaged.
     """
     path = folder / SHIPPED
-    try:
-        if not path.exists():
-            return None
-        known = {each.name for each in fields(Shipped)}
-        return decode(Shipped, {name: value for name, value in json.loads(path.read_text()).items() if name in known})
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): delete it, the run is found by its tag") from error
+    return read_value(Shipped, path, "delete it, the run is found by its tag") if path.exists() else None

@@ -54,9 +54,8 @@ class Shipper:
             tracker: where to.
             root: a run's folder, or one with many runs' folders below it.
             experiment: the MLflow experiment of all runs.
-            parent: the run that stands for `root` and has the others as children. It ends when an end record is
-                written to a log in `root`, and is open again when that log is cut back. None: `root` is an ordinary
-                run, if it has a log.
+            parent: stands for `root`, with the other runs as children; it ends and opens again as the log in `root`
+                does. None: `root` is an ordinary run, if it has a log.
             interval_s: pause between two looks at the logs; grows up to a minute while the store fails.
         """
         self.last_error: str | None = None
@@ -64,35 +63,30 @@ class Shipper:
         self._tracker, self._root, self._interval_s = tracker, root.absolute(), interval_s
         self._experiment, self._parent = experiment, parent
         self._shipments: dict[Path, Shipment] = {}
-        self._turn = threading.Lock()
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._turn, self._stopping, self._timeout_s = threading.Lock(), threading.Event(), 0.0
+        # A daemon does not keep the process alive, and a call to a server that hangs cannot be cut short.
+        self._thread = threading.Thread(target=self._follow, name="mlflow-shipper", daemon=True)
 
     def start(self) -> None:
-        """Begins to ship from a daemon thread, which does not keep the process alive."""
-        self._stopping.clear()
-        self._thread = threading.Thread(target=self._follow, name="mlflow-shipper", daemon=True)
+        """Begins to ship from a thread of its own."""
         self._thread.start()
 
     def finish(self, timeout_s: float) -> bool:
-        """Ends the thread, ships what is left, and returns whether all has arrived.
+        """Ships what is left, ends the thread, and returns whether all has arrived.
 
         A store that answers is waited for. One that fails, or has not answered, is given up after the timeout: what
         has not arrived waits for the next process.
         """
+        self._timeout_s, began = timeout_s, time.monotonic()
         self._stopping.set()
-        began = time.monotonic()
-        # A daemon, for a call to a server that hangs cannot be cut short.
-        flushing = threading.Thread(target=self.flush, args=(timeout_s,), name="mlflow-flush", daemon=True)
-        flushing.start()
-        while flushing.is_alive():
-            flushing.join(0.1)
+        if self._thread.ident is None:
+            self.start()
+        while self._thread.is_alive():
+            self._thread.join(0.1)
             asked_at = self._tracker.asked_at
             if asked_at is not None and time.monotonic() - max(asked_at, began) > timeout_s:
                 self.last_error = f"the store has not answered for {timeout_s:.0f} s"
                 return False
-        if self._thread is not None:
-            self._thread.join(timeout_s)
         return self.last_error is None
 
     def flush(self, timeout_s: float) -> bool:
@@ -109,8 +103,7 @@ class Shipper:
     def ship_once(self) -> int:
         """Ships what is new in all logs and returns the number of events; a failure is left in `last_error`."""
         with self._turn:
-            num_events, error = 0, None
-            folder = self._root
+            num_events, error, folder = 0, None, self._root
             try:
                 if self.last_error is not None:
                     self._tracker.check()  # in three seconds, where a server that hangs would hold a call for forty
@@ -125,8 +118,7 @@ class Shipper:
                         error = self._describe(folder, failure)
                         # One run's trouble is its own; the store's is everyone's, and ends the pass.
                         self._tracker.check()
-            # Whatever MLflow, its store, the network or the disk raise: training does not depend on it.
-            except Exception as failure:
+            except Exception as failure:  # of MLflow, the store, network or disk: training does not depend on it
                 error = error or self._describe(folder, failure)
             self._report(error)
             return num_events
@@ -136,6 +128,7 @@ class Shipper:
         while not self._stopping.wait(min(self._interval_s * 2**failures, max(LONGEST_PAUSE_S, self._interval_s))):
             self.ship_once()
             failures = 0 if self.last_error is None else min(failures + 1, 10)
+        self.flush(self._timeout_s)
 
     def _folders(self) -> list[Path]:
         """Returns the folders with a log, children first: their parent ends after them."""
@@ -153,7 +146,7 @@ class Shipper:
 
     def _label(self, folder: Path) -> Label:
         root, parent = self._root, self._parent
-        key = (root.name if folder == root else f"{root.name}/{folder.relative_to(root)}").replace("'", "_")
+        key = str(folder.relative_to(root.parent)).replace("'", "_")
         label = Label(experiment=self._experiment, name=folder.name, key=key)
         if parent is None:
             return label
@@ -172,21 +165,18 @@ class Shipper:
     def _describe(self, folder: Path, failure: Exception) -> str:
         if _SQLITE_FULL in str(failure):
             text = f"the disk of {self._tracker.display_uri} is full: make room there"
-        elif is_disk_full(failure):
-            # MLflow's copies do not say which: the one with the least room.
-            places = [place for place in (folder, self._tracker.artifact_root) if place.exists()]
+        elif is_disk_full(failure):  # MLflow's copies do not say which disk: the one with the least room
+            places = (place for place in (folder, self._tracker.artifact_root) if place.exists())
             place = min(places, key=lambda each: shutil.disk_usage(each).free)
             text = f"the disk of {place} is full: make room there"
-        else:
-            # SQLAlchemy begins with its own doings at times, and adds the statement, with all values.
-            lines = [line for line in str(failure).strip().split("\n") if not line.startswith("(raised as a result of")]
-            text = f"{type(failure).__name__}: {lines[0] if lines else ''}"
+        else:  # SQLAlchemy begins with its own doings at times, and adds the statement, with all values
+            lines = (line for line in str(failure).strip().split("\n") if not line.startswith("(raised as a result of"))
+            text = f"{type(failure).__name__}: {next(lines, '')}"
         return self._tracker.mask(f"{folder.name}: {text}")[:LONGEST_MESSAGE]
 
     def _report(self, error: str | None) -> None:
         if error is not None:
-            for shipment in self._shipments.values():
-                shipment.verify_again()
+            self._shipments.clear()  # the next pass reads the logs again, and asks whether the runs are there
             if self.last_error is None:
                 _logger.warning("MLflow: %s; training goes on, the event logs keep everything", error)
         elif self.last_error is not None:

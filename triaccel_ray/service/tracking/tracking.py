@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import errno
 import getpass
 import http.client
 import logging
@@ -109,8 +108,7 @@ class Tracker:
 
     def _connect(self) -> MlflowClient:
         _set_environment()
-        # It announces new tables, and logs every error with its traceback before it raises it: whoever catches it has a
-        # line of its own for the user.
+        # It announces new tables, and logs the traceback of every error that it raises.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         from mlflow import MlflowClient
 
@@ -189,13 +187,8 @@ class Tracker:
     ) -> str:
         """Returns the id of the run that carries `key`, created (status RUNNING) if there is none.
 
-        Args:
-            experiment: the experiment's name.
-            name: of a new run.
-            key: what the run is found by again; unique in the experiment, without quotes.
-            tags: of a new run.
-            parent_id: the run that a new run is shown under.
-            start_ms: Unix time at which a new run began; now when None.
+        The key is unique in the experiment and has no quotes. Name, tags, parent and start (Unix time; now when None)
+        are those of a new run.
         """
         experiment_id = self.experiment_id(experiment)
         found = self._runs_with(experiment_id, key)
@@ -210,8 +203,8 @@ class Tracker:
     def retire(self, run_id: str, name: str, tags: Mapping[str, str]) -> tuple[str, dict[str, str]]:
         """Deletes a run that another takes the place of, and returns the other's name and tags.
 
-        They are the old one's, which a user may have changed, where it had any; else `name` and `tags`. MLflow keeps a
-        deleted run until `mlflow gc`, and `mlflow runs restore` brings it back.
+        They are the old one's, which a user may have changed, and `name` and `tags` where it had none. MLflow keeps a
+        deleted run until `mlflow gc`.
         """
         from mlflow.exceptions import MlflowException
 
@@ -233,8 +226,7 @@ class Tracker:
     def delete_twins(self, run_id: str, key: str) -> None:
         """Deletes all other runs that carry `key`, in the experiment of the run `run_id`.
 
-        A server that creates a run and whose answer is lost is asked again, by MLflow's own client to begin with, and
-        creates another; one that hung does late what it was asked before.
+        A server whose answer is lost is asked again, and creates another; one that hung creates it late.
         """
         experiment_id = str(self.client.get_run(run_id).info.experiment_id)
         for twin in self._runs_with(experiment_id, key):
@@ -248,14 +240,12 @@ class Tracker:
     def _check_file(self, path: Path) -> None:
         try:
             existing = next(each for each in (path, *path.parents) if each.exists())
-            if existing != path and not existing.is_dir():
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         except OSError as error:
-            raise self._unavailable(
-                f"cannot be created ({error.strerror}); name a file in a folder of yours"
-            ) from error
+            raise self._unavailable(f"cannot be read ({error.strerror}); name a file in a folder of yours") from error
         if existing == path and not path.is_file():
             raise self._unavailable("is not a file; name a file in that folder")
+        if existing != path and not existing.is_dir():
+            raise self._unavailable(f"cannot be created, for {existing} is no folder")
         if not os.access(existing, os.W_OK):
             raise self._unavailable("cannot be written; name a file in a folder of yours")
         tables = self._tables(path) if existing == path else set()
@@ -273,19 +263,13 @@ class Tracker:
     def _probe(self) -> None:
         try:
             parts = urlsplit(self.uri)
-            _ = parts.port  # raises where the port is not a number
-        except ValueError as error:
-            raise self._unavailable(f"is not a URI ({self.mask(str(error))})") from error
-        if not parts.hostname:
-            raise self._unavailable("names no host")
-        host = parts.netloc.rpartition("@")[2]
-        request = urllib.request.Request(f"{parts.scheme}://{host}{parts.path.rstrip('/')}/health")
-        if parts.password is not None:
-            login = f"{unquote(parts.username or '')}:{unquote(parts.password)}".encode()
-            request.add_header("Authorization", f"Basic {base64.b64encode(login).decode()}")
-        try:
-            with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S):
-                return
+            _ = parts.port  # raises where the port is none
+            host = parts.netloc.rpartition("@")[2]
+            request = urllib.request.Request(f"{parts.scheme}://{host}{parts.path.rstrip('/')}/health")
+            if parts.password is not None:
+                login = f"{unquote(parts.username or '')}:{unquote(parts.password)}".encode()
+                request.add_header("Authorization", f"Basic {base64.b64encode(login).decode()}")
+            urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S).close()
         except urllib.error.HTTPError as error:
             raise self._unavailable(f"what answers there is no MLflow server (/health: {error.code})") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -326,14 +310,11 @@ def _set_environment() -> None:
     MLflow has no other place for them: they hold for the whole process and its children.
     """
     defaults = {
-        # Whoever ships has the log on the disk and tries again later, so a single call need not insist. MLflow's own
-        # seven retries would hold a thread for minutes.
+        # Whoever ships tries again later. MLflow's own seven retries would hold a thread for minutes.
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
-        # A run's address, printed at its end, would tear the command's own output.
-        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-        # Usage reports to MLflow's makers: not sent in a user's name without being asked.
-        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # it would tear the command's own output
+        "MLFLOW_DISABLE_TELEMETRY": "true",  # nothing is sent in a user's name without being asked
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
