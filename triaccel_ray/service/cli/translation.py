@@ -11,7 +11,7 @@ from typing import Any
 from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.service.cli.options import RUN_SETTINGS
 from triaccel_ray.service.cli.settings import changed, given
-from triaccel_ray.service.cli.specs import Compare, Replay, Run, Search
+from triaccel_ray.service.cli.specs import Compare, Replay, Run, Search, Trains
 from triaccel_ray.service.compare.comparison import read_comparison
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.lookup import find, find_run
@@ -125,7 +125,7 @@ def _with_control(control: ControlConfig, options: Given) -> ControlConfig:
     return changed(control, options)
 
 
-def _common(command: Run | Search | Compare) -> dict[tuple[str, ...], Any]:
+def _common(command: Trains) -> dict[tuple[str, ...], Any]:
     return {**given(command.training), **given(command.thresholds)}
 
 
