@@ -14,7 +14,7 @@ from tests.service.browser import needs_chromium, num_colours, screenshot, shown
 from tests.service.build import SimulatedRun
 from tests.service.search_folder import simulated_search
 from tests.service.stores import Recorded, Server, runs, ship
-from triaccel_ray.service.mlflow_ui import runs_pages
+from triaccel_ray.service.commands.ui import runs_pages
 from triaccel_ray.service.report.figures import PICTURES
 from triaccel_ray.service.tracking.shipper import Parent
 from triaccel_ray.service.tracking.tracking import Tracker

@@ -5,19 +5,18 @@ from __future__ import annotations
 from triaccel_ray.config import require
 from triaccel_ray.service.cli import specs
 from triaccel_ray.service.cli.translation import replayed_control
+from triaccel_ray.service.commands.doctor import show_findings
+from triaccel_ray.service.commands.next_steps import point_to
+from triaccel_ray.service.commands.replay import reasons_grid, verdict
+from triaccel_ray.service.commands.train import carry_out
+from triaccel_ray.service.commands.ui import require_store
+from triaccel_ray.service.commands.ui import show as show_ui
 from triaccel_ray.service.console import out, rich_table
-from triaccel_ray.service.doctor import show_findings
 from triaccel_ray.service.jobs import commands as job_commands
-from triaccel_ray.service.launch import carry_out
-from triaccel_ray.service.lookup import find, find_run
-from triaccel_ray.service.mlflow_ui import require_store
-from triaccel_ray.service.mlflow_ui import show as show_ui
-from triaccel_ray.service.next_steps import point_to
-from triaccel_ray.service.replay import reasons_grid, verdict
 from triaccel_ray.service.report.report import show
 from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.runs.record import read_run
-from triaccel_ray.service.session import open_tracker, tracking_uri_of
+from triaccel_ray.service.session import find, find_run, open_tracker, tracking_uri_of
 from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.trainables.registry import TASKS, load_task
 

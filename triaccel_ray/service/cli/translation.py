@@ -14,18 +14,28 @@ from triaccel_ray.service.cli.settings import changed, given
 from triaccel_ray.service.cli.specs import Compare, Replay, Run, Search, Trains
 from triaccel_ray.service.compare.comparison import read_comparison
 from triaccel_ray.service.compare.spec import ComparisonSpec
-from triaccel_ray.service.lookup import find, find_run
 from triaccel_ray.service.runs.record import read_spec
 from triaccel_ray.service.runs.spec import RunSpec, run_spec
 from triaccel_ray.service.search.dimensions import dimensions
 from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.search.spec import SearchSpec
+from triaccel_ray.service.session import find, find_run
 from triaccel_ray.trainables.task import Purpose
 
 Given = Mapping[tuple[str, ...], Any]
 """Path of a field -> its value (`options.given`)."""
 _CONTROL = "control"
 _HEADROOM, _BUDGET = ("memory_headroom_bytes",), ("memory_budget_bytes",)
+
+
+def spec_of(command: Trains) -> RunSpec | SearchSpec | ComparisonSpec:
+    """Returns the run, search or comparison that the command asks for; raises as `run_of`."""
+    if isinstance(command, Search):
+        return search_of(command)
+    if isinstance(command, Compare):
+        return comparison_of(command)
+    assert isinstance(command, Run)
+    return run_of(command)
 
 
 def run_of(command: Run) -> RunSpec:

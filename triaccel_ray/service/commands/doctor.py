@@ -51,7 +51,7 @@ def show_findings(storage: StoragePath, tracking_uri: str | None, address: str |
 def examine(storage: StoragePath, tracking_uri: str | None, address: str | None) -> Iterator[tuple[str, Verdict, str]]:
     """Yields each check's subject, verdict and what it saw; none of them raises."""
     checks: dict[str, Callable[[], Finding]] = {
-        "python": _python,
+        "python": lambda: (Verdict.OK, f"{platform.python_version()} at {sys.executable}"),
         **{name: partial(_package, name) for name in PACKAGES},
         "gpu": _gpu,
         "nvml": _nvml,
@@ -61,22 +61,13 @@ def examine(storage: StoragePath, tracking_uri: str | None, address: str | None)
         "disk": partial(_disk, storage.folder),
         **({} if storage.uri is None else {"storage": partial(_store, storage.uri)}),
     }
-    from triaccel_ray.service.cluster.cluster import ClusterUnavailableError
-    from triaccel_ray.service.failures import StoreError
-    from triaccel_ray.service.tracking.tracking import TrackingUnavailableError
-
     for subject, check in checks.items():
         try:
             yield subject, *check()
-        except (ClusterUnavailableError, StoreError, TrackingUnavailableError) as error:
+        except ValueError as error:  # this product's own messages
             yield subject, Verdict.PROBLEM, str(error)
         except Exception as error:  # a check that breaks is a finding, not the end of the others
             yield subject, Verdict.PROBLEM, f"{type(error).__name__}: {first_line(error)}"
-
-
-def _python() -> Finding:
-    verdict = Verdict.OK if sys.version_info >= (3, 11) else Verdict.PROBLEM
-    return verdict, f"{platform.python_version()} at {sys.executable}"
 
 
 def _package(name: str) -> Finding:
@@ -102,20 +93,15 @@ def _nvml() -> Finding:
 
     try:
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        free = pynvml.nvmlDeviceGetMemoryInfo(handle).free
+        free = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).free
         return Verdict.OK, f"driver {pynvml.nvmlSystemGetDriverVersion()}, {free / 2**30:.1f} GiB free"
     except pynvml.NVMLError as error:
-        return _no_nvml(error, has_gpu=torch.cuda.is_available())
-
-
-def _no_nvml(error: Exception, *, has_gpu: bool) -> Finding:
-    if not has_gpu:
-        return Verdict.NOTE, f"{first_line(error)}; on the CPU memory is the process's resident set"
-    return Verdict.PROBLEM, (
-        f"{first_line(error)}; a run on the GPU fails, for it cannot measure its memory: install the driver's "
-        "libnvidia-ml, let a container have it (NVIDIA_DRIVER_CAPABILITIES=compute,utility), or use --device cpu"
-    )
+        if not torch.cuda.is_available():
+            return Verdict.NOTE, f"{first_line(error)}; on the CPU memory is the process's resident set"
+        return Verdict.PROBLEM, (
+            f"{first_line(error)}; a run on the GPU fails, for it cannot measure its memory: install the driver's "
+            "libnvidia-ml, let a container have it (NVIDIA_DRIVER_CAPABILITIES=compute,utility), or use --device cpu"
+        )
 
 
 def _triton() -> Finding:
@@ -144,8 +130,7 @@ def _ray(address: str | None) -> Finding:
             stack.enter_context(environment_variables(own))
         stack.enter_context(cluster(address))
         resources = ray.cluster_resources()
-        cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
-        return Verdict.OK, f"{ray.__version__}, {cpus:.0f} CPUs, {gpus:.0f} GPUs"
+        return Verdict.OK, f"{ray.__version__}, {resources.get('CPU', 0):.0f} CPUs, {resources.get('GPU', 0):.0f} GPUs"
 
 
 def _tracking(storage: StoragePath, tracking_uri: str | None) -> Finding:

@@ -12,7 +12,7 @@ from tests.service.build import SimulatedRun
 from tests.service.stores import free_port, runs, ship
 from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixture
 from triaccel_ray.service.cli.options import Where
-from triaccel_ray.service.recording import experiment_of, in_its_store
+from triaccel_ray.service.commands.recording import experiment_of, in_its_store
 from triaccel_ray.service.search.search import SEARCH, read_search
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.shipment import SHIPPED

@@ -8,11 +8,11 @@ import pytest
 
 from tests.service.build import SimulatedRun
 from tests.service.stores import free_port
-from triaccel_ray.service import recording as recorder
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.cluster.head_watch import HeadLostError
-from triaccel_ray.service.next_steps import point_to, resumable, resume_words
-from triaccel_ray.service.recording import recording
+from triaccel_ray.service.commands import recording as recorder
+from triaccel_ray.service.commands.next_steps import point_to, resumable, resume_words
+from triaccel_ray.service.commands.recording import recording
 from triaccel_ray.service.storage.layout import SPEC
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.tracking import Tracker

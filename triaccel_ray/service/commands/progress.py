@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rich.live import Live
 from rich.table import Table
 
-from triaccel_ray.measure.score import ACCURACY, BYTES_PER_GB
-from triaccel_ray.records.events import End, Epoch, Interruption, LogError, Record, Start, Tick, parse_event
+from triaccel_ray.measure.score import ACCURACY
+from triaccel_ray.records.events import End, Epoch, Interruption, LogError, Start, Tick, parse_event
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service import console
 from triaccel_ray.service.console import rich_table
 from triaccel_ray.service.report.tables import Grid
+from triaccel_ray.service.runs.objective import Figures
+from triaccel_ray.service.runs.record import figures_of
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.tracking.log_tail import LogTail
 from triaccel_ray.service.units import format_bytes
 
-MAX_LINES = 100
-"""Epochs of a run that get a line; of more, every second, third, ... one does."""
 MAX_ROWS = 15
 """Runs in the table: those under way first, then the best."""
+_PLACES = {"running": 0, "starting": 1, "finished": 2}
+"""Of a pruned trial the score is an early one: it comes last."""
 
 
 @dataclass
@@ -41,11 +41,6 @@ class _Run:
     end: End | None = None
     tick_line: bytes = b""
     """Read once it is shown: there are many, and each names every layer."""
-
-    def take(self, record: Record) -> None:
-        self.start = record if isinstance(record, Start) else self.start
-        self.epoch = record if isinstance(record, Epoch) else self.epoch
-        self.end = record if isinstance(record, End) else None  # whatever follows an end means that the run goes on
 
     @property
     def tick(self) -> Tick | None:
@@ -67,22 +62,10 @@ class _Run:
         limit_bytes = self.setting("memory_limit_bytes")
         return format_bytes(used_bytes) + (f" of {format_bytes(limit_bytes)}" if limit_bytes else "")
 
-    def judged(self, goal: Goal) -> float | None:
-        return None if self.epoch is None else self.epoch.held_out(goal)
-
-    def results(self, goal: Goal) -> str:
-        """Returns the run's figures in one line: final ones, or those of its last epoch; empty where it has none."""
-        last, judged = self.epoch, self.judged(goal)
-        figures = self.end.results if self.end is not None else {}
-        if "score" not in figures:
-            if last is None or judged is None:
-                return ""
-            seconds, peak_gb = last.typical_seconds or last.seconds, last.peak_bytes / BYTES_PER_GB
-            figures = {"score": last.score or 0.0, goal.name: judged, "seconds_per_epoch": seconds, "peak_gb": peak_gb}
-        return (
-            f"score {figures['score']:.4g}, {goal.named(figures[goal.name])}, "
-            f"{figures['seconds_per_epoch']:.3g} s/epoch, {figures['peak_gb']:.4g} GB"
-        )
+    def figures(self, goal: Goal) -> Figures | None:
+        """Returns final figures, or those of the last epoch; None where nothing was judged."""
+        epochs, results = ([] if self.epoch is None else [self.epoch]), ({} if self.end is None else self.end.results)
+        return figures_of(epochs, goal, results)
 
 
 class Progress:
@@ -108,7 +91,6 @@ class Progress:
         self._runs = {name: _Run() for name in self._names}
         self._tails: dict[Path, LogTail] = {}
         self._said: set[int] = set()
-        self._last_reason = ""
         self._err = console.err
         self._live: Live | None = None
         if self._err.is_terminal:
@@ -120,16 +102,13 @@ class Progress:
         """Shows the title at once, and starts following; what the logs hold already is not said again."""
         self._read()
         self._has_begun = True
-        if self._live is None:
-            self._say(self._title)
-        else:
+        self._say(self._title)
+        if self._live is not None:
             self._live.start(refresh=True)
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Reads the logs to their ends, and takes the table away."""
         self._stopping.set()
         self._thread.join()
@@ -158,10 +137,18 @@ class Progress:
         if b'"kind":"tick"' in line:
             run.tick_line = line
             return
-        record, is_known = parse_event(line, name).record, hash(line) in self._said
-        run.take(record)
+        record = parse_event(line, name).record
+        run.end = None  # whatever follows an end means that the run goes on
+        match record:
+            case Start():
+                run.start = record
+            case Epoch():
+                run.epoch = record
+            case End():
+                run.end = record
+        is_known = hash(line) in self._said  # a log that was cut back is read once more
         self._said.add(hash(line))
-        if is_known or not self._has_begun:  # a log that was cut back is read once more
+        if is_known or not self._has_begun:
             return
         if isinstance(record, Interruption):
             self._say(f"{name}: {record.message}")
@@ -175,9 +162,7 @@ class Progress:
             self._err.print(line, soft_wrap=True)
 
     def _say_epoch(self, epoch: Epoch, run: _Run) -> None:
-        num_epochs, judged = run.setting("recipe.epochs"), run.judged(self._goal)
-        if epoch.epoch not in (1, num_epochs) and epoch.epoch % max(math.ceil(num_epochs / MAX_LINES), 1):
-            return
+        num_epochs, judged = run.setting("recipe.epochs"), epoch.held_out(self._goal)
         parts = [
             f"epoch {epoch.epoch}" + (f"/{num_epochs}" if num_epochs else ""),
             f"loss {epoch.train_loss:.4f}",
@@ -192,12 +177,14 @@ class Progress:
     def _say_end(self, name: str, end: End, run: _Run) -> None:
         number = f"{self._num_ended}/{self._num_trials} " if self._num_trials else ""
         if end.status == "failed":
-            reason = end.message.partition("\n")[0]
-            self._say(f"{number}{name} failed: {'likewise' if reason == self._last_reason else reason}")
-            self._last_reason = reason
+            self._say(f"{number}{name} failed: {end.message.partition(chr(10))[0]}")
         elif not self._each_epoch:
             when = f" after epoch {run.epoch.epoch}" if end.status == "stopped" and run.epoch is not None else ""
-            self._say(f"{number}{name} {end.status}{when}: {run.results(self._goal)}".removesuffix(": "))
+            figures, text = run.figures(self._goal), ""
+            if figures is not None:
+                metric, seconds = self._goal.named(figures.metric), f"{figures.seconds:.3g} s/epoch"
+                text = f": score {figures.score:.4g}, {metric}, {seconds}, {figures.peak_gb:.4g} GB"
+            self._say(f"{number}{name} {end.status}{when}{text}")
 
     @property
     def _num_ended(self) -> int:
@@ -205,10 +192,7 @@ class Progress:
 
     def _table(self) -> Table:
         num_runs = self._num_trials or len(self._runs)
-        runs = list(self._runs.items())
-        if len(runs) > MAX_ROWS:
-            places = {"running": 0, "starting": 1, "finished": 2}  # a pruned trial's score is an early one
-            runs.sort(key=lambda pair: (places.get(pair[1].state, 3), -_score(pair[1]), pair[0]))
+        runs = sorted(self._runs.items(), key=self._rank) if len(self._runs) > MAX_ROWS else list(self._runs.items())
         grid = Grid(
             header=("run", "state", "epoch", "samples/s", "batch", "memory", "layers", "validation", "score"),
             rows=[(name, run.state, *self._cells(run)) for name, run in runs[:MAX_ROWS]],
@@ -220,9 +204,7 @@ class Progress:
 
     def _cells(self, run: _Run) -> list[str]:
         """Returns what the last tick says, where there is one, else the last epoch; nothing before the start."""
-        if run.start is None:
-            return [""] * 7
-        tick, epoch = run.tick, run.epoch
+        tick, epoch, figures = run.tick, run.epoch, run.figures(self._goal)
         done, rate, batch, used_bytes = 0.0, 0.0, 0, 0
         if epoch is not None:
             done, rate, batch, used_bytes = epoch.epoch, epoch.images_per_second, epoch.batch_size, epoch.peak_bytes
@@ -231,20 +213,20 @@ class Progress:
             done, batch = max(done, seen.epoch), tick.decision.plan.batch_size
             used_bytes = seen.memory.window_peak_bytes
             rate = 1e3 * seen.plan.batch_size / seen.step_ms if seen.step_ms else rate
-        judged = run.judged(self._goal)
         return [
-            f"{done:.1f}/{run.setting('recipe.epochs')}",
+            f"{done:.1f}/{run.setting('recipe.epochs')}" if run.start is not None else "",
             f"{rate:,.0f}" if rate else "",
             str(batch or ""),
             run.memory(used_bytes) if used_bytes else "",
             _precisions(tick),
-            "" if judged is None else self._goal.text(judged),
-            f"{_score(run):.2f}" if _score(run) else "",
+            "" if figures is None else self._goal.text(figures.metric),
+            "" if figures is None else f"{figures.score:.2f}",
         ]
 
-
-def _score(run: _Run) -> float:
-    return (run.epoch.score or 0.0) if run.epoch is not None else 0.0
+    def _rank(self, named: tuple[str, _Run]) -> tuple[int, float, str]:
+        name, run = named
+        figures = run.figures(self._goal)
+        return _PLACES.get(run.state, 3), 0.0 if figures is None else -figures.score, name
 
 
 def _precisions(tick: Tick | None) -> str:
