@@ -222,9 +222,7 @@ def test_a_run_keeps_secrets_and_listens_on_this_machine_alone(starting_server: 
     uri = f"http://somebody:{IN_THE_URI}@127.0.0.1:{starting_server.port}"
     addresses: set[str] = set()
     titles: set[str] = set()  # its command lines as `ps` showed them once PyTorch was loaded, which takes seconds
-    with tempfile.TemporaryDirectory(
-        prefix="tr-", dir="/tmp", ignore_cleanup_errors=True
-    ) as short:
+    with tempfile.TemporaryDirectory(prefix="tr-", dir="/tmp", ignore_cleanup_errors=True) as short:
         place = Path(short)
         (place / "ray").mkdir()
         words = ("--epochs", "1", "--device", "cpu", "--storage-path", str(place / "storage"), "--tracking-uri", uri)

@@ -72,7 +72,7 @@ def test_a_run_shows_epochs_speed_batch_memory_and_precisions(screen: StringIO, 
     judged, plan = epoch.held_out(Goal()), tick.decision.plan
     assert judged is not None
     levels = [level.value for level in plan.precision.values()]
-    for part in ("1.0/4", str(plan.batch_size), Goal().text(judged), "two", "starting", *levels):
+    for part in ("1.0/4", str(plan.batch_size), Goal().named(judged), "two", "starting", *levels):
         assert part in screen.getvalue()
 
 
@@ -96,11 +96,12 @@ def test_without_a_terminal_a_run_has_a_line_for_each_epoch_once(screen: StringI
         write(tmp_path / "one", epoch_record(2))
         wait_until(lambda: "epoch 2" in screen.getvalue())
         write(tmp_path / "one", epoch_record(3), FINISHED, keep=2)  # cut back, as where a run goes on
-    line = "loss 0.1000, accuracy 91.25 %, batch 64, 954 MiB of 2 GiB, 1.5 s"
+    figures = "samples/s 100, batch 64, memory 954 MiB of 2 GiB, loss 0.1000, held out accuracy"
     assert screen.getvalue().splitlines()[1:] == [
         "one: the process was lost",
-        f"epoch 2/3, {line}",
-        f"epoch 3/3, {line}",
+        f"epoch 2.0/3, {figures} 91.25 %, score 60.83",
+        f"epoch 3.0/3, {figures} 91.25 %, score 60.83",
+        f"one finished: epoch 3.0/3, {figures} 97.49 %, score 737.44",
     ]
 
 
@@ -111,10 +112,11 @@ def test_without_a_terminal_each_of_several_runs_has_a_line_at_its_end(screen: S
         write(tmp_path / "b", START, epoch_record(2), End(status="stopped"))
         write(tmp_path / "c", START, End(status="stopped"))
         write(tmp_path / "d", START, End(status="failed", cause="bug", message="RuntimeError: no memory\nis left"))
+    figures = "epoch 2.0/3, samples/s 100, batch 64, memory 954 MiB of 2 GiB, loss 0.1000, held out accuracy"
     assert screen.getvalue().splitlines() == [
         "searching",
-        "2/5 a finished: score 737.4, accuracy 97.49 %, 0.132 s/epoch, 1 GB",
-        "3/5 b stopped after epoch 2: score 60.83, accuracy 91.25 %, 1.5 s/epoch, 1 GB",
+        f"2/5 a finished: {figures} 97.49 %, score 737.44",
+        f"3/5 b stopped: {figures} 91.25 %, score 60.83",
         "4/5 c stopped",
         "5/5 d failed: RuntimeError: no memory",
     ]

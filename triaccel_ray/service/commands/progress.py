@@ -32,6 +32,9 @@ _PLACES = {"running": 0, "starting": 1, "finished": 2}
 """Of a pruned trial the score is an early one: it comes last."""
 
 
+HEADER = ("epoch", "samples/s", "batch", "memory", "layers", "loss", "held out", "score")
+
+
 @dataclass
 class _Run:
     """The last records of one run."""
@@ -58,14 +61,33 @@ class _Run:
         value = self.start.parameters.get(name) if self.start is not None else None
         return value if isinstance(value, int) else 0
 
-    def memory(self, used_bytes: int) -> str:
-        limit_bytes = self.setting("memory_limit_bytes")
-        return format_bytes(used_bytes) + (f" of {format_bytes(limit_bytes)}" if limit_bytes else "")
-
     def figures(self, goal: Goal) -> Figures | None:
         """Returns final figures, or those of the last epoch; None where nothing was judged."""
         epochs, results = ([] if self.epoch is None else [self.epoch]), ({} if self.end is None else self.end.results)
         return figures_of(epochs, goal, results)
+
+    def cells(self, goal: Goal) -> list[str]:
+        """Returns the texts below HEADER: of the last tick, where it came after the last epoch, else of that."""
+        epoch, tick, figures = self.epoch, self.tick, self.figures(goal)
+        done, rate, batch, used_bytes = 0.0, 0.0, 0, 0
+        if epoch is not None:
+            done, rate, batch, used_bytes = epoch.epoch, epoch.images_per_second, epoch.batch_size, epoch.peak_bytes
+        if tick is not None and tick.observation.epoch > done:
+            seen = tick.observation
+            done, batch, used_bytes = seen.epoch, tick.decision.plan.batch_size, seen.memory.window_peak_bytes
+            rate = 1e3 * seen.plan.batch_size / seen.step_ms if seen.step_ms else rate
+        limit_bytes = self.setting("memory_limit_bytes")
+        levels = Counter(tick.decision.plan.precision.values()) if tick is not None else {}
+        return [
+            f"{done:.1f}/{self.setting('recipe.epochs')}" if done else "",
+            f"{rate:,.0f}" if rate else "",
+            str(batch or ""),
+            format_bytes(used_bytes) + (f" of {format_bytes(limit_bytes)}" if limit_bytes else "") if done else "",
+            " ".join(f"{levels[level]} {level.value}" for level in Precision if level in levels),
+            "" if epoch is None else f"{epoch.train_loss:.4f}",
+            "" if figures is None else goal.named(figures.metric),
+            "" if figures is None else f"{figures.score:.2f}",
+        ]
 
 
 class Progress:
@@ -153,38 +175,19 @@ class Progress:
         if isinstance(record, Interruption):
             self._say(f"{name}: {record.message}")
         elif isinstance(record, Epoch) and self._each_epoch:
-            self._say_epoch(record, run)
+            self._say(self._so_far(run))
         elif isinstance(record, End):
-            self._say_end(name, record, run)
+            number = f"{self._num_ended}/{self._num_trials} " if self._num_trials else ""
+            text = record.message.partition("\n")[0] if record.status == "failed" else self._so_far(run)
+            self._say(f"{number}{name} {record.status}: {text}".removesuffix(": "))
 
     def _say(self, line: str) -> None:
         if self._live is None:
             self._err.print(line, soft_wrap=True)
 
-    def _say_epoch(self, epoch: Epoch, run: _Run) -> None:
-        num_epochs, judged = run.setting("recipe.epochs"), epoch.held_out(self._goal)
-        parts = [
-            f"epoch {epoch.epoch}" + (f"/{num_epochs}" if num_epochs else ""),
-            f"loss {epoch.train_loss:.4f}",
-            "" if judged is None else self._goal.named(judged),
-            f"batch {epoch.batch_size}",
-            _precisions(run.tick),
-            run.memory(epoch.peak_bytes),
-            f"{epoch.seconds:.3g} s",
-        ]
-        self._say(", ".join(filter(None, parts)))
-
-    def _say_end(self, name: str, end: End, run: _Run) -> None:
-        number = f"{self._num_ended}/{self._num_trials} " if self._num_trials else ""
-        if end.status == "failed":
-            self._say(f"{number}{name} failed: {end.message.partition(chr(10))[0]}")
-        elif not self._each_epoch:
-            when = f" after epoch {run.epoch.epoch}" if end.status == "stopped" and run.epoch is not None else ""
-            figures, text = run.figures(self._goal), ""
-            if figures is not None:
-                metric, seconds = self._goal.named(figures.metric), f"{figures.seconds:.3g} s/epoch"
-                text = f": score {figures.score:.4g}, {metric}, {seconds}, {figures.peak_gb:.4g} GB"
-            self._say(f"{number}{name} {end.status}{when}{text}")
+    def _so_far(self, run: _Run) -> str:
+        """Returns what the table would show of the run, in one line."""
+        return ", ".join(f"{name} {text}" for name, text in zip(HEADER, run.cells(self._goal), strict=True) if text)
 
     @property
     def _num_ended(self) -> int:
@@ -194,42 +197,15 @@ class Progress:
         num_runs = self._num_trials or len(self._runs)
         runs = sorted(self._runs.items(), key=self._rank) if len(self._runs) > MAX_ROWS else list(self._runs.items())
         grid = Grid(
-            header=("run", "state", "epoch", "samples/s", "batch", "memory", "layers", "validation", "score"),
-            rows=[(name, run.state, *self._cells(run)) for name, run in runs[:MAX_ROWS]],
+            header=("run", "state", *HEADER),
+            rows=[(name, run.state, *run.cells(self._goal)) for name, run in runs[:MAX_ROWS]],
             title=self._title,
             note=f"{self._num_ended} of {num_runs} done" if num_runs > 1 else "",
-            spare=("layers", "samples/s", "batch", "memory"),
+            spare=("layers", "loss", "samples/s", "batch", "memory"),
         )
         return rich_table(grid, to=self._err)
-
-    def _cells(self, run: _Run) -> list[str]:
-        """Returns what the last tick says, where there is one, else the last epoch; nothing before the start."""
-        tick, epoch, figures = run.tick, run.epoch, run.figures(self._goal)
-        done, rate, batch, used_bytes = 0.0, 0.0, 0, 0
-        if epoch is not None:
-            done, rate, batch, used_bytes = epoch.epoch, epoch.images_per_second, epoch.batch_size, epoch.peak_bytes
-        if tick is not None:
-            seen = tick.observation
-            done, batch = max(done, seen.epoch), tick.decision.plan.batch_size
-            used_bytes = seen.memory.window_peak_bytes
-            rate = 1e3 * seen.plan.batch_size / seen.step_ms if seen.step_ms else rate
-        return [
-            f"{done:.1f}/{run.setting('recipe.epochs')}" if run.start is not None else "",
-            f"{rate:,.0f}" if rate else "",
-            str(batch or ""),
-            run.memory(used_bytes) if used_bytes else "",
-            _precisions(tick),
-            "" if figures is None else self._goal.text(figures.metric),
-            "" if figures is None else f"{figures.score:.2f}",
-        ]
 
     def _rank(self, named: tuple[str, _Run]) -> tuple[int, float, str]:
         name, run = named
         figures = run.figures(self._goal)
         return _PLACES.get(run.state, 3), 0.0 if figures is None else -figures.score, name
-
-
-def _precisions(tick: Tick | None) -> str:
-    """Returns how many layers compute in which precision."""
-    levels = Counter(tick.decision.plan.precision.values()) if tick is not None else {}
-    return " ".join(f"{levels[level]} {level.value}" for level in Precision if level in levels)
