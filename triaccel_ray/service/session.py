@@ -50,12 +50,10 @@ def open_tracker(storage: StoragePath, tracking_uri: str | None) -> Tracker:
         require_storage(storage.folder, create=True)  # the store lies there
     tracker = tracker_of(storage, tracking_uri)
     if tracker.display_uri != tracker.uri:
-        err.print(
-            "--tracking-uri holds a password, which `ps` shows to others while a command starts: leave it out, and set "
-            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
-            style="yellow",
-            soft_wrap=True,
+        text = (
+            "--tracking-uri holds a password, which `ps` shows to others while a command starts: leave it out, and set"
         )
+        err.print(f"{text} MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD", style="yellow", soft_wrap=True)
     tracker.prepare()
     return tracker
 

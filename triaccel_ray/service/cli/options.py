@@ -39,7 +39,7 @@ Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 Name = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 """What a user calls a result."""
 Experiment = Annotated[str, tyro.conf.arg(metavar="NAME", help="MLflow experiment to record in.")]
-TaskName = Annotated[str | None, tyro.conf.arg(metavar="TASK", help_behavior_hint="")]
+TaskName = tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="TASK", help_behavior_hint="")]]
 RunName = Annotated[str, tyro.conf.arg(metavar="NAME")]
 JobName = Annotated[str, tyro.conf.arg(metavar="JOB")]
 JobsAddress = Annotated[

@@ -38,7 +38,7 @@ SUBMIT_HELP = (
 class Trains:
     """A command that trains something new."""
 
-    task: tyro.conf.Positional[TaskName] = None
+    task: TaskName = None
     """A bundled task (`triaccel doctor --tasks` lists them) or your own, as package.module:Class."""
     source: Flat[Source] = field(default_factory=Source)
     main: Flat[Any] = None

@@ -213,11 +213,8 @@ def _search(spec: SearchSpec, context: Context) -> Outcome:
     if not context.resume:
         begin(folder, SEARCH, spec)
     parent = search_parent(spec, folder)
-    with (
-        resumable(words, place),
-        mirrored(place),
-        recording_parent(tracker, folder, words, experiment, base.control, parent) as log,
-    ):
+    recorded = recording_parent(tracker, folder, words, experiment, base.control, parent)
+    with resumable(words, place), mirrored(place), recorded as log:
         with _ray(where, words):
             num_gpus, shared = gpus_of_a_run(base, where.address), _shared(base)
             with Progress(f"{base.task}: baselines and probe", folder / BASELINES, goal=base.goal):
@@ -265,12 +262,8 @@ def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
     if not context.resume:
         begin(folder, COMPARISON, spec)
     info = {"task": base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
-    parent = Parent(name=folder.name, tags=info)
-    with (
-        resumable(words, place),
-        mirrored(place),
-        recording_parent(tracker, folder, words, experiment, base.control, parent) as log,
-    ):
+    recorded = recording_parent(tracker, folder, words, experiment, base.control, Parent(name=folder.name, tags=info))
+    with resumable(words, place), mirrored(place), recorded as log:
         with _ray(where, words):
             num_gpus = gpus_of_a_run(base, where.address)
             if read_comparison(folder).choices is None:
