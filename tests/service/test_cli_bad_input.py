@@ -54,7 +54,7 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     ("compare digits --methods amp,amp", "each once"),
     ("compare digits --methods amp,fixed", "give their number with --fixed"),
     # stores, experiments, ports
-    ("compare digits --experiment ''", "must name an MLflow experiment"),
+    *((f"run digits --experiment {name}", "must name an MLflow experiment") for name in ("''", "a" * 201, "\x1b[2J")),
     *((f"{each} --tracking-uri ''", "tracking uri = ''") for each in ("search digits", "resume run1", "ui")),
     *((f"{each} --storage-path ''", "must name a folder") for each in ("run digits", "doctor")),
     ("search digits --storage-path {storage}/notes.txt/runs", "notes.txt is not a folder"),

@@ -19,11 +19,11 @@ from triaccel_ray.service.tracking.tracking import Tracker
 
 
 def test_a_run_of_a_comparison_is_named_in_its_storage_folder(tmp_path: Path) -> None:
-    place, where = StoragePath(str(tmp_path), "versus") / "amp-seed0", Where(storage_path=StoragePath(str(tmp_path)))
-    assert resume_words(place, where, "x", "x") == f"triaccel resume versus/amp-seed0 --storage-path {tmp_path}"
-    elsewhere = StoragePath.of(tmp_path / "other" / "versus")
-    path = tmp_path / "other" / "versus"
-    assert resume_words(elsewhere, where, "x", "x") == f"triaccel resume {path} --storage-path {tmp_path}"
+    storage = StoragePath(str(tmp_path))
+    other = tmp_path / "other" / "versus"
+    for place, name in ((storage / "versus" / "amp-seed0", "versus/amp-seed0"), (StoragePath.of(other), other)):
+        words = resume_words(place, Where(storage_path=storage), "x", "x")
+        assert words == f"triaccel resume {name} --storage-path {tmp_path}"
 
 
 @pytest.mark.parametrize("begun", [True, False])
