@@ -173,11 +173,11 @@ def test_a_ray_that_runs_already_is_used_again_and_again(
     names = ["FP32", "AMP", "trial-000"]
     assert [row["run"] for row in report.rows] == [*(f"{name} again" for name in sorted(names)), *names]
     assert report.best is not None
-    run(notebook.Blobs, name="second", **QUICK, **where)
-    assert ray.get_runtime_context().gcs_address == cluster_address  # it has not been shut down
     said = capsys.readouterr()
     assert said.out == ""
     assert "1/1 trial-000 finished: epoch 1.0/1" in said.err
+    run(notebook.Blobs, name="second", **QUICK, **where)
+    assert ray.get_runtime_context().gcs_address == cluster_address  # it has not been shut down
     assert {"first", "second"} < {each.name for each in runs(sqlite_tracker, experiment)}
     with pytest.raises(ValueError, match=r"name = 'first': .* exists already"):
         search(notebook.Blobs, name="first", **where)
