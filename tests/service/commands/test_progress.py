@@ -64,15 +64,16 @@ def test_a_run_shows_epochs_speed_batch_memory_and_precisions(screen: StringIO, 
     run = SimulatedRun(tmp_path / "one")
     run.start()
     run.train(1)
+    run.append(run.make_tick())
     with Progress("training", tmp_path, ["one", "two"]):
         assert all(part in screen.getvalue() for part in ("training", "one", "starting"))  # at once
-    *_, tick, epoch = [event.record for event in read_events(run.path)]
+    *_, epoch, tick = [event.record for event in read_events(run.path)]
     assert isinstance(tick, Tick)
     assert isinstance(epoch, Epoch)
     judged, plan = epoch.held_out(Goal()), tick.decision.plan
     assert judged is not None
     levels = [level.value for level in plan.precision.values()]
-    for part in ("1.0/4", str(plan.batch_size), Goal().named(judged), "two", "starting", *levels):
+    for part in ("1.2/4", str(plan.batch_size), Goal().named(judged), "two", "starting", *levels):
         assert part in screen.getvalue()
 
 
