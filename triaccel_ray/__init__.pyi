@@ -26,11 +26,11 @@ from triaccel_ray.records.events import LogError as LogError
 from triaccel_ray.records.events import read_events as read_events
 from triaccel_ray.records.plan import Plan as Plan
 from triaccel_ray.records.plan import Precision as Precision
+from triaccel_ray.service.api import Report as Report
 from triaccel_ray.service.api import compare as compare
 from triaccel_ray.service.api import run as run
 from triaccel_ray.service.api import search as search
 from triaccel_ray.service.failures import RunFailedError as RunFailedError
-from triaccel_ray.service.result import Report as Report
 from triaccel_ray.trainables.task import Purpose as Purpose
 from triaccel_ray.trainables.task import Recipe as Recipe
 from triaccel_ray.trainables.task import Splits as Splits

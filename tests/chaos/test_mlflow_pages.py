@@ -11,7 +11,7 @@ import pytest
 from tests.service.browser import needs_chromium, num_colours, screenshot, shown
 from tests.service.search_folder import simulated_search
 from tests.service.stores import Recorded, Server, runs, ship
-from triaccel_ray.service.mlflow_ui import runs_pages
+from triaccel_ray.service.commands.ui import runs_pages
 from triaccel_ray.service.tracking.shipper import Parent
 from triaccel_ray.service.tracking.tracking import Tracker
 

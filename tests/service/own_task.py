@@ -11,16 +11,22 @@ from triaccel_ray.config import BatchConfig, ControlConfig
 from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.trainables.task import Recipe
 
+RECIPE = Recipe(epochs=3, lr=0.05, warmup_epochs=1.0)
+CONTROL = ControlConfig(
+    every_steps=2,
+    revert_slowdowns=False,
+    batch=BatchConfig(start=32, minimum=16, maximum=64, granularity=16, step_up=16, step_down=16),
+)
 MODULE = """
 import weakref
 from pathlib import Path
 
 import torch
 from torch import nn
-from tests.build import CPU, ConvNet, blobs, images, mlp, shift_and_noise
-from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
+from tests.build import ConvNet, blobs, images, mlp, shift_and_noise
+from tests.service.own_task import CONTROL, RECIPE
+from triaccel_ray.trainables.task import Purpose, Splits, Task
 from triaccel_ray.data.sources import TensorSource
-from triaccel_ray.config import BatchConfig, ControlConfig
 
 READS = []  # (purpose, index) of every held-out sample that was read
 READ = Path(__file__).with_name("read.txt")  # numbers of test samples of Guarded that were read, by any process
@@ -40,12 +46,8 @@ class Watched(TensorSource):
 
 class Blobs(Task):
     name = "blobs"
-    recipe = Recipe(epochs=3, lr=0.05, warmup_epochs=1.0)
-    control = ControlConfig(
-        every_steps=2,
-        revert_slowdowns=False,
-        batch=BatchConfig(start=32, minimum=16, maximum=64, granularity=16, step_up=16, step_down=16),
-    )
+    recipe = RECIPE
+    control = CONTROL
 
     def model(self):
         return mlp(seed=torch.initial_seed())
@@ -71,7 +73,7 @@ class TwoViews(Blobs):
 class Pictures(Task):
     # convolutions, normalisation, dropout, augmentation: what depends on state and chance
     name = "pictures"
-    recipe = Recipe(epochs=3, lr=0.05, warmup_epochs=1.0)
+    recipe = RECIPE
 
     def model(self):
         return ConvNet(seed=torch.initial_seed())
@@ -225,10 +227,4 @@ def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def own_spec(task: str, **settings: object) -> RunSpec:
     """The spec of a run of one of the tasks above."""
-    control = ControlConfig(
-        every_steps=2,
-        revert_slowdowns=False,
-        batch=BatchConfig(start=32, minimum=16, maximum=64, granularity=16, step_up=16, step_down=16),
-    )
-    recipe = Recipe(epochs=3, lr=0.05, warmup_epochs=1.0)
-    return RunSpec(**{"task": task, "recipe": recipe, "control": control, "device": "cpu", **settings})  # type: ignore[arg-type]
+    return RunSpec(**{"task": task, "recipe": RECIPE, "control": CONTROL, "device": "cpu", **settings})  # type: ignore[arg-type]

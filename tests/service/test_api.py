@@ -21,9 +21,9 @@ from tests.service.build import CONTROL, SimulatedRun
 from tests.service.own_task import MODULE
 from tests.service.search_folder import simulated_search
 from tests.service.stores import runs
-from tests.service.test_help import COMMANDS, help_of, options_in
+from tests.service.test_help import help_of, options_in
 from tests.service.waiting import wait_until
-from triaccel_ray import ControlLoop, Report, RunFailedError, compare, run, search
+from triaccel_ray import Report, RunFailedError, compare, run, search
 from triaccel_ray.service.cli.keywords import command_of
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.parsing import parse
@@ -36,22 +36,20 @@ from triaccel_ray.trainables.digits import Digits
 from triaccel_ray.trainables.registry import name_of
 
 MODULE_NAME = "tasks_of_a_notebook"
-FUNCTIONS = {"run": run, "search": search, "compare": compare}
-COMMAND_CLASSES = {"run": Run, "search": Search, "compare": Compare}
+FUNCTIONS = {Run: run, Search: search, Compare: compare}
 QUICK: dict[str, Any] = {"epochs": 1, "device": "cpu"}
 
 
 @pytest.mark.parametrize("command", FUNCTIONS)
 def test_keywords_are_the_options_of_the_command(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: type, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task, *keywords = inspect.signature(FUNCTIONS[command]).parameters.values()
-    options = options_in(help_of(command, capsys, monkeypatch)) - {"--help"}
+    word = command.__name__.lower()
+    options = options_in(help_of(word, capsys, monkeypatch)) - {"--help"}
     assert {f"--{each.name.rstrip('_').replace('_', '-')}" for each in keywords} == options
     assert task.name == "task"
-    defaults = {each.name: each.default for each in keywords}
-    assert command_of(COMMAND_CLASSES[command], "digits", defaults) == parse([command, "digits"])
-    assert FUNCTIONS.keys() <= set(COMMANDS)
+    assert command_of(command, "digits", {each.name: each.default for each in keywords}) == parse([word, "digits"])
 
 
 def test_keywords_mean_what_the_options_mean() -> None:
@@ -77,20 +75,14 @@ class Local(Digits):
 
 MISTAKES: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
     (search, "digits", {"trails": 3}, TypeError, r"search\(\) got an unexpected .* 'trails', did you mean trials\?"),
-    (search, "digits", {"tau_low": 3.0}, TypeError, r"argument 'tau_low'; help\(search\) lists all options"),
     (run, "digits", {"capture": 3}, ValueError, "capture = 3: must be one of on, off"),
-    (run, "digits", {"method": "probe"}, ValueError, "method = 'probe': must be one of fp32, amp"),
     (run, "digits", {"epochs": "three"}, ValueError, "epochs = 'three': must be an integer"),
-    (run, "digits", {"memory_budget": 0}, ValueError, "memory_budget = '0B': must be a positive number"),
     (run, "digits", {"memory_budget": True}, ValueError, "memory_budget = True: must be a str"),
     (run, "digits", {"storage_path": 3}, ValueError, "storage_path = 3: must be a str"),
-    (run, "digits", {"storage_path": "s3://me:s3cr3t@b/x"}, ValueError, "must not hold a key or password"),
     (search, "digits", {"also": "alpha"}, ValueError, "also = 'alpha': must be a list"),
     (search, "digit", {}, ValueError, "task = 'digit': no such task, did you mean digits"),
     (run, 3, {}, TypeError, "task = 3: must be a name, such as 'digits', or a class derived from Task"),
-    (run, ControlLoop, {}, TypeError, "ControlLoop'>: must be a name"),
     (run, Local.Inner, {}, ValueError, "is defined inside of a function or class"),
-    (run, "digits", {"name": "../x"}, ValueError, "name = '../x': must begin with a letter or digit"),
 ]
 
 
@@ -106,9 +98,7 @@ def test_a_mistake_is_an_exception_before_anything_is_written(
 def test_a_class_has_the_name_by_which_others_import_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (name_of(Digits), name_of(Local)) == ("digits", f"{__name__}:Local")
     monkeypatch.setattr(Local, "__module__", "__main__")  # as in a notebook's cell
-    with pytest.raises(
-        ValueError, match=r"'__main__:Local': is defined in a notebook or script, .* give 'my_tasks:Loc"
-    ):
+    with pytest.raises(ValueError, match=r"'__main__:Local': is defined in a notebook .* give 'my_tasks:Local'"):
         name_of(Local)
 
 
@@ -116,28 +106,18 @@ def test_a_report_holds_the_search_as_values(tmp_path: Path, capsys: pytest.Capt
     record = read_search(simulated_search(tmp_path / "hunt", 6, has_pictures=True))
     report = Report("hunt", storage_path=tmp_path)
     assert capsys.readouterr().out == ""
-    assert str(Report(tmp_path / "hunt")) == str(report)
-    for line in str(report).splitlines():
-        assert "\x1b" not in line
     with pytest.raises(SystemExit):
         main(["report", "hunt", "--storage-path", str(tmp_path)])
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
-        line.split() for line in str(report).splitlines()
-    ]
-    assert (report.name, report.folder, repr(report)) == (
-        "hunt",
-        tmp_path / "hunt",
-        f"Report({str(tmp_path / 'hunt')!r})",
-    )
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line.split() for line in str(report).splitlines()] == lines
+    assert (report.name, report.folder) == ("hunt", tmp_path / "hunt")
+    assert repr(report) == f"Report({str(tmp_path / 'hunt')!r})"
     assert report.best is not None
     assert report.control == report.best.onto(record.spec.base.control)
-    assert report.control.precision.tau_low == report.best.precision["tau_low"]
     assert shlex.split(report.command)[:3] == ["triaccel", "run", "--from"]
     table = pandas.DataFrame(report.rows).set_index("run")
     assert table.loc["FP32"].isna()["tau_low"]
     assert table["score"].dtype == table["tau_low"].dtype == float
-    best = next(name for name in table.index if name.startswith("trial"))
-    assert table.loc[best, "tau_low"] == pytest.approx(report.control.precision.tau_low, rel=5e-3)
     assert set(table.index[table["behind AMP"]]) == {run.name for run in record.trials if run.status == "stopped"}
 
 
@@ -147,13 +127,10 @@ def test_in_a_notebook_a_report_is_its_page_and_of_a_trial_it_has_the_epochs(tmp
     assert before.startswith("<iframe sandbox ")
     assert inside.index("'") == inside.index("'></iframe>")
     assert "Trials, best first" in inside
-    assert report.page == tmp_path / "hunt" / "report.html"
-    trial = tmp_path / "hunt" / "trials" / "trial00"
-    report = Report(trial)
+    report = Report(trial := tmp_path / "hunt" / "trials" / "trial00")
     assert [row["epoch"] for row in report.rows] == [1, 2, 3]
     assert {type(row["samples/s"]) for row in report.rows} == {int}
-    assert report.best is None
-    assert report.control == read_run(trial).spec.control
+    assert (report.best, report.control) == (None, read_run(trial).spec.control)
 
 
 def test_a_log_of_code_of_your_own_has_settings_and_no_command(tmp_path: Path) -> None:
@@ -190,18 +167,17 @@ def test_a_ray_that_runs_already_is_used_again_and_again(
 ) -> None:
     where: dict[str, Any] = {"tracking_uri": sqlite_tracker.uri, "experiment": experiment, "storage_path": "hunts"}
     quick = {"trials": 1, "space": "thresholds-absolute", "margin": 100, **QUICK}
-    for name in ("first", "second"):
-        report = search(notebook.Blobs, name=name, **quick, **where)
-        assert report.folder == Path.cwd() / "hunts" / name
-        assert f"{name}: {MODULE_NAME}:Blobs, 1 of 1 trials" in str(report)
-        names = ["FP32", "AMP", "trial-000"]
-        assert [row["run"] for row in report.rows] == [*(f"{name} again" for name in sorted(names)), *names]
-        assert report.best is not None
-        assert report.page.exists()
-        assert ray.get_runtime_context().gcs_address == cluster_address  # it has not been shut down
+    report = search(notebook.Blobs, name="first", **quick, **where)
+    assert report.folder == Path.cwd() / "hunts" / "first"
+    assert f"first: {MODULE_NAME}:Blobs, 1 of 1 trials" in str(report)
+    names = ["FP32", "AMP", "trial-000"]
+    assert [row["run"] for row in report.rows] == [*(f"{name} again" for name in sorted(names)), *names]
+    assert report.best is not None
     said = capsys.readouterr()
     assert said.out == ""
-    assert "1/1 trial-000 finished: score" in said.err
+    assert "1/1 trial-000 finished: epoch 1.0/1" in said.err
+    run(notebook.Blobs, name="second", **QUICK, **where)
+    assert ray.get_runtime_context().gcs_address == cluster_address  # it has not been shut down
     assert {"first", "second"} < {each.name for each in runs(sqlite_tracker, experiment)}
     with pytest.raises(ValueError, match=r"name = 'first': .* exists already"):
         search(notebook.Blobs, name="first", **where)

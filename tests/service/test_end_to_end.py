@@ -77,6 +77,13 @@ def desk(tmp_path_factory: pytest.TempPathFactory, cluster_address: str) -> Desk
     return Desk(storage=tmp_path_factory.mktemp("storage"), address=cluster_address)
 
 
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module with a user's own tasks, in the folder where commands are typed."""
+    monkeypatch.chdir(tmp_path)
+    return write_module(tmp_path, monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def trained(desk: Desk) -> Path:
     """The folder of a finished run, for which the command started Ray on this machine itself.
@@ -122,19 +129,13 @@ def test_a_finished_run_is_shown_replayed_and_not_trained_again(
     assert len([run for run in runs(desk.tracker, "triaccel-runs") if run.name == "one"]) == 1
 
 
-def test_a_search_end_to_end(
-    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    task = f"{write_module(tmp_path, monkeypatch)}:Blobs"
+def test_a_search_end_to_end(desk: Desk, own: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--trials", "3", "--epochs", "3", "--name", "hunt", "--margin", "100", "--device", "cpu")
-    assert desk.type("search", task, *words) == 0
+    assert desk.type("search", f"{own}:Blobs", *words) == 0
     said = capsys.readouterr().out
     record = read_search(desk.storage / "hunt")
     assert len(record.trials) == 3
     assert all(trial.status in ("finished", "stopped") for trial in record.trials)
-    assert record.prepared is not None
-    assert len(record.prepared.objective.reference) == 3
     for name in ("FP32", "AMP", *(trial.name for trial in record.trials)):
         assert name in said
 
@@ -150,15 +151,7 @@ def test_a_search_end_to_end(
     kept = decode(TunedThresholds, json.loads((desk.storage / "hunt" / FOUND).read_text()))
     precision = replace(best.spec.control.precision, initial_layers={})  # acts until the first tick alone
     assert kept.onto(record.spec.base.control) == replace(best.spec.control, precision=precision)
-    assert best.figures is not None
     assert record.repeats.keys() == {best.name, "amp", "fp32"}
-    scores = [run.figures.score for run in (best, *record.repeats[best.name]) if run.figures is not None]
-    assert kept.best.score == max(scores)
-
-    assert (desk.storage / "hunt" / "figures" / "pareto.png").stat().st_size > 10_000
-    page = (desk.storage / "hunt" / "report.html").read_text()
-    assert best.name in page
-    assert "tau_low" in page
 
     recorded = {run.name: run for run in runs(desk.tracker, "triaccel-searches")}
     parent = recorded.pop("hunt")
@@ -167,7 +160,6 @@ def test_a_search_end_to_end(
     assert set(recorded) == {*baselines, *repeats, "probe", *(trial.name for trial in record.trials)}
     assert parent.status == "FINISHED"
     assert (parent.tags["best_trial"], parent.params["margin"]) == (best.name, f"{record.spec.margin:g}")
-    assert "memory_headroom" in parent.tags or record.prepared.headroom_bytes is None
     assert {"figures/pareto.png", EVENTS, FOUND} <= desk.artifacts(parent)
     pruned = {trial.name for trial in record.trials if trial.status == "stopped"}
     assert {name for name, run in recorded.items() if run.tags["outcome"] == "pruned"} == pruned
@@ -175,7 +167,6 @@ def test_a_search_end_to_end(
         # a baseline is seen beside its search, not folded away under it
         assert run.tags.get("mlflow.parentRunId") == (None if name in baselines else parent.id)
         assert run.status == "FINISHED"
-        assert run.params["recipe.lr"] == "0.05"
         assert {"val/accuracy", "score", "seconds_per_epoch", "memory/peak_gb"} <= run.keys
         assert {EVENTS, "spec.json", "figures/overview.png"} <= desk.artifacts(run)
 
@@ -187,18 +178,16 @@ def test_a_search_end_to_end(
 
 
 def test_a_mistake_in_a_task_is_told_by_its_own_lines_and_its_traceback_is_kept(
-    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    desk: Desk, own: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    module = write_module(tmp_path, monkeypatch)
-    assert desk.type("run", f"{module}:Unbuildable", "--name", "unbuildable", "--device", "cpu") == 2
+    assert desk.type("run", f"{own}:Unbuildable", "--name", "unbuildable", "--device", "cpu") == 2
     said = capsys.readouterr().err
     assert "Unbuildable.model() raised TypeError" in said
     assert 'return nn.Linear("eight", 4)' in said
     assert "Traceback" not in said
     assert not (desk.storage / "unbuildable").exists()
 
-    assert desk.type("search", f"{module}:Mistaken", "--trials", "1", "--name", "mistaken", "--device", "cpu") == 1
+    assert desk.type("search", f"{own}:Mistaken", "--trials", "1", "--name", "mistaken", "--device", "cpu") == 1
     said = capsys.readouterr().err
     folder = desk.storage / "mistaken" / "baselines"
     name, *_ = [path.name for path in folder.iterdir() if f"{path.name} failed (bug)" in said]
@@ -214,13 +203,10 @@ def test_a_mistake_in_a_task_is_told_by_its_own_lines_and_its_traceback_is_kept(
     assert ERROR in desk.artifacts(recorded[f"mistaken/{name}"])
 
 
-def test_a_comparison_end_to_end(
-    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    task, folder = f"{write_module(tmp_path, monkeypatch)}:Guarded", desk.storage / "versus"
+def test_a_comparison_end_to_end(desk: Desk, own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = desk.storage / "versus"
     words = ("--methods", "amp", "--fixed", "1", "--tune-baselines", "2", "--seeds", "1", "--epochs", "2")
-    assert desk.type("compare", task, *words, "--name", "versus", "--device", "cpu") == 0
+    assert desk.type("compare", f"{own}:Guarded", *words, "--name", "versus", "--device", "cpu") == 0
     said = capsys.readouterr().out
     record = read_comparison(folder)
     (tried,) = set(record.trials) - {"amp-recipe", "amp-recipe1", "fixed-recipe1"}
@@ -269,47 +255,31 @@ def test_a_comparison_end_to_end(
     assert [type(event.record) for event in read_events(folder / EVENTS)] == [Start, End]
 
 
-def test_a_run_whose_log_has_no_record_yet_begins(
-    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    spec = own_spec(f"{write_module(tmp_path, monkeypatch)}:Blobs")
-    folder = desk.storage / "nothing-yet"
-    folder.mkdir()
-    (folder / SPEC).write_text(json.dumps(encode(spec)))
-    (folder / EVENTS).write_bytes(b'{"sequence":0,')  # the disk was full
-    assert desk.type("resume", "nothing-yet") == 0
-    run = read_run(folder)
-    assert (run.status, len(run.epochs), run.interruptions) == ("finished", 3, ())
-
-
-def test_an_interrupted_run_of_a_users_own_task_ends_as_if_it_had_not_been(
-    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    task = f"{write_module(tmp_path, monkeypatch)}:Blobs"
-    own = ("--epochs", "3", "--seed", "2", "--device", "cpu")
-    assert desk.type("run", task, "--name", "whole", *own) == 0
+def test_an_interrupted_run_of_a_users_own_task_ends_as_if_it_had_not_been(desk: Desk, own: str) -> None:
+    task, words = f"{own}:Blobs", ("--epochs", "3", "--seed", "2", "--device", "cpu")
+    assert desk.type("run", task, "--name", "whole", *words) == 0
     whole = read_run(desk.storage / "whole")
     assert whole.spec == own_spec(task, seed=2, keep="last")
 
-    cut = desk.storage / "cut"
-    worker = Worker(whole.spec, cut)
+    worker = Worker(whole.spec, desk.storage / "cut")
     worker.resume()
     worker.train_epoch()
     worker.checkpoint()
     worker.close()
-    assert desk.type("resume", "cut") == 0
-
-    resumed = read_run(cut)
-    assert resumed.end is not None
-    assert whole.end is not None
-    for name in ("accuracy", "loss", "epochs"):
-        assert resumed.end.results[name] == whole.end.results[name]
-    assert [epoch.train_loss for epoch in resumed.epochs] == [epoch.train_loss for epoch in whole.epochs]
-    assert _plans(cut) == _plans(desk.storage / "whole")
-    kept, undisturbed = (torch.load(folder / MODEL) for folder in (cut, desk.storage / "whole"))
-    assert same(kept, undisturbed)
+    (desk.storage / "begun").mkdir()
+    (desk.storage / "begun" / SPEC).write_text(json.dumps(encode(whole.spec)))
+    (desk.storage / "begun" / EVENTS).write_bytes(b'{"sequence":0,')  # the disk was full
+    for name in ("cut", "begun"):
+        assert desk.type("resume", name) == 0
+        resumed = read_run(desk.storage / name)
+        assert len(resumed.interruptions) == (name == "cut")
+        assert resumed.end is not None
+        assert whole.end is not None
+        for figure in ("accuracy", "loss", "epochs"):
+            assert resumed.end.results[figure] == whole.end.results[figure]
+        assert [epoch.train_loss for epoch in resumed.epochs] == [epoch.train_loss for epoch in whole.epochs]
+        assert _plans(resumed.folder) == _plans(whole.folder)
+        assert same(*(torch.load(folder / MODEL) for folder in (resumed.folder, whole.folder)))
 
 
 def _plans(folder: Path) -> list[object]:
@@ -340,6 +310,3 @@ def test_of_two_commands_with_one_name_the_second_is_refused(tmp_path: Path) -> 
             pass
         assert folder.is_dir()
     assert not folder.exists()  # nothing was begun
-    with claimed(folder):
-        (folder / EVENTS).touch()
-    assert folder.is_dir()

@@ -5,10 +5,8 @@ from pathlib import Path
 import pytest
 
 from triaccel_ray.records.events import End
-from triaccel_ray.service.cli import execute as commands
-from triaccel_ray.service.cli.main import main
+from triaccel_ray.service.commands.train import _ending
 from triaccel_ray.service.failures import DiskFullError, NonFiniteLossError, PreemptedError, RunFailedError, cause_of
-from triaccel_ray.service.launch import _ending
 from triaccel_ray.service.storage.layout import ERROR
 
 
@@ -28,22 +26,6 @@ def test_a_run_that_others_wait_for_fails_with_its_own_cause(tmp_path: Path, err
     assert str(failure).startswith(f"amp failed ({cause}): ")
     assert ERROR not in str(failure)
     assert failure.__cause__ is error
-
-
-def test_a_failed_run_is_not_bad_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(_: object) -> int:
-        raise RunFailedError(tmp_path / "amp", ValueError("a mistake"))
-
-    monkeypatch.setattr(commands, "execute", fail)
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor"])
-    assert ended.value.code == 1
-    assert "amp failed (bug): ValueError: a mistake" in capsys.readouterr().err
-    monkeypatch.setenv("TRIACCEL_TRACEBACK", "1")
-    with pytest.raises(RunFailedError):
-        main(["doctor"])
 
 
 def test_a_search_and_a_comparison_with_failed_runs_have_failed() -> None:

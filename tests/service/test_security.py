@@ -10,8 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
@@ -27,10 +25,10 @@ from triaccel_ray.records.codec import encode
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.options import Where, to_repeat
 from triaccel_ray.service.cluster.cluster import display_address
+from triaccel_ray.service.commands.next_steps import resume_words
+from triaccel_ray.service.commands.ui import is_loopback
 from triaccel_ray.service.console import SafeConsole
 from triaccel_ray.service.credentials import hide_credentials
-from triaccel_ray.service.mlflow_ui import is_loopback
-from triaccel_ray.service.next_steps import resume_words
 from triaccel_ray.service.report.report import REPORT
 from triaccel_ray.service.search.search import SEARCH
 from triaccel_ray.service.storage.layout import SPEC
@@ -70,14 +68,12 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 NAMES = {
-    "up": "../outside",
     "up twice": "run1/../../outside",
     "null": "run1\0",
     "null in a path": "run1/\0",
     "fraction slash": "..\u2044outside",
     "full-width dots": "\uff0e\uff0e",
     "backslash": "..\\outside",
-    "long": "a" * 5000,
     "long path": "a/" * 5000,
     "newline": "run1\n",
     "empty": "",
@@ -85,23 +81,12 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
-@pytest.mark.parametrize("command", ["report", "resume", "replay", "run"])
-def test_names_stay_in_the_storage_folder(
-    storage: Path, capsys: pytest.CaptureFixture[str], command: str, name: str
-) -> None:
+def test_names_stay_in_the_storage_folder(storage: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     before = set(storage.parent.rglob("*"))
-    words = ["run", "digits", f"--name={name}"] if command == "run" else [command, "--", name]
-    words[1:1] = ["--storage-path", str(storage)]
-    assert "name" in refused(capsys, *words)
+    where = ["--storage-path", str(storage)]
+    for words in (["report", *where, "--", name], ["run", *where, "digits", f"--name={name}"]):
+        assert "name" in refused(capsys, *words)
     assert set(storage.parent.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    "experiment", ["a" * 201, "two\nlines", "nul\0", "\x1b[2J"], ids=["long", "lines", "nul", "escape"]
-)
-def test_experiments_have_printable_names(storage: Path, capsys: pytest.CaptureFixture[str], experiment: str) -> None:
-    said = refused(capsys, "run", "digits", "--storage-path", str(storage), "--experiment", experiment)
-    assert "must name an MLflow experiment in 1 to 200 printable characters" in said
 
 
 def test_a_link_out_of_the_storage_folder_is_not_followed(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,17 +158,13 @@ def test_what_a_folder_says_is_text_on_the_page_and_in_the_terminal(
 @pytest.mark.parametrize(
     "words",
     [
-        "search digits URI",
         "search digits --addres=URI",
         "run URI",
         "run digits --name URI",
         "search digits --address me:s3cr3t@127.0.0.1:1",
         "search digits --tracking-uri URI",
-        "report URI",
         "jobs --address URI",
         "submit -- run digits URI",
-        "submit --address URI -- run digits",
-        "sing URI",
     ],
 )
 @pytest.mark.parametrize("uri", ["https://me:a/s3cr3t@127.0.0.1:1", "ray://s3cr3t@h:1"])
@@ -217,56 +198,6 @@ def test_nesting_without_end_is_damage(storage: Path, capsys: pytest.CaptureFixt
     assert name in said
 
 
-def test_loopback_addresses_are_known() -> None:
-    assert all(map(is_loopback, ("127.0.0.1", "127.9.9.9", "::1", "localhost")))
-    assert not any(map(is_loopback, ("0.0.0.0", "::", "", "192.0.2.7", "localhost.example")))
-
-
-@dataclass(frozen=True)
-class Watched:
-    """A run in a process of its own, among secrets."""
-
-    place: Path
-    addresses: frozenset[str]
-    """On which it and its processes listened."""
-    server: Path
-    said: str
-    titles: frozenset[str]
-    """Its command lines as `ps` showed them once PyTorch was loaded, which takes seconds."""
-
-
-@pytest.fixture(scope="module")
-def watched(starting_server: Server) -> Iterator[Watched]:
-    """Everything that the run writes lies in two folders: the server's, and one for storage, Ray and messages."""
-    place = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))  # Ray's sockets need a short path
-    (place / "ray").mkdir()
-    starting_server.wait()
-    uri = f"http://somebody:{IN_THE_URI}@127.0.0.1:{starting_server.port}"
-    words = ("--epochs", "1", "--device", "cpu", "--storage-path", str(place / "storage"), "--tracking-uri", uri)
-    user = {"MLFLOW_TRACKING_USERNAME": "somebody", "RAY_TMPDIR": str(place / "ray"), "RAY_AUTH_MODE": "token"}
-    addresses: set[str] = set()
-    titles: set[str] = set()
-    with (place / "said.txt").open("wb") as said:
-        run = subprocess.Popen(
-            [sys.executable, "-m", "triaccel_ray.service", "run", "digits", *words],
-            env={**os.environ, **SECRETS, **user},
-            stdout=said,
-            stderr=said,
-        )
-        while run.poll() is None:
-            addresses |= _listening(run.pid)
-            with contextlib.suppress(OSError):
-                if "libtorch" in Path(f"/proc/{run.pid}/maps").read_text():
-                    titles.add(Path(f"/proc/{run.pid}/cmdline").read_text())
-            time.sleep(0.2)
-    text = (place / "said.txt").read_text()
-    assert run.returncode == 0, text
-    yield Watched(
-        place=place, addresses=frozenset(addresses), server=starting_server.folder, said=text, titles=frozenset(titles)
-    )
-    shutil.rmtree(place)
-
-
 def _listening(pid: int) -> set[str]:
     found: set[str] = set()
     try:
@@ -279,25 +210,43 @@ def _listening(pid: int) -> set[str]:
     return found
 
 
-def test_ray_on_this_machine_listens_on_this_machine_alone(watched: Watched) -> None:
-    assert watched.addresses
-    assert {is_loopback(address.removeprefix("::ffff:")) for address in watched.addresses} == {True}
+def test_a_run_keeps_secrets_and_listens_on_this_machine_alone(starting_server: Server) -> None:
+    """Everything that the run writes lies in two folders: the server's, and one for storage, Ray and messages."""
+    starting_server.wait()
+    uri = f"http://somebody:{IN_THE_URI}@127.0.0.1:{starting_server.port}"
+    addresses: set[str] = set()
+    titles: set[str] = set()  # its command lines as `ps` showed them once PyTorch was loaded, which takes seconds
+    with tempfile.TemporaryDirectory(prefix="tr-", dir="/tmp", ignore_cleanup_errors=True) as short:
+        place = Path(short)
+        (place / "ray").mkdir()
+        words = ("--epochs", "1", "--device", "cpu", "--storage-path", str(place / "storage"), "--tracking-uri", uri)
+        user = {"MLFLOW_TRACKING_USERNAME": "somebody", "RAY_TMPDIR": str(place / "ray"), "RAY_AUTH_MODE": "token"}
+        with (place / "said.txt").open("wb") as said:
+            run = subprocess.Popen(
+                [sys.executable, "-m", "triaccel_ray.service", "run", "digits", *words],
+                env={**os.environ, **SECRETS, **user},
+                stdout=said,
+                stderr=said,
+            )
+            while run.poll() is None:
+                addresses |= _listening(run.pid)
+                with contextlib.suppress(OSError):
+                    if "libtorch" in Path(f"/proc/{run.pid}/maps").read_text():
+                        titles.add(Path(f"/proc/{run.pid}/cmdline").read_text())
+                time.sleep(0.2)
+        text = (place / "said.txt").read_text()
+        assert run.returncode == 0, text
+        assert {is_loopback(address.removeprefix("::ffff:")) for address in addresses} == {True}
 
-
-def test_no_secret_is_written_anywhere(watched: Watched) -> None:
-    files = [path for top in (watched.place, watched.server) for path in top.rglob("*") if path.is_file()]
-    assert {"server.db", "events.jsonl", "mlflow.json", REPORT, "said.txt"} <= {path.name for path in files}
-    assert any(path.name.startswith("gcs_server") for path in files)
-    for secret in (*SECRETS.values(), IN_THE_URI):
-        assert [str(path) for path in files if secret.encode() in path.read_bytes()] == []
-    assert "http://***@127.0.0.1" in watched.said
-
-
-def test_no_password_is_in_the_list_of_processes(watched: Watched) -> None:
-    assert watched.titles
-    assert not any(IN_THE_URI in title for title in watched.titles)
-    assert "--tracking-uri holds a password" in watched.said
-    assert "MLFLOW_TRACKING_PASSWORD" in watched.said
+        files = [path for top in (place, starting_server.folder) for path in top.rglob("*") if path.is_file()]
+        assert {"server.db", "events.jsonl", "mlflow.json", REPORT, "said.txt"} <= {path.name for path in files}
+        assert any(path.name.startswith("gcs_server") for path in files)
+        for secret in (*SECRETS.values(), IN_THE_URI):
+            assert [str(path) for path in files if secret.encode() in path.read_bytes()] == []
+        for part in ("http://***@127.0.0.1", "--tracking-uri holds a password", "MLFLOW_TRACKING_PASSWORD"):
+            assert part in text
+    assert titles
+    assert not any(IN_THE_URI in title for title in titles)
 
 
 def test_the_words_of_a_process_keep_their_lengths_and_all_but_the_password(tmp_path: Path) -> None:

@@ -18,10 +18,6 @@ def python_hears_ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def press() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # a fork beside threads, from Python 3.12 on
 def test_ctrl_c_while_a_process_is_started_takes_effect_afterwards() -> None:
     done = []
@@ -40,11 +36,11 @@ def test_ctrl_c_while_a_process_is_started_takes_effect_afterwards() -> None:
 def test_ctrl_c_at_any_other_time_does_not_wait_and_ignored_it_stays_so() -> None:
     def work() -> None:
         with never_lost():
-            press()
+            signal.raise_signal(signal.SIGINT)
             pytest.fail("went on")
 
     with pytest.raises(KeyboardInterrupt):
         work()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with never_lost():
-        press()
+        signal.raise_signal(signal.SIGINT)

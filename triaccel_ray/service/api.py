@@ -1,17 +1,27 @@
-"""Training, searching and comparing from Python and notebooks, with the options of the command line."""
+"""The service for Python and notebooks: training, searching, comparing, and their results as values."""
 
 from __future__ import annotations
 
+import html
 import os
-from typing import TYPE_CHECKING, Any
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
+from triaccel_ray.config import ControlConfig
 from triaccel_ray.service.cli.keywords import command_of, with_options_of
+from triaccel_ray.service.cli.options import DEFAULT_STORAGE, Where
 from triaccel_ray.service.cli.parsing import check
-from triaccel_ray.service.cli.specs import Compare, Run, Search
+from triaccel_ray.service.cli.specs import Compare, Run, Search, Trains
+from triaccel_ray.service.storage.storage_path import StoragePath
 
 if TYPE_CHECKING:
-    from triaccel_ray.service.result import Report
+    from triaccel_ray.search_spaces.tuned import TunedThresholds
+    from triaccel_ray.service.report.report import View
     from triaccel_ray.trainables.task import Task
+
+WIDTH: Final = 200
+"""Columns of printed tables: none of theirs is left out then."""
 
 
 @with_options_of(Run)
@@ -60,15 +70,99 @@ def compare(task: str | type[Task] | None = None, **options: Any) -> Report:
     return _carried_out(command_of(Compare, task, options))
 
 
-def _carried_out(command: Run | Search | Compare) -> Report:
+def _carried_out(command: Trains) -> Report:
     check(command)
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Tune's own tables, even when told to be silent
+    from triaccel_ray.service.commands.train import carry_out
     from triaccel_ray.service.failures import RunsFailedError
-    from triaccel_ray.service.launch import carry_out
-    from triaccel_ray.service.result import Report
 
     outcome = carry_out(command)
     if outcome.failures and outcome.num_finished == 0:
         raise RunsFailedError(outcome.failures)
     assert outcome.view is not None  # something new has been trained
     return Report.of(outcome.view)
+
+
+class Report:
+    """A run, search or comparison; printed it is its tables, in a notebook its page.
+
+    `pandas.DataFrame(report.rows)` is its table, and `ControlLoop(..., config=report.control)` trains with what a
+    search has found.
+    """
+
+    def __init__(self, name: str | Path, storage_path: str | Path = DEFAULT_STORAGE.storage) -> None:
+        """Reads what is called `name` in the storage path, or lies in the folder `name`; draws pictures and page.
+
+        Raises:
+            LogError: there is none, or it is damaged.
+            ValueError: it is no name, or the storage path cannot be used.
+        """
+        from triaccel_ray.service.report.view import view_at
+        from triaccel_ray.service.session import find
+
+        text = str(name.absolute()) if isinstance(name, Path) else name
+        self._view = view_at(find(text, Where(storage_path=StoragePath(str(storage_path)))))
+
+    @classmethod
+    def of(cls, view: View) -> Report:
+        """Returns the report of what has been looked at already."""
+        report = cls.__new__(cls)
+        report._view = view
+        return report
+
+    @property
+    def name(self) -> str:
+        """Its name in the storage folder."""
+        return self.folder.name
+
+    @property
+    def folder(self) -> Path:
+        """Where its logs, pictures and checkpoints are on this machine."""
+        return self._view.folder
+
+    @property
+    def page(self) -> Path:
+        """The page with tables and pictures, a single HTML file."""
+        return self._view.page
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The table that matters most, a dict a row: a run's epochs, a search's trials, a comparison's methods.
+
+        Figures are as they are printed, but numbers: 94.2 ± 0.1 becomes two, the second headed `±`. `behind AMP` says
+        of a trial that it is so by more than the margin.
+        """
+        return [dict(row) for row in self._view.rows]
+
+    @property
+    def best(self) -> TunedThresholds | None:
+        """Of a search: the best thresholds, and what it takes to find them again; None where none was found."""
+        return self._view.best
+
+    @property
+    def control(self) -> ControlConfig | None:
+        """Settings for a `ControlLoop`: a run's own, a search's best, a comparison's; None where none was found."""
+        return self._view.control
+
+    @property
+    def command(self) -> str:
+        """The command to train with; empty where nothing can be recommended."""
+        return self._view.command
+
+    def __str__(self) -> str:
+        """Returns what `triaccel report` prints."""
+        from triaccel_ray.service.console import SafeConsole
+        from triaccel_ray.service.report.report import show
+
+        plain: dict[str, Any] = {"color_system": None, "force_terminal": False, "force_jupyter": False, "width": WIDTH}
+        terminal = SafeConsole(file=StringIO(), highlight=False, markup=False, emoji=False, **plain)
+        with terminal.capture() as printed:
+            show(self._view, terminal)
+        return printed.get().rstrip()
+
+    def __repr__(self) -> str:
+        return f"Report({str(self.folder)!r})"
+
+    def _repr_html_(self) -> str:
+        style = "width:100%;height:45rem;border:0"
+        return f"<iframe sandbox style='{style}' srcdoc='{html.escape(self.page.read_text())}'></iframe>"

@@ -35,9 +35,6 @@ RESULTS = ("out_of_memory", "non_finite")
 """Causes that say something about what was tried: trying the same again would end the same way."""
 
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-
-
 class NonFiniteLossError(RuntimeError):
     """The training loss is no longer a number: the run has diverged."""
 
@@ -78,21 +75,22 @@ class RunsFailedError(RunFailedError):
         self.cause = "runs"
 
 
+_CAUSES = {
+    NonFiniteLossError: "non_finite",
+    PreemptedError: "preempted",
+    DiskFullError: "disk_full",
+    TakenOverError: "taken_over",
+    StoreError: "store",
+}
+
+
 def cause_of(error: BaseException) -> str:
     """Returns the class of a failure, as the table above names it."""
     if isinstance(error, RunFailedError):
         return error.cause
     if is_out_of_memory(error):
         return "out_of_memory"
-    if isinstance(error, NonFiniteLossError):
-        return "non_finite"
-    if isinstance(error, DiskFullError):
-        return "disk_full"
-    if isinstance(error, TakenOverError):
-        return "taken_over"
-    if isinstance(error, StoreError):
-        return "store"
-    return "preempted" if isinstance(error, PreemptedError) else "bug"
+    return next((cause for kind, cause in _CAUSES.items() if isinstance(error, kind)), "bug")
 
 
 def failed(error: Exception) -> End:
@@ -129,7 +127,7 @@ def is_disk_full(error: BaseException) -> bool:
     """Returns whether `error`, or one that it followed from, says that a disk or quota has no room left."""
     seen: BaseException | None = error  # torch, for one, raises its own error about the bytes that are missing
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in _NO_ROOM:
+        if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
         seen = seen.__cause__ or seen.__context__
     return False

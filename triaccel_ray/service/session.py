@@ -1,4 +1,4 @@
-"""Where a command keeps what it does: the storage folder, the tracking store, and names in both."""
+"""Where a command keeps what it does, and what names mean: in the storage folder and in the tracking store."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import errno
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from triaccel_ray.config import require
+from triaccel_ray.records.events import LogError
+from triaccel_ray.service.cli.options import Where
+from triaccel_ray.service.compare.comparison import COMPARISON
 from triaccel_ray.service.console import err
+from triaccel_ray.service.search.search import SEARCH
+from triaccel_ray.service.storage.layout import EVENTS, SPEC
+from triaccel_ray.service.storage.mirror import pull_all
 from triaccel_ray.service.storage.storage_path import StoragePath, is_plain_name
+from triaccel_ray.service.storage.store import Store
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
 
 
@@ -44,12 +50,10 @@ def open_tracker(storage: StoragePath, tracking_uri: str | None) -> Tracker:
         require_storage(storage.folder, create=True)  # the store lies there
     tracker = tracker_of(storage, tracking_uri)
     if tracker.display_uri != tracker.uri:
-        err.print(
-            "--tracking-uri holds a password, which `ps` shows to others while a command starts: leave it out, and set "
-            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
-            style="yellow",
-            soft_wrap=True,
+        text = (
+            "--tracking-uri holds a password, which `ps` shows to others while a command starts: leave it out, and set"
         )
+        err.print(f"{text} MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD", style="yellow", soft_wrap=True)
     tracker.prepare()
     return tracker
 
@@ -114,10 +118,8 @@ def require_experiment(experiment: str | None) -> None:
         ValueError: it is empty, too long, or holds what cannot be printed.
     """
     rule = "must name an MLflow experiment in 1 to 200 printable characters; leave it out for the default"
-    if experiment is None:
-        return
-    is_name = bool(experiment.strip()) and experiment.isprintable() and len(experiment) <= 200
-    require(is_name, "experiment", experiment, rule)
+    is_name = experiment is None or (experiment.strip() and experiment.isprintable() and len(experiment) <= 200)
+    require(bool(is_name), "experiment", experiment, rule)
 
 
 def is_inside(path: Path, folder: Path) -> bool:
@@ -125,6 +127,74 @@ def is_inside(path: Path, folder: Path) -> bool:
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
-def links_out_of(folder: Path) -> Iterator[Path]:
-    """Yields the links in `folder` through which something outside it would be read, written or sent away."""
-    yield from (path for path in folder.rglob("*") if path.is_symlink() and not is_inside(path, folder))
+def storage_of(where: Where) -> StoragePath:
+    """Returns the storage for something new: an absolute path, for workers are elsewhere; or a store, and it answers.
+
+    Raises:
+        ValueError: the store cannot be used, or no tracking store is named beside it.
+    """
+    tracking_uri_of(where.storage_path, where.tracking_uri)  # what is written is recorded
+    return _reached(where.storage_path, writable=True)
+
+
+def _reached(place: StoragePath, *, writable: bool) -> StoragePath:
+    if place.uri is not None:
+        Store(place.uri).check(writable=writable)
+        return place
+    if writable:
+        require_storage(place.folder)
+    return StoragePath(str(place.folder))
+
+
+def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
+    """Returns the storage path of `name`: a path, also of an event log, or a name in the storage folder.
+
+    From a remote store it first copies all but checkpoints and models. No link leads out of the storage folder.
+
+    Raises:
+        ValueError: there is none, the name is none, or a link leads out of it.
+    """
+    if os.path.basename(name) == EVENTS and os.path.isfile(name):
+        name = os.path.dirname(os.path.abspath(name))
+    require("://" not in name, "name", name, "is a URI; the URI of a store is given as --storage-path, beside a name")
+    if os.sep in name and os.path.isdir(name):
+        place = StoragePath.of(Path(name).absolute())
+    else:
+        storage = _reached(where.storage_path, writable=writable)
+        if os.sep not in name or storage.uri is not None:
+            for part in name.split("/"):
+                checked_name(part)
+        place = storage / name
+        pull_all(place)
+        if not os.path.isdir(place.folder):
+            raise LogError(f"name = {name!r}: there is no folder {place}; names are the folders in {storage}")
+        if not os.listdir(place.folder):
+            raise LogError(
+                f"name = {name!r}: {place.folder} is empty: a command has just begun there, or was lost before it "
+                "trained; delete it then, and begin again"
+            )
+        rule = f"leads out of the storage folder {storage}; if you trust what is there, name it by its path"
+        require(is_inside(place.folder, storage.folder), "name", name, rule)
+    folder = place.folder
+    if any(os.path.lexists(folder / file) for file in (SPEC, EVENTS, SEARCH, COMPARISON)):  # else nothing is read
+        for link in folder.rglob("*"):
+            if link.is_symlink() and not is_inside(link, folder):
+                raise LogError(
+                    f"{link} is a link that leads out of {folder}, to {os.path.realpath(link)}: no command follows or "
+                    "makes such links; name a copy of the folder without it"
+                )
+    return place
+
+
+def find_run(name: str, where: Where) -> Path:
+    """Returns the folder of the single run that `name` means.
+
+    Raises:
+        ValueError: as `find`; or it is a search or comparison, and the message names a run in it.
+    """
+    folder = find(name, where).folder
+    if (folder / SEARCH).exists() or (folder / COMPARISON).exists():
+        logs = sorted(folder.glob(f"*/**/{EVENTS}"))
+        names = ", ".join(str(path.parent.relative_to(folder.parent)) for path in logs[:3])
+        raise LogError(f"name = {name!r}: holds many runs; name one of them, such as {names or 'none yet'}")
+    return folder

@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
+
+_Handler = Callable[[int, FrameType | None], object]
 
 
 @contextlib.contextmanager
@@ -17,10 +19,8 @@ def as_interrupt(*numbers: signal.Signals) -> Iterator[None]:
 
     Without effect outside the main thread, which alone hears signals.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    is_main = threading.current_thread() is threading.main_thread()
+    heard = [number for number in numbers if is_main and signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _interrupt) for number in heard}
     try:
         yield
@@ -36,33 +36,22 @@ def never_lost() -> Iterator[None]:
     Python drops exceptions that leave its fork hooks: a KeyboardInterrupt raised there would be lost, and the lock of
     `logging` would stay taken.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
     pressed = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal pressed
         pressed = True
-        if not _starts_process(frame):
+        while frame is not None and frame.f_code is not subprocess.Popen.__init__.__code__:
+            frame = frame.f_back
+        if frame is None:
             raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if pressed:
-            raise KeyboardInterrupt
-
-
-def _starts_process(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code is subprocess.Popen.__init__.__code__:
-            return True
-        frame = frame.f_back
-    return False
+    with _on_ctrl_c(interrupt):
+        try:
+            yield
+        finally:
+            if pressed:
+                raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -71,11 +60,18 @@ def nothing_begun() -> Iterator[None]:
 
     Raised as an exception it would come out of whatever module is being imported, or be lost there.
     """
+    with _on_ctrl_c(_leave):
+        yield
+
+
+@contextlib.contextmanager
+def _on_ctrl_c(handler: _Handler) -> Iterator[None]:
+    """Has Ctrl-C call `handler` meanwhile, where it is this thread's to hear and nobody has changed what it does."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, _leave)
+    signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:

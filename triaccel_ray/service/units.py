@@ -37,10 +37,8 @@ def counted(number: int, noun: str) -> str:
 def format_bytes(num_bytes: float) -> str:
     """Returns `num_bytes` in the largest binary unit that leaves at least one whole, to three digits."""
     for unit, factor in _BINARY[:-1]:
-        if num_bytes >= factor:
-            return (
-                f"{num_bytes / factor:.3g} {unit}" if num_bytes < 999.5 * factor else f"{num_bytes / factor:.0f} {unit}"
-            )
+        if (amount := num_bytes / factor) >= 1:
+            return f"{amount:.3g} {unit}" if amount < 999.5 else f"{amount:.0f} {unit}"
     return f"{num_bytes:.0f} B"
 
 

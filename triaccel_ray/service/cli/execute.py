@@ -5,27 +5,24 @@ from __future__ import annotations
 from triaccel_ray.config import require
 from triaccel_ray.service.cli import specs
 from triaccel_ray.service.cli.translation import replayed_control
+from triaccel_ray.service.commands import ui
+from triaccel_ray.service.commands.doctor import show_findings
+from triaccel_ray.service.commands.next_steps import point_to
+from triaccel_ray.service.commands.replay import reasons_grid, verdict
+from triaccel_ray.service.commands.train import carry_out
 from triaccel_ray.service.console import out, rich_table
-from triaccel_ray.service.doctor import show_findings
 from triaccel_ray.service.jobs import commands as job_commands
-from triaccel_ray.service.launch import carry_out
-from triaccel_ray.service.lookup import find, find_run
-from triaccel_ray.service.mlflow_ui import require_store
-from triaccel_ray.service.mlflow_ui import show as show_ui
-from triaccel_ray.service.next_steps import point_to
-from triaccel_ray.service.replay import reasons_grid, verdict
 from triaccel_ray.service.report.report import show
 from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.runs.record import read_run
-from triaccel_ray.service.session import open_tracker, tracking_uri_of
-from triaccel_ray.service.tracking.tracking import Tracker
+from triaccel_ray.service.session import find, find_run, open_tracker, tracker_of
 from triaccel_ray.trainables.registry import TASKS, load_task
 
 
 def execute(command: specs.Command) -> int:
     """Carries out one command and returns its exit status."""
     match command:
-        case specs.Run() | specs.Search() | specs.Compare() | specs.Resume():
+        case specs.Trains() | specs.Resume():
             outcome = carry_out(command, show=show)
             if outcome.view is not None:
                 point_to(outcome.context.place, outcome.context.where)
@@ -33,12 +30,15 @@ def execute(command: specs.Command) -> int:
         case specs.Report():
             show(view_at(find(command.name, command.where)))
         case specs.Replay():
-            _replay(command)
+            run = read_run(find_run(command.name, command.where))
+            lines = list(verdict(run, replayed_control(command, run.start.control)))
+            out.print(rich_table(reasons_grid(run, most=command.reasons)))
+            out.print("\n".join(lines), soft_wrap=True)
         case specs.Ui():
             require(1 <= command.port <= 65535, "port", command.port, "must lie in 1 to 65535")
             storage, given = command.where.storage_path, command.where.tracking_uri
-            require_store(Tracker(tracking_uri_of(storage, given), storage.folder))
-            return show_ui(open_tracker(storage, given), command.host, command.port)
+            ui.require_store(tracker_of(storage, given))
+            return ui.show(open_tracker(storage, given), command.host, command.port)
         case specs.Doctor(tasks=False, where=where):
             return show_findings(where.storage_path, where.tracking_uri, where.address)
         case specs.Doctor():
@@ -54,11 +54,3 @@ def execute(command: specs.Command) -> int:
         case specs.Stop():
             return job_commands.stop(command.job, address=command.address)
     return 0
-
-
-def _replay(command: specs.Replay) -> None:
-    run = read_run(find_run(command.name, command.where))
-    lines = list(verdict(run, replayed_control(command, run.start.control)))
-    out.print(rich_table(reasons_grid(run, most=command.reasons)))
-    for line in lines:
-        out.print(line, soft_wrap=True)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import os
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar, get_type_hints
+from typing import Any, Final, Literal, TypeVar, get_args, get_type_hints
 
 import tyro
 
 from triaccel_ray.config import require
 from triaccel_ray.records.codec import decode
+from triaccel_ray.service.cli.options import is_group
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.registry import name_of
 
@@ -36,45 +36,44 @@ class Keyword:
     """Whether it is an amount of memory, which may also be a number of bytes."""
 
     def read(self, given: Any) -> Any:
-        """Returns the value for the dataclass.
+        """Returns the value for the dataclass; None stands for the default.
 
         Raises:
             ValueError: what was given is no value of this option; the message says what is.
         """
-        make, kind = _PATHS.get(self.kind), self.kind
-        if make is not None:
-            given = os.fspath(given) if isinstance(given, os.PathLike) else given
-            kind = str | None if self.default is None else str
-        elif isinstance(given, tuple):
+        if given is None:
+            return self.default
+        if self.kind in _PATHS:
+            return _PATHS[self.kind](decode(str, str(given) if isinstance(given, Path) else given, self.name))
+        if isinstance(given, tuple):
             given = list(given)
         elif self.is_size and type(given) is int:
             given = f"{given}B"
         elif self.kind == Literal["on", "off"] | None and isinstance(given, bool):
             given = "on" if given else "off"
-        value = decode(kind, given, self.name)
-        return value if make is None or value is None else make(value)
+        return decode(self.kind, given, self.name)
 
     @property
     def parameter(self) -> inspect.Parameter:
         """The option in the signature of a function."""
-        kind, default = self.kind, self.default
-        if self.kind in _PATHS:
-            kind, default = str | Path if default is not None else str | Path | None, default and default.storage
-        elif self.is_size:
-            kind = str | int | None
-        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        kind = str | Path if self.kind in _PATHS else str | int if self.is_size else self.kind
+        return inspect.Parameter(
+            self.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=self.default.storage if isinstance(self.default, StoragePath) else self.default,
+            annotation=kind | None if self.default is None else kind,
+        )
 
 
 def keywords(command: type) -> Iterator[Keyword]:
-    """Yields the options of a command and of its groups, those left out that its help hides."""
-    kinds, marked = get_type_hints(command), get_type_hints(command, include_extras=True)
-    for each in fields(command):
-        marks = getattr(marked[each.name], "__metadata__", ())
-        if tyro.conf.OmitArgPrefixes in marks:
-            yield from keywords(kinds[each.name])
-        elif not {tyro.conf.Suppress, tyro.conf.Positional} & set(marks):
+    """Yields the options of a command and of its groups."""
+    kinds = get_type_hints(command)
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        if is_group(hint):
+            yield from keywords(kinds[name])
+        elif tyro.conf.Positional not in (marks := getattr(hint, "__metadata__", ())):
             is_size = any(getattr(mark, "metavar", None) == "SIZE" for mark in marks)
-            yield Keyword(name=each.name, kind=kinds[each.name], default=each.default, is_size=is_size)
+            yield Keyword(name=name, kind=kinds[name], default=getattr(command, name), is_size=is_size)
 
 
 def command_of(command: type[C], task: Any, options: Mapping[str, Any]) -> C:
@@ -89,9 +88,8 @@ def command_of(command: type[C], task: Any, options: Mapping[str, Any]) -> C:
         function = command.__name__.lower()
         close = difflib.get_close_matches(name, known, n=1)
         meant = f", did you mean {close[0]}?" if close else ";"
-        raise TypeError(
-            f"{function}() got an unexpected keyword argument {name!r}{meant} help({function}) lists all options"
-        )
+        rule = f"got an unexpected keyword argument {name!r}{meant} help({function}) lists all options"
+        raise TypeError(f"{function}() {rule}")
     values = {name: known[name].read(given) for name, given in options.items()}
     if task is not None:
         values["task"] = name_of(task)
@@ -137,14 +135,9 @@ def file_options(command: type, path: Path, beside: Collection[str]) -> dict[str
 
 def _filled(kind: type[C], values: Mapping[str, Any]) -> C:
     """Returns the dataclass with those of the values that are its own, and its groups likewise."""
-    kinds, marked = get_type_hints(kind), get_type_hints(kind, include_extras=True)
-    own = {}
-    for name in kinds:
-        if tyro.conf.OmitArgPrefixes in getattr(marked[name], "__metadata__", ()):
-            own[name] = _filled(kinds[name], values)
-        elif name in values:
-            own[name] = values[name]
-    return kind(**own)
+    hints = get_type_hints(kind, include_extras=True).items()
+    groups = {name: _filled(get_args(hint)[0], values) for name, hint in hints if is_group(hint)}
+    return kind(**groups, **{name: values[name] for name, _ in hints if name in values})
 
 
 def with_options_of(command: type) -> Callable[[F], F]:
@@ -153,8 +146,8 @@ def with_options_of(command: type) -> Callable[[F], F]:
     def show(function: F) -> F:
         own = inspect.signature(function)
         task, _ = own.parameters.values()
-        parameters = [task, *(each.parameter for each in keywords(command))]
-        vars(function)["__signature__"] = own.replace(parameters=parameters)
+        options = (each.parameter for each in keywords(command))
+        vars(function)["__signature__"] = own.replace(parameters=[task, *options])
         return function
 
     return show

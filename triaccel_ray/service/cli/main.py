@@ -5,29 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from triaccel_ray.service.cli.parsing import check, parse
-from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search, Ui
+from triaccel_ray.service.cli.specs import Resume, Trains, Ui
 from triaccel_ray.service.credentials import hide_credentials, without_passwords
 from triaccel_ray.service.signals import nothing_begun
 
-USER_ERRORS = (
-    ValueError,
-    TypeError,
-    FileNotFoundError,
-    FileExistsError,
-    PermissionError,
-    NotADirectoryError,
-    IsADirectoryError,
-)
-"""What the boundary raises for input that a user can mend; anything else is a bug and shows its traceback."""
-
-LOADING: Mapping[type, str] = {
-    **dict.fromkeys((Run, Search, Compare, Resume), "loading PyTorch, Ray and MLflow ...\n"),
-    Ui: "loading MLflow ...\n",
-}
-"""Command -> what is said at once, before imports that take seconds."""
+USER_ERRORS = (ValueError, TypeError, OSError)
+"""What the boundary raises for what a user can mend; anything else is a bug and shows its traceback."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -41,35 +27,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with nothing_begun():
             command = parse(arguments)
             check(command)
-            sys.stderr.write(LOADING.get(type(command), ""))
-            sys.stderr.flush()
+            if isinstance(command, Trains | Resume | Ui):  # at once: imports take seconds
+                sys.stderr.write(f"loading {'' if isinstance(command, Ui) else 'PyTorch, Ray and '}MLflow ...\n")
+                sys.stderr.flush()
             from triaccel_ray.service.cli.execute import execute
         sys.exit(execute(command))
     except KeyboardInterrupt as interrupt:
         sys.stderr.write(f"{str(interrupt) or 'stopped'}\n")
         sys.exit(130)
     except Exception as error:
-        status = None if os.environ.get("TRIACCEL_TRACEBACK") else _explain(error)
-        if status is None:
+        status = 2 if isinstance(error, USER_ERRORS) else 1
+        if os.environ.get("TRIACCEL_TRACEBACK") or (status == 1 and not _is_told(error)):
             raise
+        from triaccel_ray.service.console import err
+
+        err.print("triaccel:", without_passwords(str(error)), style="red", soft_wrap=True)
         sys.exit(status)
 
 
-def _explain(error: Exception) -> int | None:
-    """Says what a user can mend, and returns the exit status; None for a bug, of which nothing has been said."""
-    if isinstance(error, USER_ERRORS):
-        text, status = str(error), 2
-    else:
-        from triaccel_ray.service.failures import PreemptedError, RunFailedError, is_disk_full
+def _is_told(error: Exception) -> bool:
+    """Returns whether the error's message is meant for the user: a run has failed, by no fault of this product."""
+    from triaccel_ray.service.failures import PreemptedError, RunFailedError
 
-        if isinstance(error, RunFailedError | PreemptedError):
-            text, status = str(error), 1
-        elif isinstance(error, OSError) and is_disk_full(error):
-            text = f"{error}: make room, then go on with `triaccel resume`; nothing that was complete is lost"
-            status = 2
-        else:
-            return None
-    from triaccel_ray.service.console import err
-
-    err.print("triaccel:", without_passwords(text), style="red", soft_wrap=True)
-    return status
+    return isinstance(error, RunFailedError | PreemptedError)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+from tyro.constructors import PrimitiveConstructorSpec
 
 from triaccel_ray.service.cli.settings import options, settings_of
 from triaccel_ray.service.compare.spec import ComparisonSpec
@@ -38,52 +38,8 @@ Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 """An option without a value."""
 Name = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 """What a user calls a result."""
-NewName = Annotated[str, tyro.conf.arg(metavar="NAME")]
-CHOICES = ConstructorRegistry()
-"""How options are read beside tyro's own rules."""
-
-
-@CHOICES.primitive_rule
-def _choice(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[str | None] | None:
-    """Returns how to read one of several words; tyro's own rule would offer None among them."""
-    literals = [kind for kind in get_args(info.type) if get_origin(kind) is Literal]
-    if len(literals) != 1 or set(get_args(info.type)) != {*literals, NoneType}:
-        return None
-    words: tuple[str, ...] = get_args(literals[0])
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=f"{{{','.join(words)}}}",
-        instance_from_str=lambda given: given[0],
-        is_instance=lambda value: value is None or value in words,
-        str_from_instance=lambda value: [str(value)],
-        choices=words,
-    )
-
-
-@CHOICES.primitive_rule
-def _number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[float | None] | None:
-    """Returns how to read a number; of what is none tyro's own rule would say how it tried to read it."""
-    nouns = {int: "an integer", float: "a number"}
-    kind = next((kind for kind in nouns if info.type in (kind, kind | None)), None)
-    if kind is None:
-        return None
-
-    def read(given: list[str]) -> float:
-        try:
-            return float(given[0]) if kind is float else int(given[0])
-        except ValueError:
-            raise ValueError(f"{given[0]!r} must be {nouns[kind]}") from None
-
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=kind.__name__.upper(),
-        instance_from_str=read,
-        is_instance=lambda value: value is None or isinstance(value, kind),
-        str_from_instance=lambda value: [str(value)],
-    )
-
-
-TaskName = Annotated[str | None, tyro.conf.arg(metavar="TASK", help_behavior_hint="")]
+Experiment = Annotated[str, tyro.conf.arg(metavar="NAME", help="MLflow experiment to record in.")]
+TaskName = tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="TASK", help_behavior_hint="")]]
 RunName = Annotated[str, tyro.conf.arg(metavar="NAME")]
 JobName = Annotated[str, tyro.conf.arg(metavar="JOB")]
 JobsAddress = Annotated[
@@ -206,13 +162,16 @@ class Source:
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help=CONFIG_HELP, help_behavior_hint="")] = None
 
 
+def is_group(hint: Any) -> bool:
+    """Returns whether a field of this type, its annotations included, is a group of options."""
+    return tyro.conf.OmitArgPrefixes in getattr(hint, "__metadata__", ())
+
+
 def settings_of_run(spec: RunSpec) -> dict[str, Any]:
     """Returns the task and the value of every option of `triaccel run`, as a file of settings holds them."""
     values: dict[str, Any] = {"task": spec.task}
     for each in (_METHOD, RUN_SETTINGS["seed"], _KEEP, *_TRAINING, *_THRESHOLDS):
-        value: Any = spec
-        for name in each.path:
-            value = getattr(value, name)
+        value: Any = reduce(getattr, each.path, spec)
         if value not in (None, {}):
             values[each.name] = each.shown(value)
     return values | ({"final": True} if spec.purpose is Purpose.FINAL else {})

@@ -14,9 +14,9 @@ import tyro
 
 from triaccel_ray.config import require
 from triaccel_ray.service.cli.keywords import REPLACED_BY, file_options
-from triaccel_ray.service.cli.options import CHOICES
+from triaccel_ray.service.cli.options import is_group
 from triaccel_ray.service.cli.settings import given
-from triaccel_ray.service.cli.specs import Command, Compare, Replay, Run, Search
+from triaccel_ray.service.cli.specs import Command, Compare, Replay, Run, Search, Trains
 from triaccel_ray.service.credentials import without_credentials
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.registry import require_name
@@ -73,17 +73,13 @@ def _parse(commands: Any, words: Sequence[str]) -> Command:
         ),
         args=words,
         config=(tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
-        registry=CHOICES,
     )
     return parsed
 
 
 def _briefly(commands: Any) -> Any:
     """Returns the union of commands with the options that are used most; to show help, not to parse with."""
-    brief = []
-    for kind, subcommand in map(get_args, get_args(commands)):
-        names = MOST_USED.get(kind)
-        brief.append(Annotated[_only(kind, names.split()) if names else kind, subcommand])
+    brief = (_only(kind, MOST_USED[kind].split()) if kind in MOST_USED else kind for kind in get_args(commands))
     return Union[tuple(brief)]  # noqa: UP007  # of a tuple
 
 
@@ -92,10 +88,9 @@ def _only(kind: Any, names: Sequence[str]) -> Any:
     members: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
     hints = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
-        group, *marks = get_args(hint) or (hint,)
-        if tyro.conf.OmitArgPrefixes in marks:
-            inner = _only(group, names)
-            hints[name] = Annotated[(inner, *marks)]
+        if is_group(hint):
+            inner = _only(get_args(hint)[0], names)
+            hints[name] = Annotated[inner, tyro.conf.OmitArgPrefixes]
             members[name] = field(default_factory=inner)
         elif name not in names:
             hints[name] = Annotated[hint, tyro.conf.Suppress]
@@ -106,7 +101,7 @@ def _only(kind: Any, names: Sequence[str]) -> Any:
 
 def check(command: Any) -> None:
     """Raises ValueError, which names the option, for all that can be seen to be wrong without PyTorch."""
-    if not isinstance(command, Run | Search | Compare):
+    if not isinstance(command, Trains):
         return
     named = [name for name in (command.task, command.source.from_) if name is not None]
     word = type(command).__name__.lower()
@@ -124,7 +119,7 @@ def expanded(words: Sequence[str], typed: Command | None = None) -> list[str]:
     `typed` is the command that the words alone mean. Of an option that comes twice the last one acts.
     """
     command = _parse(Command, words) if typed is None else typed
-    if not isinstance(command, Run | Search | Compare) or command.source.config is None:
+    if not isinstance(command, Trains) or command.source.config is None:
         return list(words)
     groups = (command, command.source, command.training, command.thresholds)
     beside = {name for name in REPLACED_BY if any(getattr(group, name, None) is not None for group in groups)}

@@ -93,13 +93,8 @@ class Setting:
             value = tuple(word.strip() for word in value.split(",") if word.strip())
         elif get_origin(self.kind) is Mapping:
             pairs = [word.rpartition("=") for word in value]
-            rule = f"must be {self.metavar}, each layer once"
-            require(
-                all(name for name, *_ in pairs) and len({name for name, *_ in pairs}) == len(pairs),
-                self.name,
-                value,
-                rule,
-            )
+            is_sound = len({name for name, *_ in pairs if name}) == len(pairs)
+            require(is_sound, self.name, value, f"must be {self.metavar}, each layer once")
             value = decode(self.kind, {name: level for name, _, level in pairs}, self.name)
         elif isinstance(self.kind, type) and issubclass(self.kind, Enum):
             value = self.kind(value)

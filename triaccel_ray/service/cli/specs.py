@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import tyro
 
 from triaccel_ray.service.cli.options import (
     CompareOptions,
+    Experiment,
     Flag,
     Flat,
     JobName,
     JobsAddress,
     Name,
-    NewName,
     ReplayThresholds,
     RunName,
     RunOptions,
@@ -35,58 +35,50 @@ SUBMIT_HELP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """Train one job on a GPU or the CPU."""
+class Trains:
+    """A command that trains something new."""
 
-    task: tyro.conf.Positional[TaskName] = None
+    task: TaskName = None
     """A bundled task (`triaccel doctor --tasks` lists them) or your own, as package.module:Class."""
     source: Flat[Source] = field(default_factory=Source)
+    main: Flat[Any] = None
+    name: Name = None
+    """Name of the result. Default: made of task, method or space, and time."""
+    experiment: Experiment = ""
+    training: Flat[Training] = field(default_factory=Training)
+    thresholds: Flat[Any] = None
+    where: Flat[Where] = field(default_factory=Where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Trains):
+    """Train one job on a GPU or the CPU."""
+
     main: Flat[RunOptions] = field(default_factory=RunOptions)
     final: Flag = False
     """Train on training and validation samples, and read the test set once, at the end."""
-    name: Name = None
-    """Name of the run. Default: task, method and time."""
-    experiment: NewName = "triaccel-runs"
-    """MLflow experiment to record in."""
-    training: Flat[Training] = field(default_factory=Training)
+    experiment: Experiment = "triaccel-runs"
     thresholds: Flat[Thresholds] = field(default_factory=Thresholds)
-    where: Flat[Where] = field(default_factory=Where)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
+class Search(Trains):
     """Find thresholds on the validation split, against FP32 and AMP baselines."""
 
-    task: tyro.conf.Positional[TaskName] = None
-    """A bundled task (`triaccel doctor --tasks` lists them) or your own, as package.module:Class."""
-    source: Flat[Source] = field(default_factory=Source)
     main: Flat[SearchOptions] = field(default_factory=SearchOptions)
-    name: Name = None
-    """Name of the search. Default: task, space and time."""
-    experiment: NewName = "triaccel-searches"
-    """MLflow experiment to record in."""
-    training: Flat[Training] = field(default_factory=Training)
+    experiment: Experiment = "triaccel-searches"
     thresholds: Flat[SearchThresholds] = field(default_factory=SearchThresholds)
-    where: Flat[Where] = field(default_factory=Where)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare:
+class Compare(Trains):
     """Compare FP32, AMP and Tri-Accel on the test set, over several seeds."""
 
-    task: tyro.conf.Positional[TaskName] = None
-    """A bundled task (`triaccel doctor --tasks` lists them) or your own, as package.module:Class."""
-    source: Flat[Source] = field(default_factory=Source)
     main: Flat[CompareOptions] = field(default_factory=CompareOptions)
     ablation: Flag = False
     """Add a table of ablations: FP32, dynamic-batch, dynamic-precision, dynamic-both, triaccel."""
-    name: Name = None
-    """Name of the comparison. Default: task and time."""
-    experiment: NewName = "triaccel-comparisons"
-    """MLflow experiment to record in."""
-    training: Flat[Training] = field(default_factory=Training)
+    experiment: Experiment = "triaccel-comparisons"
     thresholds: Flat[Thresholds] = field(default_factory=Thresholds)
-    where: Flat[Where] = field(default_factory=Where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,17 +172,4 @@ class Stop:
     address: JobsAddress = None
 
 
-Command: TypeAlias = (
-    Annotated[Run, tyro.conf.subcommand("run")]
-    | Annotated[Search, tyro.conf.subcommand("search")]
-    | Annotated[Compare, tyro.conf.subcommand("compare")]
-    | Annotated[Report, tyro.conf.subcommand("report")]
-    | Annotated[Replay, tyro.conf.subcommand("replay")]
-    | Annotated[Resume, tyro.conf.subcommand("resume")]
-    | Annotated[Ui, tyro.conf.subcommand("ui")]
-    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
-    | Annotated[Submit, tyro.conf.subcommand("submit")]
-    | Annotated[Jobs, tyro.conf.subcommand("jobs")]
-    | Annotated[Logs, tyro.conf.subcommand("logs")]
-    | Annotated[Stop, tyro.conf.subcommand("stop")]
-)
+Command: TypeAlias = Run | Search | Compare | Report | Replay | Resume | Ui | Doctor | Submit | Jobs | Logs | Stop

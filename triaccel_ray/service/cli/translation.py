@@ -11,21 +11,29 @@ from typing import Any
 from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.service.cli.options import RUN_SETTINGS
 from triaccel_ray.service.cli.settings import changed, given
-from triaccel_ray.service.cli.specs import Compare, Replay, Run, Search
+from triaccel_ray.service.cli.specs import Compare, Replay, Run, Search, Trains
 from triaccel_ray.service.compare.comparison import read_comparison
 from triaccel_ray.service.compare.spec import ComparisonSpec
-from triaccel_ray.service.lookup import find, find_run
 from triaccel_ray.service.runs.record import read_spec
 from triaccel_ray.service.runs.spec import RunSpec, run_spec
 from triaccel_ray.service.search.dimensions import dimensions
 from triaccel_ray.service.search.search import read_search
 from triaccel_ray.service.search.spec import SearchSpec
+from triaccel_ray.service.session import find, find_run
 from triaccel_ray.trainables.task import Purpose
 
 Given = Mapping[tuple[str, ...], Any]
 """Path of a field -> its value (`options.given`)."""
-_CONTROL = "control"
-_HEADROOM, _BUDGET = ("memory_headroom_bytes",), ("memory_budget_bytes",)
+
+
+def spec_of(command: Trains) -> RunSpec | SearchSpec | ComparisonSpec:
+    """Returns the run, search or comparison that the command asks for; raises as `run_of`."""
+    if isinstance(command, Search):
+        return search_of(command)
+    if isinstance(command, Compare):
+        return comparison_of(command)
+    assert isinstance(command, Run)
+    return run_of(command)
 
 
 def run_of(command: Run) -> RunSpec:
@@ -34,7 +42,7 @@ def run_of(command: Run) -> RunSpec:
     Raises:
         ValueError: an option breaks its rule, or there is no run of this name; the message names it.
     """
-    options = {**given(command.main), **_common(command)}
+    options = {**given(command.main), **given(command.training), **given(command.thresholds)}
     if command.source.from_ is None:
         base = _of_task(command.task, options)
     else:
@@ -46,29 +54,29 @@ def run_of(command: Run) -> RunSpec:
 
 def search_of(command: Search) -> SearchSpec:
     """Returns the search that the command asks for; raises as `run_of`."""
-    own, common = _split(given(command.main)), _common(command)
+    own, common = _split(command)
     if command.source.from_ is None:
         spec = SearchSpec(base=_of_task(command.task, common))
     else:
         spec = read_search(find(command.source.from_, command.where).folder).spec
-    spec = changed(spec, own[0])
+    spec = changed(spec, own)
     for dimension in dimensions(spec.optional):
         setting = RUN_SETTINGS[dimension.name]
         rule = "a search finds this one itself; leave it out, or train with it by `triaccel run`"
         require(setting.path not in common, f"--{setting.option}", common.get(setting.path), rule)
-    return replace(spec, base=with_options(replace(spec.base, seed=spec.seed), {**common, **own[1]}))
+    return replace(spec, base=with_options(replace(spec.base, seed=spec.seed), common))
 
 
 def comparison_of(command: Compare) -> ComparisonSpec:
     """Returns the comparison that the command asks for; raises as `run_of`."""
-    own, common = _split(given(command.main)), _common(command)
+    own, common = _split(command)
     if command.source.from_ is None:
         base = replace(_of_task(command.task, common), purpose=Purpose.FINAL)
         spec = ComparisonSpec(base=base, ablation=command.ablation)
     else:
         spec = read_comparison(find(command.source.from_, command.where).folder).spec
     spec = replace(spec, ablation=spec.ablation or command.ablation)
-    return replace(changed(spec, own[0]), base=with_options(spec.base, {**common, **own[1]}))
+    return replace(changed(spec, own), base=with_options(spec.base, common))
 
 
 def replayed_control(command: Replay, control: ControlConfig) -> ControlConfig:
@@ -82,12 +90,13 @@ def with_options(spec: RunSpec, options: Given) -> RunSpec:
     Raises:
         ValueError: one breaks its rule, by itself or beside the others; or the task does not read it.
     """
-    control = {path[1:]: value for path, value in options.items() if path[0] == _CONTROL}
-    rest = {path: value for path, value in options.items() if path[0] != _CONTROL}
-    for one, other in ((_HEADROOM, _BUDGET), (_BUDGET, _HEADROOM)):
-        if one in rest:
-            rest.setdefault(other, None)  # a limit that was given replaces one of the other kind
-    made = changed(spec, {**rest, (_CONTROL,): _with_control(spec.control, control)})
+    control = {path[1:]: value for path, value in options.items() if path[0] == "control"}
+    rest = {path: value for path, value in options.items() if path[0] != "control"}
+    limits = ("memory_headroom_bytes",), ("memory_budget_bytes",)
+    for limit in limits:
+        if options.keys() & limits:
+            rest.setdefault(limit, None)  # a limit that was given replaces one of the other kind
+    made = changed(spec, {**rest, ("control",): _with_control(spec.control, control)})
     _require_read(made, options)
     return made
 
@@ -125,18 +134,15 @@ def _with_control(control: ControlConfig, options: Given) -> ControlConfig:
     return changed(control, options)
 
 
-def _common(command: Run | Search | Compare) -> dict[tuple[str, ...], Any]:
-    return {**given(command.training), **given(command.thresholds)}
-
-
-def _split(options: Given) -> tuple[Given, Given]:
+def _split(command: Search | Compare) -> tuple[dict[tuple[str, ...], Any], dict[tuple[str, ...], Any]]:
     """Returns what a search or comparison has as a whole, and what its runs have."""
-    of_runs: Given = {path: value for path, value in options.items() if path == ("trials_per_gpu",)}
-    return {path: value for path, value in options.items() if path not in of_runs}, of_runs
+    own, common = given(command.main), {**given(command.training), **given(command.thresholds)}
+    shared = ("trials_per_gpu",)
+    return own, common | ({shared: own.pop(shared)} if shared in own else {})
 
 
 def _of_task(task: str | None, options: Given) -> RunSpec:
     """Returns the run as the task itself would have it; where its data files are is known to the task first."""
     assert task is not None  # `parsing.check` has seen to it
     folder = options.get(("data_dir",))
-    return run_spec(task, data_dir=None if folder is None else Path(folder), recipe={})
+    return run_spec(task, data_dir=folder and Path(folder), recipe={})

@@ -58,14 +58,11 @@ def experiment_of(tracker: Tracker, folder: Path, *, given: str | None, usual: s
     shipped = read_shipped(folder)
     if shipped is None:
         return given or usual
-    there = None
-    if shipped.run_id is not None and shipped.store == tracker.display_uri:
-        there = tracker.experiment_of(shipped.run_id)
+    is_here = shipped.store == tracker.display_uri
+    there = tracker.experiment_of(shipped.run_id) if is_here and shipped.run_id is not None else None
     if there is None:  # recorded anew, in another store
         return given or shipped.experiment or usual
-    rule = (
-        f"{folder.name} is recorded in {there!r}, and MLflow moves no run from one experiment to another; leave it out"
-    )
+    rule = f"{folder.name} is recorded in {there!r}, and MLflow moves no run to another experiment; leave it out"
     require(given in (None, there), "experiment", given, rule)
     return there
 
@@ -85,14 +82,8 @@ def _is_in_usual_store(shipped: Shipped, where: Where) -> bool:
 
 def search_parent(spec: SearchSpec, folder: Path) -> Parent:
     """Returns the MLflow run that stands for the search in `folder`."""
-    tags = {
-        "task": spec.base.task,
-        "kind": "search",
-        "seed": str(spec.seed),
-        "space": spec.space,
-        "objective": spec.objective,
-        "margin": f"{spec.margin:g}",
-    }
+    tags = {"task": spec.base.task, "kind": "search", "seed": str(spec.seed), "space": spec.space}
+    tags |= {"objective": spec.objective, "margin": f"{spec.margin:g}"}
 
     def closing_tags() -> dict[str, str]:
         record = read_search(folder)

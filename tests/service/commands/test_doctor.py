@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pynvml
 import pytest
+import torch
 
 from tests.service.stores import free_port
-from triaccel_ray.service import doctor
-from triaccel_ray.service.doctor import Finding, Verdict, _no_nvml, examine
+from triaccel_ray.service.commands import doctor
+from triaccel_ray.service.commands.doctor import Finding, examine
 from triaccel_ray.service.storage.storage_path import StoragePath
 
 
@@ -35,7 +37,7 @@ def test_every_check_goes_by_its_name(findings: dict[str, Finding]) -> None:
         "mlflow store": "tracking uri =",
     }
     for subject, text in problems.items():
-        assert findings[subject][0] is Verdict.PROBLEM
+        assert findings[subject][0] == "problem"
         assert findings[subject][1].startswith(text)
     names = {"python", *doctor.PACKAGES, "gpu", "nvml", "disk"}
     assert set(findings) == names | set(problems)
@@ -58,10 +60,16 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert not (home / ".ray").exists()
 
 
-def test_without_nvml_a_gpu_is_of_no_use_and_a_cpu_does_without() -> None:
-    error = RuntimeError("NVML Shared Library Not Found\nsecond line")
-    gpu, cpu = _no_nvml(error, has_gpu=True), _no_nvml(error, has_gpu=False)
-    assert (gpu[0], cpu[0]) == (Verdict.PROBLEM, Verdict.NOTE)
-    assert "a run on the GPU fails" in gpu[1]
-    assert "resident set" in cpu[1]
-    assert "second line" not in gpu[1] + cpu[1]
+def test_without_nvml_a_gpu_is_of_no_use_and_a_cpu_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", missing)
+    for has_gpu, verdict, said in (
+        (True, "problem", "a run on the GPU fails"),
+        (False, "note", "resident"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        found, text = doctor._nvml()
+        assert found == verdict
+        assert said in text

@@ -8,22 +8,22 @@ import pytest
 
 from tests.service.build import SimulatedRun
 from tests.service.stores import free_port
-from triaccel_ray.service import recording as recorder
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.cluster.head_watch import HeadLostError
-from triaccel_ray.service.next_steps import point_to, resumable, resume_words
-from triaccel_ray.service.recording import recording
+from triaccel_ray.service.commands import recording as recorder
+from triaccel_ray.service.commands.next_steps import point_to, resumable, resume_words
+from triaccel_ray.service.commands.recording import recording
 from triaccel_ray.service.storage.layout import SPEC
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.tracking import Tracker
 
 
 def test_a_run_of_a_comparison_is_named_in_its_storage_folder(tmp_path: Path) -> None:
-    place, where = StoragePath(str(tmp_path), "versus") / "amp-seed0", Where(storage_path=StoragePath(str(tmp_path)))
-    assert resume_words(place, where, "x", "x") == f"triaccel resume versus/amp-seed0 --storage-path {tmp_path}"
-    elsewhere = StoragePath.of(tmp_path / "other" / "versus")
-    path = tmp_path / "other" / "versus"
-    assert resume_words(elsewhere, where, "x", "x") == f"triaccel resume {path} --storage-path {tmp_path}"
+    storage = StoragePath(str(tmp_path))
+    other = tmp_path / "other" / "versus"
+    for place, name in ((storage / "versus" / "amp-seed0", "versus/amp-seed0"), (StoragePath.of(other), other)):
+        words = resume_words(place, Where(storage_path=storage), "x", "x")
+        assert words == f"triaccel resume {name} --storage-path {tmp_path}"
 
 
 @pytest.mark.parametrize("begun", [True, False])

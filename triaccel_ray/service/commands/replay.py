@@ -44,27 +44,26 @@ def verdict(run: RunRecord, control: ControlConfig) -> Iterator[str]:
             f"{run.spec.control.every_steps} steps"
         )
     result = replay(control, [(tick.observation, tick.decision) for tick in run.ticks])
-    same_config = control == run.start.control
-    if same_config and result.diverged_at is None:
-        pairs = zip(result.decisions, run.ticks, strict=True)
-        changed = next((index for index, (now, tick) in enumerate(pairs) if now != tick.decision), None)
-        if changed is not None:
-            yield f"plans are the same, but at tick {changed} what was remembered or the reasons differ from the log"
-            yield _OTHER_VERSION
-            return
+    is_own = control == run.start.control
     if result.diverged_at is None:
-        under = "its own configuration" if same_config else "the other thresholds"
-        yield f"{len(run.ticks)} ticks replayed under {under}: every decision is the same"
+        pairs = enumerate(zip(result.decisions, run.ticks, strict=True))
+        differing = [index for index, (now, tick) in pairs if now != tick.decision] if is_own else []
+        if differing:
+            yield f"plans are the same, but at tick {differing[0]} reasons or what was remembered differ from the log"
+            yield _OTHER_VERSION
+        else:
+            under = "its own configuration" if is_own else "the other thresholds"
+            yield f"{len(run.ticks)} ticks replayed under {under}: every decision is the same"
         return
-    tick = run.ticks[result.diverged_at]
+    tick, now = run.ticks[result.diverged_at], result.decisions[-1]
     yield (
         f"first difference at tick {result.diverged_at} (step {tick.observation.step}); what follows would have been "
         "another run, so the replay ends here"
     )
-    if same_config:
+    if is_own:
         yield _OTHER_VERSION
-    yield from _differences(tick.decision.plan, result.decisions[-1].plan)
-    for reason in result.decisions[-1].reasons:
+    yield from _differences(tick.decision.plan, now.plan)
+    for reason in now.reasons:
         yield f"  because {reason.subject}: {reason.text}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +14,8 @@ import ray
 
 from triaccel_ray.records.events import End
 from triaccel_ray.service.cli.options import Where, settings_text
-from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search
-from triaccel_ray.service.cli.translation import comparison_of, run_of, search_of
+from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search, Trains
+from triaccel_ray.service.cli.translation import spec_of
 from triaccel_ray.service.cluster.cluster import (
     cluster,
     display_address,
@@ -24,17 +24,22 @@ from triaccel_ray.service.cluster.cluster import (
     require_gpu_to_share,
     require_reachable,
 )
+from triaccel_ray.service.commands.model_delivery import deliver_model
+from triaccel_ray.service.commands.next_steps import ONCE_IT_IS_BACK, resumable, resume_words, say_how_it_ended
+from triaccel_ray.service.commands.progress import Progress
+from triaccel_ray.service.commands.recording import (
+    experiment_of,
+    in_its_store,
+    recording,
+    recording_parent,
+    search_parent,
+)
 from triaccel_ray.service.compare import comparison
 from triaccel_ray.service.compare.choosing import choose, trial_of
 from triaccel_ray.service.compare.comparison import COMPARISON, read_comparison, summary_metrics
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.console import err, out
 from triaccel_ray.service.failures import RunFailedError, needing_room
-from triaccel_ray.service.lookup import find, storage_of
-from triaccel_ray.service.model_delivery import deliver_model
-from triaccel_ray.service.next_steps import ONCE_IT_IS_BACK, resumable, resume_words, say_how_it_ended
-from triaccel_ray.service.progress import Progress
-from triaccel_ray.service.recording import experiment_of, in_its_store, recording, recording_parent, search_parent
 from triaccel_ray.service.report.comparison import view_comparison
 from triaccel_ray.service.report.report import View
 from triaccel_ray.service.report.run import view_run
@@ -59,7 +64,7 @@ from triaccel_ray.service.search.search import (
     tune_trials,
 )
 from triaccel_ray.service.search.spec import SearchSpec
-from triaccel_ray.service.session import new_name, open_tracker, require_experiment
+from triaccel_ray.service.session import find, new_name, open_tracker, require_experiment, storage_of
 from triaccel_ray.service.storage.copies import PAGES
 from triaccel_ray.service.storage.layout import (
     BASELINES,
@@ -80,10 +85,6 @@ MISTAKES = ("bug", "preempted", "store")
 """Causes of failures that have nothing to do with what was tried."""
 
 
-def ignore(view: View) -> None:
-    """Shows nothing."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Context:
     """Where something is trained, kept and recorded, and who is shown the result."""
@@ -94,7 +95,7 @@ class Context:
     """MLflow experiment; None: the usual one."""
     resume: bool = False
     """Whether it goes on with what is at `place`."""
-    show: Callable[[View], None] = ignore
+    show: Callable[[View], object]
     """Called once there is a result, before the rest of it is recorded."""
 
 
@@ -105,7 +106,7 @@ class Outcome:
     context: Context
     view: View | None
     """None where nothing was left to be trained."""
-    is_complete: bool = True
+    is_complete: bool
     """Whether all was done that was asked for; of a search also, whether a trial is worth training with."""
     failures: Sequence[str] = ()
     """Messages of the failed runs of a search or comparison, already printed."""
@@ -113,7 +114,7 @@ class Outcome:
     """Runs that are not in `failures`."""
 
 
-def carry_out(command: Run | Search | Compare | Resume, show: Callable[[View], None] = ignore) -> Outcome:
+def carry_out(command: Trains | Resume, show: Callable[[View], object] = lambda view: None) -> Outcome:
     """Trains what a command asks for, and returns what became of it; `show` gets the result as soon as there is one.
 
     Raises:
@@ -122,34 +123,31 @@ def carry_out(command: Run | Search | Compare | Resume, show: Callable[[View], N
         HeadLostError: the cluster's head was lost; the message has the command that goes on.
         KeyboardInterrupt: the user broke it off; likewise.
     """
-    match command:
-        case Run():
-            spec = run_of(command)
-            return _train(spec, _context(command, spec.task, spec.method, show))
-        case Search():
-            searched = search_of(command)
-            return _search(searched, _context(command, searched.base.task, searched.space, show))
-        case Compare():
-            compared = comparison_of(command)
-            return _compare(compared, _context(command, compared.base.task, "comparison", show))
-    place = find(command.name, command.where, writable=True)
-    folder, where = place.folder, in_its_store(place.folder, _joined(command.where))
-    context = Context(place=place, where=where, experiment=command.experiment, resume=True, show=show)
+    where = replace(command.where, address=joined_address(command.where.address))
+    if isinstance(command, Trains):
+        asked = spec_of(command)
+        base = asked if isinstance(asked, RunSpec) else asked.base
+        kind = asked.space if isinstance(asked, SearchSpec) else getattr(asked, "method", "comparison")
+        place = storage_of(command.where) / new_name(command.name, base.task, kind)
+    else:
+        place = find(command.name, command.where, writable=True)
+        where = in_its_store(place.folder, where)
+        asked = _asked_before(place.folder)
+    resume = isinstance(command, Resume)
+    context = Context(place=place, where=where, experiment=command.experiment, resume=resume, show=show)
+    match asked:
+        case SearchSpec():
+            return _search(asked, context)
+        case ComparisonSpec():
+            return _compare(asked, context)
+        case _:
+            return _train(asked, context)
+
+
+def _asked_before(folder: Path) -> RunSpec | SearchSpec | ComparisonSpec:
     if (folder / SEARCH).exists():
-        return _search(read_search(folder).spec, context)
-    if (folder / COMPARISON).exists():
-        return _compare(read_comparison(folder).spec, context)
-    return _train(read_spec(folder), context)
-
-
-def _context(command: Run | Search | Compare, task: str, kind: str, show: Callable[[View], None]) -> Context:
-    """Returns the context of something new; without a name it gets one of task, `kind` and time."""
-    place = storage_of(command.where) / new_name(command.name, task, kind)
-    return Context(place=place, where=_joined(command.where), experiment=command.experiment, show=show)
-
-
-def _joined(where: Where) -> Where:
-    return replace(where, address=joined_address(where.address))
+        return read_search(folder).spec
+    return read_comparison(folder).spec if (folder / COMPARISON).exists() else read_spec(folder)
 
 
 def _prepare(spec: RunSpec, context: Context, usual: str) -> tuple[Tracker, str, str]:
@@ -201,8 +199,7 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
     view = view_run(run)
     context.show(view)
     bring(place, PAGES)
-    is_handed_over = deliver_model(run, place, tracker, words)
-    return Outcome(context=context, view=view, is_complete=is_handed_over)
+    return Outcome(context=context, view=view, is_complete=deliver_model(run, place, tracker, words))
 
 
 def _write_settings(spec: RunSpec, folder: Path) -> None:
@@ -211,29 +208,25 @@ def _write_settings(spec: RunSpec, folder: Path) -> None:
 
 
 def _search(spec: SearchSpec, context: Context) -> Outcome:
-    place, where, folder = context.place, context.where, context.place.folder
-    tracker, experiment, words = _prepare(spec.base, context, Search.experiment)
+    base, place, where, folder = spec.base, context.place, context.where, context.place.folder
+    tracker, experiment, words = _prepare(base, context, Search.experiment)
     if not context.resume:
         begin(folder, SEARCH, spec)
     parent = search_parent(spec, folder)
-    with (
-        resumable(words, place),
-        mirrored(place),
-        recording_parent(tracker, folder, words, experiment, spec.base.control, parent) as log,
-    ):
+    recorded = recording_parent(tracker, folder, words, experiment, base.control, parent)
+    with resumable(words, place), mirrored(place), recorded as log:
         with _ray(where, words):
-            num_gpus, shared = gpus_of_a_run(spec.base, where.address), _shared(spec.base)
-            title = f"{spec.base.task}: baselines and probe"
-            with Progress(title, folder / BASELINES, goal=spec.base.goal):
+            num_gpus, shared = gpus_of_a_run(base, where.address), _shared(base)
+            with Progress(f"{base.task}: baselines and probe", folder / BASELINES, goal=base.goal):
                 prepared = prepare(spec, place, num_gpus=num_gpus, shared=shared)
-            title = f"{spec.base.task}: {counted(spec.num_trials, 'trial')}"
-            with Progress(title, folder / TRIALS, goal=spec.base.goal, num_trials=spec.num_trials):
+            title = f"{base.task}: {counted(spec.num_trials, 'trial')}"
+            with Progress(title, folder / TRIALS, goal=base.goal, num_trials=spec.num_trials):
                 tune_trials(
                     spec, prepared, place, num_gpus=num_gpus, resume=context.resume, shared=shared, claim=log.claim
                 )
             if todo := to_be_repeated(read_search(folder)):
-                title, again = f"{spec.base.task}: the best trial and the baselines again", place / REPEATS
-                with Progress(title, again.folder, goal=spec.base.goal):
+                title, again = f"{base.task}: the best trial and the baselines again", place / REPEATS
+                with Progress(title, again.folder, goal=base.goal):
                     failed = run_all(todo, again, num_gpus=num_gpus, shared=shared, reuse_actors=True)
                 for error in failed.values():
                     if not isinstance(error, RunFailedError):  # that is on record
@@ -243,18 +236,17 @@ def _search(spec: SearchSpec, context: Context) -> Outcome:
             write_value(folder / FOUND, found)
         view = view_search(record)
         context.show(view)
-        mistakes = [run for run in record.trials if run.end is not None and run.end.cause in MISTAKES]
+        mistakes = {run.name: run for run in record.trials if run.end is not None and run.end.cause in MISTAKES}
         best = best_trial(record)
         end = None if best is None else contenders(record)[best.name].end
-        log.append(_ending([run.name for run in mistakes], len(record.trials), {} if end is None else end.results))
+        log.append(_ending(mistakes, len(record.trials), {} if end is None else end.results))
     failures = []
-    for run in mistakes:
+    for run in mistakes.values():
         trace = f"; the traceback is in {run.folder / ERROR}" if (run.folder / ERROR).exists() else ""
         failures.append(f"{run.name} {run.status}: {run.end.message if run.end is not None else ''}{trace}")
-    for text in failures:
-        err.print(text, style="red", markup=False, soft_wrap=True)
     if failures:
-        err.print(f"`{words}` tries these again", markup=False, soft_wrap=True)
+        err.print("\n".join(failures), style="red", soft_wrap=True)
+        err.print(f"`{words}` tries these again", soft_wrap=True)
     return Outcome(
         context=context,
         view=view,
@@ -265,42 +257,38 @@ def _search(spec: SearchSpec, context: Context) -> Outcome:
 
 
 def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
-    place, where, folder = context.place, context.where, context.place.folder
-    tracker, experiment, words = _prepare(spec.base, context, Compare.experiment)
+    base, place, where, folder = spec.base, context.place, context.where, context.place.folder
+    tracker, experiment, words = _prepare(base, context, Compare.experiment)
     if not context.resume:
         begin(folder, COMPARISON, spec)
-    info = {"task": spec.base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
-    parent = Parent(name=folder.name, tags=info)
-    with (
-        resumable(words, place),
-        mirrored(place),
-        recording_parent(tracker, folder, words, experiment, spec.base.control, parent) as log,
-    ):
+    info = {"task": base.task, "kind": "comparison", "methods": ", ".join(spec.all_methods)}
+    recorded = recording_parent(tracker, folder, words, experiment, base.control, Parent(name=folder.name, tags=info))
+    with resumable(words, place), mirrored(place), recorded as log:
         with _ray(where, words):
-            num_gpus = gpus_of_a_run(spec.base, where.address)
+            num_gpus = gpus_of_a_run(base, where.address)
             if read_comparison(folder).choices is None:
-                _choose(spec, place, num_gpus)
+                title = f"{base.task}: trials on validation samples"
+                with Progress(title, folder / comparison.TRIALS, goal=base.goal):
+                    choose(spec, place, num_gpus=num_gpus, shared=_shared(trial_of(base)))
             todo = read_comparison(folder).unfinished()
-            with Progress(f"{spec.base.task}: comparison", folder, todo, goal=spec.base.goal):
+            with Progress(f"{base.task}: comparison", folder, todo, goal=base.goal):
                 failures = run_all(todo, place, num_gpus=num_gpus)
         record = read_comparison(folder)
         if not record.runs and failures:
             raise next(iter(failures.values()))  # none could begin: most likely input that only the actors could judge
-        failed = {
-            name: f"{name} failed: {run.end.message}" for name, run in record.failed.items() if run.end is not None
-        }
+        failed = {name: f"{name} failed: {run.end.message if run.end else ''}" for name, run in record.failed.items()}
         for name, error in failures.items():
             failed[name] = str(error) if isinstance(error, RunFailedError) else f"{name} failed: {error}"
         view = view_comparison(record)
         context.show(view)
-        log.append(_ending(list(failed), len(record.runs), summary_metrics(record)))
+        log.append(_ending(failed, len(record.runs), summary_metrics(record)))
     for name, text in failed.items():
-        err.print(text, style="red", markup=False, soft_wrap=True)
+        err.print(text, style="red", soft_wrap=True)
         if name in record.runs and record.runs[name].has_outcome:
             again = resume_words(place / name, where, experiment, experiment)
             err.print(f"that is its outcome; `{again}` tries it again", soft_wrap=True)
         if name in failures and os.environ.get("TRIACCEL_TRACEBACK"):
-            err.print("".join(traceback.format_exception(failures[name])), markup=False, soft_wrap=True)
+            err.print("".join(traceback.format_exception(failures[name])), soft_wrap=True)
     return Outcome(
         context=context,
         view=view,
@@ -318,14 +306,7 @@ def _ray(where: Where, words: str) -> AbstractContextManager[None]:
     return cluster(where.address, last_words=f"{ONCE_IT_IS_BACK}\n{words}")
 
 
-def _choose(spec: ComparisonSpec, place: StoragePath, num_gpus: float) -> None:
-    """Runs the trials that choose settings; their samples leave the object store afterwards."""
-    shared, trials = _shared(trial_of(spec.base)), place.folder / comparison.TRIALS
-    with Progress(f"{spec.base.task}: trials on validation samples", trials, goal=spec.base.goal):
-        choose(spec, place, num_gpus=num_gpus, shared=shared)
-
-
-def _ending(failed: Sequence[str], num_runs: int, results: Mapping[str, float]) -> End:
+def _ending(failed: Collection[str], num_runs: int, results: Mapping[str, float]) -> End:
     """Returns the last record of a search or comparison of which the runs `failed` are to be tried again."""
     if not failed:
         return End(status="finished", results=results)
@@ -338,5 +319,5 @@ def _shared(spec: RunSpec) -> SharedSplits | None:
     try:
         return share_splits(spec)
     except NotSharedError as error:
-        err.print(f"every trial reads the samples itself: {error}", style="yellow", markup=False, soft_wrap=True)
+        err.print(f"every trial reads the samples itself: {error}", style="yellow", soft_wrap=True)
         return None

@@ -44,10 +44,10 @@ def resumable(words: str, place: StoragePath) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        has_begun = any((place.folder / name).exists() for name in (SPEC, SEARCH, COMPARISON))
-        to_go_on = f"stopped; to go on from the last checkpoint:\n{words}"
-        nothing = f"stopped; nothing was trained, and there is no {place.base_name} yet"
-        raise KeyboardInterrupt(to_go_on if has_begun else nothing) from None
+        text = f"stopped; nothing was trained, and there is no {place.base_name} yet"
+        if any((place.folder / name).exists() for name in (SPEC, SEARCH, COMPARISON)):
+            text = f"stopped; to go on from the last checkpoint:\n{words}"
+        raise KeyboardInterrupt(text) from None
     except HeadLostError as error:
         raise HeadLostError(f"{error}{ONCE_IT_IS_BACK}\n{words}") from error
 
@@ -56,13 +56,10 @@ def say_how_it_ended(run: RunRecord) -> None:
     """Says, to whoever resumes a run that failed by what was tried, how it ended and what now follows."""
     if run.end is None or run.end.status != "failed":
         return
-    follows = (
-        "trying again from its last checkpoint, for there may be more memory now"
-        if run.end.cause == "out_of_memory"
-        else "the same settings would end the same way, so nothing is trained; begin a run with others, such as a "
-        "smaller --lr"
-    )
-    err.print(f"{run.name} {run.status}: {run.end.message}", style="yellow", markup=False, soft_wrap=True)
+    follows = "the same settings would end the same way: nothing is trained; try others, such as a smaller --lr"
+    if run.end.cause == "out_of_memory":
+        follows = "trying again from its last checkpoint, for there may be more memory now"
+    err.print(f"{run.name} {run.status}: {run.end.message}", style="yellow", soft_wrap=True)
     err.print(follows, soft_wrap=True)
 
 

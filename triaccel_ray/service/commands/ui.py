@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import ipaddress
 import os
 import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
-
-import psutil
 
 from triaccel_ray.service.console import err, out
 from triaccel_ray.service.signals import as_interrupt
+from triaccel_ray.service.tracking.sqlite_file import sqlite_path
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
 
-_SQLITE = "sqlite:///"
 GRACE_S = 10.0
 """For a server that was asked to end, before it is killed."""
 ALLOWED_HOSTS = "MLFLOW_SERVER_ALLOWED_HOSTS"
@@ -50,30 +46,12 @@ def require_store(tracker: Tracker) -> None:
     Raises:
         TrackingUnavailableError: there is no such file; none is created.
     """
-    path = tracker.uri.removeprefix(_SQLITE)
-    if tracker.uri.startswith(_SQLITE) and not Path(path).is_file():
+    path = sqlite_path(tracker.uri)
+    if path is not None and not path.is_file():
         raise TrackingUnavailableError(
             f"tracking uri = {tracker.display_uri!r}: there is no such file, so nothing is recorded there; name the "
             "folder of your runs with --storage-path, or their store with --tracking-uri"
         )
-
-
-def require_free(host: str, port: int) -> None:
-    """Returns if a server can listen there.
-
-    Raises:
-        ValueError: another program does, or the address is none of this machine's.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ValueError(f"port = {port}: another program listens there; choose another --port") from error
-        text = (
-            f"host, port = {host!r}, {port}: cannot be listened on ({error.strerror}); choose another --host or --port"
-        )
-        raise ValueError(text) from error
 
 
 def runs_pages(tracker: Tracker, base: str) -> dict[str, str]:
@@ -100,7 +78,11 @@ def show(tracker: Tracker, host: str, port: int) -> int:
     if not is_server:
         if not is_loopback(host):
             err.print(exposure(host, port), style="yellow", soft_wrap=True)
-        require_free(host, port)
+        try:
+            socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        except OSError as error:
+            rule = f"cannot be listened on ({error.strerror}); choose another --port or --host"
+            raise ValueError(f"host, port = {host!r}, {port}: {rule}") from error
     pages = runs_pages(tracker, tracker.display_uri.rstrip("/") if is_server else f"http://{host}:{port}")
     lines = [f"{name}: {page}" for name, page in pages.items()] or ["no runs are recorded yet"]
     if is_server:
@@ -108,10 +90,10 @@ def show(tracker: Tracker, host: str, port: int) -> int:
         return 0
     out.print("\n".join(["MLflow UI (Ctrl-C ends it)", *lines, f"store: {tracker.display_uri}"]), soft_wrap=True)
     sys.stdout.flush()
-    return serve(tracker.uri, host, port)
+    return _serve(tracker.uri, host, port)
 
 
-def serve(store_uri: str, host: str, port: int) -> int:
+def _serve(store_uri: str, host: str, port: int) -> int:
     """Returns the exit status of the server once it has ended; 0 where a signal has asked for that."""
     # One worker and no job executor: a fifth of the memory, a third of the time to start.
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **os.environ}
@@ -124,19 +106,11 @@ def serve(store_uri: str, host: str, port: int) -> int:
         except KeyboardInterrupt:
             return 0
         finally:
-            _end(server)
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    """Ends the server and the processes below it; one that takes long, or a second signal, has them killed."""
-    if server.poll() is not None:
-        return
-    processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
-    try:
-        server.terminate()
-        psutil.wait_procs(processes, timeout=GRACE_S)
-    finally:
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        server.wait()
+            server.terminate()
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    server.wait(GRACE_S)
+            finally:  # one that takes long, or a second signal, has it killed; and whatever it has left behind
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(server.pid, signal.SIGKILL)
+                server.wait()

@@ -9,13 +9,12 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from enum import StrEnum
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from secrets import token_hex
 from tempfile import TemporaryDirectory
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from triaccel_ray.cuda.out_of_memory import first_line
 from triaccel_ray.service.console import out
@@ -24,34 +23,27 @@ from triaccel_ray.service.storage.storage_path import StoragePath
 PACKAGES = ("torch", "torchvision", "triton", "ray", "mlflow", "optuna", "nvidia-ml-py", "scikit-learn", "rich")
 
 
-class Verdict(StrEnum):
-    """How a check came out."""
-
-    OK = "ok"
-    NOTE = "note"
-    """Works, with less than it could."""
-    PROBLEM = "problem"
-
-
+Verdict: TypeAlias = Literal["ok", "note", "problem"]
+"""How a check came out; a note: works, with less than it could."""
 Finding: TypeAlias = tuple[Verdict, str]
 """One check's result, and what it saw."""
-_STYLES: Mapping[Verdict, str] = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}
+_STYLES: Mapping[Verdict, str] = {"ok": "green", "note": "yellow", "problem": "red"}
 
 
 def show_findings(storage: StoragePath, tracking_uri: str | None, address: str | None) -> int:
     """Shows the findings as they come, and returns the exit status: 1 where one is a problem."""
     status = 0
     for subject, verdict, text in examine(storage, tracking_uri, address):
-        out.print(f"{verdict.value:8}", style=_STYLES[verdict], end="")
+        out.print(f"{verdict:8}", style=_STYLES[verdict], end="")
         out.print(f" {subject:22} {text}", soft_wrap=True)
-        status = 1 if verdict is Verdict.PROBLEM else status
+        status = 1 if verdict == "problem" else status
     return status
 
 
 def examine(storage: StoragePath, tracking_uri: str | None, address: str | None) -> Iterator[tuple[str, Verdict, str]]:
     """Yields each check's subject, verdict and what it saw; none of them raises."""
     checks: dict[str, Callable[[], Finding]] = {
-        "python": _python,
+        "python": lambda: ("ok", f"{platform.python_version()} at {sys.executable}"),
         **{name: partial(_package, name) for name in PACKAGES},
         "gpu": _gpu,
         "nvml": _nvml,
@@ -61,39 +53,30 @@ def examine(storage: StoragePath, tracking_uri: str | None, address: str | None)
         "disk": partial(_disk, storage.folder),
         **({} if storage.uri is None else {"storage": partial(_store, storage.uri)}),
     }
-    from triaccel_ray.service.cluster.cluster import ClusterUnavailableError
-    from triaccel_ray.service.failures import StoreError
-    from triaccel_ray.service.tracking.tracking import TrackingUnavailableError
-
     for subject, check in checks.items():
         try:
             yield subject, *check()
-        except (ClusterUnavailableError, StoreError, TrackingUnavailableError) as error:
-            yield subject, Verdict.PROBLEM, str(error)
+        except ValueError as error:  # this product's own messages
+            yield subject, "problem", str(error)
         except Exception as error:  # a check that breaks is a finding, not the end of the others
-            yield subject, Verdict.PROBLEM, f"{type(error).__name__}: {first_line(error)}"
-
-
-def _python() -> Finding:
-    verdict = Verdict.OK if sys.version_info >= (3, 11) else Verdict.PROBLEM
-    return verdict, f"{platform.python_version()} at {sys.executable}"
+            yield subject, "problem", f"{type(error).__name__}: {first_line(error)}"
 
 
 def _package(name: str) -> Finding:
     try:
-        return Verdict.OK, version(name)
+        return "ok", version(name)
     except PackageNotFoundError:
-        return Verdict.PROBLEM, f"not installed; `pip install {name}`, or install this package anew"
+        return "problem", f"not installed; `pip install {name}`, or install this package anew"
 
 
 def _gpu() -> Finding:
     import torch
 
     if not torch.cuda.is_available():
-        return Verdict.NOTE, "none visible to PyTorch: everything runs on the CPU, where FP16 is emulated and slow"
+        return "note", "none visible to PyTorch: everything runs on the CPU, where FP16 is emulated and slow"
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     bf16 = "BF16 in hardware" if torch.cuda.is_bf16_supported(including_emulation=False) else "no BF16: FP16 and FP32"
-    return Verdict.OK, f"{', '.join(names)}; {bf16}; CUDA {torch.version.cuda}"
+    return "ok", f"{', '.join(names)}; {bf16}; CUDA {torch.version.cuda}"
 
 
 def _nvml() -> Finding:
@@ -102,33 +85,28 @@ def _nvml() -> Finding:
 
     try:
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        free = pynvml.nvmlDeviceGetMemoryInfo(handle).free
-        return Verdict.OK, f"driver {pynvml.nvmlSystemGetDriverVersion()}, {free / 2**30:.1f} GiB free"
+        free = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).free
+        return "ok", f"driver {pynvml.nvmlSystemGetDriverVersion()}, {free / 2**30:.1f} GiB free"
     except pynvml.NVMLError as error:
-        return _no_nvml(error, has_gpu=torch.cuda.is_available())
-
-
-def _no_nvml(error: Exception, *, has_gpu: bool) -> Finding:
-    if not has_gpu:
-        return Verdict.NOTE, f"{first_line(error)}; on the CPU memory is the process's resident set"
-    return Verdict.PROBLEM, (
-        f"{first_line(error)}; a run on the GPU fails, for it cannot measure its memory: install the driver's "
-        "libnvidia-ml, let a container have it (NVIDIA_DRIVER_CAPABILITIES=compute,utility), or use --device cpu"
-    )
+        if not torch.cuda.is_available():
+            return "note", f"{first_line(error)}; on the CPU memory is the process's resident set"
+        return "problem", (
+            f"{first_line(error)}; a run on the GPU fails, for it cannot measure its memory: install the driver's "
+            "libnvidia-ml, let a container have it (NVIDIA_DRIVER_CAPABILITIES=compute,utility), or use --device cpu"
+        )
 
 
 def _triton() -> Finding:
     import torch
 
     if importlib.util.find_spec("triton") is None:
-        return Verdict.NOTE, "not on this platform: PyTorch's own kernels"
+        return "note", "not on this platform: PyTorch's own kernels"
     if not torch.cuda.is_available():
-        return Verdict.NOTE, "no GPU to run on; its interpreter is there"
+        return "note", "no GPU to run on; its interpreter is there"
     import triton
 
     target = triton.runtime.driver.active.get_current_target()
-    return Verdict.OK, f"{target.backend} sm_{target.arch}"
+    return "ok", f"{target.backend} sm_{target.arch}"
 
 
 def _ray(address: str | None) -> Finding:
@@ -144,8 +122,7 @@ def _ray(address: str | None) -> Finding:
             stack.enter_context(environment_variables(own))
         stack.enter_context(cluster(address))
         resources = ray.cluster_resources()
-        cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
-        return Verdict.OK, f"{ray.__version__}, {cpus:.0f} CPUs, {gpus:.0f} GPUs"
+        return "ok", f"{ray.__version__}, {resources.get('CPU', 0):.0f} CPUs, {resources.get('GPU', 0):.0f} GPUs"
 
 
 def _tracking(storage: StoragePath, tracking_uri: str | None) -> Finding:
@@ -153,17 +130,17 @@ def _tracking(storage: StoragePath, tracking_uri: str | None) -> Finding:
 
     tracker = tracker_of(storage, tracking_uri)
     tracker.check()
-    return Verdict.OK, tracker.display_uri
+    return "ok", tracker.display_uri
 
 
 def _store(uri: str) -> Finding:
     from triaccel_ray.service.storage.store import Store
 
     Store(uri).check(writable=False)
-    return Verdict.OK, f"{uri} can be listed and read; writing was not tried"
+    return "ok", f"{uri} can be listed and read; writing was not tried"
 
 
 def _disk(storage: Path) -> Finding:
-    existing = next(path for path in [storage.absolute(), *storage.absolute().parents] if path.exists())
+    existing = next(path for path in (storage, *storage.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    return Verdict.OK if free > 2 * 2**30 else Verdict.NOTE, f"{free / 2**30:.0f} GiB free at {existing}"
+    return "ok" if free > 2 * 2**30 else "note", f"{free / 2**30:.0f} GiB free at {existing}"

@@ -1,0 +1,211 @@
+"""Progress on standard error: a live table on a terminal, a line for each epoch or result elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from rich.live import Live
+from rich.table import Table
+
+from triaccel_ray.measure.score import ACCURACY
+from triaccel_ray.records.events import End, Epoch, Interruption, LogError, Start, Tick, parse_event
+from triaccel_ray.records.goal import Goal
+from triaccel_ray.records.plan import Precision
+from triaccel_ray.service import console
+from triaccel_ray.service.console import rich_table
+from triaccel_ray.service.report.tables import Grid
+from triaccel_ray.service.runs.objective import Figures
+from triaccel_ray.service.runs.record import figures_of
+from triaccel_ray.service.storage.layout import EVENTS
+from triaccel_ray.service.tracking.log_tail import LogTail
+from triaccel_ray.service.units import format_bytes
+
+MAX_ROWS = 15
+"""Runs in the table: those under way first, then the best."""
+_PLACES = {"running": 0, "starting": 1, "finished": 2}
+"""Of a pruned trial the score is an early one: it comes last."""
+
+
+HEADER = ("epoch", "samples/s", "batch", "memory", "layers", "loss", "held out", "score")
+
+
+@dataclass
+class _Run:
+    """The last records of one run."""
+
+    start: Start | None = None
+    epoch: Epoch | None = None
+    end: End | None = None
+    tick_line: bytes = b""
+    """Read once it is shown: there are many, and each names every layer."""
+
+    @property
+    def tick(self) -> Tick | None:
+        with contextlib.suppress(LogError):  # none yet, or it is damaged, of which the report tells
+            record = parse_event(self.tick_line, "the last tick").record
+            return record if isinstance(record, Tick) else None
+        return None
+
+    @property
+    def state(self) -> str:
+        return self.end.status if self.end is not None else "starting" if self.start is None else "running"
+
+    def setting(self, name: str) -> int:
+        """Returns one of the numbers that the run was begun with; 0 where it is not known."""
+        value = self.start.parameters.get(name) if self.start is not None else None
+        return value if isinstance(value, int) else 0
+
+    def figures(self, goal: Goal) -> Figures | None:
+        """Returns final figures, or those of the last epoch; None where nothing was judged."""
+        epochs, results = ([] if self.epoch is None else [self.epoch]), ({} if self.end is None else self.end.results)
+        return figures_of(epochs, goal, results)
+
+    def cells(self, goal: Goal) -> list[str]:
+        """Returns the texts below HEADER: of the last tick, where it came after the last epoch, else of that."""
+        epoch, tick, figures = self.epoch, self.tick, self.figures(goal)
+        done, rate, batch, used_bytes = 0.0, 0.0, 0, 0
+        if epoch is not None:
+            done, rate, batch, used_bytes = epoch.epoch, epoch.images_per_second, epoch.batch_size, epoch.peak_bytes
+        if tick is not None and tick.observation.epoch > done:
+            seen = tick.observation
+            done, batch, used_bytes = seen.epoch, tick.decision.plan.batch_size, seen.memory.window_peak_bytes
+            rate = 1e3 * seen.plan.batch_size / seen.step_ms if seen.step_ms else rate
+        limit_bytes = self.setting("memory_limit_bytes")
+        levels = Counter(tick.decision.plan.precision.values()) if tick is not None else {}
+        return [
+            f"{done:.1f}/{self.setting('recipe.epochs')}" if done else "",
+            f"{rate:,.0f}" if rate else "",
+            str(batch or ""),
+            format_bytes(used_bytes) + (f" of {format_bytes(limit_bytes)}" if limit_bytes else "") if done else "",
+            " ".join(f"{levels[level]} {level.value}" for level in Precision if level in levels),
+            "" if epoch is None else f"{epoch.train_loss:.4f}",
+            "" if figures is None else goal.named(figures.metric),
+            "" if figures is None else f"{figures.score:.2f}",
+        ]
+
+
+class Progress:
+    """What the logs of runs say, while these train anywhere: a terminal has no part in what trains them."""
+
+    def __init__(
+        self,
+        title: str,
+        folder: Path,
+        names: Iterable[str] = (),
+        *,
+        goal: Goal = ACCURACY,
+        each_epoch: bool = False,
+        num_trials: int = 0,
+    ) -> None:
+        """Follows the runs of these names below `folder`, one folder a run; without names, all there.
+
+        Without a terminal a run has a line at its end, and with `each_epoch` one for every epoch. `num_trials` is how
+        many runs there will be, where that is known.
+        """
+        self._title, self._folder, self._names = title, folder, tuple(names)
+        self._goal, self._each_epoch, self._num_trials = goal, each_epoch, num_trials
+        self._runs = {name: _Run() for name in self._names}
+        self._tails: dict[Path, LogTail] = {}
+        self._said: set[int] = set()
+        self._err = console.err
+        self._live: Live | None = None
+        if self._err.is_terminal:
+            self._live = Live(console=self._err, get_renderable=self._table, auto_refresh=False, transient=True)
+        self._has_begun, self._stopping = False, threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Shows the title at once, and starts following; what the logs hold already is not said again."""
+        self._read()
+        self._has_begun = True
+        self._say(self._title)
+        if self._live is not None:
+            self._live.start(refresh=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Reads the logs to their ends, and takes the table away."""
+        self._stopping.set()
+        self._thread.join()
+        if self._live is not None:
+            self._live.stop()
+
+    def _follow(self) -> None:
+        stopping = False
+        while not stopping:
+            stopping = self._stopping.wait(1.0)
+            self._read()
+            if self._live is not None:
+                self._live.refresh()
+
+    def _read(self) -> None:
+        paths = [self._folder / name / EVENTS for name in self._names] or sorted(self._folder.glob(f"*/{EVENTS}"))
+        for path in paths:
+            tail = self._tails.setdefault(path, LogTail(path))
+            with contextlib.suppress(LogError):  # of a damaged log the report tells
+                for lines in tail.blocks():
+                    for line in lines:
+                        self._take(path.parent.name, line)
+
+    def _take(self, name: str, line: bytes) -> None:
+        run = self._runs.setdefault(name, _Run())
+        if b'"kind":"tick"' in line:
+            run.tick_line = line
+            return
+        record = parse_event(line, name).record
+        run.end = None  # whatever follows an end means that the run goes on
+        match record:
+            case Start():
+                run.start = record
+            case Epoch():
+                run.epoch = record
+            case End():
+                run.end = record
+        is_known = hash(line) in self._said  # a log that was cut back is read once more
+        self._said.add(hash(line))
+        if is_known or not self._has_begun:
+            return
+        if isinstance(record, Interruption):
+            self._say(f"{name}: {record.message}")
+        elif isinstance(record, Epoch) and self._each_epoch:
+            self._say(self._so_far(run))
+        elif isinstance(record, End):
+            number = f"{self._num_ended}/{self._num_trials} " if self._num_trials else ""
+            text = record.message.partition("\n")[0] if record.status == "failed" else self._so_far(run)
+            self._say(f"{number}{name} {record.status}: {text}".removesuffix(": "))
+
+    def _say(self, line: str) -> None:
+        if self._live is None:
+            self._err.print(line, soft_wrap=True)
+
+    def _so_far(self, run: _Run) -> str:
+        """Returns what the table would show of the run, in one line."""
+        return ", ".join(f"{name} {text}" for name, text in zip(HEADER, run.cells(self._goal), strict=True) if text)
+
+    @property
+    def _num_ended(self) -> int:
+        return sum(run.end is not None for run in self._runs.values())
+
+    def _table(self) -> Table:
+        num_runs = self._num_trials or len(self._runs)
+        runs = sorted(self._runs.items(), key=self._rank) if len(self._runs) > MAX_ROWS else list(self._runs.items())
+        grid = Grid(
+            header=("run", "state", *HEADER),
+            rows=[(name, run.state, *run.cells(self._goal)) for name, run in runs[:MAX_ROWS]],
+            title=self._title,
+            note=f"{self._num_ended} of {num_runs} done" if num_runs > 1 else "",
+            spare=("layers", "loss", "samples/s", "batch", "memory"),
+        )
+        return rich_table(grid, to=self._err)
+
+    def _rank(self, named: tuple[str, _Run]) -> tuple[int, float, str]:
+        name, run = named
+        figures = run.figures(self._goal)
+        return _PLACES.get(run.state, 3), 0.0 if figures is None else -figures.score, name
