@@ -184,7 +184,7 @@ def test_weights_are_joined_for_good_when_the_optimizer_steps_by_itself() -> Non
 )
 def test_on_a_gpu_a_lean_step_needs_so_many_bytes_a_weight_less(lean: Any, usual: Any, bytes_less: float) -> None:
     peaks = []
-    for config in (lean, usual):
+    for config in (lean, lean, usual):  # the first one's also holds cuBLAS's workspace
         gc.collect()  # a loop that has ended is a circle
         before = torch.cuda.memory_allocated()
         model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16))).cuda()
@@ -197,4 +197,4 @@ def test_on_a_gpu_a_lean_step_needs_so_many_bytes_a_weight_less(lean: Any, usual
         peaks.append(torch.cuda.max_memory_allocated() - before)
         loop.close()
         del loop, model
-    assert peaks[1] - peaks[0] > bytes_less * 16 * 2048**2
+    assert peaks[2] - peaks[1] > bytes_less * 16 * 2048**2
