@@ -14,7 +14,7 @@ import tyro
 
 from triaccel_ray.config import require
 from triaccel_ray.service.cli.keywords import REPLACED_BY, file_options
-from triaccel_ray.service.cli.options import is_group
+from triaccel_ray.service.cli.options import CHOICES, is_group
 from triaccel_ray.service.cli.settings import given
 from triaccel_ray.service.cli.specs import Command, Compare, Replay, Run, Search, Trains
 from triaccel_ray.service.credentials import without_credentials
@@ -73,6 +73,7 @@ def _parse(commands: Any, words: Sequence[str]) -> Command:
         ),
         args=words,
         config=(tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
+        registry=CHOICES,
     )
     return parsed
 
