@@ -52,7 +52,7 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     ("compare digits --methods fp32,probe", "method = 'probe': must be one of fp32, amp"),
     ("compare digits --methods ,", "methods = ''"),
     ("compare digits --methods amp,amp", "each once"),
-    ("compare digits --methods amp,fixed", "give their number with --fixed"),
+    ("compare digits --methods amp,fixed", "--fixed N adds the best of N fixed settings"),
     # stores, experiments, ports
     *((f"run digits --experiment {name}", "must name an MLflow experiment") for name in ("''", "a" * 201, "\x1b[2J")),
     *((f"{each} --tracking-uri ''", "tracking uri = ''") for each in ("search digits", "resume run1", "ui")),
@@ -86,8 +86,6 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     ("run digits --lr None", "Error parsing --lr: 'None' must be a number"),
     ("ui --port 80.5", "Error parsing --port: '80.5' must be an integer"),
     ("run digits --amp None", "Expected one of ('fp16', 'bf16')"),
-    ("run digits --lr None", "Error parsing --lr"),
-    ("run digits --amp None", "('fp16', 'bf16')"),
     ("run digits --memory-budget -1GiB", "-1GiB"),
     ("run digits --colour red", "--colour"),
     ("sing", "sing"),
