@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import http.client
-import os
-import warnings
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-import numpy as np
-import torch
-from filelock import FileLock
 from torch import Tensor, nn
 
 from triaccel_ray.config import BatchConfig, ControlConfig, ExecutionConfig
 from triaccel_ray.search_spaces.tuned import tuned_thresholds
+from triaccel_ray.trainables.cifar_download import obtain
+from triaccel_ray.trainables.cifar_files import cifar_set
 from triaccel_ray.trainables.images import ImageSource, Preparation
 from triaccel_ray.trainables.models import Stem, efficientnet_b0, resnet18
 from triaccel_ray.trainables.split import stratified_split
 from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
-
-if TYPE_CHECKING:
-    from torchvision.datasets import CIFAR10
 
 _SPLIT_SEED = 2026
 """Of the task, not of the run: every run, whatever its seed, is judged by the same samples."""
@@ -50,15 +41,12 @@ class CifarTask(Task):
     """Whether a test image is judged by the model's mean output for it and its mirror image."""
 
     def data(self, purpose: Purpose) -> Splits:
-        """Returns the samples for `purpose`; test images are read for FINAL alone.
-
-        Raises:
-            FileNotFoundError: the files are not in `data_dir`, or the cache of the user, and cannot be downloaded.
-        """
-        images, labels = _read(self.num_classes, self.data_dir, train=True)
-        if purpose is Purpose.FINAL:
-            test = _read(self.num_classes, self.data_dir, train=False)
-            return self._splits((images, labels), test, mirror_views=self.mirror_views)
+        """Returns the samples for `purpose`; for SEARCH the file with test images need not even exist."""
+        final = purpose is Purpose.FINAL
+        folder = obtain(cifar_set(self.num_classes), self.data_dir, with_test=final)
+        images, labels = folder.read_train()
+        if final:
+            return self._splits((images, labels), folder.read_test(), mirror_views=self.mirror_views)
         train, validation = stratified_split(labels, _NUM_VALIDATION, _SPLIT_SEED)
         return self._splits((images[train], labels[train]), (images[validation], labels[validation]))
 
@@ -162,41 +150,3 @@ class Cifar100EfficientNetB0(Cifar10EfficientNetB0):
 
     name: ClassVar[str] = "cifar100-efficientnet-b0"
     num_classes: ClassVar[Literal[10, 100]] = 100
-
-
-def _read(num_classes: Literal[10, 100], data_dir: Path | None, *, train: bool) -> tuple[Tensor, Tensor]:
-    """Returns the training or the test images, uint8 [n, 3, 32, 32], and their classes, int64 [n].
-
-    `data_dir` holds the folder of torchvision's files, or is it; the default is `triaccel/data` in the user's cache.
-    """
-    from torchvision import datasets  # here: seconds to import, and other tasks do without
-
-    kind = {10: datasets.CIFAR10, 100: datasets.CIFAR100}[num_classes]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = cache / "triaccel" / "data" if data_dir is None else data_dir.expanduser()
-    root = root.parent if root.name == kind.base_folder else root
-    try:
-        with warnings.catch_warnings():
-            # numpy 2.4.0 to 2.4.4 object to how Python 2 wrote dtypes into these files
-            warnings.simplefilter("ignore", np.exceptions.VisibleDeprecationWarning)
-            found = _obtained(kind, root, train=train)
-    except (OSError, RuntimeError, http.client.HTTPException) as error:
-        raise FileNotFoundError(
-            f"CIFAR-{num_classes}: {root / kind.base_folder} is not complete, and downloading {kind.url} failed "
-            f"({error}); get that archive, unpack it in a folder, and name the folder: --data-dir"
-        ) from error
-    return torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(found.targets)
-
-
-def _obtained(kind: type[CIFAR10], root: Path, *, train: bool) -> CIFAR10:
-    """Returns the data set; its archive is downloaded once, however many processes ask at the same time."""
-    with suppress(RuntimeError):  # a file is missing, or not the published one
-        return kind(root, train=train)
-    root.mkdir(parents=True, exist_ok=True)
-    with FileLock(root / ".triaccel-download.lock"):
-        with suppress(RuntimeError):  # another process has downloaded it meanwhile
-            return kind(root, train=train)
-        from torchvision.datasets.utils import download_and_extract_archive
-
-        download_and_extract_archive(kind.url, str(root), filename=kind.filename, md5=kind.tgz_md5)
-    return kind(root, train=train)

@@ -41,7 +41,7 @@ class RunSpec:
     memory_headroom_bytes: int | None = knob(None, "[1, inf)", option="memory_headroom", unit="bytes")
     """Memory limit above what the idle process holds, such as 500MiB. Replaces the budget."""
     data_dir: str | None = knob(None, unit="folder")
-    """Folder of the data files: CIFAR's, as torchvision lays them out, or text. Not given: the task's own."""
+    """Folder of the data files: CIFAR's, in torchvision's or the binary layout, or text. Not given: the task's own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto takes a GPU if there is one."""
     lean_memory: bool = True
