@@ -8,8 +8,8 @@ from triaccel_ray.config import PrecisionConfig as PrecisionConfig
 from triaccel_ray.control.epochs import EpochStats as EpochStats
 from triaccel_ray.cuda.allocator import hold_less as hold_less
 from triaccel_ray.data.data_source import DataSource as DataSource
+from triaccel_ray.data.dataset import DatasetSource as DatasetSource
 from triaccel_ray.data.iterable import IterableSource as IterableSource
-from triaccel_ray.data.sources import DatasetSource as DatasetSource
 from triaccel_ray.data.sources import TensorSource as TensorSource
 from triaccel_ray.loop import ControlLoop as ControlLoop
 from triaccel_ray.loop import NonFiniteGradientsError as NonFiniteGradientsError

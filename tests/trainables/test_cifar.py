@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from triaccel_ray.data.sources import DataSource, TensorSource
-from triaccel_ray.trainables.registry import TASKS
+from triaccel_ray.trainables.registry import load_task
 from triaccel_ray.trainables.task import Purpose
 
 
@@ -29,25 +29,25 @@ def _keys(source: DataSource) -> set[bytes]:
 
 
 def test_a_search_holds_out_500_training_images_a_class_and_needs_no_test_file(data_dir: Path) -> None:
-    splits = TASKS["cifar10-resnet18"](data_dir).data(Purpose.SEARCH)
+    splits = load_task("cifar10-resnet18", data_dir).data(Purpose.SEARCH)
     assert (len(splits.train), len(splits.held_out)) == (45_000, 5_000)
     assert isinstance(splits.held_out, TensorSource)
     assert torch.bincount(splits.held_out.targets).tolist() == [500] * 10
     assert len(_keys(splits.train) | _keys(splits.held_out)) == 50_000
-    again = TASKS["cifar10-efficientnet-b0"](data_dir).data(Purpose.SEARCH)
+    again = load_task("cifar10-efficientnet-b0", data_dir).data(Purpose.SEARCH)
     assert _keys(again.held_out) == _keys(splits.held_out)
     assert len(splits.held_out.views(torch.rand(2, 3, 32, 32))) == 1
 
 
 def test_a_final_run_trains_on_everything_and_is_judged_by_the_test_file(data_dir: Path) -> None:
-    small, images = TASKS["cifar10-resnet18"](data_dir), torch.rand(2, 3, 32, 32)
+    small, images = load_task("cifar10-resnet18", data_dir), torch.rand(2, 3, 32, 32)
     with pytest.raises(FileNotFoundError, match=r"not found: test_batch.bin\)"):
         small.data(Purpose.FINAL)
     with pytest.raises(FileNotFoundError, match="CIFAR-100: no complete set of files"):
-        TASKS["cifar100-resnet18"](data_dir).data(Purpose.SEARCH)  # CIFAR-10's files are not its own
+        load_task("cifar100-resnet18", data_dir).data(Purpose.SEARCH)  # CIFAR-10's files are not its own
     path = data_dir / "cifar-10-batches-bin" / "test_batch.bin"
     np.zeros((10_000, 3073), dtype=np.uint8).tofile(path)
-    splits, others = small.data(Purpose.FINAL), TASKS["cifar10-efficientnet-b0"](data_dir).data(Purpose.FINAL)
+    splits, others = small.data(Purpose.FINAL), load_task("cifar10-efficientnet-b0", data_dir).data(Purpose.FINAL)
     path.unlink()
     assert (len(splits.train), len(splits.held_out)) == (50_000, 10_000)
     assert isinstance(splits.held_out, TensorSource)
@@ -69,7 +69,7 @@ def test_a_final_run_trains_on_everything_and_is_judged_by_the_test_file(data_di
 def test_the_batch_sizes_and_the_amp_of_a_task_are_those_that_its_figures_are_of(
     name: str, sizes: tuple[int, int, int], amp: str
 ) -> None:
-    task = TASKS[name]
+    task = load_task(name, None)
     batch = task.control.batch
     assert (batch.start, batch.step_up, batch.maximum) == sizes
     assert task.recipe.amp == amp
@@ -78,7 +78,7 @@ def test_the_batch_sizes_and_the_amp_of_a_task_are_those_that_its_figures_are_of
 def test_batches_are_prepared_and_augmented_for_training_alone(data_dir: Path) -> None:
     indices = torch.arange(4)
     for name, edge in (("cifar10-resnet18", 32), ("cifar10-efficientnet-b0", 224)):
-        splits = TASKS[name](data_dir).data(Purpose.SEARCH)
+        splits = load_task(name, data_dir).data(Purpose.SEARCH)
         plain, targets = splits.train.batch(indices, None)
         augmented, _ = splits.train.batch(indices, torch.Generator().manual_seed(0))
         assert plain.shape == augmented.shape == (4, 3, edge, edge)

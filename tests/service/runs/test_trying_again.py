@@ -39,7 +39,7 @@ def test_a_run_that_diverged_is_not_trained_again(desk: Desk, capsys: pytest.Cap
     assert desk.type("resume", "wild") == 1
     said = " ".join(capsys.readouterr().err.split())
     assert "wild failed (non_finite): the training loss of epoch 2 is nan" in said
-    assert "nothing is trained; begin a run with others, such as a smaller --lr" in said
+    assert "nothing is trained; try others, such as a smaller --lr" in said
     assert run.path.read_bytes() == before
     assert desk.tracker.client.get_experiment_by_name("triaccel-runs") is not None  # what was to be recorded, was
 
