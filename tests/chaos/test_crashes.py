@@ -24,7 +24,7 @@ from triaccel_ray.service.runs.record import read_run
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.tracking.tracking import Tracker
 
-NAMES = ("hunt/fp32", "hunt/amp", "probe", "trial-000", "trial-001")
+NAMES = ("fp32 of hunt", "amp of hunt", "probe", "trial-000", "trial-001")
 
 HELD = """
 import os
@@ -132,7 +132,7 @@ def recorded(storage: Path) -> dict[str, Recorded]:
     """The runs in MLflow by name; each equals its log, value by value."""
     found = {run.name: run for run in runs(tracker_of(storage), "triaccel-searches") if "-again-" not in run.name}
     for name, run in found.items():
-        for log in (storage / "hunt").glob(f"*/{name.removeprefix('hunt/')}/{EVENTS}"):
+        for log in (storage / "hunt").glob(f"*/{name.removesuffix(' of hunt')}/{EVENTS}"):
             assert assert_equals_log(tracker_of(storage), run, log) > 0
     return found
 

@@ -146,9 +146,9 @@ def test_ctrl_c_and_sigterm_end_everything_and_say_how_to_go_on(
     assert {run.status for run in record.trials} <= {"stopped", "finished"}
     recorded = {run.name: run.status for run in runs(tracker, "triaccel-searches")}
     assert recorded["hunt"] == "KILLED"
-    assert {recorded[name] for name in ("hunt/fp32", "hunt/amp", "probe")} == {"FINISHED"}
+    assert {recorded[name] for name in ("fp32 of hunt", "amp of hunt", "probe")} == {"FINISHED"}
     assert set(recorded.values()) <= {"KILLED", "FINISHED"}
-    assert set(recorded) == {"hunt", "hunt/fp32", "hunt/amp", "probe", *(run.name for run in record.trials)}
+    assert set(recorded) == {"hunt", "fp32 of hunt", "amp of hunt", "probe", *(run.name for run in record.trials)}
 
 
 @pytest.mark.parametrize("moment", ["loading", "starting Ray"])

@@ -42,8 +42,8 @@ def test_a_search_is_a_tree_with_children_to_compare(
     listed = shown(pages[experiment], tmp_path, wait_s=SCRIPTS_S)
     assert ">hunt<" in listed
     assert ">trial00<" not in listed  # folded away under their parent
-    assert ">hunt/fp32<" in listed
-    assert ">hunt/amp<" in listed
+    assert ">fp32 of hunt<" in listed
+    assert ">amp of hunt<" in listed
 
     chosen = f"runs={quote(json.dumps([run.id for run in trials]))}&experiments={quote(json.dumps([number]))}"
     compare = f"{server.uri}/#/compare-runs?{chosen}"

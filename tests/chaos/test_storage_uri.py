@@ -122,7 +122,7 @@ def test_a_search_reaches_the_store_and_is_reported_and_resumed_elsewhere(desk: 
         path: text for path, text in before.items() if path != own
     }
     recorded = runs(desk.tracker, "triaccel-searches")
-    names = {"hunt", "hunt/amp", "hunt/fp32", "probe", "trial-000", "trial-001"}
+    names = {"hunt", "amp of hunt", "fp32 of hunt", "probe", "trial-000", "trial-001"}
     assert {run.name for run in recorded} == names | {run.name for again in record.repeats.values() for run in again}
     assert next(run.status for run in recorded if run.name == "hunt") == "FINISHED"
 

@@ -155,7 +155,7 @@ def test_a_search_end_to_end(desk: Desk, own: str, capsys: pytest.CaptureFixture
 
     recorded = {run.name: run for run in runs(desk.tracker, "triaccel-searches")}
     parent = recorded.pop("hunt")
-    baselines = {"hunt/fp32", "hunt/amp"}
+    baselines = {"fp32 of hunt", "amp of hunt"}
     repeats = {run.name for runs in record.repeats.values() for run in runs}
     assert set(recorded) == {*baselines, *repeats, "probe", *(trial.name for trial in record.trials)}
     assert parent.status == "FINISHED"

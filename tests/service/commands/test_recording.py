@@ -104,7 +104,7 @@ def test_a_search_that_goes_on_stays_one_tree(
     assert len(trials) == 2
     tracker = Tracker(store, tmp_path / "artifacts")
     recorded = {run.name: run for run in runs(tracker, "foo")}
-    assert {"tree/fp32", "tree/amp"} < set(recorded)
+    assert {"fp32 of tree", "amp of tree"} < set(recorded)
     parents = {recorded[name].tags["mlflow.parentRunId"] for name in ("probe", *trials)}
     assert parents == {recorded["tree"].id}
     assert tracker.client.get_experiment_by_name("triaccel-searches") is None

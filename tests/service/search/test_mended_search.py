@@ -72,7 +72,7 @@ def test_a_task_is_mended_and_resume_trains_the_trial_that_it_had_ended_alone(
     assert f"{broken} failed (bug): ValueError: the shapes do not fit" in capsys.readouterr().err
     assert "in loss" in (folder / "trials" / broken / ERROR).read_text()
     before, first = logs(folder), recorded(desk)
-    assert set(first) == {"mending", "mending/fp32", "mending/amp", "probe", *trials}
+    assert set(first) == {"mending", "fp32 of mending", "amp of mending", "probe", *trials}
 
     file.write_text(MENDED)
     monkeypatch.delitem(sys.modules, name)  # as in a terminal, where each command is a process of its own

@@ -155,7 +155,7 @@ class Shipper:
             return replace(label, name=parent.name, tags=parent.tags, is_parent=True, closing_tags=closing)
         if self._is_baseline(folder):
             tags = {"kind": "baseline", "search": root.name}
-            label = replace(label, name=f"{root.name}/{folder.name}", tags=tags)
+            label = replace(label, name=f"{folder.name} of {root.name}", tags=tags)
         return replace(label, is_pruned=lambda: folder.name in parent.pruned())
 
     def _is_baseline(self, folder: Path) -> bool:
