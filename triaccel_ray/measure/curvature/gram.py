@@ -14,7 +14,7 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from triaccel_ray.cuda.out_of_memory import first_line, is_out_of_memory
 from triaccel_ray.measure.curvature.calls import (
@@ -27,6 +27,7 @@ from triaccel_ray.measure.curvature.calls import (
 )
 from triaccel_ray.measure.curvature.columns import (
     Part,
+    alone,
     factored_columns,
     fast,
     joined,
@@ -137,9 +138,10 @@ def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head)
 def layer_grams(objective: Objective, head: Head, structure: Structure) -> Iterator[tuple[Layer, Tensor]]:
     """Yields each layer's Gram matrix [b q, b q] of the columns that `head` defines, at least FP32.
 
-    The index is i q + c for column c of sample i. In chunks, columns are kept from every chunk. Where they exceed
-    `kept_bytes` altogether, the passes are made again for the next layers, or for the next part of a layer's columns.
-    So time grows with the bytes, not with pairs of chunks.
+    The index is i q + c for column c of sample i. In chunks, what a layer's matrix is made of is kept from every chunk:
+    the factors of its columns or the columns themselves, whichever are fewer bytes. Where they exceed `kept_bytes`
+    altogether, the passes are made again for the next layers, or for the next part of a layer's columns. So time grows
+    with the bytes, not with pairs of chunks.
 
     Raises:
         StructureChangedError: the model did not take the course that is known.
@@ -147,13 +149,16 @@ def layer_grams(objective: Objective, head: Head, structure: Structure) -> Itera
     b, q, parts = objective.num_samples, structure.num_columns, objective.parts()
     for layer in structure.layers_by(Strategy.NONE):
         yield layer, layer.weights[0].new_zeros(b * q, b * q, dtype=compute_dtype(layer))
-    columns_by: dict[Strategy, ColumnsOf] = {Strategy.MODEL: model_columns, Strategy.SAMPLES: sample_columns}
-    if len(parts) == 1:
-        yield from _whole_grams(objective, head, structure)
-    else:
-        columns_by = {Strategy.FACTORS: partial(factored_columns, structure=structure), **columns_by}
+    in_factors = list(_factored_units(objective, structure))
+    yield from _grams_of_factors(objective, head, structure, in_factors)
+    done = {unit.layer for unit in in_factors}
+    columns_by: dict[Strategy, ColumnsOf] = {
+        Strategy.FACTORS: partial(factored_columns, structure=structure),
+        Strategy.MODEL: model_columns,
+        Strategy.SAMPLES: sample_columns,
+    }
     for strategy, columns_of in columns_by.items():
-        layers = structure.layers_by(strategy)
+        layers = [layer for layer in structure.layers_by(strategy) if layer not in done]
         units = [unit for layer in layers for unit in _units(layer, objective, structure)]
         grams: dict[Layer, Tensor] = {}
         for group in _groups(units, objective.limits.kept_bytes):
@@ -213,25 +218,43 @@ def _units(layer: Layer, objective: Objective, structure: Structure) -> Iterator
         yield _Unit(layer, some, (some.stop - some.start) * slice_bytes, is_last=some.stop == num_slices)
 
 
-def _whole_grams(objective: Objective, head: Head, structure: Structure) -> Iterator[tuple[Layer, Tensor]]:
-    """Yields the Gram matrices of the factored layers, from passes of all samples at once."""
-    shape = objective.num_samples, structure.num_columns
-    units = []
+def _factored_units(objective: Objective, structure: Structure) -> Iterator[_Unit]:
+    """Yields the factored layers of which factors are kept, not columns: in chunks, where they are fewer bytes."""
+    b, q, is_whole = objective.num_samples, structure.num_columns, len(objective.parts()) == 1
     for layer in structure.layers_by(Strategy.FACTORS):
-        outputs = sum(math.prod(structure.calls[index].output) for index in structure.own[layer])
-        # A single cotangent asks for no more than training does.
-        num_bytes = 0 if shape[1] == 1 else math.prod(shape) * outputs * compute_dtype(layer).itemsize
-        units.append(_Unit(layer, slice(None), num_bytes))
+        calls, itemsize = [structure.calls[index] for index in structure.own[layer]], compute_dtype(layer).itemsize
+        inputs = 0 if is_whole else sum(math.prod(call.argument) for call in calls)  # which the graph holds then
+        num_bytes = itemsize * b * (inputs + q * sum(math.prod(call.output) for call in calls))
+        if is_whole or num_bytes <= min(objective.limits.kept_bytes, itemsize * b * q * layer.num_elements):
+            # A single cotangent asks for no more than training does.
+            yield _Unit(layer, slice(None), 0 if is_whole and q == 1 else num_bytes)
+
+
+def _grams_of_factors(
+    objective: Objective, head: Head, structure: Structure, units: Sequence[_Unit]
+) -> Iterator[tuple[Layer, Tensor]]:
+    """Yields the Gram matrices of whole layers from the factors of all samples, collected chunk by chunk."""
+    b, q, parts = objective.num_samples, structure.num_columns, objective.parts()
     for group in _groups(units, objective.limits.kept_bytes):
-        found = layer_factors(objective, head, structure, [unit.layer for unit in group])
-        for unit in group:
-            layer, calls, dtype = unit.layer, found.pop(unit.layer), compute_dtype(unit.layer)
-            if not calls:
-                yield layer, layer.weights[0].new_zeros(math.prod(shape), math.prod(shape), dtype=dtype)
+        layers = [unit.layer for unit in group]
+        kept: dict[Layer, list[list[tuple[nn.Module, Tensor, Tensor]]]] = {layer: [] for layer in layers}
+        for part in parts:
+            found = layer_factors(part, head, structure, layers)
+            for layer in layers:
+                calls = found.pop(layer)
+                kept[layer].append([(m, alone(x), dy) for m, x, dy in calls] if len(parts) > 1 else calls)
+                del calls
+        for layer in layers:
+            chunks, dtype = kept.pop(layer), compute_dtype(layer)
+            if not chunks[0]:
+                yield layer, layer.weights[0].new_zeros(b * q, b * q, dtype=dtype)
                 continue
             with fast(objective):
-                factors = [factorize(*call, dtype) for call in calls]
-                del calls
-                gram = factor_gram(factors, Shape.of(layer, *shape), objective.limits.block_bytes)
+                factors = [
+                    factorize(modules[0], joined(inputs), joined(gradients), dtype)
+                    for modules, inputs, gradients in (zip(*call, strict=True) for call in zip(*chunks, strict=True))
+                ]
+                del chunks
+                gram = factor_gram(factors, Shape.of(layer, b, q), objective.limits.block_bytes)
                 del factors
             yield layer, gram
