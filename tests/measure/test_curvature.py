@@ -140,6 +140,17 @@ def test_chunks_hold_the_activations_of_one_chunk_at_a_time(method: Any) -> None
     assert most <= 3  # two samples and one while it looks where samples lie
 
 
+@pytest.mark.parametrize("method", ["fisher", "ggn"])
+def test_chunks_pass_once_where_factors_are_fewer_bytes_than_columns(method: Any) -> None:
+    """Columns of these layers would be 2 MiB a sample, their factors 3 KiB."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(2)), nn.Linear(256, 3))
+    num_passed: list[int] = []
+    model.register_forward_hook(lambda module, args, output: num_passed.append(len(output)))
+    limits = Limits(chunk_samples=2, kept_bytes=2**17, block_bytes=2**17)
+    directly(model, torch.randn(NUM_SAMPLES, 256), torch.randint(3, (NUM_SAMPLES,)), method, limits=limits)
+    assert sum(num_passed) == NUM_SAMPLES + 3  # three to find out where the samples lie
+
+
 class _Largest(TorchDispatchMode):
     """Notes the size of the largest tensor that is made."""
 
