@@ -93,7 +93,7 @@ def test_columns_keep_no_more_memory_than_the_elements_asked_for(num_samples: in
         whole = sample_columns(part, ggn_head, [(layer, slice(None))])[0]
         for found in (
             *sample_columns(part, ggn_head, [(layer, slice(3, 7))]),
-            *model_columns(part, ggn_head, [(layer, slice(3, 7))]),
+            *model_columns(part, ggn_head, [(layer, slice(3, 7))], batched=True),
         ):
             torch.testing.assert_close(found, whole[:, 3:7])
             assert found.untyped_storage().nbytes() == found.nbytes

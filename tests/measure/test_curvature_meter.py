@@ -132,7 +132,7 @@ class _Doubling(torch.autograd.Function):
         return 2 * gradient
 
 
-def test_samples_pass_one_by_one_where_columns_cannot_pass_side_by_side() -> None:
+def test_columns_pass_one_by_one_where_they_cannot_pass_side_by_side() -> None:
     model, inputs, targets = make("convolutions")
     plain = directly(model, inputs, targets, "ggn").eigenvalues
     model.register_forward_hook(lambda module, args, output: _Doubling.apply(output / 2))
@@ -140,7 +140,7 @@ def test_samples_pass_one_by_one_where_columns_cannot_pass_side_by_side() -> Non
     for _ in range(2):
         found = meter.measure(inputs, targets, draws())
         torch.testing.assert_close(found.eigenvalues, plain)
-        assert tuple(found.fallbacks) == tuple(layer.name for layer in find_layers(model))
+        assert not found.fallbacks
 
 
 def test_a_layer_that_had_no_curvature_is_found_when_it_has() -> None:

@@ -183,6 +183,9 @@ class Structure:
     """Why layers are measured by samples."""
     varies: bool = False
     """Whether the course depends on the samples, so that a replay of it would be that of others."""
+    batched_columns: bool = True
+    """Whether all cotangents pass backwards side by side: every operation of the model then has a batching rule, or
+    is at least run one by one by the rule for those that have none."""
 
     def layers_by(self, strategy: Strategy) -> list[Layer]:
         """Returns the layers that are measured so, in the model's order."""

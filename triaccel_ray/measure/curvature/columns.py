@@ -39,8 +39,9 @@ def layer_factors(
     root, cotangents = head(outputs, objective)
     largest = max(math.prod(calls[index].output) for index in wanted)
     fitting = objective.limits.block_bytes // (largest * root.element_size())
+    step = max(2, fitting) if structure.batched_columns else 1
     with fast(objective):
-        stacks = dict(zip(wanted, pull_back(root, cotangents, edges, step=max(2, fitting)), strict=True))
+        stacks = dict(zip(wanted, pull_back(root, cotangents, edges, step=step), strict=True))
     found: dict[Layer, list[tuple[nn.Module, Tensor, Tensor]]] = {}
     for layer in layers:
         found[layer] = []
@@ -72,18 +73,18 @@ def factored_columns(objective: Objective, head: Head, wanted: Sequence[Part], *
     return found
 
 
-def model_columns(objective: Objective, head: Head, wanted: Sequence[Part]) -> list[Tensor]:
+def model_columns(objective: Objective, head: Head, wanted: Sequence[Part], *, batched: bool) -> list[Tensor]:
     """Returns for each part the columns [b q, elements], from the model run again with all samples side by side.
 
-    The cotangents are pulled back to the model's outputs, and from there to the weights by `torch.func`, in blocks of
-    samples.
+    The cotangents are pulled back to the model's outputs, `batched` as in a `Structure`, and from there to the weights
+    by `torch.func`, in blocks of samples.
 
     Raises:
         LookupError: dimension 0 of an output is not the samples.
         Exception: whatever a model raises that does not work with `torch.func`.
     """
     layers = list(dict.fromkeys(layer for layer, _ in wanted))
-    tangents = _output_tangents(objective, head)
+    tangents = _output_tangents(objective, head, batched=batched)
     q = next(iter(tangents.values())).shape[1]
     model, weights, inputs = objective.model, _detached(layers), tensors_in(objective.inputs)
 
@@ -172,12 +173,12 @@ def _columns_of_one(sample: Objective, head: Head, layers: Sequence[Layer]) -> l
     return [torch.stack(column) for column in columns]
 
 
-def _output_tangents(objective: Objective, head: Head) -> Mapping[int, Tensor]:
+def _output_tangents(objective: Objective, head: Head, *, batched: bool) -> Mapping[int, Tensor]:
     """Returns the cotangents with respect to the model's outputs, [b, q, ...], by their index in `tensors_in`."""
     outputs = map_tensors(_leaf, objective.outputs())
     leaves = {index: tensor for index, tensor in enumerate(tensors_in(outputs)) if tensor.requires_grad}
     root, cotangents = head(outputs, objective)
-    arrived = pull_back(root, cotangents, list(leaves.values()), step=len(cotangents))
+    arrived = pull_back(root, cotangents, list(leaves.values()), step=len(cotangents) if batched else 1)
     found = {index: stack for index, stack in zip(leaves, arrived, strict=True) if stack is not None}
     if any(stack.dim() < 2 or stack.shape[1] != objective.num_samples for stack in found.values()):
         raise LookupError("dimension 0 of an output is not the samples")

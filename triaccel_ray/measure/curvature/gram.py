@@ -119,19 +119,23 @@ def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head)
     structure = find_structure(root, calls, single, layers, len(cotangents))
     by_model = structure.layers_by(Strategy.MODEL)
     edges = [call.edge for call in calls if call.edge is not None]
-    tried = layers
-    try:  # foreign code under a transformation that it need not support: it may raise whatever it likes
-        if len(cotangents) > 1 and edges:
+    if len(cotangents) > 1 and edges:
+        try:
             pull_back(root, cotangents[:2], edges, step=2)
-        del outputs, calls, single, edges, root, cotangents
-        tried = by_model
-        if by_model:
-            require_replaceable(two.part(slice(0, 1)), head, by_model)
-            model_columns(two, head, [(layer, slice(0, 1)) for layer in by_model])
-    except Exception as error:
+        except Exception as error:  # an operation may have no batching rule, and raise whatever it likes
+            if is_out_of_memory(error):
+                raise
+            structure = replace(structure, batched_columns=False)
+    del outputs, calls, single, edges, root, cotangents
+    if not by_model:
+        return structure
+    try:
+        require_replaceable(two.part(slice(0, 1)), head, by_model)
+        model_columns(two, head, [(layer, slice(0, 1)) for layer in by_model], batched=structure.batched_columns)
+    except Exception as error:  # foreign code under a transformation that it need not support
         if is_out_of_memory(error):
             raise
-        return structure.by_samples(tried, f"torch.func cannot run the model: {first_line(error)}")
+        return structure.by_samples(by_model, f"torch.func cannot run the model: {first_line(error)}")
     return structure
 
 
@@ -154,7 +158,7 @@ def layer_grams(objective: Objective, head: Head, structure: Structure) -> Itera
     done = {unit.layer for unit in in_factors}
     columns_by: dict[Strategy, ColumnsOf] = {
         Strategy.FACTORS: partial(factored_columns, structure=structure),
-        Strategy.MODEL: model_columns,
+        Strategy.MODEL: partial(model_columns, batched=structure.batched_columns),
         Strategy.SAMPLES: sample_columns,
     }
     for strategy, columns_of in columns_by.items():
