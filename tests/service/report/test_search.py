@@ -173,6 +173,10 @@ def test_without_a_trial_within_the_margin_the_reason_is_said() -> None:
     assert advice.sentence.endswith("Until then train with AMP:")
     assert "None of the 1 finished trials reaches 89.00 % (AMP with a margin of 1 points)" in advice.sentence
     assert "larger --margin. 1 failed; the page lists the reasons." in advice.sentence
+    faster = changed(record.baselines["fp32"], seconds=0.1)
+    better = recommendation(replace(record, baselines={**record.baselines, "fp32": faster}))
+    assert better.sentence.endswith("Until then train with FP32:")
+    assert better.command.endswith("fp32")
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def pull_back(
     """Returns the gradients of `root` at each edge under all q cotangents, [q, ...]; None: does not depend on it.
 
     Samples do not see each other, so that the columns of one sample are those of a larger batch: `step` of them side by
-    side fill a device that a batch of 32 leaves idle.
+    side fill a device that a batch of 32 leaves idle. With a step of 1 no operation needs a batching rule.
     """
     if len(cotangents) == 1:
         only = torch.autograd.grad(root, edges, cotangents[0], allow_unused=True)
@@ -215,14 +215,14 @@ def pull_back(
         with warnings.catch_warnings():
             # What has no batching rule runs column by column, as it would otherwise.
             warnings.filterwarnings("ignore", message="There is a performance drop")
-            options: Any = {"retain_graph": some.stop < q, "allow_unused": True, "is_grads_batched": True}
-            arrived = torch.autograd.grad(root, edges, stacked[some], **options)
+            options: Any = {"retain_graph": some.stop < q, "allow_unused": True, "is_grads_batched": step > 1}
+            arrived = torch.autograd.grad(root, edges, stacked[some] if step > 1 else stacked[some.start], **options)
         if step >= q:
             return list(arrived)
         for e, gradient in enumerate(arrived):
             if gradient is not None:
                 if (stack := stacks[e]) is None:
-                    stack = stacks[e] = gradient.new_empty(q, *gradient.shape[1:])
+                    stack = stacks[e] = gradient.new_empty(q, *(gradient.shape[1:] if step > 1 else gradient.shape))
                 stack[some] = gradient
     return stacks
 

@@ -165,13 +165,14 @@ def missing_runs(record: SearchRecord) -> list[str]:
 def recommendation(record: SearchRecord) -> Recommendation:
     """Returns the best trial, or the baseline that beats it in what was maximised, with the command to train with."""
     best, objective, compared = best_trial(record), record.objective, contenders(record)
-    if best is None:
-        if "amp" not in compared:
-            return Recommendation(sentence=_why_none(record))
-        command = to_repeat("run", record.baselines["amp"].folder)
-        return Recommendation(sentence=f"{_why_none(record)} Until then train with AMP:", command=command)
     figures = {name: found for name, run in compared.items() if (found := run.figures) is not None}
     values = {name: objective.value(compared[name].epochs[-1].epoch, found) for name, found in figures.items()}
+    if best is None:
+        if not values:
+            return Recommendation(sentence=_why_none(record))
+        winner = max(values, key=lambda name: values[name])
+        command = to_repeat("run", record.baselines[winner].folder)
+        return Recommendation(sentence=f"{_why_none(record)} Until then train with {winner.upper()}:", command=command)
     said = {name: _said(objective.name, found, objective.goal) for name, found in figures.items()}
     winner = max(values, key=lambda name: values[name])  # of equals the trial
     verb, value, text = said.pop(best.name)

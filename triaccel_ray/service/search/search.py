@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import optuna
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 
@@ -148,21 +150,22 @@ def tune_trials(
                 reopen(log)
     space, pareto, epochs = search_space(spec.space, spec.optional), spec.objective == "pareto", base.recipe.epochs
     several = {"quality": True, "seconds_per_epoch": False, "peak_gb": False}
-    suggestions = JournaledSearch(
-        space,
-        place.folder / JOURNAL,
-        maximised=several if pareto else {"objective": True},
-        first={name: ANCHOR[name] for name in space},
-        num_startup=max(spec.num_trials // 4, 4),
-        seed=spec.seed,
-        claim=claim,
-        noted=partial(bring, place, [JOURNAL]),
-    )
-    scheduler = FIFOScheduler() if pareto else pruner(epochs)
-    config = tune.TuneConfig(
-        search_alg=suggestions, scheduler=scheduler, num_samples=spec.num_trials, reuse_actors=True
-    )
-    with quiet_optuna():
+    with warnings.catch_warnings(), quiet_optuna():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        suggestions = JournaledSearch(
+            space,
+            place.folder / JOURNAL,
+            maximised=several if pareto else {"objective": True},
+            first={name: ANCHOR[name] for name in space},
+            num_startup=max(spec.num_trials // 4, 4),
+            seed=spec.seed,
+            claim=claim,
+            noted=partial(bring, place, [JOURNAL]),
+        )
+        scheduler = FIFOScheduler() if pareto else pruner(epochs)
+        config = tune.TuneConfig(
+            search_alg=suggestions, scheduler=scheduler, num_samples=spec.num_trials, reuse_actors=True
+        )
         fit(context, config, num_gpus=num_gpus)
     catch_up(trials)
 
