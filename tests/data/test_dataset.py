@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tests.build import plain
+from triaccel_ray.data.batches import moved
 from triaccel_ray.data.prefetch import CHUNK_SIZES, ChunkSampler, EpochOrder
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import DatasetSource
@@ -131,6 +132,7 @@ def test_batches_of_changing_size_are_the_samples_asked_for(place: Place, num: i
     [
         (lambda i: ({"a": i, "b": (torch.tensor(i), float(i))}, i), lambda i: {"a": i, "b": [i, i.double()]}),
         (lambda i: (Pair(i, [2 * i]), i), lambda i: Pair(i, [2 * i])),
+        (lambda i: (Pair(f"sample {i}", i), i), lambda i: Pair([f"sample {index}" for index in i.tolist()], i)),
         (lambda i: (i, i), lambda i: i),
         (lambda i: {"a": i, "b": 2 * i}, lambda i: {"a": i, "b": 2 * i}),
         (lambda i: (np.full(2, i), np.int64(i)), lambda i: torch.stack([i, i], 1)),
@@ -268,6 +270,11 @@ def test_samples_of_different_shapes_make_no_batch(place: Place) -> None:
     batch_of(sampler, CHUNK_SIZE)
     with pytest.raises((RuntimeError, ValueError), match=r"equal size|must return one type and shape"):
         batch_of(sampler, CHUNK_SIZE + 10)
+
+
+def test_tensors_of_a_named_tuple_that_begins_with_a_string_are_moved() -> None:
+    batch = moved(Pair("text", torch.ones(2)), torch.device("meta"))
+    assert (batch.left, batch.right.device.type) == ("text", "meta")
 
 
 @pytest.mark.parametrize(
