@@ -39,8 +39,8 @@ def image_batch(
 
     Args:
         images: uint8 [n, c, h, w], contiguous.
-        indices: int64 [b] in [0, n), on the device of `images`. On a GPU an index out of range gives an image of
-            zeros; on a CPU it raises.
+        indices: int64 [b] in [0, n), contiguous, on the device of `images`. On a GPU an index out of range gives an
+            image of zeros; on a CPU it raises.
         scale: float32 [c], of the raw values, on the device of `images`.
         shift: float32 [c], likewise.
         key: int64 scalar on the device of `images`; None leaves the images whole and as they are.
@@ -55,7 +55,7 @@ def image_batch(
 
     Raises:
         TypeError: images are not uint8, or `dtype` is none of the above.
-        ValueError: images have another shape, or edges that `padding` does not fit to reflect.
+        ValueError: images or indices have another shape or memory layout, or `padding` does not fit to reflect.
     """
     if images.dtype is not torch.uint8:
         raise TypeError(f"images is {images.dtype}: must be torch.uint8")
@@ -63,6 +63,10 @@ def image_batch(
         raise TypeError(f"dtype = {dtype}: must be one of {', '.join(map(str, _DTYPES))}")
     if images.dim() != 4:
         raise ValueError(f"images have shape {list(images.shape)}: must be [n, channels, height, width]")
+    if not images.is_contiguous():
+        raise ValueError(f"images have strides {images.stride()}: must be contiguous; call .contiguous() once")
+    if indices.dim() != 1 or not indices.is_contiguous():
+        raise ValueError(f"indices have shape {list(indices.shape)}: must be a contiguous vector")
     if reflect and padding >= min(images.shape[2:]):
         edges = list(images.shape[2:])
         raise ValueError(f"padding = {padding}: must be less than the images' edges, {edges}, to reflect")

@@ -174,3 +174,15 @@ def test_a_step_without_memory_is_made_again_where_nothing_was_written(writes_fi
     assert fault == Fault.out_of_memory("no room for the step", step=2, phase="optimizer", batch_size=8)
     assert optimizer.take_faults(step=3, batch_size=8) == []
     assert released == [1]
+
+
+def test_a_learning_rate_that_was_refused_is_set_the_next_time() -> None:
+    model = mlp()
+    optimizer = LayerwiseOptimizer(OPTIMIZERS["adamw fused"](model.parameters()), find_layers(model), in_8_bits=True)
+    groups = optimizer.optimizer.param_groups
+    groups[0]["params"].append(nn.Parameter(torch.ones(1)))
+    with pytest.raises(ValueError, match="other parameters"):
+        optimizer.set_rates(0.5, {}, {})
+    del groups[0]["params"][-1]
+    optimizer.set_rates(0.5, {}, {})
+    assert optimizer._lr_factor_on_device == 0.5

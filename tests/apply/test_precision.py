@@ -144,6 +144,11 @@ def test_parametrized_layers_train_as_under_autocast(kind: str, level: Precision
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
 
 
+def test_a_pytorch_without_onednn_has_no_low_precision_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert useless_precisions("cpu", is_compiled=False).keys() == {FP16, BF16}
+
+
 def test_a_precision_that_gains_nothing_has_its_reason() -> None:
     emulated = useless_precisions("cpu", is_compiled=False)
     assert all(reason == f"this CPU has no {level.name} instructions" for level, reason in emulated.items())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from tests.apply.fusible import fused
 from tests.apply.test_split_weights import FIXED, IN_BF16
@@ -203,6 +204,24 @@ def test_blocks_that_compute_something_else_when_called_again_are_kept() -> None
     assert (fault.kind, "1, 2 are kept" in fault.detail) == (FaultKind.ACTIVATIONS_KEPT, True)
     assert not step.recomputation.regions
     assert same(gradients(step.model), gradients(kept.model))
+
+
+def test_a_failure_of_the_users_own_checkpoint_comes_through() -> None:
+    class Own(Network):
+        num_calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.differing, super().forward(x), use_reentrant=False)
+
+        def differing(self, x: Tensor) -> Tensor:
+            self.num_calls += 1
+            return x.exp().exp() if self.num_calls == 1 else x.exp()
+
+    step = recomputing(Own())
+    num_regions = len(step.recomputation.regions)
+    with pytest.raises(CheckpointError):
+        step.run(torch.arange(12), SCALE, step=0)
+    assert len(step.recomputation.regions) == num_regions > 0
 
 
 def test_compiled_blocks_stay_compiled_and_share_their_code() -> None:

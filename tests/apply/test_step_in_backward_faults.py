@@ -20,7 +20,9 @@ from tests.apply.test_step_in_backward import (
     assert_same_trajectory,
     loop_of,
 )
-from tests.build import FP16, blobs, cross_entropy, mlp, same, values
+from tests.build import FP16, blobs, cross_entropy, mlp, nothing, same, values
+from triaccel_ray.apply.step_in_backward import StepInBackward
+from triaccel_ray.apply.weights import Weights
 from triaccel_ray.config import ControlConfig, LossScaleConfig
 from triaccel_ray.loop import ControlLoop
 
@@ -186,3 +188,16 @@ def test_a_nan_stops_its_bucket_and_all_after_it(config: ControlConfig, capture:
     execution = replace(config.execution, capture=capture, compile="off")
     loop = assert_a_nan_stops_its_bucket_and_all_after_it(config, "cuda", 12, execution)
     assert (loop._training.steps.num_captured > 0) == capture
+
+
+def test_a_plain_tensor_of_the_optimizers_is_handed_over_too() -> None:
+    weight: Any = torch.ones(3, requires_grad=True)
+    taken: list[Tensor | None] = []
+    stepper = StepInBackward([[weight]], Weights(), nothing, lambda index, found, steps: taken.extend(found.tensors))
+    stepper.begin(stepper.gradients())
+    stepper.attempt()
+    with stepper.taking(is_first=True, is_last=True):
+        (2 * weight).sum().backward()
+    (gradient,) = taken
+    assert gradient is not None
+    assert gradient.tolist() == [2.0, 2.0, 2.0]

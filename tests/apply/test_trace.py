@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import OrderedDict
 from collections.abc import Callable
@@ -30,6 +31,27 @@ class Variable(Block):
 def _remembers(block: Block, x: Tensor) -> Tensor:
     block.last = y = block.norm(block.conv(x))  # type: ignore[assignment]
     return y
+
+
+def _writes_to_dict(block: Block, x: Tensor) -> Tensor:
+    block.__dict__["last"] = x
+    return block.norm(block.conv(x))
+
+
+def _bypasses_the_module(block: Block, x: Tensor) -> Tensor:
+    object.__setattr__(block, "last", x)
+    return block.norm(block.conv(x))
+
+
+def _deletes(block: Block, x: Tensor) -> Tensor:
+    del block.once
+    return block.norm(block.conv(x))
+
+
+def _hides_errors(block: Block, x: Tensor) -> Tensor:
+    with contextlib.suppress(Exception):
+        block.last = x  # type: ignore[assignment]
+    return block.norm(block.conv(x))
 
 
 def _appends(block: Block, x: Tensor) -> Tensor:
@@ -64,6 +86,10 @@ REFUSED: dict[str, tuple[Callable[[Block, Tensor], Any], str]] = {
     "plain chance": (lambda b, x: b.norm(b.conv(x)) * random.random(), "draws random numbers"),
     "own tensor": (lambda b, x: b.norm(b.conv(x)) + torch.ones(4, 1, 1), "makes tensors of its own"),
     "attribute": (_remembers, "assigns last of Block"),
+    "attribute by its dict": (_writes_to_dict, "assigns last of Block"),
+    "attribute by object": (_bypasses_the_module, "assigns last of Block"),
+    "attribute deleted": (_deletes, "deletes once of Block"),
+    "attribute, errors caught": (_hides_errors, "assigns last of Block"),
     "list": (_appends, "changes a list"),
     "no gradients": (_without_gradients, "switches gradients, autocast"),
     "autocast": (_autocast, "switches gradients, autocast"),
@@ -77,7 +103,7 @@ REFUSED: dict[str, tuple[Callable[[Block, Tensor], Any], str]] = {
 def test_what_a_graph_would_lose_is_refused_and_leaves_no_trace(name: str) -> None:
     rest, reason = REFUSED[name]
     model = Block(rest)
-    model.seen = []  # type: ignore[assignment]
+    model.seen, model.once = [], 1  # type: ignore[assignment]
     torch.manual_seed(5)
     state, plain_state, attributes = torch.get_rng_state(), random.getstate(), set(model.__dict__)
     refusal = fuse(model, layers_of(model))

@@ -186,6 +186,9 @@ def test_the_kernel_reads_nothing_outside_the_images() -> None:
         ({"images": torch.zeros(4, 3, 8, 8)}, TypeError, "images is torch.float32: must be torch.uint8"),
         ({"dtype": torch.float64}, TypeError, "dtype = torch.float64: must be one of torch.float32"),
         ({"images": noise(4, 3, 8, 8)[0]}, ValueError, r"images have shape \[3, 8, 8\]: must be \[n, channels"),
+        ({"images": noise(4, 3, 8, 8)[..., ::2]}, ValueError, "images have strides .* must be contiguous"),
+        ({"indices": torch.arange(4)[::2]}, ValueError, r"indices have shape \[2\]: must be a contiguous vector"),
+        ({"indices": torch.ones(2, 2).long()}, ValueError, r"indices have shape \[2, 2\]: must be a contiguous vector"),
         ({"padding": 8, "reflect": True}, ValueError, r"padding = 8: must be less than the images' edges, \[8, 8\]"),
     ],
 )

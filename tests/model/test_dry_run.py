@@ -14,7 +14,7 @@ from tests.build import CPU, ConvNet, Limited, blobs, cross_entropy, images, mlp
 from triaccel_ray.cuda.random_states import random_states
 from triaccel_ray.data.sources import TensorSource, as_source
 from triaccel_ray.loop import ControlLoop
-from triaccel_ray.model.dry_run import MAX_FRAMES, UserCodeError, blaming, refusing_exits, require_working
+from triaccel_ray.model.dry_run import MAX_FRAMES, UserCodeError, _loss_of, blaming, refusing_exits, require_working
 
 
 class Silent(nn.Module):
@@ -203,3 +203,28 @@ def test_samples_of_the_smallest_and_the_largest_class_are_tried() -> None:
 
     require_working(mlp().to(CPU), loss, as_source(blobs(64)))
     assert seen == [[0, 3]]
+
+
+class OnGpu(Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]  # a property of tensors
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, AssertionError, RuntimeError, IndexError])
+def test_a_loss_that_fails_on_cpu_copies_alone_is_judged_on_the_gpu(error: type[Exception]) -> None:
+    calls: list[Tensor] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        calls.append(targets)
+        if len(calls) == 1:
+            raise error("on the CPU")
+        return outputs.sum()
+
+    outputs, targets = torch.ones(2), torch.arange(2).as_subclass(OnGpu)
+    if error is IndexError:  # a class out of range
+        with pytest.raises(UserCodeError, match="the loss raised IndexError"):
+            _loss_of(loss, outputs, targets)
+    else:
+        assert _loss_of(loss, outputs, targets) == 2
+        assert calls[1] is targets

@@ -96,7 +96,10 @@ def fuse(model: nn.Module, leaves: Collection[nn.Module], *, recompute: bool = T
     if isinstance(traced, Refusal):
         return traced
     rewriting = _Rewriting(model, traced.graph, leaves)
-    calls = {rewriting.replace(chain) for chain in list(rewriting.chains())}
+    calls = []
+    for chain in list(rewriting.chains()):
+        call = rewriting.replace(chain)
+        calls.append(call)
     if not calls:
         return Refusal(reason="it calls no BatchNorm2d outside of its layers")
     for call in calls:

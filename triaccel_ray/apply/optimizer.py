@@ -92,17 +92,10 @@ class LayerwiseOptimizer:
             ValueError: parameters are stepped in buckets, and the kernel can do that no longer; or the optimizer has
                 been given parameters, or has lost some, since this was built.
         """
+        if self._fused:
+            self._require_steppable()
         new_factor, self._lr_factor, self._lr_scale = lr_factor != self._lr_factor, lr_factor, lr_scale
         if not self._fused:
-            return
-        if len(self.parameters) != self._num_parameters:
-            raise ValueError(
-                "the optimizer has other parameters than when the control loop was built: build another loop, and let "
-                "it take over this one's state_dict"
-            )
-        self._obstacle = obstacle_of(self.optimizer)
-        if self._obstacle is not None:
-            self._give_way(self._obstacle)
             return
         if new_factor:
             self._lr_factor_on_device.fill_(lr_factor)
@@ -115,6 +108,17 @@ class LayerwiseOptimizer:
                 fused.set_companions(companions)
             fused.find_state()
         self._last_rates, self._last_companions = rates, companions
+
+    def _require_steppable(self) -> None:
+        """Has the user's optimizer step by itself where the kernel cannot; raises as `set_rates` does."""
+        if len(self.parameters) != self._num_parameters:
+            raise ValueError(
+                "the optimizer has other parameters than when the control loop was built: build another loop, and let "
+                "it take over this one's state_dict"
+            )
+        self._obstacle = obstacle_of(self.optimizer)
+        if self._obstacle is not None:
+            self._give_way(self._obstacle)
 
     def _give_way(self, obstacle: str) -> None:
         """Lets the user's optimizer step by itself from now on; the state is its own already."""

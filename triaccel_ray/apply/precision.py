@@ -52,10 +52,13 @@ def useless_precisions(device_type: str, *, is_compiled: bool) -> Mapping[Precis
 def _emulated_precisions(device_type: str) -> Mapping[Precision, str]:
     """Returns the precisions without instructions of their own on a device, each with the reason.
 
-    On an AMD EPYC without instructions for FP16, a convolution in it took 77 times as long as in FP32.
+    On an AMD EPYC without instructions for FP16, a convolution in it took 77 times as long as in FP32. A PyTorch built
+    without oneDNN uses none.
     """
     if device_type == "cuda":
         has = {Precision.BF16: torch.cuda.is_bf16_supported(including_emulation=False)}
+    elif not torch.backends.mkldnn.is_available():
+        has = {Precision.FP16: False, Precision.BF16: False}
     else:
         onednn = torch.ops.mkldnn  # private names, as PyTorch tells it nowhere else
         has = {Precision.FP16: onednn._is_mkldnn_fp16_supported(), Precision.BF16: onednn._is_mkldnn_bf16_supported()}

@@ -73,7 +73,7 @@ class Recomputation:
         self._drawing: set[str] = set()
         self._overwriting: set[str] = set()
         self._again = ""
-        """The region that was last computed again."""
+        """The region that was last computed again in this pass; empty before any."""
 
     def keep_drawing(self, step: int) -> tuple[Fault, ...]:
         """Keeps from now on what regions compute that have drawn random numbers on a GPU; returns that, once."""
@@ -82,6 +82,8 @@ class Recomputation:
     def keep_failed(self, error: BaseException, step: int) -> tuple[Fault, ...]:
         """Keeps from now on what cannot be computed again, if that is why a pass has failed; returns that, once."""
         if isinstance(error, CheckpointError):
+            if self._again not in self.regions:  # of a checkpoint of the user's own
+                return ()
             kind = type(self.regions[self._again])
             differing = [name for name, region in self.regions.items() if type(region) is kind]
             return self._keep(differing, "what changes state of its own, a cache say, cannot be computed again", step)
@@ -102,6 +104,7 @@ class Recomputation:
         The second computation runs in `surroundings`, and under the autocast of the first: backward passes may run in
         another thread.
         """
+        self._again = ""
         called: Mapping[str, nn.Module] = self.regions
         with contextlib.ExitStack() as stack:
             if self.divided is not None:

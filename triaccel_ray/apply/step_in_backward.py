@@ -82,9 +82,9 @@ class StepInBackward:
         `begin` is called before a batch passes; `take` with a bucket's index, its gradients, and whether to step it.
         """
         self._buckets, self._weights, self._begin, self._take = buckets, weights, begin, take
-        self._bucket_of = {p: index for index, bucket in enumerate(buckets) for p in bucket}
+        self._bucket_of: dict[Tensor, int] = {p: index for index, bucket in enumerate(buckets) for p in bucket}
         self._gradients: BucketedGradients | None = None
-        self._missing: list[set[nn.Parameter]] = []
+        self._missing: list[set[Tensor]] = []
         self._is_taking = self._is_last_part = self._sums_parts = False
         self._stepped: set[int] = set()
         self._taken: set[int] = set()
@@ -132,7 +132,6 @@ class StepInBackward:
             self._weights.gather_gradient(parameter)
         if not self._is_last_part:
             return
-        assert isinstance(parameter, nn.Parameter)
         index = self._bucket_of[parameter]
         if index in self._taken:
             raise RuntimeError(

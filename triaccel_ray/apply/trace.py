@@ -172,41 +172,60 @@ def _surroundings() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Lets a forward function assign no attributes, and puts back what it does to containers and random states.
+    """Puts back what a forward function assigns to modules, and the random state.
 
     Raises:
         _UntraceableError: anything had changed: the graph would not do so.
     """
-    parts, assign = set(model.modules()), nn.Module.__setattr__
-    containers = [value for part in parts for value in part.__dict__.values() if isinstance(value, dict | list | set)]
-    copies = [container.copy() for container in containers]
+    attributes = {module: _attributes(module) for module in model.modules()}
     randomness, torch_randomness = random.getstate(), torch.get_rng_state()
-
-    def refusing(module: nn.Module, name: str, value: Any) -> None:
-        if module in parts:
-            is_constant = name.startswith("_tensor_constant")  # so torch.fx keeps them
-            what = "makes tensors of its own" if is_constant else f"assigns {name} of {type(module).__name__}"
-            raise _UntraceableError(f"its forward pass {what}")
-        assign(module, name, value)
-
-    nn.Module.__setattr__ = refusing  # type: ignore[method-assign, assignment]  # as torch.fx replaces __call__ and __getattr__
     try:
         yield
     finally:
-        nn.Module.__setattr__ = assign  # type: ignore[method-assign]
         drew = randomness != random.getstate() or not torch.equal(torch_randomness, torch.get_rng_state())
         random.setstate(randomness)
         torch.set_rng_state(torch_randomness)
-        changed = [pair for pair in zip(containers, copies, strict=True) if _items(pair[0]) != _items(pair[1])]
-        for container, copy in changed:
-            container.clear()
-            container.extend(copy) if isinstance(container, list) else container.update(copy)
+        changes = [what for module, before in attributes.items() if (what := _restored(module, before))]
     if drew:
         raise _UntraceableError("its forward pass draws random numbers outside of what it calls")
-    if changed:
-        raise _UntraceableError("its forward pass changes a list, a dict or a set of the model's")
+    if changes:
+        raise _UntraceableError(f"its forward pass {changes[0]}")
 
 
-def _items(container: Any) -> list[int]:
+def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Returns the module's attributes, each with a shallow copy where it is a container."""
+    return {
+        name: (value, value.copy() if isinstance(value, dict | list | set) else None)
+        for name, value in module.__dict__.items()
+    }
+
+
+def _restored(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> str:
+    """Puts the module's attributes back, and returns what had changed them; empty where nothing had."""
+    now, kind, missing = module.__dict__, type(module).__name__, object()
+    assigned = [
+        name
+        for name in (*before, *(now.keys() - before))
+        if now.get(name, missing) is not before.get(name, (missing,))[0]
+    ]
+    changed = [name for name, (value, copy) in before.items() if copy is not None and _items(value) != _items(copy)]
+    verb = "assigns" if assigned and assigned[0] in now else "deletes"
+    if assigned or changed:
+        now.clear()
+        for name, (value, copy) in before.items():
+            now[name] = value
+            if copy is not None:
+                value.clear()
+                value.extend(copy) if isinstance(value, list) else value.update(copy)
+    if any(name.startswith("_tensor_constant") for name in assigned):  # so torch.fx keeps them
+        return "makes tensors of its own"
+    if assigned:
+        return f"{verb} {assigned[0]} of {kind}"
+    return f"changes a list, a dict or a set of the model's: {changed[0]} of {kind}" if changed else ""
+
+
+def _items(container: Any) -> Any:
     """Returns what tells whether a container holds the same objects as before."""
-    return [id(item) for item in (*container, *(container.values() if isinstance(container, dict) else ()))]
+    if isinstance(container, dict):
+        return list(container), [id(item) for item in container.values()]
+    return {id(item) for item in container} if isinstance(container, set) else [id(item) for item in container]

@@ -77,15 +77,21 @@ class SampleSchedule:
             return
         due = sampler.num_batches(self._batch_size)
         while self._num_steps < due:
-            with warnings.catch_warnings():
-                # At its first step it looks for the optimizer's, which kernels may have made unseen.
-                warnings.filterwarnings("ignore", message=".*`?lr_scheduler.step\\(\\)`?", category=UserWarning)
-                try:
-                    self._scheduler.step()
-                except ValueError as error:
-                    error.add_note(f"an epoch has ceil(number of samples / {self._batch_size}) steps of the schedule")
-                    raise
+            try:
+                self._step(self._scheduler)
+            except ValueError as error:
+                error.add_note(f"an epoch has ceil(number of samples / {self._batch_size}) steps of the schedule")
+                raise
             self._num_steps += 1
+
+    def _step(self, scheduler: LRScheduler) -> None:
+        """Steps the scheduler. At its first step it looks for the optimizer's, which kernels may have made unseen."""
+        if self._num_steps > 0:  # catch_warnings would have Python forget which warnings it has shown
+            scheduler.step()
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*`?lr_scheduler.step\\(\\)`?", category=UserWarning)
+            scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns how far the scheduler has come, and its own state."""

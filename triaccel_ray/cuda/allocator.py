@@ -35,9 +35,17 @@ def hold_less(device: torch.device) -> None:
     if _stack_bytes(index) == DEFAULT_STACK_BYTES:
         _drive(index, "cuCtxSetLimit", ctypes.c_int(_STACK_SIZE), ctypes.c_size_t(LEAN_STACK_BYTES))
     if not any(map(os.environ.get, _ALLOCATOR_VARIABLES)) and _has_virtual_memory(index):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of platforms that have no such segments
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # no public way but the environment
+        _set_allocator("expandable_segments:True")
+
+
+def _set_allocator(settings: str) -> None:
+    """Gives PyTorch's allocator settings, where it takes them; there is no public way but the environment."""
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if change is None:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of platforms that have no such segments
+        change(settings)
 
 
 def _stack_bytes(index: int) -> int | None:

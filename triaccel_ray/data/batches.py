@@ -88,9 +88,10 @@ def map_tree(function: Callable[..., Any], *trees: Any) -> Any:
     first = trees[0]
     if isinstance(first, Mapping):
         return {key: map_tree(function, *(tree[key] for tree in trees)) for key in first}
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(map_tree(function, *leaves) for leaves in zip(*trees, strict=True)))
     if isinstance(first, list | tuple) and not isinstance(next(iter(first), None), str | bytes):
-        mapped = [map_tree(function, *leaves) for leaves in zip(*trees, strict=True)]
-        return type(first)(*mapped) if hasattr(first, "_fields") else type(first)(mapped)
+        return type(first)(map_tree(function, *leaves) for leaves in zip(*trees, strict=True))
     return function(*trees)
 
 

@@ -16,8 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from triaccel_ray.data.batches import Collate, map_tree, next_batch_size, read
 
-SMALLEST_CHUNK = 32
-"""Samples that a worker process reads at a time at least: passing them on costs a millisecond, however few they are."""
+CHUNK_SIZES = range(32, 513)
+"""Samples that a worker process may read at a time."""
+_CHUNK_BYTES = 4 * 2**20
+"""Target size of a chunk: passing one on costs a millisecond, whatever its size, and takes shared memory."""
 _CHUNKS_AHEAD = 2
 """Chunks a worker keeps ready."""
 
@@ -51,7 +53,7 @@ class Workers:
     """
 
     def __init__(self, dataset: Dataset[Any], num_workers: int, *, collate: Collate | None, pinned: bool) -> None:
-        self._chunks, self._has_collate = _ChunkSampler(), collate is not None
+        self._chunks, self._has_collate = ChunkSampler(num_workers), collate is not None
         self._new_loader = partial(
             item_loader,
             _ChunkReader(dataset, collate),
@@ -77,11 +79,8 @@ class Workers:
 
     def peek(self, order: EpochOrder, num: int) -> list[Any]:
         """Returns the order's next `num` samples in one or more parts; they stay until they are dropped."""
-        if not self._has_collate:
-            self._chunks.size = max(num, self._chunks.size)
         if self._chunks.order is not order or (self._has_collate and self._next_size() != num):
-            if self._has_collate:
-                self._chunks.size = num
+            self._chunks.batch_size = num if self._has_collate else None
             self.start(order)
         while sum(size for size, _ in self._parts) < num:
             self._pull()
@@ -120,6 +119,7 @@ class Workers:
         except Exception as error:
             self.close()
             raise error.with_traceback(None) from None  # its frames hold the iterator; the message has the worker's
+        self._chunks.adapt(*self._parts[-1])
 
 
 class _ChunkReader(Dataset[Any]):
@@ -134,23 +134,37 @@ class _ChunkReader(Dataset[Any]):
         return len(indices), read(self._dataset, indices, seed, self._collate)
 
 
-class _ChunkSampler:
+class ChunkSampler:
     """Deals out an order from its cursor on; the sampler of a `DataLoader`, which begins anew with each order."""
 
-    order: EpochOrder | None = None
-    size = SMALLEST_CHUNK
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers, self._size = num_workers, CHUNK_SIZES.start
+        self.order: EpochOrder | None = None
+        self.batch_size: int | None = None
+        """Samples of each chunk, where a chunk is a batch."""
 
     def __iter__(self) -> Iterator[tuple[list[int], int]]:
         """Returns the chunks that are left, each cut only when a worker can take it."""
         if self.order is None:
             return
         order, start = self.order, self.order.cursor
-        size = self.size  # of the first; of the others what is taken at the end of an epoch
+        # An order in few chunks would leave processes idle at its end.
+        largest = max(len(order.indices) // (4 * self._num_workers), CHUNK_SIZES.start)
+        size = self.batch_size  # of the first; of the others what is taken at the end of an epoch
         while start < len(order.indices):
-            indices = order.indices[start : start + size]
+            indices = order.indices[start : start + (size or min(self._size, largest))]
             start += len(indices)
             yield indices.tolist(), order.seed
-            size = next_batch_size(len(order.indices) - start, self.size)
+            if self.batch_size is not None:
+                size = next_batch_size(len(order.indices) - start, self.batch_size)
+
+    def adapt(self, num_samples: int, batch: Any) -> None:
+        """Chooses the size of the chunks to come by the bytes of this chunk's samples."""
+        leaves: list[Any] = []
+        map_tree(leaves.append, batch)
+        num_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+        wanted = _CHUNK_BYTES * num_samples // max(num_bytes, 1)
+        self._size = min(max(wanted, CHUNK_SIZES.start), CHUNK_SIZES.stop - 1)
 
 
 def item_loader(dataset: Dataset[Any], num_workers: int, **options: Any) -> DataLoader[Any]:

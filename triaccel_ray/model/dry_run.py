@@ -133,8 +133,12 @@ def _loss_of(loss: Loss, outputs: Any, targets: Any) -> Any:
     with blaming("the loss", lambda: seen(outputs, targets)):
         if isinstance(targets, Tensor) and targets.is_cuda:
             # There a class out of range is an assertion on the device, after which the process cannot use it any more.
-            with contextlib.suppress(RuntimeError):  # weights of the loss's own on the GPU, perhaps: judged there
+            try:
                 loss(map_tensors(Tensor.cpu, outputs), targets.cpu())
+            except IndexError:
+                raise
+            except Exception:  # weights of the loss's own on the GPU, perhaps: judged there
+                pass
         return loss(outputs, targets)
 
 

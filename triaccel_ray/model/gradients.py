@@ -56,6 +56,8 @@ def _gradient(parameter: nn.Parameter, copy: Tensor | None, total: Tensor | None
     if copy is not None and copy.grad is not None:
         # Both only where the model also reads the weight itself, beside the layer that computes with the copy.
         gradient = copy.grad if gradient is None else gradient + copy.grad
+    if gradient is not None and gradient.is_sparse:  # of `F.embedding(..., sparse=True)`, say
+        gradient = gradient.to_dense()
     if gradient is None or gradient.stride() == parameter.stride() or have_equal_dense_strides(gradient, parameter):
         return gradient
     return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)

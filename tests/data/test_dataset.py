@@ -1,3 +1,5 @@
+"""Data sets read sample by sample: their order, transforms and batches, here and in worker processes."""
+
 from __future__ import annotations
 
 import gc
@@ -17,12 +19,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tests.build import plain
-from triaccel_ray.data.prefetch import SMALLEST_CHUNK
+from triaccel_ray.data.batches import moved
+from triaccel_ray.data.prefetch import CHUNK_SIZES, ChunkSampler, EpochOrder
 from triaccel_ray.data.sampler import Sampler
 from triaccel_ray.data.sources import DatasetSource
 
 CPU = torch.device("cpu")
-NUM = 6 * SMALLEST_CHUNK + 17
+CHUNK_SIZE = CHUNK_SIZES.start
+NUM = 6 * CHUNK_SIZE + 17
 """Samples of most data sets here: a last partial chunk."""
 DEVICES = [(CPU, 0), (CPU, 2), pytest.param((torch.device("cuda"), 2), marks=pytest.mark.gpu)]
 WORKERS = DEVICES[1:]
@@ -102,7 +106,7 @@ def in_order(sampler: Sampler, num_epochs: int, batch_sizes: Iterator[int]) -> T
 
 
 @pytest.mark.parametrize("place", DEVICES)
-@pytest.mark.parametrize("num", [2, SMALLEST_CHUNK + 1, NUM])
+@pytest.mark.parametrize("num", [2, CHUNK_SIZE + 1, NUM])
 def test_batches_of_changing_size_are_the_samples_asked_for(place: Place, num: int) -> None:
     """One sample after another, and in parts."""
     dataset = Squares(num)
@@ -128,6 +132,7 @@ def test_batches_of_changing_size_are_the_samples_asked_for(place: Place, num: i
     [
         (lambda i: ({"a": i, "b": (torch.tensor(i), float(i))}, i), lambda i: {"a": i, "b": [i, i.double()]}),
         (lambda i: (Pair(i, [2 * i]), i), lambda i: Pair(i, [2 * i])),
+        (lambda i: (Pair(f"sample {i}", i), i), lambda i: Pair([f"sample {index}" for index in i.tolist()], i)),
         (lambda i: (i, i), lambda i: i),
         (lambda i: {"a": i, "b": 2 * i}, lambda i: {"a": i, "b": 2 * i}),
         (lambda i: (np.full(2, i), np.int64(i)), lambda i: torch.stack([i, i], 1)),
@@ -239,11 +244,11 @@ class Texts(Squares):
 
 @pytest.mark.parametrize("place", DEVICES)
 def test_a_collate_fn_is_given_the_samples_of_one_batch_each_time(place: Place) -> None:
-    dataset, (device, num_workers) = Texts(SMALLEST_CHUNK * 3 + 1), place
+    dataset, (device, num_workers) = Texts(CHUNK_SIZE * 3 + 1), place
     source = DatasetSource(dataset, device, num_workers=num_workers, collate_fn=padded)
     sampler = Sampler(source, seed=0, device=device)
     OPEN.add(sampler)
-    wanted = [SMALLEST_CHUNK] * 12 + [50, 50, 20, 30] * 6  # of one size for several epochs, then of others
+    wanted = [CHUNK_SIZE] * 12 + [50, 50, 20, 30] * 6  # of one size for several epochs, then of others
     for size in wanted:
         inputs, targets, indices = batch_of(sampler, size)
         assert inputs is targets
@@ -258,19 +263,37 @@ def test_a_collate_fn_is_given_the_samples_of_one_batch_each_time(place: Place) 
 @pytest.mark.parametrize("place", DEVICES)
 def test_samples_of_different_shapes_make_no_batch(place: Place) -> None:
     def grown(index: int) -> tuple[Tensor, int]:
-        return torch.zeros(1 if order[index] < 2 * SMALLEST_CHUNK else 3), index
+        return torch.zeros(1 if order[index] < 2 * CHUNK_SIZE else 3), index
 
     sampler = feed_of(Squares(shape=grown), place)
     order = torch.empty(NUM, dtype=torch.long).scatter_(0, sampler._order, torch.arange(NUM)).tolist()
-    batch_of(sampler, SMALLEST_CHUNK)
+    batch_of(sampler, CHUNK_SIZE)
     with pytest.raises((RuntimeError, ValueError), match=r"equal size|must return one type and shape"):
-        batch_of(sampler, SMALLEST_CHUNK + 10)
+        batch_of(sampler, CHUNK_SIZE + 10)
+
+
+def test_tensors_of_a_named_tuple_that_begins_with_a_string_are_moved() -> None:
+    batch = moved(Pair("text", torch.ones(2)), torch.device("meta"))
+    assert (batch.left, batch.right.device.type) == ("text", "meta")
+
+
+@pytest.mark.parametrize(
+    ("num_floats", "num_samples", "size"),
+    [(1, 100_000, 512), (4096, 100_000, 256), (2**22, 100_000, 32), (1, 1000, 125), (1, 100, 32)],
+)
+def test_chunks_are_of_one_number_of_bytes_and_not_too_few(num_floats: int, num_samples: int, size: int) -> None:
+    chunks = ChunkSampler(num_workers=2)
+    chunks.order = EpochOrder(torch.arange(num_samples), seed=0)
+    dealt = iter(chunks)
+    assert len(next(dealt)[0]) == CHUNK_SIZE
+    chunks.adapt(CHUNK_SIZE, [torch.zeros(CHUNK_SIZE, num_floats), ["text"] * CHUNK_SIZE])
+    assert len(next(dealt)[0]) == size
 
 
 @pytest.mark.gpu
 def test_the_copies_never_overtake_the_computation() -> None:
     """A slow device, the host far ahead of it: every batch is still whole when its turn comes."""
-    sampler = feed_of(Squares(40 * SMALLEST_CHUNK), (torch.device("cuda"), 2))
+    sampler = feed_of(Squares(40 * CHUNK_SIZE), (torch.device("cuda"), 2))
     sums, expected = [], []
     while sampler.epoch < 2:
         inputs, _, indices = batch_of(sampler, 48)
