@@ -172,8 +172,8 @@ class Progress:
                 run.epoch = record
             case End():
                 run.end = record
-        is_known = hash(line) in self._said  # a log that was cut back is read once more
-        self._said.add(hash(line))
+        is_known = hash((name, line)) in self._said  # a log that was cut back is read once more
+        self._said.add(hash((name, line)))
         if is_known or not self._has_begun:
             return
         if isinstance(record, Interruption):
