@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,6 +155,7 @@ def test_bad_input_is_named_and_nothing_is_touched(
     [
         (KeyboardInterrupt(), 130, "stopped\n"),
         (RunFailedError(Path("amp"), ValueError("a mistake")), 1, "amp failed (bug): ValueError: a mistake"),
+        (OSError(errno.ENOSPC, "No space left"), 2, "No space left: make room, then go on with `triaccel resume`"),
     ],
 )
 def test_what_ends_a_command_is_told_by_message_and_status(
@@ -169,12 +171,13 @@ def test_what_ends_a_command_is_told_by_message_and_status(
     assert said in capsys.readouterr().err
 
 
-def test_a_bug_and_what_is_asked_for_show_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bug", [KeyError("a bug"), ConnectionResetError("by the peer"), TimeoutError("timed out")])
+def test_a_bug_and_what_is_asked_for_show_their_traceback(bug: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def end(_: object) -> int:
-        raise KeyError("a bug")
+        raise bug
 
     monkeypatch.setattr(commands, "execute", end)
-    with pytest.raises(KeyError):
+    with pytest.raises(type(bug)):
         main(["doctor"])
     monkeypatch.setenv("TRIACCEL_TRACEBACK", "1")
     with pytest.raises(ValueError, match="epochs = 0"):

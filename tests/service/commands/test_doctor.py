@@ -22,7 +22,7 @@ def findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Findi
     """What is found where neither the tracking server nor the cluster is there, and one check breaks."""
 
     def broken() -> Finding:
-        raise RuntimeError("out of order")
+        raise ValueError("out of order")
 
     monkeypatch.setattr(doctor, "_triton", broken)
     port = free_port()
@@ -32,7 +32,7 @@ def findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Findi
 
 def test_every_check_goes_by_its_name(findings: dict[str, Finding]) -> None:
     problems = {
-        "triton runs": "RuntimeError: out of order",
+        "triton runs": "ValueError: out of order",
         "ray starts": "address = ",
         "mlflow store": "tracking uri =",
     }

@@ -106,20 +106,33 @@ def test_without_a_terminal_a_run_has_a_line_for_each_epoch_once(screen: StringI
     ]
 
 
+@pytest.mark.parametrize(("num_epochs", "num_lines"), [(7, 7), (100, 100), (101, 51), (1000, 101)])
+def test_a_long_run_has_a_hundred_lines(screen: StringIO, tmp_path: Path, num_epochs: int, num_lines: int) -> None:
+    start = Start(control=ControlConfig(), parameters={"recipe.epochs": num_epochs})
+    with Progress("training", tmp_path, ["one"], each_epoch=True):
+        write(tmp_path / "one", start, *map(epoch_record, range(1, num_epochs + 1)))
+    lines = screen.getvalue().splitlines()[1:]
+    assert lines[0].startswith(f"epoch 1.0/{num_epochs},")
+    assert lines[-1].startswith(f"epoch {num_epochs}.0/{num_epochs},")
+    assert num_lines <= len(lines) <= num_lines + 1
+
+
 def test_without_a_terminal_each_of_several_runs_has_a_line_at_its_end(screen: StringIO, tmp_path: Path) -> None:
     write(tmp_path / "before", START, epoch_record(2), End(status="stopped"))
-    with Progress("searching", tmp_path, num_trials=5):
+    with Progress("searching", tmp_path, num_trials=6):
         write(tmp_path / "a", START, epoch_record(2), FINISHED)
         write(tmp_path / "b", START, epoch_record(2), End(status="stopped"))
         write(tmp_path / "c", START, End(status="stopped"))
-        write(tmp_path / "d", START, End(status="failed", cause="bug", message="RuntimeError: no memory\nis left"))
+        for name in ("d", "e"):
+            write(tmp_path / name, START, End(status="failed", cause="bug", message="RuntimeError: no memory\nis left"))
     figures = "epoch 2.0/3, samples/s 100, batch 64, memory 954 MiB of 2 GiB, loss 0.1000, held out accuracy"
     assert screen.getvalue().splitlines() == [
         "searching",
-        f"2/5 a finished: {figures} 97.49 %, score 737.44",
-        f"3/5 b stopped: {figures} 91.25 %, score 60.83",
-        "4/5 c stopped",
-        "5/5 d failed: RuntimeError: no memory",
+        f"2/6 a finished: {figures} 97.49 %, score 737.44",
+        f"3/6 b stopped: {figures} 91.25 %, score 60.83",
+        "4/6 c stopped",
+        "5/6 d failed: RuntimeError: no memory",
+        "6/6 e failed: likewise",
     ]
 
 

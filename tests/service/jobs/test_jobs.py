@@ -16,7 +16,7 @@ from ray.job_submission import JobDetails
 from triaccel_ray.service.cli.main import main
 from triaccel_ray.service.cli.parsing import parse
 from triaccel_ray.service.cli.specs import Search
-from triaccel_ray.service.jobs.jobs import Submission, jobs_grid, submission
+from triaccel_ray.service.jobs.jobs import LARGEST_FILE_BYTES, Submission, jobs_grid, submission
 
 SECRETS = {
     "MLFLOW_TRACKING_PASSWORD": "word-of-the-environment-6711",
@@ -120,9 +120,17 @@ def test_a_name_and_a_folder_that_will_not_do_are_refused(tmp_path: Path) -> Non
 
 
 def test_data_and_results_stay_behind(tmp_path: Path) -> None:
+    for name in ("my data", "results", ".venv"):
+        (tmp_path / name).mkdir()
+    for large in ("weights [1].pt", ".venv/lib.so", "my data/train.bin"):
+        with (tmp_path / large).open("wb") as file:
+            file.truncate(LARGEST_FILE_BYTES + 1)
     job = submitted(tmp_path, "run text-gpt --storage-path results --data-dir 'my data'")
     excludes = job.runtime_env["excludes"]
-    assert {".git", ".venv", "triaccel-runs", "/results", "/my\\ data"} <= set(excludes)
+    assert {".git", ".venv", "triaccel-runs", "/results", "/my\\ data", "/weights\\ \\[1\\].pt"} <= set(excludes)
+    (said,) = [note for note in job.notes if "larger than" in note]
+    assert said.endswith("20 MiB: weights [1].pt")
+    (tmp_path / "my data" / "train.bin").unlink()
     elsewhere = submitted(tmp_path, f"run text-gpt --storage-path {tmp_path.parent / 'x'} --data-dir .")
     assert len(elsewhere.runtime_env["excludes"]) == len(excludes) - 2
     assert any(str(tmp_path / "results") in note and "must share" in note for note in job.notes)
@@ -155,7 +163,7 @@ def another_server(status: int, body: bytes) -> Iterator[str]:
     with HTTPServer(("127.0.0.1", 0), Answer) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
 

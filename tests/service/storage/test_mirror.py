@@ -91,6 +91,21 @@ def test_a_command_that_cannot_reach_the_store_at_its_end_says_so(
     assert said in caplog.text
 
 
+def test_what_a_command_that_fails_has_written_is_brought_though_its_exchange_hangs(machines: Machines) -> None:
+    machines.monkeypatch.setattr(mirror, "INTERVAL_S", 3600.0)
+    end = mirror.Background.stop
+
+    def hang(following: mirror.Background, patience_s: float) -> None:
+        end(following, patience_s)
+        raise StoreError("the store has not answered")
+
+    machines.monkeypatch.setattr(mirror.Background, "stop", hang)
+    with suppress(KeyboardInterrupt), mirrored(machines.place):
+        write(machines.place.folder, {"search.json": "{}"})
+        raise KeyboardInterrupt
+    assert held(machines.kept) == {"search.json": "{}"}
+
+
 def test_keys_that_lead_out_of_the_copy_are_left_in_the_store(machines: Machines) -> None:
     for folder in ("run/trials/.hidden", "run/a b", "run/trials/t0"):
         write(machines.store / folder, {EVENTS: "1\n"})

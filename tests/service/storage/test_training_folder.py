@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from triaccel_ray.service.storage.copies import WRITER
 from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, MODEL, PREVIOUS, SPEC
 from triaccel_ray.service.storage.mirror import catch_up, mirrored, pull_all, require_unused
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.service.storage.store import Store
+from triaccel_ray.service.storage.store import Stamp, Store
 from triaccel_ray.service.storage.training_folder import edited
 
 
@@ -60,6 +61,34 @@ def test_a_run_goes_on_from_the_store_unless_its_own_folder_is_ahead(machines: M
     again.close()
     with pytest.raises(TakenOverError):
         second.push()
+
+
+def test_a_writer_whose_first_push_fails_halfway_is_fenced_off_by_the_one_before(machines: Machines) -> None:
+    first = machines.move_to("a")
+    first.open()
+    write(first.path, {SPEC: "s", EVENTS: "1\n"})
+    first.push()
+    second = machines.move_to("b")
+    second.open()
+    write(second.path, {EVENTS: "1\n2 elsewhere\n"})
+
+    def only_the_writer(store: Store, path: str, content: BinaryIO, num_bytes: int) -> Stamp:
+        if not path.endswith(WRITER):
+            raise StoreError("out of reach")
+        return whole(store, path, content, num_bytes)
+
+    whole = Store.write
+    with machines.monkeypatch.context() as patched:
+        patched.setattr(Store, "write", only_the_writer)
+        with pytest.raises(StoreError, match="out of reach"):
+            second.push()
+    again = machines.move_to("a")
+    again.open()
+    write(again.path, {EVENTS: "1\n2\n"})
+    again.push()
+    with pytest.raises(TakenOverError):
+        second.push()
+    assert held(machines.kept)[EVENTS] == "1\n2\n"
 
 
 def test_the_log_of_a_run_elsewhere_is_read_without_taking_it_over_and_can_be_ended_here(machines: Machines) -> None:

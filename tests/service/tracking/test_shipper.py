@@ -127,6 +127,8 @@ def test_nothing_arrives_twice(tracker: Tracker, root: Path, experiment: str) ->
     note = folder / "mlflow.json"
     shipped = json.loads(note.read_text())
     assert (shipped["run_id"], first.tags[RUN_KEY_TAG]) == (first.id, shipped["key"])
+    note.write_text(json.dumps({**shipped, "of_another_version": 1}))
+    assert ship(tracker, root, experiment) == 0
     # A crash between the arrival of a batch and the note of it; between the run's creation and the note of its id;
     # and the note lost.
     note.write_text(json.dumps({**shipped, "num_records": 0, "checksum": 0}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -44,7 +45,8 @@ class Keyword:
         if given is None:
             return self.default
         if self.kind in _PATHS:
-            return _PATHS[self.kind](decode(str, str(given) if isinstance(given, Path) else given, self.name))
+            path = os.fspath(given) if isinstance(given, os.PathLike) else given
+            return _PATHS[self.kind](decode(str, path, self.name))
         if isinstance(given, tuple):
             given = list(given)
         elif self.is_size and type(given) is int:

@@ -12,7 +12,15 @@ from triaccel_ray.service.cli.specs import Resume, Trains, Ui
 from triaccel_ray.service.credentials import hide_credentials, without_passwords
 from triaccel_ray.service.signals import nothing_begun
 
-USER_ERRORS = (ValueError, TypeError, OSError)
+USER_ERRORS = (
+    ValueError,
+    TypeError,
+    FileNotFoundError,
+    FileExistsError,
+    PermissionError,
+    NotADirectoryError,
+    IsADirectoryError,
+)
 """What the boundary raises for what a user can mend; anything else is a bug and shows its traceback."""
 
 
@@ -36,17 +44,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"{str(interrupt) or 'stopped'}\n")
         sys.exit(130)
     except Exception as error:
-        status = 2 if isinstance(error, USER_ERRORS) else 1
-        if os.environ.get("TRIACCEL_TRACEBACK") or (status == 1 and not _is_told(error)):
+        status = None if os.environ.get("TRIACCEL_TRACEBACK") else _explain(error)
+        if status is None:
             raise
-        from triaccel_ray.service.console import err
-
-        err.print("triaccel:", without_passwords(str(error)), style="red", soft_wrap=True)
         sys.exit(status)
 
 
-def _is_told(error: Exception) -> bool:
-    """Returns whether the error's message is meant for the user: a run has failed, by no fault of this product."""
-    from triaccel_ray.service.failures import PreemptedError, RunFailedError
+def _explain(error: Exception) -> int | None:
+    """Says what a user can mend, and returns the exit status; None for a bug, of which nothing has been said."""
+    text, status = str(error), 2
+    if not isinstance(error, USER_ERRORS):
+        from triaccel_ray.service.failures import PreemptedError, RunFailedError, is_disk_full
 
-    return isinstance(error, RunFailedError | PreemptedError)
+        if isinstance(error, RunFailedError | PreemptedError):
+            status = 1
+        elif isinstance(error, OSError) and is_disk_full(error):
+            text = f"{error}: make room, then go on with `triaccel resume`; nothing that was complete is lost"
+        else:
+            return None
+    from triaccel_ray.service.console import err
+
+    err.print("triaccel:", without_passwords(text), style="red", soft_wrap=True)
+    return status

@@ -68,11 +68,14 @@ def _message(address: str) -> str:
 
 
 def _watch(address: str, last_words: str, over: threading.Event, lost: threading.Event) -> None:
-    heard_s = time.monotonic()
+    silent_since_s: float | None = None  # the first look in vain: a stopped process looks at nothing meanwhile
     while not over.wait(INTERVAL_S):
         if _answers(address):
-            heard_s = time.monotonic()
-        elif time.monotonic() - heard_s >= LOST_AFTER_S:
+            silent_since_s = None
+            continue
+        now_s = time.monotonic()
+        silent_since_s = now_s if silent_since_s is None else silent_since_s
+        if now_s - silent_since_s >= LOST_AFTER_S:
             lost.set()
             os.kill(os.getpid(), _SIGNAL)
             if not over.wait(GRACE_S):

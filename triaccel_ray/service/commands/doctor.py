@@ -53,10 +53,14 @@ def examine(storage: StoragePath, tracking_uri: str | None, address: str | None)
         "disk": partial(_disk, storage.folder),
         **({} if storage.uri is None else {"storage": partial(_store, storage.uri)}),
     }
+    from triaccel_ray.service.cluster.cluster import ClusterUnavailableError
+    from triaccel_ray.service.failures import StoreError
+    from triaccel_ray.service.tracking.tracking import TrackingUnavailableError
+
     for subject, check in checks.items():
         try:
             yield subject, *check()
-        except ValueError as error:  # this product's own messages
+        except (ClusterUnavailableError, StoreError, TrackingUnavailableError) as error:
             yield subject, "problem", str(error)
         except Exception as error:  # a check that breaks is a finding, not the end of the others
             yield subject, "problem", f"{type(error).__name__}: {first_line(error)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterable
@@ -26,6 +27,8 @@ from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.tracking.log_tail import LogTail
 from triaccel_ray.service.units import format_bytes
 
+MAX_LINES = 100
+"""Epochs of a run that get a line; of more, every second, third, ... one does."""
 MAX_ROWS = 15
 """Runs in the table: those under way first, then the best."""
 _PLACES = {"running": 0, "starting": 1, "finished": 2}
@@ -113,6 +116,7 @@ class Progress:
         self._runs = {name: _Run() for name in self._names}
         self._tails: dict[Path, LogTail] = {}
         self._said: set[int] = set()
+        self._last_reason = ""
         self._err = console.err
         self._live: Live | None = None
         if self._err.is_terminal:
@@ -168,18 +172,26 @@ class Progress:
                 run.epoch = record
             case End():
                 run.end = record
-        is_known = hash(line) in self._said  # a log that was cut back is read once more
-        self._said.add(hash(line))
+        is_known = hash((name, line)) in self._said  # a log that was cut back is read once more
+        self._said.add(hash((name, line)))
         if is_known or not self._has_begun:
             return
         if isinstance(record, Interruption):
             self._say(f"{name}: {record.message}")
         elif isinstance(record, Epoch) and self._each_epoch:
-            self._say(self._so_far(run))
+            num_epochs = run.setting("recipe.epochs")
+            if record.epoch in (1, num_epochs) or record.epoch % max(math.ceil(num_epochs / MAX_LINES), 1) == 0:
+                self._say(self._so_far(run))
         elif isinstance(record, End):
-            number = f"{self._num_ended}/{self._num_trials} " if self._num_trials else ""
-            text = record.message.partition("\n")[0] if record.status == "failed" else self._so_far(run)
-            self._say(f"{number}{name} {record.status}: {text}".removesuffix(": "))
+            self._say_end(name, record, run)
+
+    def _say_end(self, name: str, end: End, run: _Run) -> None:
+        number = f"{self._num_ended}/{self._num_trials} " if self._num_trials else ""
+        text = self._so_far(run)
+        if end.status == "failed":
+            reason = end.message.partition("\n")[0]
+            text, self._last_reason = "likewise" if reason == self._last_reason else reason, reason
+        self._say(f"{number}{name} {end.status}: {text}".removesuffix(": "))
 
     def _say(self, line: str) -> None:
         if self._live is None:

@@ -8,6 +8,8 @@ import logging
 import os
 import re
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +18,7 @@ from urllib.parse import urlsplit
 from ray.exceptions import AuthenticationError, RayError
 
 from triaccel_ray.service.cluster.cluster import (
+    CONNECT_TIMEOUT_S,
     ClusterUnavailableError,
     display_address,
     environment_variables,
@@ -145,8 +148,8 @@ def job_client(address: str | None) -> Iterator[JobSubmissionClient]:
     """Yields Ray's client of the cluster's jobs, its log lines kept from the terminal.
 
     Args:
-        address: `http://HOST:8265`, `HOST:PORT` of Ray itself, or `auto`; the environment's RAY_API_SERVER_ADDRESS
-            or RAY_ADDRESS when None, else the cluster that runs on this machine.
+        address: `http://HOST:8265`, also without its http://, `HOST:PORT` of Ray itself, or `auto`; the environment's
+            RAY_API_SERVER_ADDRESS or RAY_ADDRESS when None, else the cluster that runs on this machine.
 
     Raises:
         ClusterUnavailableError: no cluster is there, or none that serves jobs.
@@ -157,8 +160,7 @@ def job_client(address: str | None) -> Iterator[JobSubmissionClient]:
     logging.disable(logging.WARNING)
     try:
         with token_meanwhile():
-            _require_reachable(address)
-            yield _connect(address)
+            yield _connect(_reachable(address))
     except JobError:
         raise
     except AuthenticationError as error:
@@ -188,18 +190,32 @@ def _connect(address: str) -> JobSubmissionClient:
         raise ConnectionError(str(error)) from error
 
 
-def _require_reachable(address: str) -> None:
-    """Returns if an API server listens at an http address, or Ray at another; Ray's client would wait for long.
+def _reachable(address: str) -> str:
+    """Returns the address, as http:// where an API server listens at HOST:PORT; Ray's client would wait for long.
 
     Raises:
         ClusterUnavailableError: nothing listens there, or something else.
     """
-    if not address.startswith(("http://", "https://")):
-        require_reachable(address)
-        return
-    host = urlsplit(address).netloc.rpartition("@")[2]
-    has_port = ":" in host.rpartition("]")[2]  # the colons of an IPv6 address stand in brackets
-    require_listening(host if has_port else f"{host}:{443 if address.startswith('https') else 80}")
+    if address.startswith(("http://", "https://")):
+        host = urlsplit(address).netloc.rpartition("@")[2]
+        has_port = ":" in host.rpartition("]")[2]  # the colons of an IPv6 address stand in brackets
+        require_listening(host if has_port else f"{host}:{443 if address.startswith('https') else 80}")
+        return address
+    require_listening(address)
+    if ":" in address and "://" not in address and _speaks_http(address):
+        return f"http://{address}"
+    require_reachable(address)
+    return address
+
+
+def _speaks_http(address: str) -> bool:
+    try:
+        urllib.request.urlopen(f"http://{address}/api/version", timeout=CONNECT_TIMEOUT_S).close()
+    except urllib.error.HTTPError:  # such as 401, where a token is needed
+        return True
+    except Exception:  # Ray's own port speaks something else, and the answer can be anything
+        return False
+    return True
 
 
 def _reason(error: BaseException) -> str:

@@ -22,6 +22,7 @@ from triaccel_ray.service.report.tables import Grid
 from triaccel_ray.service.session import checked_name, new_name, require_experiment, tracking_uri_of
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.tracking import TrackingUnavailableError
+from triaccel_ray.service.units import format_bytes
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails
@@ -34,6 +35,9 @@ NEVER_TRAVELS = (
     *("triaccel-runs", "mlruns", "mlflow.db"),
 )
 """Names of files and folders that stay behind, wherever they lie below the working directory."""
+
+LARGEST_FILE_BYTES = 20 * 2**20
+"""A larger file is taken for data or weights and stays behind."""
 
 WHAT, RESUME = "triaccel.what", "triaccel.resume"
 """Metadata of a job: command and task, and the words after `triaccel` that go on with it."""
@@ -114,7 +118,8 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
             notes.append(f"data: {data_dir}, which the cluster's machines must have too")
     places = ["--storage-path", storage.storage, *tracking]
     experiment = [] if command.experiment in (None, type(command).experiment) else ["--experiment", command.experiment]
-    inside = sorted(path.relative_to(folder).as_posix() for path in stays if folder in path.parents)
+    excludes, large = _left_behind(folder, stays)
+    notes += [f"stays here, larger than {format_bytes(LARGEST_FILE_BYTES)}: {', '.join(large)}"] if large else []
     return Submission(
         id=job,
         entrypoint=shlex.join(["python", "-m", "triaccel_ray.service", *kept, *places, "--address", "auto"]),
@@ -122,7 +127,7 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
         resume=shlex.join(["resume", target, *places, *experiment]),
         runtime_env={
             "working_dir": str(folder),
-            "excludes": [*NEVER_TRAVELS, *(f"/{_escaped(path)}" for path in inside)],
+            "excludes": excludes,
             # As Ctrl-C: the log is ended and shipped. Ray's own choice, SIGTERM, would leave it "running" for ever.
             "env_vars": {"RAY_JOB_STOP_SIGNAL": "SIGINT", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)},
         },
@@ -197,6 +202,21 @@ def _without(words: Sequence[str], *options: str) -> list[str]:
         else:
             kept.append(word)
     return kept
+
+
+def _left_behind(folder: Path, places: Sequence[Path]) -> tuple[list[str], list[str]]:
+    """Returns what of the folder stays behind, in .gitignore's syntax, and the large files among it."""
+    inside = {place for place in places if place != folder and place.is_relative_to(folder)}
+    large = []
+    for root, folders, files in os.walk(folder):
+        here = Path(root)
+        folders[:] = [each for each in folders if each not in NEVER_TRAVELS and here / each not in inside]
+        for each in files:
+            path = here / each
+            if each not in NEVER_TRAVELS and path.is_file() and path.stat().st_size > LARGEST_FILE_BYTES:
+                large.append(path.relative_to(folder).as_posix())
+    anchored = [place.relative_to(folder).as_posix() for place in sorted(inside)] + large
+    return [*NEVER_TRAVELS, *(f"/{_escaped(path)}" for path in anchored)], large
 
 
 def _escaped(path: str) -> str:

@@ -16,7 +16,7 @@ import contextlib
 import io
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,12 +38,17 @@ COMMAND = (*SETS, "prepared.json", "choices.json", "trials.jsonl", "mlflow.json"
 
 
 def push(
-    place: StoragePath, folder: Path, files: Sequence[str], there: Mapping[str, Stamp], *, writer: str | None = None
-) -> bool:
+    place: StoragePath,
+    folder: Path,
+    files: Sequence[str],
+    there: Mapping[str, Stamp],
+    *,
+    before: Callable[[], None] = lambda: None,
+) -> None:
     """Brings those files of `folder` to the store, in this order, of which it has another version, or none.
 
     `there` is what the store has at `place`. A traceback that is gone is empty there: nothing is deleted in a store.
-    Before the first file WRITER gets the text `writer`. Returns whether there was any.
+    `before` is called once before the first file is brought, and not at all where there is none.
     """
     with contextlib.ExitStack() as open_files:
         news: dict[str, tuple[BinaryIO, int]] = {}
@@ -57,13 +62,12 @@ def push(
             here = Stamp.of(os.fstat(source.fileno()))
             if here != there.get(file):
                 news[file] = source, here.size  # what a log gets from here on comes later
-        if news and writer is not None:
-            store_of(place).write(f"{place.name}/{WRITER}", io.BytesIO(writer.encode()), len(writer.encode()))
+        if news:
+            before()
         for file, (content, num_bytes) in reversed(news.items()):
             stamp = store_of(place).write(f"{place.name}/{file}", content, num_bytes)
             if not isinstance(content, io.BytesIO):
                 os.utime(content.fileno(), ns=(stamp.mtime_ns, stamp.mtime_ns))
-    return bool(news)
 
 
 def pull(place: StoragePath, folder: Path, files: Sequence[str], there: Mapping[str, Stamp]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -61,21 +61,21 @@ def mirrored(place: StoragePath, *, patience_s: float = PATIENCE_S) -> Iterator[
     with held:
         settle()
         following = Background(exchange, str(place), interval_s=INTERVAL_S)
-
-        def end(patience_s: float, last: Callable[[], None]) -> None:
-            with saying_where(place, StoragePath(place.storage).folder):
-                following.stop(patience_s)
-                insist(last, patience_s)
-
         try:
             yield
         except BaseException as error:
-            try:  # not for long: who waits for a message should not wait for the store
-                end(min(patience_s, 5.0), settle if cause_of(error) != "taken_over" else lambda: None)
-            except (StoreError, DiskFullError) as failure:
-                _logger.warning("%s", failure)
+            with contextlib.suppress(StoreError):  # what it could not bring, the last exchange below brings
+                following.stop(5.0)
+            if cause_of(error) != "taken_over":
+                try:  # not for long: who waits for a message should not wait for the store
+                    with saying_where(place, StoragePath(place.storage).folder):
+                        insist(settle, min(patience_s, 5.0))
+                except (StoreError, DiskFullError) as failure:
+                    _logger.warning("%s", failure)
             raise
-        end(patience_s, settle)
+        with saying_where(place, StoragePath(place.storage).folder):
+            following.stop(patience_s)
+            insist(settle, patience_s)
 
 
 def bring(place: StoragePath, files: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ fences off whoever trained before. StoreError says that the store cannot be reac
 from __future__ import annotations
 
 import contextlib
+import io
 import platform
 import uuid
 from collections.abc import Iterator, Sequence
@@ -76,8 +77,14 @@ class TrainingFolder:
                     f"{self._place}: another process has taken this run over, and goes on with it ({writer}); this one "
                     "has ended and brings nothing more there"
                 )
-            if push(self._place, self.path, RUN, there, writer=None if writer == own else own):
-                self._writer_before = None
+
+            def take_over() -> None:
+                if writer != own:
+                    name, content = f"{self._place.name}/{WRITER}", own.encode()
+                    store_of(self._place).write(name, io.BytesIO(content), len(content))
+                self._writer_before = None  # even if a file then fails: from here on that one's name is a takeover
+
+            push(self._place, self.path, RUN, there, before=take_over)
 
     def _take(self, files: Sequence[str]) -> None:
         there, self._writer_before = self._there()

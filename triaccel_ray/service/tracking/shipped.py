@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from triaccel_ray.service.storage.layout import read_value
+from triaccel_ray.records.codec import decode
+from triaccel_ray.records.events import LogError
 
 SHIPPED = "mlflow.json"
 
@@ -35,8 +37,16 @@ class Shipped:
 def read_shipped(folder: Path) -> Shipped | None:
     """Returns what has arrived of the log in `folder`; None where nothing was ever sent.
 
+    Fields of other versions are left out: what they counted is shipped again, which changes nothing.
+
     Raises:
         LogError: `mlflow.json` is damaged.
     """
     path = folder / SHIPPED
-    return read_value(Shipped, path, "delete it, the run is found by its tag") if path.exists() else None
+    if not path.exists():
+        return None
+    known = {each.name for each in fields(Shipped)}
+    try:
+        return decode(Shipped, {name: value for name, value in json.loads(path.read_text()).items() if name in known})
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise LogError(f"{path} cannot be read ({error}): delete it, the run is found by its tag") from error
