@@ -126,8 +126,13 @@ def carry_out(command: Trains | Resume, show: Callable[[View], object] = lambda 
     where = replace(command.where, address=joined_address(command.where.address))
     if isinstance(command, Trains):
         asked = spec_of(command)
-        base = asked if isinstance(asked, RunSpec) else asked.base
-        kind = asked.space if isinstance(asked, SearchSpec) else getattr(asked, "method", "comparison")
+        match asked:
+            case SearchSpec():
+                base, kind = asked.base, asked.space
+            case ComparisonSpec():
+                base, kind = asked.base, "comparison"
+            case _:
+                base, kind = asked, asked.method
         place = storage_of(command.where) / new_name(command.name, base.task, kind)
     else:
         place = find(command.name, command.where, writable=True)
