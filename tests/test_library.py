@@ -69,7 +69,7 @@ def test_the_tests_of_the_gpu_need_none_of_the_services_packages_either() -> Non
         code + "raise SystemExit(pytest.main(['-m', 'gpu', '--collect-only', '-q', '-p', 'no:cacheprovider']))"
     )
     found = {word.partition("::")[0] for word in words if "::" in word}
-    assert {"tests/test_gpu.py", "tests/test_gpu_share.py", "tests/apply/test_capture.py"} <= found
+    assert {"tests/test_gpu.py", "tests/test_shared_device.py", "tests/apply/test_capture.py"} <= found
     assert len(found) > 20
 
 

@@ -49,6 +49,20 @@ def test_help_is_short_and_help_all_has_the_rest(
         assert not {"--tracking-uri", "--noise-bound"} & brief
 
 
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("run", "run. Default: task, method and time."),
+        ("search", "search. Default: task, space and time."),
+        ("compare", "comparison. Default: task, comparison and time."),
+    ],
+)
+def test_help_tells_the_name_that_a_result_gets(
+    command: str, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f"Name of the {name}" in help_of(command, capsys, monkeypatch, option="--help")
+
+
 def test_help_and_version_are_shown_beside_other_words(capsys: pytest.CaptureFixture[str]) -> None:
     for words, needle in (
         ("run digits --noise-bound on --help", "--memory-budget"),

@@ -37,7 +37,7 @@ from triaccel_ray.service.report.comparison import (
     view_comparison,
 )
 from triaccel_ray.service.report.report import show
-from triaccel_ray.service.report.tables import FIGURES, Grid
+from triaccel_ray.service.report.tables import RESULT_HEADINGS, Grid
 from triaccel_ray.service.report.view import view_at
 from triaccel_ray.service.runs.record import RunRecord
 from triaccel_ray.service.storage.layout import begin
@@ -60,7 +60,11 @@ def comparison(methods: tuple[str, ...] = METHODS, **settings: Any) -> Compariso
 
 def results(method: str, *accuracies: float, **others: tuple[float, ...]) -> MethodResults:
     """Results of seeds 0, 1, ...: these accuracies; other figures as given, else a hundredth of the accuracy."""
-    figures = {"accuracy": accuracies, **{name: tuple(a / 100 for a in accuracies) for name in FIGURES}, **others}
+    figures = {
+        "accuracy": accuracies,
+        **{name: tuple(a / 100 for a in accuracies) for name in RESULT_HEADINGS},
+        **others,
+    }
     by_seed = {seed: {name: values[seed] for name, values in figures.items()} for seed in range(len(accuracies))}
     return MethodResults(method=method, by_seed=by_seed)
 
@@ -81,7 +85,7 @@ def record_of(
     for name, run in final_runs(spec, CHOSEN).items():
         place = spec.all_methods.index(run.method)
         value = 80.0 + place + run.seed * (1.0 + place / 10)
-        end = End(status="finished", results=dict.fromkeys(FIGURES, value / 10) | {"accuracy": value})
+        end = End(status="finished", results=dict.fromkeys(RESULT_HEADINGS, value / 10) | {"accuracy": value})
         runs[name] = replace(run_of(name), spec=run, end=end)
     return Comparison(folder=folder, spec=spec, choices=CHOSEN, trials=trials or {}, runs=runs)
 
@@ -181,6 +185,16 @@ def test_table_1_has_mean_and_deviation_without_exponents() -> None:
     assert grid.header[-1] == "by one view %"
     assert [row[-1] for row in grid.rows] == ["89.5 ± 0.71", ""]
     assert "by one view: by the sample as it is" in grid.note
+    assert "only 2 of 3 runs were judged by several views: not comparable" in grid.note
+
+
+def test_a_figure_that_a_run_lacks_has_no_mean() -> None:
+    amp, *others = results("amp", 90.0, 92.0, one_view_accuracy=(80.0, 81.0)), results("fp32", 90.0)
+    by_seed = {seed: dict(figures) for seed, figures in amp.by_seed.items()}
+    del by_seed[1]["one_view_accuracy"]
+    grid = table_of(replace(amp, by_seed=by_seed), *others)
+    assert [(row[2], row[-1]) for row in grid.rows] == [("91 ± 1.4", ""), ("90", "")]
+    assert "only 1 of 3 runs were judged by several views: not comparable" in grid.note
 
 
 def test_differences_to_amp_are_paired_tested_and_corrected() -> None:

@@ -89,6 +89,14 @@ def test_names_are_readable_and_a_stopped_job_can_be_resumed(tmp_path: Path) -> 
         assert (job.id, entry(job)[entry(job).index("--name") + 1]) == (job_id, "j1")
 
 
+@pytest.mark.parametrize("typed", ["search digits --trials 3", "resume mine"])
+def test_no_secret_of_the_environment_travels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str) -> None:
+    for name, secret in SECRETS.items():
+        monkeypatch.setenv(name, secret)
+    sent = repr(submitted(tmp_path, f"{typed} --tracking-uri http://host:5000"))
+    assert not any(secret in sent for secret in SECRETS.values())
+
+
 @pytest.mark.parametrize(
     ("typed", "needle"),
     [

@@ -27,7 +27,7 @@ from triaccel_ray.records.plan import Fault, FaultKind, Precision
 from triaccel_ray.service.report.drawing import PRECISION_COLOURS
 from triaccel_ray.service.report.figures import PICTURES, curvature_and_lr, draw_run, precision_heatmap, run_figures
 from triaccel_ray.service.report.many_runs import Curve, front, learning_curves
-from triaccel_ray.service.report.overview import overview
+from triaccel_ray.service.report.overview import overview, step_edges
 from triaccel_ray.service.runs.objective import Figures
 
 T = TypeVar("T")
@@ -150,6 +150,30 @@ def test_what_was_survived_and_parts_of_a_batch_are_shown(tmp_path: Path) -> Non
     plan = replace(tick.observation.plan, num_micro_batches=4)
     said = texts(overview_of(events, [replace(tick, observation=replace(tick.observation, plan=plan, faults=faults))]))
     assert {"plan not applied", "no memory to capture", "at once on the device"} <= said
+
+
+def test_the_first_interval_of_a_log_that_begins_later_is_as_long_as_the_second(tmp_path: Path) -> None:
+    events = events_of(tmp_path, epochs=6)
+    ticks = of_kind(Tick, events)
+    steps, places = ([getattr(tick.observation, name) for tick in ticks] for name in ("step", "epoch"))
+    assert step_edges(ticks)[0] == 0.0
+    late = ticks[4:]
+    assert step_edges(late) == [2 * steps[4] - steps[5], *steps[4:]]
+    (patch, *_) = axes_titled(overview_of(events, late), "Batch size").patches
+    assert patch.get_data().edges[0] == pytest.approx(2 * places[4] - places[5])
+    assert step_edges(late[:1]) == [0.0, steps[4]]
+
+
+@pytest.mark.parametrize(("rho_low", "is_named"), [(0.9, False), (0.8, True)])
+def test_labels_of_the_memory_limits_are_apart(tmp_path: Path, rho_low: float, is_named: bool) -> None:
+    events = events_of(tmp_path, epochs=1)
+    batch, (*_, tick) = replace(CONTROL.batch, rho_low=rho_low, rho_high=0.98), of_kind(Tick, events)
+    axes = axes_titled(overview(of_kind(Epoch, events), [tick], batch, Goal()), "Memory of the process on the device")
+    places = {text.get_text(): text.xy[1] for text in axes.texts}
+    assert (f"rho_low {rho_low:.0%}" in places) == is_named
+    memory = tick.observation.memory
+    room_gb = (memory.attainable_bytes - memory.idle_bytes) / 1e9
+    assert places["limit"] - places["rho_high 98%"] == pytest.approx(0.08 * room_gb)
 
 
 def test_curvature_is_coloured_by_depth(tmp_path: Path) -> None:

@@ -163,12 +163,12 @@ def test_what_adapting_took_and_shared_gpus_are_told(run: RunRecord) -> None:
 
 
 def test_a_table_can_be_had_as_numbers() -> None:
-    cells = ["amp", "94.2 ± 0.15", "1,234", "47.27 *", "", "inf", "1.5e-07", "-3", "2 of 3"]
+    cells = ["amp", "94.2 ± 0.15", "1,234", "47.27 *", "", "inf", "1.5e-07", "-3", "2 of 3", "1_0", "nan"]
     (row,) = Grid(header=[str(place) for place in range(len(cells))], rows=[cells]).as_dicts()
     inf = float("inf")
     assert list(row.items()) == [
         *(("0", "amp"), ("1", 94.2), ("1 ±", 0.15), ("2", 1234), ("3", 47.27)),
-        *(("4", None), ("5", inf), ("6", 1.5e-07), ("7", -3), ("8", "2 of 3")),
+        *(("4", None), ("5", inf), ("6", 1.5e-07), ("7", -3), ("8", "2 of 3"), ("9", "1_0"), ("10", "nan")),
     ]
     assert type(row["2"]) is int
 

@@ -1,9 +1,11 @@
-"""The adapter between Ray Tune and a run, in this process."""
+"""The adapter between Ray Tune and a run, in this process and on logical GPUs."""
 
 from __future__ import annotations
 
 import gc
+import os
 import traceback
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,22 +14,30 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
+from ray import tune
+from torch import nn
 
+from tests.build import blobs, mlp
 from tests.service.local_trial import local_run, local_trial, trained
 from tests.service.own_task import own_spec
+from tests.service.waiting import wait_until
+from triaccel_ray.config import ControlConfig, PrecisionConfig
+from triaccel_ray.data.sources import TensorSource
 from triaccel_ray.model.dry_run import UserCodeError
 from triaccel_ray.records.events import End
 from triaccel_ray.records.goal import Goal
+from triaccel_ray.records.plan import Precision
 from triaccel_ray.search_spaces.thresholds import calibration, thresholds
 from triaccel_ray.service.runs import trial as trials
 from triaccel_ray.service.runs.objective import Objective
 from triaccel_ray.service.runs.record import end_run, read_run
 from triaccel_ray.service.runs.spec import RunSpec
-from triaccel_ray.service.runs.trial import FAILED_OBJECTIVE, NAME, RunContext, reopen
+from triaccel_ray.service.runs.trial import FAILED_OBJECTIVE, NAME, RunContext, RunTrial, reopen
 from triaccel_ray.service.runs.worker import Worker
 from triaccel_ray.service.storage.layout import CHECKPOINT, DAMAGED, ERROR, EVENTS, SPEC
 from triaccel_ray.service.storage.storage_path import StoragePath
-from triaccel_ray.trainables.task import Purpose, Recipe
+from triaccel_ray.trainables.task import Purpose, Recipe, Splits, Task
 
 LARGE_BYTES = 100 * 2**20
 """Of the samples of `Large`."""
@@ -59,6 +69,65 @@ def summary(folder: Path) -> tuple[str, list[int], list[tuple[str, int]]]:
     """Status, epochs, and the interruptions' causes and epochs."""
     run = read_run(folder)
     return run.status, [epoch.epoch for epoch in run.epochs], [(each.cause, each.epoch) for each in run.interruptions]
+
+
+class Importable(Task):
+    """A task that every process of the tests finds."""
+
+    name = "importable"
+
+    def model(self) -> nn.Module:
+        return mlp()
+
+    def data(self, purpose: Purpose) -> Splits:
+        return Splits(train=TensorSource(*blobs(160)), held_out=TensorSource(*blobs(50, seed=1)))
+
+
+class MeetingTrial(RunTrial):
+    """Reports its GPU and process, and does not begin before a trial on another GPU is there too."""
+
+    def step(self) -> dict[str, Any]:
+        gpu = "-".join(map(str, ray.get_gpu_ids()))
+        meeting = self._context.place.folder.parent / "meeting"
+        meeting.mkdir(exist_ok=True)
+        (meeting / gpu).touch()
+        wait_until(lambda: len(list(meeting.iterdir())) == 2, say=lambda: "no other trial runs at the same time")
+        return {**super().step(), "gpu": gpu, "pid": os.getpid(), "frozen": gc.get_freeze_count()}
+
+
+def test_trials_run_side_by_side_each_on_its_own_gpu_and_reuse_their_actors(tmp_path: Path, own_ray: None) -> None:
+    # In FP32: sums in another order would differ by more in BF16 than seeds are told apart by below.
+    control = ControlConfig(precision=PrecisionConfig(enabled=False, initial=Precision.FP32))
+    context = context_of(f"{__name__}:Importable", tmp_path / "trials", control=control)
+    rhos = [0.5, 0.6, 0.7, 0.8]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Tune announces its own deprecations
+        results = tune.Tuner(
+            tune.with_resources(tune.with_parameters(MeetingTrial, context=context), {"cpu": 1, "gpu": 1}),
+            param_space={"rho_high": tune.grid_search(rhos), "rho_ratio": 0.5},
+            tune_config=tune.TuneConfig(reuse_actors=True),
+            run_config=tune.RunConfig(
+                name="tune",
+                storage_path=str(tmp_path),
+                verbose=0,
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+            ),
+        ).fit()
+    assert not results.errors
+    ends = [result.metrics for result in results]
+    assert {end["gpu"] for end in ends} == {"0", "1"}
+    assert len({end["pid"] for end in ends}) == 2  # four trials, two actors
+    assert len({(end["gpu"], end["pid"]) for end in ends}) == 2  # and each keeps its GPU
+    assert min(end["frozen"] for end in ends) > 100_000  # libraries, which no trial looks through for garbage
+    runs = [read_run(folder) for folder in sorted((tmp_path / "trials").iterdir())]
+    assert sorted(run.spec.control.batch.rho_high for run in runs) == rhos
+    for run in runs:
+        (end,) = [end for end in ends if end["trial_id"] == run.name]
+        assert run.spec.control.batch.rho_high == end["config"]["rho_high"]
+        assert (run.status, [epoch.epoch for epoch in run.epochs]) == ("finished", [1, 2, 3])
+        assert end["quality"] == run.epochs[-1].held_out(Goal())
+        # A reused process begins every run from the same seed.
+        assert run.epochs[0].train_loss == pytest.approx(runs[0].epochs[0].train_loss, rel=1e-6)
 
 
 def test_a_trial_is_a_run_with_the_sampled_thresholds(module: str, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from triaccel_ray.service.storage.layout import ERROR, EVENTS
 MENDED = (
     MODULE
     + """
+import contextlib
+
 from triaccel_ray.trainables.text import TextGpt
 
 
@@ -25,16 +27,15 @@ class Text(TextGpt):
 """
 )
 MISTAKEN = """
-    def model(self):
-        with Path(__file__).with_name("models").open("ab", buffering=0) as models:
-            models.write(b".")
-            self.number = models.tell()  # two processes never have the same
-        return super().model()
+    is_first_trial = False
 
     def loss(self, outputs, targets, recipe):
-        # After FP32, AMP and probe, which make two models each: the first trial's, after one in each precision.
-        if self.number in (8, 9) and len(targets) > 2:
-            raise ValueError("the shapes do not fit")
+        if len(targets) > 2 and any(Path("{trials}").glob("*")):
+            with contextlib.suppress(FileExistsError):  # of two trials one makes the mark
+                Path(__file__).with_name("mark").mkdir()
+                self.is_first_trial = True
+            if self.is_first_trial:
+                raise ValueError("the shapes do not fit")
         return super().loss(outputs, targets, recipe)
 """
 
@@ -57,7 +58,7 @@ def test_a_task_is_mended_and_resume_trains_the_trial_that_it_had_ended_alone(
 ) -> None:
     name = f"own_text_{abs(hash(tmp_path))}"
     file, texts, folder = tmp_path / f"{name}.py", tmp_path / "texts", desk.storage / "mending"
-    file.write_text(MENDED + MISTAKEN)
+    file.write_text(MENDED + MISTAKEN.format(trials=folder / "trials"))
     texts.mkdir()
     for index in range(10):
         (texts / f"{index}.txt").write_text(f"{index} times {index} is {index * index}. " * 20)

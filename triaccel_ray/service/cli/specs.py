@@ -43,7 +43,6 @@ class Trains:
     source: Flat[Source] = field(default_factory=Source)
     main: Flat[Any] = None
     name: Name = None
-    """Name of the result. Default: made of task, method or space, and time."""
     experiment: Experiment = ""
     training: Flat[Training] = field(default_factory=Training)
     thresholds: Flat[Any] = None
@@ -57,6 +56,8 @@ class Run(Trains):
     main: Flat[RunOptions] = field(default_factory=RunOptions)
     final: Flag = False
     """Train on training and validation samples, and read the test set once, at the end."""
+    name: Name = None
+    """Name of the run. Default: task, method and time."""
     experiment: Experiment = "triaccel-runs"
     thresholds: Flat[Thresholds] = field(default_factory=Thresholds)
 
@@ -66,6 +67,8 @@ class Search(Trains):
     """Find thresholds on the validation split, against FP32 and AMP baselines."""
 
     main: Flat[SearchOptions] = field(default_factory=SearchOptions)
+    name: Name = None
+    """Name of the search. Default: task, space and time."""
     experiment: Experiment = "triaccel-searches"
     thresholds: Flat[SearchThresholds] = field(default_factory=SearchThresholds)
 
@@ -77,6 +80,8 @@ class Compare(Trains):
     main: Flat[CompareOptions] = field(default_factory=CompareOptions)
     ablation: Flag = False
     """Add a table of ablations: FP32, dynamic-batch, dynamic-precision, dynamic-both, triaccel."""
+    name: Name = None
+    """Name of the comparison. Default: task, comparison and time."""
     experiment: Experiment = "triaccel-comparisons"
     thresholds: Flat[Thresholds] = field(default_factory=Thresholds)
 

@@ -138,7 +138,9 @@ def _split(command: Search | Compare) -> tuple[dict[tuple[str, ...], Any], dict[
     """Returns what a search or comparison has as a whole, and what its runs have."""
     own, common = given(command.main), {**given(command.training), **given(command.thresholds)}
     shared = ("trials_per_gpu",)
-    return own, common | ({shared: own.pop(shared)} if shared in own else {})
+    if shared in own:
+        common[shared] = own.pop(shared)
+    return own, common
 
 
 def _of_task(task: str | None, options: Given) -> RunSpec:

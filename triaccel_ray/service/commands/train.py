@@ -126,9 +126,7 @@ def carry_out(command: Trains | Resume, show: Callable[[View], object] = lambda 
     where = replace(command.where, address=joined_address(command.where.address))
     if isinstance(command, Trains):
         asked = spec_of(command)
-        base = asked if isinstance(asked, RunSpec) else asked.base
-        kind = asked.space if isinstance(asked, SearchSpec) else getattr(asked, "method", "comparison")
-        place = storage_of(command.where) / new_name(command.name, base.task, kind)
+        place = storage_of(command.where) / new_name(command.name, *_task_and_kind(asked))
     else:
         place = find(command.name, command.where, writable=True)
         where = in_its_store(place.folder, where)
@@ -142,6 +140,17 @@ def carry_out(command: Trains | Resume, show: Callable[[View], object] = lambda 
             return _compare(asked, context)
         case _:
             return _train(asked, context)
+
+
+def _task_and_kind(asked: RunSpec | SearchSpec | ComparisonSpec) -> tuple[str, str]:
+    """Returns what the default name of a result begins with."""
+    match asked:
+        case SearchSpec():
+            return asked.base.task, asked.space
+        case ComparisonSpec():
+            return asked.base.task, "comparison"
+        case _:
+            return asked.task, asked.method
 
 
 def _asked_before(folder: Path) -> RunSpec | SearchSpec | ComparisonSpec:

@@ -105,14 +105,14 @@ class MethodResults:
         return {seed: results[figure] for seed, results in self.by_seed.items() if figure in results}
 
     def mean(self, figure: str) -> float:
-        """Returns the mean over seeds; nan without any."""
+        """Returns the mean over seeds; nan without any, or where a run lacks the figure."""
         values = self.values(figure).values()
-        return statistics.fmean(values) if values else math.nan
+        return statistics.fmean(values) if values and len(values) == len(self.by_seed) else math.nan
 
     def deviation(self, figure: str) -> float:
-        """Returns the standard deviation over seeds; nan for fewer than two."""
+        """Returns the standard deviation over seeds; nan for fewer than two, or where a run lacks the figure."""
         values = self.values(figure).values()
-        return statistics.stdev(values) if len(values) > 1 else math.nan
+        return statistics.stdev(values) if len(values) > 1 and len(values) == len(self.by_seed) else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a command becomes as a job of a cluster: its words, its name, and what travels with it; without Ray."""
+"""What a command becomes as a job of a cluster: its words, its name, and what travels with it."""
 
 from __future__ import annotations
 

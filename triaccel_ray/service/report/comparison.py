@@ -150,7 +150,10 @@ def comparison_tables(record: Comparison) -> list[Grid]:
 
 def values_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, *, note: str = "") -> Grid:
     """Returns mean and standard deviation over seeds, a row for each name in `rows`; `note` is added below."""
-    headings = _headings(rows.values(), goal)
+    headings, one_view = _headings(rows.values(), goal), f"{ONE_VIEW}{goal.name}"
+    num_runs = sum(len(results.by_seed) for results in rows.values())
+    num_with_views = sum(len(results.values(one_view)) for results in rows.values())
+    mixed = f"only {num_with_views} of {num_runs} runs were judged by several views: not comparable"
     return Grid(
         title=title,
         header=("method", "runs", *headings.values()),
@@ -162,7 +165,8 @@ def values_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, *, no
             "mean ± standard deviation over seeds",
             "s/epoch: mean of the last five epochs",
             f"score = {quality_text(goal)} / (s/epoch x process peak GB)",
-            VIEWS_NOTE if f"{ONE_VIEW}{goal.name}" in headings else "",
+            mixed if 0 < num_with_views < num_runs else "",
+            VIEWS_NOTE if num_with_views else "",
             note,
         ),
     )

@@ -18,7 +18,7 @@ from triaccel_ray.records.events import Epoch, Event, Start, Tick, read_events
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.report import drawing
 from triaccel_ray.service.report.drawing import GREY, PRECISION_COLOURS, RED, legend, panel, shorten
-from triaccel_ray.service.report.overview import overview
+from triaccel_ray.service.report.overview import overview, step_edges
 from triaccel_ray.service.storage.layout import EVENTS, FIGURES
 
 PICTURES = ("overview", "precision", "curvature_and_lr")
@@ -125,8 +125,3 @@ def curvature_and_lr(ticks: Sequence[Tick], curvature: CurvatureConfig, *, about
     bar.ax.set_title("input", fontsize=8.5, color=GREY, pad=7)
     bar.ax.set_xlabel("output", fontsize=8.5, color=GREY, labelpad=6)
     return figure
-
-
-def step_edges(ticks: Sequence[Tick]) -> list[int]:
-    """Returns the borders of the intervals that the ticks end, one more than ticks, in optimizer steps."""
-    return [0, *(tick.observation.step for tick in ticks)]

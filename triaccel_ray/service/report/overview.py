@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -67,10 +68,24 @@ def _whole(epochs: Sequence[Epoch]) -> list[float]:
     return [epochs[0].epoch - 1, *(epoch.epoch for epoch in epochs)]
 
 
+def step_edges(ticks: Sequence[Tick]) -> list[float]:
+    """Returns the borders of the intervals that the ticks end, one more than ticks; each at least one step wide."""
+    return _edges([tick.observation.step for tick in ticks], 1.0)
+
+
+def _edges(ends: Sequence[float], narrowest: float) -> list[float]:
+    """Returns `ends` and where the first interval begins: a log may begin at a later step, so as far back as the next.
+
+    The first interval is at least as wide as `narrowest`.
+    """
+    first = max(2 * ends[0] - ends[1], 0.0) if len(ends) > 1 else 0.0
+    return list(accumulate([min(first, ends[0] - narrowest), *ends], max))
+
+
 def _intervals(epochs: Sequence[Epoch], ticks: Sequence[Tick]) -> list[float]:
     """Returns the borders of the intervals that the ticks end and of the one after the last tick, in epochs."""
-    ends = [tick.observation.epoch for tick in ticks]
-    return [0.0, *ends, max(ends[-1], epochs[-1].epoch)]
+    edges = _edges([tick.observation.epoch for tick in ticks], 0.0)
+    return [*edges, max(edges[-1], epochs[-1].epoch)]
 
 
 def _draw_loss(axes: Axes, epochs: Sequence[Epoch]) -> None:
@@ -159,7 +174,10 @@ def _draw_memory(axes: Axes, epochs: Sequence[Epoch], ticks: Sequence[Tick], bat
         level = idle + share * (limits - idle)  # no batch size changes what the idle process holds
         style: Any = "-" if text == "limit" else drawing.DASHED
         axes.stairs(level, edges, baseline=None, color=colour, linewidth=1.2, linestyle=style)
-        mark_level(axes, level[-1], text, colour)
+        if share == batch.rho_low and batch.rho_high - batch.rho_low < 0.12:
+            continue  # its text would lie on that of rho_high
+        above = 1.06 if text == "limit" else share  # clear of rho_high
+        mark_level(axes, idle[-1] + above * (limits[-1] - idle[-1]), text, colour)
     top, floor = max(limits.max(), peaks.max()), min(idle.min(), peaks.min())
     # A runtime that dwarfs what batches take would flatten all there is to see.
     bottom = max(floor - 0.15 * (top - floor), 0.0) if floor > 0.5 * top else 0.0

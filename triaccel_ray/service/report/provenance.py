@@ -80,7 +80,8 @@ def sharing_note(spec: RunSpec) -> str:
 
 def run_notes(run: RunRecord) -> Iterator[str]:
     """Yields one sentence each: on sharing, adapting, memory that ran out, and what ran slower than it might."""
-    yield from filter(None, [sharing_note(run.spec)])
+    if note := sharing_note(run.spec):
+        yield note
     seconds = sum(tick.applied.adapt_ms for tick in run.ticks) / 1e3
     if seconds > 0:
         num_dropped = sum(len(tick.applied.evicted) for tick in run.ticks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from triaccel_ray.service.runs.objective import Figures
 from triaccel_ray.service.runs.record import ONE_VIEW
 
 VIEWS_NOTE = "metrics: by the mean output over the views of each sample; by one view: by the sample as it is"
-FIGURES: Mapping[str, str] = {
+RESULT_HEADINGS: Mapping[str, str] = {
     "seconds_per_epoch": "s/epoch",
     "peak_gb": "process peak GB",
     "allocated_peak_gb": "allocator peak GB",
@@ -23,6 +23,7 @@ STAR = " *"
 """Marks the metric of a trial behind AMP by more than the margin."""
 FIGURE_COLUMNS = ("s/epoch", "peak GB", "score")
 """After the metric that the task is judged by."""
+_NUMBER = re.compile(r"[+-]?(\d[\d,]*(\.\d+)?(e[+-]?\d+)?|inf)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +60,10 @@ def _values(row: Sequence[str], header: Sequence[str]) -> Iterator[tuple[str, st
 
 
 def _value(cell: str) -> str | int | float | None:
+    if _NUMBER.fullmatch(cell) is None:
+        return cell or None
     text = cell.replace(",", "")
-    for number in (int, float):
-        with contextlib.suppress(ValueError):
-            return number(text)
-    return cell or None
+    return int(text) if text.lstrip("+-").isdecimal() else float(text)
 
 
 def joined(*notes: str) -> str:
@@ -78,11 +78,11 @@ def metric_headings(names: Iterable[str], goal: Goal) -> dict[str, str]:
 
 
 def result_headings(names: Collection[str], goal: Goal, *, prefix: str = "") -> dict[str, str]:
-    """Returns column headings by name: of the metrics, begun by `prefix`, of FIGURES, and of the goal by one view."""
+    """Returns column headings by name: the metrics begun by `prefix`, RESULT_HEADINGS, the goal by one view."""
     metrics = {name: f"{prefix}{text}" for name, text in metric_headings(names, goal).items()}
     one_view = f"{ONE_VIEW}{goal.name}"
     views = {one_view: f"by one view {goal.unit}".rstrip()} if one_view in names else {}
-    return {**metrics, **FIGURES, **views}
+    return {**metrics, **RESULT_HEADINGS, **views}
 
 
 def figure_cells(figures: Figures | None, goal: Goal) -> list[str]:

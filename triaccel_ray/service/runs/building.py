@@ -68,20 +68,62 @@ def build_loop(
     if on_gpu:
         torch.cuda.empty_cache()  # or what the loop keeps for good would take a corner of each block left behind
     seed_everything(spec.seed)
-    limits: dict[str, Any] = {"memory_budget": budget_bytes, "memory_headroom": spec.memory_headroom_bytes}
-    return _loop_of(spec, control, model, optimizer, loss, train, on_tick=on_tick, seed=spec.seed, **limits)
+    return _loop_of(
+        spec,
+        control,
+        model,
+        optimizer,
+        loss,
+        train,
+        seed=spec.seed,
+        on_tick=on_tick,
+        memory_budget=budget_bytes,
+        memory_headroom=spec.memory_headroom_bytes,
+    )
 
 
 def _loop_of(
-    spec: RunSpec, control: ControlConfig, *trained: Any, on_tick: Callable[[Tick], None] | None = None, **limits: Any
+    spec: RunSpec,
+    control: ControlConfig,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    samples: DataSource,
+    *,
+    seed: int = 0,
+    on_tick: Callable[[Tick], None] | None = None,
+    memory_budget: int | None = None,
+    memory_headroom: int | None = None,
 ) -> ControlLoop | BaselineLoop:
-    """Returns the loop of the run's method for what is `trained`: model, optimizer, loss and samples."""
-    options: dict[str, Any] = {"schedule": spec.recipe.lr_factor, **limits}
+    """Returns the loop of the run's method."""
     if not spec.is_baseline:
-        return ControlLoop(*trained, config=control, on_tick=on_tick, **options)
-    batch = control.batch
-    options |= {"batch_size": batch.start, "accumulate": batch.accumulate, "clip_norm": control.clip_norm}
-    return BaselineLoop(*trained, method="fp32" if spec.method == "fp32" else "amp", amp=spec.recipe.amp, **options)
+        return ControlLoop(
+            model,
+            optimizer,
+            loss,
+            samples,
+            config=control,
+            schedule=spec.recipe.lr_factor,
+            memory_budget=memory_budget,
+            memory_headroom=memory_headroom,
+            seed=seed,
+            on_tick=on_tick,
+        )
+    return BaselineLoop(
+        model,
+        optimizer,
+        loss,
+        samples,
+        method="fp32" if spec.method == "fp32" else "amp",
+        batch_size=control.batch.start,
+        amp=spec.recipe.amp,
+        schedule=spec.recipe.lr_factor,
+        accumulate=control.batch.accumulate,
+        clip_norm=control.clip_norm,
+        memory_budget=memory_budget,
+        memory_headroom=memory_headroom,
+        seed=seed,
+    )
 
 
 def fitted_control(spec: RunSpec, num_samples: int) -> ControlConfig:

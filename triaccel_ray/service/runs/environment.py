@@ -117,7 +117,9 @@ def environment(device: torch.device) -> dict[str, str]:
             info[package] = version(package)
         except PackageNotFoundError:
             info[package] = "not installed"
-    return info | ({COMMIT: commit} if (commit := os.environ.get(COMMIT_VARIABLE)) else {})
+    if commit := os.environ.get(COMMIT_VARIABLE):
+        info[COMMIT] = commit
+    return info
 
 
 def commit_of(folder: Path) -> str:

@@ -106,7 +106,8 @@ def prepare(spec: SearchSpec, place: StoragePath, *, num_gpus: float, shared: Sh
     variances = defaultdict[str, list[float]](list)
     for tick in runs["probe"].ticks if "probe" in runs else ():
         for layer in tick.observation.layers:
-            variances[layer.name] += [] if layer.variance is None else [layer.variance]
+            if layer.variance is not None:
+                variances[layer.name].append(layer.variance)
     prepared = Prepared(
         objective=Objective.against(runs["amp"].epochs, base.goal, name=spec.objective, margin=spec.margin),
         calibration=calibration(variances) if "probe" in runs else None,
