@@ -200,7 +200,7 @@ def test_a_mistake_in_a_task_is_told_by_its_own_lines_and_its_traceback_is_kept(
     assert name in last.message
     recorded = {run.name: run for run in runs(desk.tracker, "triaccel-searches")}
     assert recorded["mistaken"].status == "FAILED"
-    assert ERROR in desk.artifacts(recorded[f"mistaken/{name}"])
+    assert ERROR in desk.artifacts(recorded[f"{name} of mistaken"])
 
 
 def test_a_comparison_end_to_end(desk: Desk, own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
