@@ -33,7 +33,7 @@ def test_stacks_and_segments_change_where_nobody_chose_them(case: str, monkeypat
     monkeypatch.setattr(allocator, "_stack_bytes", lambda index: stack)
     monkeypatch.setattr(allocator, "_drive", lambda index, function, *arguments: driven.append(function))
     monkeypatch.setattr(allocator, "_has_virtual_memory", lambda index: has_virtual_memory)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append, raising=False)
+    monkeypatch.setattr(allocator, "_set_allocator", told.append)
     for name in allocator._ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -41,11 +41,6 @@ def test_stacks_and_segments_change_where_nobody_chose_them(case: str, monkeypat
     hold_less(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
     assert driven == ["cuCtxSetLimit"] * changes_stack
     assert told == ["expandable_segments:True"] * changes_segments
-
-
-def test_a_pytorch_without_allocator_settings_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings", raising=False)
-    allocator._set_allocator("expandable_segments:True")
 
 
 def test_without_a_driver_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -309,9 +309,14 @@ class StepCache:
 
 
 def _capture_fault(key: _Key, step: int, detail: str, kind: FaultKind = FaultKind.CAPTURE_FAILED) -> Fault:
-    size, passing = key.batch_size, -(-key.batch_size // key.num_micro_batches)
-    where = {"step": step, "batch_size": size, "micro_batch_size": passing}
-    return Fault(kind=kind, phase="capture", detail=detail[:500], **where)
+    return Fault(
+        kind=kind,
+        step=step,
+        phase="capture",
+        batch_size=key.batch_size,
+        micro_batch_size=-(-key.batch_size // key.num_micro_batches),
+        detail=detail[:500],
+    )
 
 
 def _kind(batch: tuple[Any, Tensor]) -> Any:

@@ -132,10 +132,13 @@ class LayerwiseOptimizer:
 
     def take_faults(self, *, step: int, batch_size: int) -> list[Fault]:
         """Returns, once, why the optimizer steps without its kernel by now, and the lacks of memory it survived."""
-        where: dict[str, Any] = {"step": step, "phase": "optimizer"}
-        faults = [Fault.out_of_memory(detail, batch_size=batch_size, **where) for detail in self._survived]
+        faults = [
+            Fault.out_of_memory(detail, step=step, phase="optimizer", batch_size=batch_size)
+            for detail in self._survived
+        ]
         if self._obstacle is not None:
-            faults.insert(0, Fault(kind=FaultKind.CAPTURE_FAILED, detail=self._obstacle, **where))
+            fault = Fault(kind=FaultKind.CAPTURE_FAILED, step=step, phase="optimizer", detail=self._obstacle)
+            faults.insert(0, fault)
         self._survived, self._obstacle = [], None
         return faults
 

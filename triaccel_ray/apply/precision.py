@@ -52,18 +52,23 @@ def useless_precisions(device_type: str, *, is_compiled: bool) -> Mapping[Precis
 def _emulated_precisions(device_type: str) -> Mapping[Precision, str]:
     """Returns the precisions without instructions of their own on a device, each with the reason.
 
-    On an AMD EPYC without instructions for FP16, a convolution in it took 77 times as long as in FP32. A PyTorch built
-    without oneDNN uses none.
+    On an AMD EPYC without instructions for FP16, a convolution in it took 77 times as long as in FP32.
     """
     if device_type == "cuda":
-        has = {Precision.BF16: torch.cuda.is_bf16_supported(including_emulation=False)}
-    elif not torch.backends.mkldnn.is_available():
-        has = {Precision.FP16: False, Precision.BF16: False}
+        device, has = "GPU", {Precision.BF16: torch.cuda.is_bf16_supported(including_emulation=False)}
     else:
-        onednn = torch.ops.mkldnn  # private names, as PyTorch tells it nowhere else
-        has = {Precision.FP16: onednn._is_mkldnn_fp16_supported(), Precision.BF16: onednn._is_mkldnn_bf16_supported()}
-    device = "GPU" if device_type == "cuda" else "CPU"
+        device, has = "CPU", _native_on_a_cpu(torch.ops.mkldnn if torch.backends.mkldnn.is_available() else None)
     return {level: f"this {device} has no {level.name} instructions" for level, is_there in has.items() if not is_there}
+
+
+def _native_on_a_cpu(onednn: Any) -> dict[Precision, bool]:
+    """Returns whether this CPU has instructions for each low precision, by PyTorch's operators of oneDNN.
+
+    Their names are private, as PyTorch tells it nowhere else. Built without oneDNN (None) it uses no such instructions.
+    """
+    if onednn is None:
+        return {Precision.FP16: False, Precision.BF16: False}
+    return {Precision.FP16: onednn._is_mkldnn_fp16_supported(), Precision.BF16: onednn._is_mkldnn_bf16_supported()}
 
 
 class _Region:

@@ -133,10 +133,9 @@ class Training:
         require_trainable(model, optimizer, self.layers)
         self.device = next(model.parameters()).device
         to_channels_last(model)
-        splits, in_buckets, in_8_bits = (
-            self._asks_for(name, default, optimizer)
-            for name, default in (("weights", "fp32"), ("step_in_backward", False), ("optimizer_state", "fp32"))
-        )
+        splits = self._asks_for("weights", "fp32", optimizer)
+        in_buckets = self._asks_for("step_in_backward", False, optimizer)
+        in_8_bits = self._asks_for("optimizer_state", "fp32", optimizer)
         self._split = SplitWeights(model, self.layers, optimizer) if splits else None
         buckets = buckets_of(model, watched_parameters(optimizer, self.layers)) if in_buckets else None
         self.memory, self.pool = memory_meter(self.device, *memory), GraphPool(self.device)

@@ -14,7 +14,10 @@ DEFAULT_STACK_BYTES = 1024
 """CUDA's own limit on the stack of a thread, set aside for each that the device can run at once: 270,336 on an H200."""
 LEAN_STACK_BYTES = 256
 """Stack for kernels whose depth the compiler cannot know: those that recurse, or call by pointers."""
-_STACK_SIZE, _VIRTUAL_MEMORY = 0, 102  # CU_LIMIT_STACK_SIZE and CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+_STACK_SIZE = 0
+"""CU_LIMIT_STACK_SIZE of the driver's interface."""
+_VIRTUAL_MEMORY = 102
+"""CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of it."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 

@@ -40,7 +40,7 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
         may_lower = not judged.is_open and _is_affordable(config, observation)
         precision, layers, changes = decide_precision(config.precision, observation, layers, may_lower=may_lower)
         reasons += overflow_reasons + changes
-    enlarged = any(
+    enlarged = fault is not None or any(
         level.bytes_per_element > before.precision[name].bytes_per_element for name, level in precision.items()
     )
 
@@ -49,11 +49,10 @@ def decide(config: ControlConfig, observation: Observation, state: ControlState)
 
     noise = smooth_noise(config.batch.noise_smoothing, state.batch.noise, observation.noise)
     batch_state = replace(batch_state, noise=noise)
-    waits = {"enlarged": enlarged or fault is not None, "is_unjudged": judged.is_open}
     batch: BatchDecision = (
         retreat(config.batch, observation, batch_state)
         or undo_growth(before, judged.undo, batch_state)
-        or decide_batch(config.batch, observation, batch_state, **waits)
+        or decide_batch(config.batch, observation, batch_state, enlarged=enlarged, is_unjudged=judged.is_open)
     )
     plan = Plan(
         batch_size=batch.batch_size,

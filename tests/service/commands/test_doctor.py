@@ -9,7 +9,6 @@ from tempfile import TemporaryDirectory
 
 import pynvml
 import pytest
-import torch
 
 from tests.service.stores import free_port
 from triaccel_ray.service.commands import doctor
@@ -60,16 +59,11 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert not (home / ".ray").exists()
 
 
-def test_without_nvml_a_gpu_is_of_no_use_and_a_cpu_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-    monkeypatch.setattr(pynvml, "nvmlInit", missing)
-    for has_gpu, verdict, said in (
-        (True, "problem", "a run on the GPU fails"),
-        (False, "note", "resident"),
-    ):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        found, text = doctor._nvml()
-        assert found == verdict
-        assert said in text
+@pytest.mark.parametrize(
+    ("has_gpu", "verdict", "said"), [(True, "problem", "a run on the GPU fails"), (False, "note", "resident set")]
+)
+def test_without_nvml_a_gpu_is_of_no_use_and_a_cpu_does_without(has_gpu: bool, verdict: str, said: str) -> None:
+    found, text = doctor._no_nvml(pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND), has_gpu=has_gpu)
+    assert found == verdict
+    assert said in text
+    assert "NVML Shared Library Not Found" in text

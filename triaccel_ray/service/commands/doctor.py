@@ -92,12 +92,16 @@ def _nvml() -> Finding:
         free = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).free
         return "ok", f"driver {pynvml.nvmlSystemGetDriverVersion()}, {free / 2**30:.1f} GiB free"
     except pynvml.NVMLError as error:
-        if not torch.cuda.is_available():
-            return "note", f"{first_line(error)}; on the CPU memory is the process's resident set"
-        return "problem", (
-            f"{first_line(error)}; a run on the GPU fails, for it cannot measure its memory: install the driver's "
-            "libnvidia-ml, let a container have it (NVIDIA_DRIVER_CAPABILITIES=compute,utility), or use --device cpu"
-        )
+        return _no_nvml(error, has_gpu=torch.cuda.is_available())
+
+
+def _no_nvml(error: Exception, *, has_gpu: bool) -> Finding:
+    if not has_gpu:
+        return "note", f"{first_line(error)}; on the CPU memory is the process's resident set"
+    return "problem", (
+        f"{first_line(error)}; a run on the GPU fails, for it cannot measure its memory: install the driver's "
+        "libnvidia-ml, let a container have it (NVIDIA_DRIVER_CAPABILITIES=compute,utility), or use --device cpu"
+    )
 
 
 def _triton() -> Finding:
