@@ -15,6 +15,7 @@ ALL: tuple[tuple[str, ...], ...] = (
     ("step_end",),
     ("image_batch",),
     ("batch_norm_act",),
+    ("depthwise_conv",),
     ("curvature",),
     ("tracking",),
     ("search_overhead",),

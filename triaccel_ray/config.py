@@ -289,7 +289,8 @@ class ExecutionConfig(_Checked):
     """`auto`: on a GPU `torch.compile` compiles a model without fused norms: its repeated blocks, or the whole of it.
     `on`: the whole of any model, in place of fused norms, on a CPU, too. `off`: none."""
     fuse: bool = True
-    """Whether batch normalisation with sum and activation becomes one kernel, squeeze-and-excitation's gate another."""
+    """Whether batch normalisation with sum and activation becomes one kernel, squeeze-and-excitation's gate another,
+    and depthwise convolutions have kernels of their own."""
     recompute: bool = True
     """Whether a convolution that alone reads such a kernel's output has it computed again in the backward pass, where
     keeping it would take memory. Without effect where nothing is fused."""

@@ -128,7 +128,7 @@ class Matrix:
         self._block_channels = 16 if self._num_channels <= 16 else 32
         _, self.num_parts = self._grid(REDUCING)
         """Programs among which a reduction divides a matrix's rows: as many partial results."""
-        early = _can_start_early(x.device)
+        early = can_start_early(x.device)
         # Fusion of multiply-adds is asked for because Triton warns of its default, which 3.10 turns off.
         self._launching = {"EARLY": early, "enable_fp_fusion": True, **({"launch_pdl": True} if early else {})}
 
@@ -172,7 +172,7 @@ class Matrix:
         """
         num_blocks = _ceil(self._num_channels, self._block_channels)
         num_tiles = _ceil(self._num_rows, shape.tile // self._block_channels)
-        multiprocessors = _ceil(_num_multiprocessors(self._x.device), self._num_matrices)
+        multiprocessors = _ceil(num_multiprocessors(self._x.device), self._num_matrices)
         return num_blocks, min(num_tiles, max(1, shape.per_multiprocessor * multiprocessors // num_blocks))
 
     def start(self, kernel: Any, shape: Shape, *tensors: Tensor | float | None, **constants: Any) -> None:
@@ -206,14 +206,16 @@ class Matrix:
 
 
 @functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
+def num_multiprocessors(device: torch.device) -> int:
+    """Returns among how many multiprocessors work is divided."""
     if device.type != "cuda":
         return _INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
-def _can_start_early(device: torch.device) -> bool:
+def can_start_early(device: torch.device) -> bool:
+    """Returns whether a kernel may be started while the one before it ends."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from triaccel_ray.apply.depthwise import forward_of
 from triaccel_ray.apply.fused_norm import FusedNorm
 from triaccel_ray.apply.weights import Weights
 from triaccel_ray.model.layers import Layer, uncompiled
@@ -95,11 +96,13 @@ class LayerPrecision:
         *,
         weights: Weights | None = None,
         norms: Sequence[FusedNorm] = (),
+        own_kernels: bool = True,
     ) -> None:
         """Wraps the layers' forward functions; `remove` undoes it.
 
         `weights` says how parameters are kept: as FP32 by default, cast in passing, so that gradients arrive in FP32.
-        `norms` write their outputs in the dtype of the layers that read them, so that no cast stands between.
+        `norms` write their outputs in the dtype of the layers that read them, so that no cast stands between. With
+        `own_kernels` depthwise convolutions on a GPU are not cuDNN's.
 
         Raises:
             ValueError: the model, or the one that it is a copy of, is wrapped already.
@@ -114,6 +117,7 @@ class LayerPrecision:
         self._regions = {layer.name: _Region() for layer in layers}
         self._is_suspended = self.is_removed = False
         self._wrapped: list[tuple[nn.Module, Any]] = []
+        self._own_kernels = own_kernels
         for module, name in self._name_of.items():
             self._wrap(module, self._regions[name])
         self.set(dict.fromkeys(self._regions, Precision.FP32))
@@ -193,8 +197,8 @@ class LayerPrecision:
 
     def _wrap(self, module: nn.Module, region: _Region) -> None:
         own = module.__dict__.get("forward")
-        original: Callable[..., Any]
-        original = type(module).forward if own is None else lambda _, *args, **kwargs: own(*args, **kwargs)
+        original: Callable[..., Any] = type(module).forward if own is None else lambda _, *a, **kw: own(*a, **kw)
+        computed = forward_of(module) if self._own_kernels and own is None else original
         device_type, computing = self._device_type, self.weights.computing(module)
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -202,10 +206,10 @@ class LayerPrecision:
                 return original(module, *args, **kwargs)
             if region.dtype is torch.float32:
                 with torch.autocast(device_type, enabled=False):
-                    return original(module, *cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32))
+                    return computed(module, *cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32))
             # Uncached: autocast's cache does not tell FP16 casts of a weight from BF16 ones.
             with torch.autocast(device_type, dtype=region.dtype, cache_enabled=False), computing():
-                return original(module, *args, **kwargs)
+                return computed(module, *args, **kwargs)
 
         forward.owner = self  # type: ignore[attr-defined]  # functions take attributes
         self._wrapped.append((module, own))

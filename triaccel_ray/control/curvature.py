@@ -52,6 +52,8 @@ class ScheduledCurvature:
         indices = self._sampler.source.probe(2)
         with self._share.timed(counts=False), self._training.suspended():
             self.meter.dry_run(*self._samples_at(indices))
+        if self.meter.fallbacks:  # a pass for each sample
+            self._share.expect(self._config.num_samples / len(indices))
         self._training.memory.trim()
         self._report(0)
 

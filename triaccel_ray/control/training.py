@@ -209,7 +209,9 @@ class Training:
         needs_copies = on_gpu and not compiles and self._split is None and buckets is None
         weights = ComputeCopies(self.layers, self.optimizer.parameters) if needs_copies else self._split or Weights()
         norms = () if fusion is None else fusion.norms
-        precision = LayerPrecision(self.model, self.layers, weights=weights, norms=norms)
+        precision = LayerPrecision(
+            self.model, self.layers, weights=weights, norms=norms, own_kernels=self._config.execution.fuse
+        )
         update = TrainingUpdate(
             precision, self.moments, self.optimizer, self.loss_scale, self.loss_sums, self._config.clip_norm
         )

@@ -81,7 +81,7 @@ class StepTimer:
 class TimeShare:
     """Keeps work beside the training within a share of the time since it began; without a share all is allowed.
 
-    The next piece is taken to last as long as the last one.
+    The next piece is taken to last as long as the last one, where `expect` says nothing else.
     """
 
     def __init__(self, device: torch.device, share: float | None) -> None:
@@ -97,6 +97,10 @@ class TimeShare:
             return 0.0
         due = (self._spent_seconds + self._last_seconds) / self._share
         return max(due - (time.perf_counter() - self._began), 0.0)
+
+    def expect(self, times: float) -> None:
+        """Has the next piece be taken to last so many times as long as the last one."""
+        self._last_seconds *= times
 
     @contextlib.contextmanager
     def timed(self, *, counts: bool = True) -> Iterator[None]:

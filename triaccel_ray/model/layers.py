@@ -188,11 +188,16 @@ def uncompiled() -> contextlib.AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
+def is_depthwise(module: nn.Module) -> bool:
+    """Returns whether this is a convolution of images with one filter a channel."""
+    return isinstance(module, nn.Conv2d) and module.groups == module.in_channels == module.out_channels > 1
+
+
 @contextlib.contextmanager
 def without_cudnn() -> Iterator[None]:
     """Returns a context in which PyTorch's own kernels convolve, for passes that are made once.
 
-    cuDNN prepares for each shape that is new to it: in 0.1 s a convolution, in 10 s for EfficientNet (H200).
+    cuDNN prepares for each shape that is new to it: in 0.02 s a convolution, in 1.4 s a depthwise one (H200).
     """
     before, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False
     try:

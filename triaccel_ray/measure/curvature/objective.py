@@ -19,7 +19,7 @@ from triaccel_ray.config import CurvatureMethod, require
 from triaccel_ray.measure.curvature.calls import Structure
 from triaccel_ray.measure.curvature.factors import slices
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, positive_roots
-from triaccel_ray.model.layers import Loss, forward, preserved_modes, uncompiled
+from triaccel_ray.model.layers import Loss, forward, is_depthwise, preserved_modes, uncompiled, without_cudnn
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 
 Head = Callable[[Any, "Objective"], tuple[Tensor, Sequence[Tensor | None]]]
@@ -234,8 +234,9 @@ def measuring(model: nn.Module, *, strict_fp32: bool = False) -> Iterator[None]:
     Backward passes run in the calling thread: one of PyTorch's own would have workspaces of its own (see `LentStream`).
     With `strict_fp32`, FP32 on a GPU is TF32 only where `tensor_cores` says so; without, where PyTorch's flags do.
 
-    cuDNN's recurrent kernels refuse a backward pass in eval mode, and any second one, so that they are off while a
-    recurrent model is measured. Compiled modules run as they are written: hooks and a second derivative need that.
+    Two kinds of models are measured without cuDNN. Its recurrent kernels refuse a backward pass in eval mode, and any
+    second one. Its depthwise convolutions take seconds to prepare. Compiled modules run as they are written: hooks and
+    a second derivative need that.
     """
     device_types = {p.device.type for p in model.parameters()}
     modules = list(model.modules())
@@ -246,8 +247,8 @@ def measuring(model: nn.Module, *, strict_fp32: bool = False) -> Iterator[None]:
         *(torch.autocast(device_type, enabled=False) for device_type in device_types),
         preserved_modes(model),
     ]
-    if any(isinstance(module, nn.RNNBase) for module in modules):
-        contexts.append(torch.backends.cudnn.flags(enabled=False))
+    if any(isinstance(module, nn.RNNBase) or is_depthwise(module) for module in modules):
+        contexts.append(without_cudnn())
     if strict_fp32 and "cuda" in device_types:
         contexts.append(_fp32_as("ieee"))
     with contextlib.ExitStack() as stack:

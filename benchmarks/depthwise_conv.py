@@ -1,0 +1,67 @@
+"""Depthwise convolutions of EfficientNet-B0 in BF16 beside cuDNN: `python -m benchmarks.depthwise_conv`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.timing import floor_us, report, time_calls
+from triaccel_ray.kernels.depthwise_conv import reference
+from triaccel_ray.kernels.depthwise_conv.launch import depthwise_conv
+
+SHAPES = (
+    (32, 112, 3, 1), (96, 112, 3, 2), (144, 56, 3, 1), (144, 56, 5, 2), (240, 28, 5, 1), (240, 28, 3, 2),
+    (480, 14, 3, 1), (480, 14, 5, 1), (672, 14, 5, 1), (672, 14, 5, 2), (1152, 7, 5, 1), (1152, 7, 3, 1),
+)  # fmt: skip
+"""Channels, pixels of a side, filter's side, stride."""
+METHODS = {"kernel": depthwise_conv, "cuDNN": reference.depthwise_conv}
+
+
+class Setup:
+    """One convolution of 96 images."""
+
+    def __init__(self, shape: tuple[int, int, int, int]) -> None:
+        channels, side, self.size, self.stride = shape
+        x = torch.randn(96, channels, side, side, device="cuda", dtype=torch.bfloat16)
+        self.x = x.to(memory_format=torch.channels_last).requires_grad_()
+        self.weight = torch.randn(channels, 1, self.size, self.size, device="cuda", dtype=torch.bfloat16)
+        self.weight.requires_grad_()
+
+    def run(self, method: str) -> tuple[Tensor, ...]:
+        """Returns the output and both gradients."""
+        y = METHODS[method](self.x, self.weight, stride=self.stride, padding=self.size // 2)
+        return (y.detach(), *torch.autograd.grad(y, (self.x, self.weight), torch.ones_like(y)))
+
+
+def wrong() -> Iterator[str]:
+    """Yields what is wrong with the kernels, and prints how long each method takes to make the first calls."""
+    results = {}
+    for method in METHODS:
+        began = time.perf_counter()
+        torch.manual_seed(0)
+        results[method] = [Setup(shape).run(method) for shape in SHAPES]
+        torch.cuda.synchronize()
+        print(f"{method}: first calls of {len(SHAPES)} shapes in {time.perf_counter() - began:.2f} s")
+    for shape, mine, theirs in zip(SHAPES, *results.values(), strict=True):
+        for what, a, b in zip(("output", "input's gradient", "weight's gradient"), mine, theirs, strict=True):
+            if not (a - b).abs().max() <= 0.01 * b.abs().max():
+                yield f"{shape}: the {what} is not cuDNN's"
+
+
+def figures() -> Iterator[object]:
+    """Yields the times of both passes."""
+    for shape in SHAPES:
+        setup = Setup(shape)
+        outputs = setup.x.numel() // setup.stride**2
+        floor = floor_us(3 * 2 * (setup.x.numel() + outputs))
+        for method in METHODS:
+            yield time_calls(f"{shape} {method}", [partial(setup.run, method)], floor)
+
+
+if __name__ == "__main__":
+    sys.exit(report(wrong, figures))

@@ -1,0 +1,1 @@
+"""Convolution of each channel with a filter of its own, forward and backward."""

@@ -1,0 +1,131 @@
+"""The kernels as one differentiable function."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from triaccel_ray.kernels.batch_norm_act.launch import can_start_early, num_multiprocessors
+from triaccel_ray.kernels.depthwise_conv import triton as kernels
+
+# Measured on an H200 over the shapes of EfficientNet-B0. Outputs of a strip share what they read, and leave fewer
+# registers; a weight's gradient has a sum for each tap there as well.
+_WIDTH, _WEIGHT_WIDTH = 8, 4
+"""Outputs of a strip, of `convolve` and of `weight_gradient`."""
+_TILE = 1024
+"""Strips times channels of a program, at a time: one vector of channels a thread."""
+_PROGRAMS_PER_MULTIPROCESSOR = 4
+"""Of `weight_gradient`, which takes several tiles."""
+
+
+def depthwise_conv(x: Tensor, weight: Tensor, *, stride: int, padding: int) -> Tensor:
+    """Returns each channel of x convolved with its own filter: [n, c, h', w'], channels_last, x's dtype.
+
+    Takes its time from the first call on: no library chooses among kernels for each new shape. No double backward.
+
+    Args:
+        x: [n, c, h, w], float32, float16 or bfloat16; copied unless its memory is channels_last.
+        weight: [c, 1, k, k] in x's dtype, k at most 7.
+        stride: of both directions.
+        padding: zeros on each side of both directions; at least one filter fits.
+    """
+    y: Tensor = _DepthwiseConv.apply(x.contiguous(memory_format=torch.channels_last), weight, stride, padding)
+    return y
+
+
+class _DepthwiseConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+        taps = weight.flatten(1).t().contiguous()
+        ctx.save_for_backward(x, weight, taps)
+        ctx.stride, ctx.padding = stride, padding
+        sizes = [(size + 2 * padding - weight.shape[-1]) // stride + 1 for size in x.shape[2:]]
+        y = torch.empty(*x.shape[:2], *sizes, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+        _convolve(x, taps, y, weight, stride, padding, transposed=False)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, taps = ctx.saved_tensors
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        dx = dweight = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.empty_like(x)
+            _convolve(dy, taps, dx, weight, ctx.stride, ctx.padding, transposed=True)
+        if ctx.needs_input_grad[1]:
+            dweight = _weight_gradient(x, dy, weight, ctx.stride, ctx.padding)
+        return dx, dweight, None, None
+
+
+def _convolve(
+    x: Tensor, taps: Tensor, y: Tensor, weight: Tensor, stride: int, padding: int, *, transposed: bool
+) -> None:
+    """Writes y, the convolution of x, or x's gradient of the output as that of the input."""
+    block, size = _block_channels(y), weight.shape[-1]
+    width = -(-_WIDTH // stride) * stride if transposed else _WIDTH
+    if transposed:  # of output o tap j reads the column m = (o + padding - j) / stride from the strip's own on
+        first, last = -((size - 1 - padding) // stride), (width - 1 + padding) // stride
+    else:  # m = o stride + j - padding
+        first, last = -padding, (width - 1) * stride + size - 1 - padding
+    num_strips = _num_strips(y, width)
+    grid = -(-num_strips // (_TILE // block)), -(-y.shape[1] // block)
+    if num_strips:
+        _start(
+            kernels.convolve, grid, (x, taps, y), x, y, num_strips, TRANSPOSED=transposed, SIZE=size, STRIDE=stride,
+            PADDING=padding, FIRST=first, LAST=last + 1, WIDTH=width, BLOCK_STRIPS=_TILE // block, BLOCK_CHANNELS=block,
+        )  # fmt: skip
+
+
+def _weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+    """Returns the gradient of the weight, [c, 1, k, k] in its dtype."""
+    num_channels, size = len(weight), weight.shape[-1]
+    block, num_strips = _block_channels(dy), _num_strips(dy, _WEIGHT_WIDTH)
+    num_blocks = -(-num_channels // block)
+    wanted = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(x.device) // (num_blocks * size)
+    num_parts = min(max(wanted, 1), -(-num_strips // (_TILE // block)))
+    partials = torch.empty(num_parts, size * size, num_channels, dtype=torch.float32, device=x.device)
+    if num_parts:
+        _start(
+            kernels.weight_gradient, (num_parts * size, num_blocks), (x, dy, partials), x, dy, num_strips, SIZE=size,
+            STRIDE=stride, PADDING=padding, FIRST=-padding, LAST=(_WEIGHT_WIDTH - 1) * stride + size - padding,
+            WIDTH=_WEIGHT_WIDTH, BLOCK_STRIPS=_TILE // block, BLOCK_CHANNELS=block,
+        )  # fmt: skip
+    return torch.empty_like(weight).copy_(partials.sum(0).t().view(weight.shape))
+
+
+def _num_strips(y: Tensor, width: int) -> int:
+    return len(y) * y.shape[2] * -(-y.shape[3] // width)
+
+
+def _start(
+    kernel: Any, grid: tuple[int, int], tensors: tuple[Tensor, ...], source: Tensor, target: Tensor, num_strips: int,
+    **constants: Any,
+) -> None:  # fmt: skip
+    """Launches a kernel over strips of `target`, which reads pixels of `source`."""
+    num_channels = source.shape[1]
+    unit, early = math.gcd(num_channels, 8), can_start_early(source.device)
+    with torch.cuda.device_of(source):  # triton launches on the current device, whatever the tensors'
+        kernel[grid](
+            *tensors,
+            num_strips=num_strips,
+            channel_units=num_channels // unit,
+            in_height=source.shape[2],
+            in_width=source.shape[3],
+            out_height=target.shape[2],
+            out_width=target.shape[3],
+            EARLY=early,
+            UNIT=unit,
+            num_warps=4,
+            enable_fp_fusion=True,
+            **({"launch_pdl": True} if early else {}),
+            **constants,
+        )
+
+
+def _block_channels(x: Tensor) -> int:
+    return 16 if x.shape[1] <= 16 else 32
