@@ -28,12 +28,18 @@ def _fits(module: Any) -> bool:
 
 
 def _convolve(module: Any, x: Any) -> Any:
-    if torch.compiler.is_compiling() or not kernel_reads(x) or x.shape[1] != module.in_channels:
-        return nn.Conv2d.forward(module, x)
-    if not x.is_contiguous(memory_format=torch.channels_last):  # cuDNN's choice is another there
+    weight: Tensor = module.weight
+    if torch.compiler.is_compiling() or not _is_readable(module, x):
         return nn.Conv2d.forward(module, x)
     from triaccel_ray.kernels.depthwise_conv.launch import depthwise_conv  # without a GPU triton need not exist
 
-    weight: Tensor = module.weight
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
     return depthwise_conv(x.to(dtype), weight.to(dtype), stride=module.stride[0], padding=module.padding[0])
+
+
+def _is_readable(module: Any, x: Any) -> bool:
+    """Returns whether the kernel reads x as it lies in memory, and PyTorch would not refuse it."""
+    if not (kernel_reads(x) and x.is_contiguous(memory_format=torch.channels_last)):
+        return False  # PyTorch leaves other memory formats to kernels of its own
+    is_large = min(x.shape[2:]) + 2 * module.padding[0] >= module.kernel_size[0]
+    return bool(is_large and x.shape[1] == module.in_channels and x.device == module.weight.device)
