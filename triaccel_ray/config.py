@@ -290,7 +290,7 @@ class ExecutionConfig(_Checked):
     `on`: the whole of any model, in place of fused norms, on a CPU, too. `off`: none."""
     fuse: bool = True
     """Whether batch normalisation with sum and activation becomes one kernel, squeeze-and-excitation's gate another,
-    and depthwise convolutions have kernels of their own."""
+    and depthwise convolutions run Triton kernels."""
     recompute: bool = True
     """Whether a convolution that alone reads such a kernel's output has it computed again in the backward pass, where
     keeping it would take memory. Without effect where nothing is fused."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from triaccel_ray.kernels.batch_norm_act.launch import can_start_early, num_multiprocessors
 from triaccel_ray.kernels.depthwise_conv import triton as kernels
@@ -25,7 +24,7 @@ _PROGRAMS_PER_MULTIPROCESSOR = 4
 def depthwise_conv(x: Tensor, weight: Tensor, *, stride: int, padding: int) -> Tensor:
     """Returns each channel of x convolved with its own filter: [n, c, h', w'], channels_last, x's dtype.
 
-    Takes its time from the first call on: no library chooses among kernels for each new shape. No double backward.
+    The first call for a new shape costs no tuning.
 
     Args:
         x: [n, c, h, w], float32, float16 or bfloat16; copied unless its memory is channels_last.
@@ -49,9 +48,16 @@ class _DepthwiseConv(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, taps = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradients are to be differentiated: PyTorch's are
+            both = [[size] * 2 for size in (ctx.stride, ctx.padding, 1, 0)]
+            stride, padding, dilation, output_padding = both
+            dx, dweight, _ = torch.ops.aten.convolution_backward(
+                dy, x, weight, None, stride, padding, dilation, False, output_padding, len(weight),
+                [*ctx.needs_input_grad[:2], False],
+            )  # fmt: skip
+            return dx, dweight, None, None
         dy = dy.contiguous(memory_format=torch.channels_last)
         dx = dweight = None
         if ctx.needs_input_grad[0]:

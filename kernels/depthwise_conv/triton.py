@@ -1,4 +1,4 @@
-"""The kernels: [R, C] matrices of pixels and channels, channels contiguous.
+"""The kernels: channels_last images, channels contiguous.
 
 Sums are float32, in a fixed order: equal inputs give equal bits.
 """
@@ -46,13 +46,13 @@ def _line_of(top, tap, height, TRANSPOSED: tl.constexpr, STRIDE: tl.constexpr, P
 
 
 @triton.jit
-def _with(values, value):
+def _appended(values, value):
     """Returns the tuple and the value in one."""
     return values + (value,)  # noqa: RUF005  # Triton unpacks no tuples
 
 
 @triton.jit
-def _plus(total, value, factors, INDEX: tl.constexpr, LENGTH: tl.constexpr):
+def _plus_product(total, value, factors, INDEX: tl.constexpr, LENGTH: tl.constexpr):
     """Returns the total, and with it the product with the factor of this index, if there is one."""
     if INDEX >= 0 and INDEX < LENGTH:
         return total + value * factors[INDEX]
@@ -82,14 +82,14 @@ def convolve(
     y += origin.to(tl.int64) * out_height * out_width * channels
     sums = ()
     for _ in tl.static_range(WIDTH):
-        sums = _with(sums, tl.zeros([BLOCK_STRIPS, BLOCK_CHANNELS], dtype=tl.float32))
+        sums = _appended(sums, tl.zeros([BLOCK_STRIPS, BLOCK_CHANNELS], dtype=tl.float32))
     for i in range(SIZE):
         line, is_line = _line_of(top, i, in_height, TRANSPOSED, STRIDE, PADDING)
         at = ((image * in_height + line) * in_width + source) * channels
         factors = ()
         for j in tl.static_range(SIZE):
             factor = tl.load(taps + (i * SIZE + j) * channels + columns, mask=exists, other=0.0)
-            factors = _with(factors, factor.to(tl.float32)[None, :])
+            factors = _appended(factors, factor.to(tl.float32)[None, :])
         for m in tl.static_range(FIRST, LAST):
             is_pixel = is_strip & is_line & (source + m >= 0) & (source + m < in_width)
             mask = is_pixel[:, None] & exists[None, :]
@@ -97,9 +97,9 @@ def convolve(
             added = ()
             for o in tl.static_range(WIDTH):
                 if TRANSPOSED:
-                    added = _with(added, _plus(sums[o], value, factors, o + PADDING - m * STRIDE, SIZE))
+                    added = _appended(added, _plus_product(sums[o], value, factors, o + PADDING - m * STRIDE, SIZE))
                 else:
-                    added = _with(added, _plus(sums[o], value, factors, m + PADDING - o * STRIDE, SIZE))
+                    added = _appended(added, _plus_product(sums[o], value, factors, m + PADDING - o * STRIDE, SIZE))
             sums = added
     at = ((image * out_height + top) * out_width + left) * channels
     for o in tl.static_range(WIDTH):
@@ -124,9 +124,11 @@ def weight_gradient(
     channels, columns, exists = _channels_of(tl.program_id(1), channel_units, UNIT, BLOCK_CHANNELS)
     i, part, num_parts = tl.program_id(0) % SIZE, tl.program_id(0) // SIZE, tl.num_programs(0) // SIZE
     per_line = (out_width + WIDTH - 1) // WIDTH
+    # Columns that no output reads are left out: an Inf there must not meet the zeros beyond the last output.
+    read_width = tl.minimum(in_width, (out_width - 1) * STRIDE + SIZE - PADDING)
     sums = ()
     for _ in tl.static_range(SIZE):
-        sums = _with(sums, tl.zeros([BLOCK_STRIPS, BLOCK_CHANNELS], dtype=tl.float32))
+        sums = _appended(sums, tl.zeros([BLOCK_STRIPS, BLOCK_CHANNELS], dtype=tl.float32))
     for tile in range(part, (num_strips + BLOCK_STRIPS - 1) // BLOCK_STRIPS, num_parts):
         origin, image, top, left = _strips_of(tile, per_line, out_height, WIDTH, BLOCK_STRIPS)
         is_strip = tile * BLOCK_STRIPS + tl.arange(0, BLOCK_STRIPS) < num_strips
@@ -138,20 +140,20 @@ def weight_gradient(
         for o in tl.static_range(WIDTH):
             mask = (is_strip & (left + o < out_width))[:, None] & exists[None, :]
             gradient = tl.load(start + ((at + o * channels)[:, None] + columns[None, :]), mask=mask, other=0.0)
-            gradients = _with(gradients, gradient.to(tl.float32))
+            gradients = _appended(gradients, gradient.to(tl.float32))
         start = x + origin * stride * in_height * in_width
         at = ((image * in_height + line) * in_width + left * STRIDE) * channels
         for m in tl.static_range(FIRST, LAST):
-            is_pixel = is_strip & is_line & (left * STRIDE + m >= 0) & (left * STRIDE + m < in_width)
+            is_pixel = is_strip & is_line & (left * STRIDE + m >= 0) & (left * STRIDE + m < read_width)
             mask = is_pixel[:, None] & exists[None, :]
             value = tl.load(start + ((at + m * channels)[:, None] + columns[None, :]), mask=mask, other=0.0)
             added = ()
             for j in tl.static_range(SIZE):
                 if (m + PADDING - j) % STRIDE == 0:
-                    total = _plus(sums[j], value.to(tl.float32), gradients, (m + PADDING - j) // STRIDE, WIDTH)
-                    added = _with(added, total)
+                    total = _plus_product(sums[j], value.to(tl.float32), gradients, (m + PADDING - j) // STRIDE, WIDTH)
+                    added = _appended(added, total)
                 else:
-                    added = _with(added, sums[j])
+                    added = _appended(added, sums[j])
             sums = added
     out = partials + (part * SIZE + i).to(tl.int64) * SIZE * channels + columns
     for j in tl.static_range(SIZE):

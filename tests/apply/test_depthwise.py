@@ -21,7 +21,7 @@ class Own(nn.Conv2d):
     pass
 
 
-OTHERS: dict[str, Callable[[], nn.Module]] = {
+OTHERS: dict[str, Callable[[], nn.Conv2d]] = {
     "grouped": lambda: _depthwise(groups=4),
     "more outputs than inputs": lambda: _depthwise(out_channels=16),
     "bias": lambda: _depthwise(bias=True),
@@ -33,22 +33,47 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
     "large": lambda: _depthwise(kernel_size=9),
     "of a class of its own": lambda: Own(8, 8, 3, groups=8, bias=False),
     "of one channel": lambda: nn.Conv2d(1, 1, 3, bias=False),
-    "linear": lambda: nn.Linear(3, 3),
 }
 
 
+def _check_computes_what_pytorch_does(module: nn.Conv2d, device: str) -> None:
+    module = module.to(device, memory_format=torch.channels_last)
+    x = torch.randn(2, module.in_channels, 9, 9, device=device).to(memory_format=torch.channels_last)
+    assert torch.allclose(forward_of(module)(module, x), module(x), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_layers_keep_their_forward_function(name: str) -> None:
-    module = OTHERS[name]()
-    assert forward_of(module) is type(module).forward
-    assert forward_of(_depthwise(stride=2, padding=1)) is not nn.Conv2d.forward
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_other_layers_compute_what_pytorch_does(name: str, device: str) -> None:
+    _check_computes_what_pytorch_does(OTHERS[name](), device)
 
 
-def test_without_a_gpu_a_depthwise_convolution_is_pytorchs() -> None:
-    module, x = _depthwise(padding=1), torch.randn(2, 8, 5, 5)
-    assert torch.equal(forward_of(module)(module, x), module(x))
-    with pytest.raises(RuntimeError, match="expected input"):
-        forward_of(module)(module, x[:, :4])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_convolution_that_changes_computes_what_it_became(device: str) -> None:
+    module = _depthwise(padding=1)
+    convolve = forward_of(module)
+    module.bias = nn.Parameter(torch.randn(8))
+    _check_computes_what_pytorch_does(module, device)
+    module.dilation = (2, 2)
+    _check_computes_what_pytorch_does(module, device)
+    x = torch.randn(2, 8, 5, 5, device=device)
+    assert torch.allclose(convolve(module, input=x), module(x), atol=1e-5)
+
+
+def test_a_convolution_with_a_method_of_its_own_keeps_it() -> None:
+    module = _depthwise()
+    module._conv_forward = lambda x, weight, bias: x  # as some replace it to pad otherwise
+    x = torch.randn(2, 8, 5, 5)
+    assert forward_of(module)(module, x) is x
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_pytorch_refuses_what_it_always_did(device: str) -> None:
+    module = _depthwise(padding=1).to(device)
+    for x in (torch.randn(2, 4, 5, 5), torch.randn(2, 8, 5, 5, dtype=torch.float64)):
+        x = x.to(device, memory_format=torch.channels_last)
+        with pytest.raises(RuntimeError, match=r"expected|should be the same"):
+            forward_of(module)(module, x)
 
 
 @pytest.mark.gpu

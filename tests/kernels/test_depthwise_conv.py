@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -96,6 +97,30 @@ def test_gradients_that_are_not_wanted_are_not_computed() -> None:
     x.grad = weight.grad = None
     depthwise_conv(x, weight, stride=1, padding=1).sum().backward()
     assert all(map(torch.equal, both, (x.grad, weight.grad)))
+
+
+def test_what_no_output_reads_is_in_no_gradient() -> None:
+    x, weight = _drawn(Case(shape=(1, 8, 8, 8), stride=2, padding=0))  # three outputs a line, which read seven columns
+    expected = depthwise_conv(x, weight, stride=2, padding=0)
+    gradient = torch.autograd.grad(expected.sum(), weight)[0]
+    poisoned = x.detach().clone()
+    poisoned[..., 7] = poisoned[..., 7, :] = float("nan")
+    y = depthwise_conv(poisoned, weight, stride=2, padding=0)
+    assert torch.equal(y, expected)
+    assert torch.equal(torch.autograd.grad(y.sum(), weight)[0], gradient)
+
+
+def test_gradients_can_be_differentiated() -> None:
+    x, weight = (tensor.detach().requires_grad_() for tensor in _drawn(Case(stride=2)))
+
+    def penalty(convolve: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        gradients = torch.autograd.grad(
+            convolve(x, weight, stride=2, padding=1).square().sum(), (x, weight), create_graph=True
+        )
+        return torch.autograd.grad(sum(each.square().sum() for each in gradients), (x, weight))
+
+    for actual, expected in zip(penalty(depthwise_conv), penalty(reference.depthwise_conv), strict=True):
+        assert torch.allclose(actual, expected, rtol=1e-4)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Depthwise convolutions by a kernel of our own: cuDNN takes a second of preparation for each new shape of them."""
+"""Depthwise convolutions by Triton kernels, which need no preparation for a new shape."""
 
 from __future__ import annotations
 
@@ -11,35 +11,42 @@ from torch import Tensor, nn
 from triaccel_ray.apply.fused_norm import kernel_reads
 from triaccel_ray.model.layers import is_depthwise
 
-_LARGEST_SIZE = 7
+_LARGEST = 7
+"""Size and stride of a filter that the kernels unroll."""
+_MAX_NUMEL = 2**30
+"""Of one image: the kernels count in 32 bits from a tile's first image on."""
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:
-    """Returns the forward function of a module's type, for a depthwise convolution one that uses the kernel."""
-    return _convolve if is_depthwise(module) and _fits(module) else type(module).forward
+    """Returns the forward function of a module's type, for a depthwise convolution one that may use the kernel."""
+    is_own = "_conv_forward" in module.__dict__
+    return _convolve if type(module) is nn.Conv2d and is_depthwise(module) and not is_own else type(module).forward
 
 
-def _fits(module: Any) -> bool:
-    """Returns whether the kernel computes what this convolution does."""
-    size, stride, padding = module.kernel_size, module.stride, module.padding
-    is_square = all(isinstance(each, tuple) and len(set(each)) == 1 for each in (size, stride, padding))
-    is_plain = type(module) is nn.Conv2d and module.bias is None and module.padding_mode == "zeros"
-    return is_plain and is_square and size[0] <= _LARGEST_SIZE and set(module.dilation) == {1}
-
-
-def _convolve(module: Any, x: Any) -> Any:
+def _convolve(module: Any, input: Any) -> Any:  # noqa: A002  # as PyTorch names it
     weight: Tensor = module.weight
-    if torch.compiler.is_compiling() or not _is_readable(module, x):
-        return nn.Conv2d.forward(module, x)
+    if torch.compiler.is_compiling() or not (_computes(module) and _reads(module, input)):
+        return nn.Conv2d.forward(module, input)
     from triaccel_ray.kernels.depthwise_conv.launch import depthwise_conv  # without a GPU triton need not exist
 
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
-    return depthwise_conv(x.to(dtype), weight.to(dtype), stride=module.stride[0], padding=module.padding[0])
+    return depthwise_conv(input.to(dtype), weight.to(dtype), stride=module.stride[0], padding=module.padding[0])
 
 
-def _is_readable(module: Any, x: Any) -> bool:
+def _computes(module: Any) -> bool:
+    """Returns whether the kernel computes what this convolution does."""
+    size, stride, padding = module.kernel_size, module.stride, module.padding
+    is_square = all(isinstance(each, tuple) and len(set(each)) == 1 for each in (size, stride, padding))
+    is_plain = module.bias is None and module.padding_mode == "zeros" and set(module.dilation) == {1}
+    return is_plain and is_square and max(size[0], stride[0]) <= _LARGEST and padding[0] >= 0
+
+
+def _reads(module: Any, x: Any) -> bool:
     """Returns whether the kernel reads x as it lies in memory, and PyTorch would not refuse it."""
-    if not (kernel_reads(x) and x.is_contiguous(memory_format=torch.channels_last)):
+    weight = module.weight
+    if not (kernel_reads(x) and kernel_reads(weight) and x.is_contiguous(memory_format=torch.channels_last)):
         return False  # PyTorch leaves other memory formats to kernels of its own
-    is_large = min(x.shape[2:]) + 2 * module.padding[0] >= module.kernel_size[0]
-    return bool(is_large and x.shape[1] == module.in_channels and x.device == module.weight.device)
+    filter_fits = 0 < min(x.shape[2:]) >= module.kernel_size[0] - 2 * module.padding[0]
+    is_one_dtype = x.dtype == weight.dtype or torch.is_autocast_enabled("cuda")
+    is_whole = x.shape[1] == module.in_channels and x.device == weight.device
+    return bool(filter_fits and is_one_dtype and is_whole and x.shape[1:].numel() <= _MAX_NUMEL)

@@ -102,7 +102,7 @@ class LayerPrecision:
 
         `weights` says how parameters are kept: as FP32 by default, cast in passing, so that gradients arrive in FP32.
         `norms` write their outputs in the dtype of the layers that read them, so that no cast stands between. With
-        `own_kernels` depthwise convolutions on a GPU are not cuDNN's.
+        `own_kernels`, depthwise convolutions on a GPU use Triton kernels.
 
         Raises:
             ValueError: the model, or the one that it is a copy of, is wrapped already.
@@ -117,9 +117,8 @@ class LayerPrecision:
         self._regions = {layer.name: _Region() for layer in layers}
         self._is_suspended = self.is_removed = False
         self._wrapped: list[tuple[nn.Module, Any]] = []
-        self._own_kernels = own_kernels
         for module, name in self._name_of.items():
-            self._wrap(module, self._regions[name])
+            self._wrap(module, self._regions[name], own_kernels)
         self.set(dict.fromkeys(self._regions, Precision.FP32))
 
     def set(self, precision: Mapping[str, Precision]) -> None:
@@ -195,10 +194,10 @@ class LayerPrecision:
         for name, dtype in self._dtypes.items():
             self._regions[name].dtype = None if self._is_suspended else dtype
 
-    def _wrap(self, module: nn.Module, region: _Region) -> None:
+    def _wrap(self, module: nn.Module, region: _Region, own_kernels: bool) -> None:
         own = module.__dict__.get("forward")
         original: Callable[..., Any] = type(module).forward if own is None else lambda _, *a, **kw: own(*a, **kw)
-        computed = forward_of(module) if self._own_kernels and own is None else original
+        computed = forward_of(module) if own_kernels and own is None else original
         device_type, computing = self._device_type, self.weights.computing(module)
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -63,7 +63,7 @@ class ScheduledCurvature:
         if self.meter.off_because:
             return
         if seconds := self._share.seconds_to_wait:
-            text = f"measuring has taken its share of the time for another {seconds:.3g} s"
+            text = f"measuring would exceed its share of the time for another {seconds:.3g} s"
             self._record(FaultKind.CURVATURE_WAITS, text, step, once=FaultKind.CURVATURE_WAITS)
             return
         indices = self._sampler.source.probe(self._config.num_samples, self._samples)
