@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from tests.measure.curvature_models import (
 )
 from tests.waiting import no_waiting
 from triaccel_ray.measure.curvature import meter as meter_module
-from triaccel_ray.measure.curvature.objective import tensor_cores
+from triaccel_ray.measure.curvature.objective import Limits, tensor_cores
 from triaccel_ray.model.layers import find_layers
 
 
@@ -204,7 +205,7 @@ def test_a_budget_has_samples_pass_in_chunks(name: str, method: Any, monkeypatch
     meter, free, seen = meter_of(model, method), meter_of(model, method), largest_batch(model)
     whole = free.measure(inputs, targets, draws(), budget_bytes=2**33)  # with room for all
     assert seen[-1] == len(inputs)
-    few, more = (free._peak_bytes(free._objective(inputs[:count], targets[:count])) for count in (2, 4))
+    few, more = (free._probe(free._objective(inputs[:count], targets[:count])).num_bytes for count in (2, 4))
     assert few < more
     seen[:] = [0]
     found = meter.measure(inputs, targets, draws(), budget_bytes=few + (more - few) // 2)
@@ -215,6 +216,36 @@ def test_a_budget_has_samples_pass_in_chunks(name: str, method: Any, monkeypatch
     assert 1 <= seen[-1] < 4  # what was decided stays
     if method != "hessian":  # which goes on from its vectors
         torch.testing.assert_close(again.eigenvalues, whole.eigenvalues, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("chunk_samples", "kept_bytes"), [(None, 2**30), (4, 2**30), (2, 2000)])
+def test_passes_are_counted_before_they_are_made(method: Any, chunk_samples: int | None, kept_bytes: int) -> None:
+    model, inputs, targets = make("convolutions")
+    meter, passed = meter_of(model, method), [0]
+    meter.dry_run(inputs[:2], targets[:2])
+    meter._limits = Limits(chunk_samples=chunk_samples, kept_bytes=kept_bytes)
+    objective = meter._objective(inputs, targets)
+    expected = meter._method.num_passes(objective)
+    model.register_forward_hook(lambda module, args, output: passed.append(passed[-1] + 1))
+    meter._method.measure(objective, draws())
+    if method == "hessian" and chunk_samples is None:
+        assert (passed[-1], expected) == (1, 20)  # one graph serves all iterations, each of which passes backwards
+    else:
+        assert passed[-1] == expected
+    if (chunk_samples, method) == (2, "fisher"):
+        assert expected > 2 * len(objective.parts()) > 2
+
+
+def test_a_single_sample_is_probed_where_two_take_half_of_the_budget() -> None:
+    model, inputs, targets = make("convolutions")
+    meter, seen = meter_of(model, "fisher"), largest_batch(model)
+    meter.dry_run(inputs[:2], targets[:2])
+    seen[:] = [0]
+    meter._bytes_of_two = 2**30
+    found = meter.measure(inputs, targets, draws(), budget_bytes=2**30)
+    assert seen[1] == 1
+    torch.testing.assert_close(found.eigenvalues, directly(model, inputs, targets).eigenvalues)
 
 
 def test_memory_that_runs_out_halves_what_passes_at_once() -> None:
@@ -258,3 +289,25 @@ def test_what_waits_for_the_device_stays_eager_and_says_so() -> None:
     assert "the host waits for the device" in meter.not_captured_because
     torch.testing.assert_close(found, directly(model, inputs, targets).eigenvalues, rtol=1e-2, atol=1e-6)
     assert fp32_flags() == before
+
+
+@pytest.mark.gpu
+def test_a_large_model_is_measured_within_the_budget_and_in_the_time_that_was_told() -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(8)]
+    model = nn.Sequential(*blocks).cuda()
+    inputs, targets = torch.randn(32, 512, 1024, device="cuda"), torch.randn(32, 512, 1024, device="cuda")
+    meter = meter_of(model, "fisher", loss=F.mse_loss, device="cuda")
+    meter.dry_run(inputs[:2], targets[:2])
+    budget = meter._bytes_of_two - 1
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    seconds = meter.prepare(inputs, targets, budget_bytes=budget)
+    assert seconds is not None
+    began = time.perf_counter()
+    meter.measure(inputs, targets, draws("cuda"))
+    torch.cuda.synchronize()
+    took = time.perf_counter() - began
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * budget
+    assert took / 4 < seconds < 4 * took
+    assert "passes of the model" in meter.not_captured_because

@@ -61,7 +61,7 @@ def test_work_beside_the_training_keeps_within_its_share_of_the_time(monkeypatch
     with free.timed(), share.timed(counts=False):
         now += 5.0  # another piece would take as long, hence 20 s from the start on
     assert share.seconds_to_wait == 15.0
-    share.expect(2.0)
+    share.expect(10.0)
     assert share.seconds_to_wait == 35.0
     now += 35.0
     assert share.seconds_to_wait == 0.0

@@ -50,31 +50,32 @@ class ScheduledCurvature:
         if not self._config.enabled:
             return
         indices = self._sampler.source.probe(2)
+        self._training.memory.refresh_peaks()  # which are looked at from here on
         with self._share.timed(counts=False), self._training.suspended():
             self.meter.dry_run(*self._samples_at(indices))
-        if self.meter.fallbacks:  # a pass for each sample
-            self._share.expect(self._config.num_samples / len(indices))
         self._training.memory.trim()
         self._report(0)
 
     def measure(self, step: int) -> None:
         """Measures every layer's largest eigenvalues, or records why not."""
         self._sensors.timer.interrupt()
-        if self.meter.off_because:
-            return
-        if seconds := self._share.seconds_to_wait:
-            text = f"measuring would exceed its share of the time for another {seconds:.3g} s"
-            self._record(FaultKind.CURVATURE_WAITS, text, step, once=FaultKind.CURVATURE_WAITS)
+        if self.meter.off_because or self._waits(step):
             return
         indices = self._sampler.source.probe(self._config.num_samples, self._samples)
         if self._training.pool.holds_graphs and self.meter.needs_room:
             self._training.pool.release()  # or the process would hold memory for a step and a measurement at once
         batch = None
         try:
-            with self._share.timed(), self._training.suspended():
-                batch = self._samples_at(indices)
-                generator, budget = self._device_generator(), self._step_bytes()
-                self._sensors.record_curvature(self.meter.measure(*batch, generator, budget_bytes=budget))
+            with self._training.suspended():
+                with self._share.timed():
+                    batch = self._samples_at(indices)
+                    seconds = self.meter.prepare(*batch, budget_bytes=self._step_bytes())
+                if seconds is not None:
+                    self._share.expect(seconds)
+                    if self._waits(step):
+                        return
+                with self._share.timed():
+                    self._sensors.record_curvature(self.meter.measure(*batch, self._device_generator()))
         except Exception as error:
             if is_out_of_memory(error):
                 fault = Fault.out_of_memory(
@@ -92,6 +93,14 @@ class ScheduledCurvature:
         # Outside the handler: the traceback no longer holds the attempt's tensors.
         del batch
         self._training.make_room()
+
+    def _waits(self, step: int) -> bool:
+        """Returns whether another measurement would take more than its share of the time; records that once."""
+        seconds = self._share.seconds_to_wait
+        if seconds:
+            text = f"measuring would exceed its share of the time for another {seconds:.3g} s"
+            self._record(FaultKind.CURVATURE_WAITS, text, step, once=FaultKind.CURVATURE_WAITS)
+        return seconds > 0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to measure the same."""

@@ -98,9 +98,9 @@ class TimeShare:
         due = (self._spent_seconds + self._last_seconds) / self._share
         return max(due - (time.perf_counter() - self._began), 0.0)
 
-    def expect(self, factor: float) -> None:
-        """Expects the next piece to take `factor` times as long as the last one."""
-        self._last_seconds *= factor
+    def expect(self, seconds: float) -> None:
+        """Expects the next piece to take this long."""
+        self._last_seconds = seconds
 
     @contextlib.contextmanager
     def timed(self, *, counts: bool = True) -> Iterator[None]:

@@ -51,6 +51,8 @@ from triaccel_ray.model.layers import Layer
 
 _TOGETHER = 512
 """Order up to which the matrices of all layers are reduced at once; larger ones one by one, for their memory."""
+_MAX_CAPTURED_PASSES = 64
+"""Of the model in one CUDA graph: each further one is a few thousand kernels more."""
 
 
 class GramMethod(Method):
@@ -78,6 +80,15 @@ class GramMethod(Method):
             structure = self.structure = structure.by_samples(self._layers, reason, varies=True)
         return self._measure(objective, structure)
 
+    def num_passes(self, objective: Objective, num_iterations: int | None = None) -> int:
+        """Returns how often the model passes in a measurement, by the structure that is known."""
+        assert self.structure is not None
+        num_parts = len(objective.parts())
+        return sum(
+            objective.num_samples if passage.strategy is Strategy.SAMPLES else num_parts
+            for passage in _passages(objective, self.structure)
+        )
+
     def _measure(self, objective: Objective, structure: Structure) -> CurvatureEstimate:
         b, is_fisher = objective.num_samples, self._head is fisher_head
         num_columns = b * structure.num_columns
@@ -93,7 +104,9 @@ class GramMethod(Method):
         else:
             matrices = torch.cat([gram.to(grams[0].device) for gram in grams])
         by_samples = [layer.name for layer in structure.layers_by(Strategy.SAMPLES)]
-        self.not_capturable_because = ""
+        self.not_capturable_because, num_passes = "", self.num_passes(objective)
+        if num_passes > _MAX_CAPTURED_PASSES:
+            self.not_capturable_because = f"a graph of {num_passes} passes of the model would take too much memory"
         if by_samples and (structure.varies or structure.num_columns > 1):
             self.not_capturable_because = f"layers {', '.join(by_samples)} take one pass of the model per sample"
         return CurvatureEstimate(
@@ -150,33 +163,20 @@ def layer_grams(objective: Objective, head: Head, structure: Structure) -> Itera
     Raises:
         StructureChangedError: the model did not take the course that is known.
     """
-    b, q, parts = objective.num_samples, structure.num_columns, objective.parts()
+    b, q = objective.num_samples, structure.num_columns
     for layer in structure.layers_by(Strategy.NONE):
         yield layer, layer.weights[0].new_zeros(b * q, b * q, dtype=compute_dtype(layer))
-    in_factors = list(_factored_units(objective, structure))
-    yield from _grams_of_factors(objective, head, structure, in_factors)
-    done = {unit.layer for unit in in_factors}
     columns_by: dict[Strategy, ColumnsOf] = {
         Strategy.FACTORS: partial(factored_columns, structure=structure),
         Strategy.MODEL: partial(model_columns, batched=structure.batched_columns),
         Strategy.SAMPLES: sample_columns,
     }
-    for strategy, columns_of in columns_by.items():
-        layers = [layer for layer in structure.layers_by(strategy) if layer not in done]
-        units = [unit for layer in layers for unit in _units(layer, objective, structure)]
-        grams: dict[Layer, Tensor] = {}
-        for group in _groups(units, objective.limits.kept_bytes):
-            kept: list[list[Tensor]] = [[] for _ in group]
-            for part in parts:
-                for of_unit, columns in zip(kept, columns_of(part, head, [unit.part for unit in group]), strict=True):
-                    of_unit.append(columns)
-            for unit in group:
-                columns = joined(kept.pop(0))
-                with fast(objective):
-                    gram = columns @ columns.T
-                grams[unit.layer] = grams[unit.layer] + gram if unit.layer in grams else gram
-                if unit.is_last:
-                    yield unit.layer, grams.pop(unit.layer)
+    sums: dict[Layer, Tensor] = {}
+    for passage in _passages(objective, structure):
+        if passage.as_factors:
+            yield from _grams_of_factors(objective, head, structure, [unit.layer for unit in passage.units])
+        else:
+            yield from _grams_of_columns(objective, head, columns_by[passage.strategy], passage.units, sums)
 
 
 ColumnsOf = Callable[[Objective, Head, Sequence[Part]], list[Tensor]]
@@ -200,8 +200,30 @@ class _Unit:
         return self.layer, self.elements
 
 
+@dataclass(frozen=True, eq=False)
+class _Passage:
+    """What is collected while the chunks pass once."""
+
+    strategy: Strategy
+    units: list[_Unit]
+    as_factors: bool = False
+    """Whether factors of columns are collected, of whole layers."""
+
+
+def _passages(objective: Objective, structure: Structure) -> Iterator[_Passage]:
+    """Yields how often the chunks pass, and for what: no more than `kept_bytes` of all samples each time, or a unit."""
+    factored, kept_bytes = list(_factored_units(objective, structure)), objective.limits.kept_bytes
+    for group in _groups(factored, kept_bytes):
+        yield _Passage(Strategy.FACTORS, group, as_factors=True)
+    done = {unit.layer for unit in factored}
+    for strategy in (Strategy.FACTORS, Strategy.MODEL, Strategy.SAMPLES):
+        layers = [layer for layer in structure.layers_by(strategy) if layer not in done]
+        units = [unit for layer in layers for unit in _units(layer, objective, structure)]
+        for group in _groups(units, kept_bytes):
+            yield _Passage(strategy, group)
+
+
 def _groups(units: Sequence[_Unit], kept_bytes: int) -> Iterator[list[_Unit]]:
-    """Yields what is collected in the same passes: no more than `kept_bytes` of all samples, or a single unit."""
     group: list[_Unit] = []
     for unit in units:
         if group and sum(each.num_bytes for each in group) + unit.num_bytes > kept_bytes:
@@ -234,31 +256,46 @@ def _factored_units(objective: Objective, structure: Structure) -> Iterator[_Uni
             yield _Unit(layer, slice(None), 0 if is_whole and q == 1 else num_bytes)
 
 
+def _grams_of_columns(
+    objective: Objective, head: Head, columns_of: ColumnsOf, units: Sequence[_Unit], sums: dict[Layer, Tensor]
+) -> Iterator[tuple[Layer, Tensor]]:
+    """Yields the Gram matrices that these columns complete; `sums` holds those of the layers that wait for more."""
+    kept: list[list[Tensor]] = [[] for _ in units]
+    for part in objective.parts():
+        for of_unit, columns in zip(kept, columns_of(part, head, [unit.part for unit in units]), strict=True):
+            of_unit.append(columns)
+    for unit in units:
+        columns = joined(kept.pop(0))
+        with fast(objective):
+            gram = columns @ columns.T
+        sums[unit.layer] = sums[unit.layer] + gram if unit.layer in sums else gram
+        if unit.is_last:
+            yield unit.layer, sums.pop(unit.layer)
+
+
 def _grams_of_factors(
-    objective: Objective, head: Head, structure: Structure, units: Sequence[_Unit]
+    objective: Objective, head: Head, structure: Structure, layers: Sequence[Layer]
 ) -> Iterator[tuple[Layer, Tensor]]:
     """Yields the Gram matrices of whole layers from the factors of all samples, collected chunk by chunk."""
     b, q, parts = objective.num_samples, structure.num_columns, objective.parts()
-    for group in _groups(units, objective.limits.kept_bytes):
-        layers = [unit.layer for unit in group]
-        kept: dict[Layer, list[list[tuple[nn.Module, Tensor, Tensor]]]] = {layer: [] for layer in layers}
-        for part in parts:
-            found = layer_factors(part, head, structure, layers)
-            for layer in layers:
-                calls = found.pop(layer)
-                kept[layer].append([(m, alone(x), dy) for m, x, dy in calls] if len(parts) > 1 else calls)
-                del calls
+    kept: dict[Layer, list[list[tuple[nn.Module, Tensor, Tensor]]]] = {layer: [] for layer in layers}
+    for part in parts:
+        found = layer_factors(part, head, structure, layers)
         for layer in layers:
-            chunks, dtype = kept.pop(layer), compute_dtype(layer)
-            if not chunks[0]:
-                yield layer, layer.weights[0].new_zeros(b * q, b * q, dtype=dtype)
-                continue
-            with fast(objective):
-                factors = [
-                    factorize(modules[0], joined(inputs), joined(gradients), dtype)
-                    for modules, inputs, gradients in (zip(*call, strict=True) for call in zip(*chunks, strict=True))
-                ]
-                del chunks
-                gram = factor_gram(factors, Shape.of(layer, b, q), objective.limits.block_bytes)
-                del factors
-            yield layer, gram
+            calls = found.pop(layer)
+            kept[layer].append([(m, alone(x), dy) for m, x, dy in calls] if len(parts) > 1 else calls)
+            del calls
+    for layer in layers:
+        chunks, dtype = kept.pop(layer), compute_dtype(layer)
+        if not chunks[0]:
+            yield layer, layer.weights[0].new_zeros(b * q, b * q, dtype=dtype)
+            continue
+        with fast(objective):
+            factors = [
+                factorize(modules[0], joined(inputs), joined(gradients), dtype)
+                for modules, inputs, gradients in (zip(*call, strict=True) for call in zip(*chunks, strict=True))
+            ]
+            del chunks
+            gram = factor_gram(factors, Shape.of(layer, b, q), objective.limits.block_bytes)
+            del factors
+        yield layer, gram

@@ -54,9 +54,9 @@ class BlockPower(Method):
 
         A vector that has come to nothing, since its layer had no curvature or no finite gradient, starts anew.
         """
-        planned = WARM_ITERATIONS
+        num_iterations = num_iterations or self._planned_iterations
         if self.vectors is None:
-            self.vectors, planned = self._drawn(generator), COLD_ITERATIONS
+            self.vectors = self._drawn(generator)
         for vectors in self.vectors:
             is_sound = (torch.linalg.vector_norm(vectors, dim=1) - 1.0).abs() < 0.05  # False for NaN
             for block in vectors.split(_BLOCK_ELEMENTS, dim=1):
@@ -64,7 +64,7 @@ class BlockPower(Method):
                 block.copy_(torch.where(is_sound[:, None], block, anew))
         parts = objective.parts()
         gradient = LossGradient(objective, self._layers) if len(parts) == 1 else None
-        for _ in range(num_iterations or planned):
+        for _ in range(num_iterations):
             matrices = []
             images = self._images(parts) if gradient is None else map(gradient.products, self._layers, self.vectors)
             for vectors, image in zip(self.vectors, images, strict=True):
@@ -76,6 +76,14 @@ class BlockPower(Method):
             matrices=torch.stack([matrix.to(matrices[0].device) for matrix in matrices]),
             counts=tuple(min(self._top_k, size) for size in self._sizes),
         )
+
+    def num_passes(self, objective: Objective, num_iterations: int | None = None) -> int:
+        """Returns how often the chunks pass, once in each iteration."""
+        return (num_iterations or self._planned_iterations) * len(objective.parts())
+
+    @property
+    def _planned_iterations(self) -> int:
+        return COLD_ITERATIONS if self.vectors is None else WARM_ITERATIONS
 
     def _drawn(self, generator: torch.Generator) -> list[Tensor]:
         """Returns orthonormal vectors for each layer, drawn where the generator lives."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -21,6 +22,7 @@ from triaccel_ray.measure.curvature.gram import GramMethod
 from triaccel_ray.measure.curvature.hessian import BlockPower
 from triaccel_ray.measure.curvature.objective import Limits, Method, Objective, measuring
 from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate
+from triaccel_ray.measure.timing import synchronize
 from triaccel_ray.model.layers import Layer, Loss, without_cudnn
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 
@@ -44,6 +46,16 @@ class Stage(Enum):
     REPLAY = auto()
     EAGER = auto()
     """Eager, like all that follow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Probe:
+    """A measurement of a few samples."""
+
+    num_bytes: int
+    """That tensors took at their peak."""
+    seconds: float | None = None
+    num_passes: int = 1
 
 
 class _Recording:
@@ -118,6 +130,8 @@ class CurvatureMeter:
         """Why curvature is not measured; empty while it is. `dry_run` and `switch_off` set it."""
         self.not_captured_because = ""
         """What keeps measurements from being replayed from a CUDA graph; empty where nothing has been found."""
+        self._bytes_of_two = 0
+        """Tensors that two samples take at their peak, as `dry_run` saw it on a GPU; 0 where it was not called."""
         self._largest_chunk: int | None = None
         self._limits: Limits | None = None
         self._signature: Any = None
@@ -144,9 +158,12 @@ class CurvatureMeter:
 
         Random states are put back. A lack of memory is left to `measure`.
         """
+        objective = self._objective(inputs, targets)
         try:
-            with preserved_random_states():
-                self._measure_apart(self._objective(inputs, targets))
+            objective.require_samples(self._name)
+            with preserved_random_states(), self._peak_of_tensors() as peak:
+                self._measure_apart(objective)
+            self._bytes_of_two = peak[0] * 2 // objective.num_samples
         except Exception as error:  # of the model's code or the loss's, run as training never runs it
             if not is_out_of_memory(error):
                 self.switch_off(error)
@@ -155,6 +172,27 @@ class CurvatureMeter:
         """Gives up measuring for this reason, and what was kept for it."""
         self.off_because = f"{self._name} cannot be measured: {first_line(error)}"
         self._forget()
+
+    def prepare(self, inputs: Any, targets: Any, *, budget_bytes: int | None = None) -> float | None:
+        """Decides how samples of these shapes pass within the budget; returns how many seconds measuring them takes.
+
+        Takes the arguments of `measure`, and raises what that raises. None: nothing was to be decided, or nobody knows.
+        """
+        shapes = map_tensors(lambda tensor: (tensor.shape, tensor.dtype), (inputs, targets))
+        # A graph reads the weights where they are.
+        signature = shapes, [tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers())]
+        if signature != self._signature:
+            self._forget()
+            self._signature = signature
+        if self._limits is not None:
+            return None
+        objective = self._objective(inputs, targets)
+        objective.require_samples(self._name)
+        self._limits, probe = self._limits_within(budget_bytes, objective)
+        if probe is None or probe.seconds is None:
+            return None
+        objective = replace(objective, limits=self._limits)
+        return probe.seconds * self._method.num_passes(objective) / probe.num_passes
 
     def measure(
         self, inputs: Any, targets: Any, generator: torch.Generator, *, budget_bytes: int | None = None
@@ -176,14 +214,7 @@ class CurvatureMeter:
                 (`ggn_head`), or inputs and targets that disagree about the number of samples.
             torch.OutOfMemoryError: also what the measurement itself does not survive; `release` makes room.
         """
-        shapes = map_tensors(lambda tensor: (tensor.shape, tensor.dtype), (inputs, targets))
-        # A graph reads the weights where they are.
-        signature = shapes, [tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers())]
-        if signature != self._signature:
-            self._forget()
-            self._signature = signature
-        if self._limits is None:
-            self._limits = self._limits_within(budget_bytes, self._objective(inputs, targets))
+        self.prepare(inputs, targets, budget_bytes=budget_bytes)
         if self._stage in (Stage.CAPTURE, Stage.CAPTURE_ALONE):
             self._capture((inputs, targets), generator)
         if self._recording is not None:
@@ -268,7 +299,6 @@ class CurvatureMeter:
         self, objective: Objective, generator: torch.Generator, num_iterations: int | None = None
     ) -> CurvatureEstimate:
         """Measures; finds the structure anew if what is known of it no longer works."""
-        objective.require_samples(self._name)
         with self._measuring():
             if self._method.structure is not None:
                 try:
@@ -282,26 +312,34 @@ class CurvatureMeter:
                     self._enter(Stage.EXPLORE)
             return self._method.measure(objective, generator, num_iterations)
 
-    def _limits_within(self, budget_bytes: int | None, objective: Objective) -> Limits:
-        """Returns how many samples pass at once within the budget, extrapolated from the peaks of two and of four."""
+    def _limits_within(self, budget_bytes: int | None, objective: Objective) -> tuple[Limits, _Probe | None]:
+        """Returns how many samples pass at once within the budget, and the measurement of a few that says so.
+
+        Extrapolated from the peaks of two and of four; of one alone, where four would not fit.
+        """
         b = objective.num_samples
         most = min(self._largest_chunk or b, b)
         if budget_bytes is None or b <= 4:
-            return Limits(chunk_samples=most if most < b else None)
+            return Limits(chunk_samples=most if most < b else None), None
         budget = max(budget_bytes, _LEAST_BUDGET)
         block = min(max(budget // 8, _LEAST_BLOCK), Limits.block_bytes)
-        few, more = (self._peak_bytes(objective.part(slice(0, count))) for count in (2, 4))
-        per_sample = max((more - few) / 2, 1.0)
-        fixed = max(few - 2 * per_sample, 0.0)
+        if 2 * self._bytes_of_two > budget:
+            probe = self._probe(objective.part(slice(0, 1)))
+            per_sample, fixed = float(probe.num_bytes), 0.0
+        else:
+            few, probe = (self._probe(objective.part(slice(0, count))) for count in (2, 4))
+            per_sample = max((probe.num_bytes - few.num_bytes) / 2, 1.0)
+            fixed = max(few.num_bytes - 2 * per_sample, 0.0)
         if fixed + b * per_sample <= budget and most == b:
-            return Limits(block_bytes=block)
+            return Limits(block_bytes=block), probe
         kept = self._method.kept_bytes or budget // 3
         fitting = max(1, min(most, int((budget - kept - fixed) / per_sample)))
         num_chunks = -(-b // fitting)
-        return Limits(chunk_samples=-(-b // num_chunks), kept_bytes=max(kept, block), block_bytes=block)
+        limits = Limits(chunk_samples=-(-b // num_chunks), kept_bytes=max(kept, block), block_bytes=block)
+        return limits, probe
 
-    def _peak_bytes(self, objective: Objective) -> int:
-        """Returns the bytes that measuring these samples takes at its peak, by the allocator on a GPU.
+    def _probe(self, objective: Objective) -> _Probe:
+        """Returns what measuring these samples takes at its peak, by the allocator and the clock on a GPU.
 
         Elsewhere twice what the forward pass keeps: the gradients that the backward pass holds are about as large.
         """
@@ -314,12 +352,27 @@ class CurvatureMeter:
 
             with self._measuring(), saved_tensors_hooks(pack, lambda tensor: tensor):
                 objective.value(objective.outputs())
-            return 2 * sum(kept.values())
+            return _Probe(num_bytes=2 * sum(kept.values()))
         self._measure_apart(objective)  # libraries take workspaces at their first call
+        synchronize(self._device)
+        began = time.perf_counter()
+        with self._peak_of_tensors() as peak:
+            self._measure_apart(objective)
+        synchronize(self._device)
+        seconds = time.perf_counter() - began
+        return _Probe(num_bytes=peak[0], seconds=seconds, num_passes=self._method.num_passes(objective, 1))
+
+    @contextlib.contextmanager
+    def _peak_of_tensors(self) -> Iterator[list[int]]:
+        """Returns a context that gives the bytes which tensors made inside take at their peak; 0 without a GPU."""
+        peak = [0]
+        if self._device.type != "cuda":
+            yield peak
+            return
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
-        self._measure_apart(objective)
-        return torch.cuda.max_memory_allocated(self._device) - before
+        yield peak
+        peak[0] = torch.cuda.max_memory_allocated(self._device) - before
 
     def _measure_apart(self, objective: Objective) -> None:
         """Makes a measurement with one iteration, of which nothing is kept but the model's structure and fallbacks."""

@@ -132,6 +132,10 @@ class Method(ABC):
             Exception: whatever the model or the loss raises.
         """
 
+    @abstractmethod
+    def num_passes(self, objective: Objective, num_iterations: int | None = None) -> int:
+        """Returns how often the model passes, forwards and backwards, in such a measurement."""
+
 
 def fisher_head(outputs: Any, objective: Objective) -> tuple[Tensor, Sequence[Tensor | None]]:
     """Returns the sum of the samples' losses, each of which makes one column: its gradient g_i.
