@@ -19,6 +19,7 @@ from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.compare.comparison import (
     CHOICES,
     COMPARISON,
+    READINGS,
     Choices,
     Comparison,
     FixedSetting,
@@ -33,6 +34,7 @@ from triaccel_ray.service.compare.spec import ABLATION, ComparisonSpec
 from triaccel_ray.service.report.comparison import (
     comparison_tables,
     differences_grid,
+    readings_grid,
     values_grid,
     view_comparison,
 )
@@ -197,6 +199,30 @@ def test_a_figure_that_a_run_lacks_has_no_mean() -> None:
     assert "only 1 of 3 runs were judged by several views: not comparable" in grid.note
 
 
+def test_the_score_is_shown_by_every_reading_and_whether_they_agree() -> None:
+    amp = results("amp", 90.0, 92.0, training_seconds=(10.0, 10.0), peak_gb=(2.0, 2.0), allocated_peak_gb=(0.5, 0.5))
+    fast = results(
+        "triaccel", 90.0, 92.0, training_seconds=(9.0, 9.0), peak_gb=(1.0, 1.0), allocated_peak_gb=(1.0, 1.0)
+    )
+    rows = {each.method: each for each in (amp, fast, results("fp32"))}
+    grid = readings_grid("", rows, Goal())
+    assert list(grid.header) == ["method", *READINGS]
+    cells = {row[0]: dict(zip(READINGS, row[1:], strict=True)) for row in grid.rows}
+    assert cells["amp"]["whole run s, process GB"] == "4.55 ± 0.071"  # 90 and 92 over 20
+    assert cells["triaccel"]["whole run s, allocator GB"] == "10.11 ± 0.16"
+    assert set(cells["fp32"].values()) == {""}
+    assert grid.note.endswith(
+        "they disagree on the best score: triaccel by s/epoch, process GB, amp by s/epoch, allocator GB, "
+        "triaccel by whole run s, process GB, amp by whole run s, allocator GB"
+    )
+    alike = {name: replace(each, by_seed=dict(each.by_seed)) for name, each in rows.items()}
+    for figures in (figures for each in alike.values() for figures in each.by_seed.values()):
+        figures["allocated_peak_gb"] = 0.0  # type: ignore[index]  # as on a CPU
+    grid = readings_grid("", alike, Goal())
+    assert list(grid.header) == ["method", "s/epoch, process GB", "whole run s, process GB"]
+    assert grid.note.endswith("triaccel has the best score by all of them")
+
+
 def test_differences_to_amp_are_paired_tested_and_corrected() -> None:
     amp = results("amp", 90.0, 91.0, 92.0)
     better = results("triaccel", 91.0, 93.0, 95.0, score=(1e6, 1e6, 1e6))  # differences 1, 2, 3
@@ -271,7 +297,9 @@ def test_a_comparison_is_written_as_markdown_and_as_a_page(tmp_path: Path, capsy
     view = view_comparison(record)
     show(view)
     said, markdown, page = capsys.readouterr().out, (tmp_path / "comparison.md").read_text(), view.page.read_text()
-    tables, command = comparison_tables(record), f"triaccel run --from {tmp_path}/fixed-seed0"
+    best = spec.all_methods[-1]
+    tables, command = comparison_tables(record), f"triaccel run --from {tmp_path}/{best}-seed0"
+    assert f"to train with {best}, which has the best score:" in said
     for shown in (said, markdown, page):
         assert all(grid.title in shown for grid in tables)
     marked = [grid.title.split(",")[0] for grid in tables if "GPUs shared by 2 runs each" in grid.note]

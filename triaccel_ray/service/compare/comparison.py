@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from triaccel_ray.decide.batch import batch_lr_scale
+from triaccel_ray.measure.score import efficiency_score
 from triaccel_ray.records.events import LogError
+from triaccel_ray.records.goal import Goal
 from triaccel_ray.records.plan import Precision
 from triaccel_ray.service.compare.spec import ComparisonSpec
 from triaccel_ray.service.runs.methods import FIXED
@@ -24,6 +26,15 @@ CHOICES = "choices.json"
 TRIALS = "trials"
 REFERENCE = "amp"
 """The method that the others are tested against."""
+TRAINING_SECONDS = "training_seconds"
+"""Figure of a run: seconds of all its epochs, compilation, captures and changes of plan included."""
+READINGS: Mapping[str, tuple[str, str]] = {
+    "s/epoch, process GB": ("seconds_per_epoch", "peak_gb"),
+    "s/epoch, allocator GB": ("seconds_per_epoch", "allocated_peak_gb"),
+    "whole run s, process GB": (TRAINING_SECONDS, "peak_gb"),
+    "whole run s, allocator GB": (TRAINING_SECONDS, "allocated_peak_gb"),
+}
+"""Readings of the score's time and memory -> the figures. The paper takes the second, a user pays for the third."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +115,16 @@ class MethodResults:
         """Returns the figure by seed, of the runs that have it."""
         return {seed: results[figure] for seed, results in self.by_seed.items() if figure in results}
 
+    def scored_by(self, reading: str, goal: Goal) -> MethodResults:
+        """Returns the same runs with their score by one of READINGS; without those that lack a figure for it."""
+        seconds, memory = READINGS[reading]
+        scored = {
+            seed: {"score": efficiency_score(results[goal.name], results[seconds], results[memory], goal)}
+            for seed, results in self.by_seed.items()
+            if results.get(seconds) and results.get(memory)
+        }
+        return replace(self, by_seed=scored)
+
     def mean(self, figure: str) -> float:
         """Returns the mean over seeds; nan without any, or where a run lacks the figure."""
         values = self.values(figure).values()
@@ -143,8 +164,12 @@ class Comparison:
 
     def results(self, method: str) -> MethodResults:
         """Returns the results of one method's finished runs."""
-        ended = (run for run in self.runs.values() if run.spec.method == method and run.status == "finished")
-        return MethodResults(method=method, by_seed={run.spec.seed: run.end.results for run in ended if run.end})
+        by_seed: dict[int, Mapping[str, float]] = {}
+        for run in self.runs.values():
+            if run.spec.method == method and run.end is not None and run.status == "finished":
+                seconds = sum(epoch.seconds for epoch in run.epochs)
+                by_seed[run.spec.seed] = {**run.end.results, TRAINING_SECONDS: seconds}
+        return MethodResults(method=method, by_seed=by_seed)
 
 
 def final_runs(spec: ComparisonSpec, choices: Choices) -> dict[str, RunSpec]:

@@ -11,7 +11,9 @@ from triaccel_ray.measure.score import quality_text
 from triaccel_ray.records.goal import Goal
 from triaccel_ray.service.cli.options import to_repeat
 from triaccel_ray.service.compare.comparison import (
+    READINGS,
     REFERENCE,
+    TRAINING_SECONDS,
     Choices,
     Comparison,
     MethodResults,
@@ -54,7 +56,9 @@ def view_comparison(record: Comparison) -> View:
     """Returns the tables, and writes them as Markdown and, with pictures, as a page."""
     folder, spec, title = record.folder, record.spec, f"{record.folder.name}: {record.spec.base.task}"
     tables = comparison_tables(record)
-    command = to_repeat("run", folder / f"{FIXED}-seed0") if record.choices and record.choices.fixed else ""
+    best = best_of({method: record.results(method) for method in spec.all_methods})
+    command = to_repeat("run", folder / f"{best}-seed0") if best else ""
+    advice = f"to train with {label(best)}, which has the best score"
     missing = [name for name in final_runs(spec, record.choices or Choices()) if name not in record.runs]
     unwell = troubles({**record.trials, **record.runs}, missing)
     text = "\n".join(f"## {grid.title}\n\n{grid.markdown()}" for grid in tables)
@@ -63,18 +67,18 @@ def view_comparison(record: Comparison) -> View:
         folder=folder,
         shown=[
             *(replace(grid, title=f"{folder.name}: {grid.title}") for grid in tables),
-            f"to train with the best fixed setting:\n{command}" if command else "",
+            f"{advice}:\n{command}" if command else "",
             trouble_lines(unwell),
         ],
         rows=values_grid("", _results(record, spec.all_methods), spec.base.goal).as_dicts(),
-        page=write_page(folder, title, _sections(record, tables, unwell, command)),
+        page=write_page(folder, title, [*_sections(record, tables, unwell), Section(title=advice, command=command)]),
         command=command,
         control=spec.base.control,
     )
 
 
-def _sections(record: Comparison, tables: Sequence[Grid], unwell: Mapping[str, str], command: str) -> Iterator[Section]:
-    """Yields what the page shows, pictures included; `command` trains the best fixed setting."""
+def _sections(record: Comparison, tables: Sequence[Grid], unwell: Mapping[str, str]) -> Iterator[Section]:
+    """Yields what the page shows, pictures included."""
     folder, spec, goal = record.folder, record.spec, record.spec.base.goal
     seeds, pictures = counted(spec.num_seeds, "seed"), folder / layout.FIGURES
     subtitle = joined(f"{spec.base.task}, {seeds}", sharing_note(spec.base))
@@ -92,7 +96,6 @@ def _sections(record: Comparison, tables: Sequence[Grid], unwell: Mapping[str, s
         picture = save(learning_curves(curves, goal, about=subtitle), pictures / "curves.png")
         yield Section(title="Learning and time", text=_NO_METRIC, pictures=[picture])
     yield from others
-    yield Section(title="To train with the best fixed setting", command=command)
     yield Section(title="What the methods are", facts={label(name): METHODS[name] for name in spec.all_methods})
 
 
@@ -138,6 +141,7 @@ def comparison_tables(record: Comparison) -> list[Grid]:
     to_standard = [(name, each, rows[0][1]) for name, each in rows[1:]]
     tables = (
         values_grid("Table 1, test samples, read once by each run", first, goal, note=joined(shared, note)),
+        readings_grid("Table 1, the score by other readings of time and memory", first, goal),
         differences_grid("Table 1, differences to AMP", to_amp, goal),
         values_grid("Table 2, the ablation", second, goal, note=shared),
         differences_grid("Table 2, differences to the row above", to_above, goal, note=_BY_ROW),
@@ -170,6 +174,30 @@ def values_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal, *, no
             note,
         ),
     )
+
+
+def readings_grid(title: str, rows: Mapping[str, MethodResults], goal: Goal) -> Grid:
+    """Returns the score by each reading of time and memory, and below it whether all of them have the same leader."""
+    by_reading = {
+        reading: {name: results.scored_by(reading, goal) for name, results in rows.items()} for reading in READINGS
+    }
+    by_reading = {reading: scored for reading, scored in by_reading.items() if best_of(scored)}
+    leaders = {reading: best_of(scored) for reading, scored in by_reading.items()}
+    verdict = f"{leaders[next(iter(leaders))]} has the best score by all of them" if leaders else ""
+    if len(set(leaders.values())) > 1:
+        verdict = "they disagree on the best score: " + ", ".join(f"{name} by {each}" for each, name in leaders.items())
+    return Grid(
+        title=title,
+        header=("method", *by_reading),
+        rows=[[name, *(_mean_and_deviation(by_reading[each][name], "score") for each in by_reading)] for name in rows],
+        note=joined("whole run s: of all epochs, compilation and adaptation included", verdict),
+    )
+
+
+def best_of(rows: Mapping[str, MethodResults]) -> str:
+    """Returns the name of the row with the best mean score; empty if none has a score."""
+    means = {name: mean for name, results in rows.items() if not math.isnan(mean := results.mean("score"))}
+    return max(means, key=means.__getitem__, default="")
 
 
 def differences_grid(
@@ -246,7 +274,8 @@ def _choice_notes(record: Comparison) -> Iterator[str]:
 
 def _headings(results: Iterable[MethodResults], goal: Goal) -> dict[str, str]:
     names = dict.fromkeys(name for each in results for figures in each.by_seed.values() for name in figures)
-    return result_headings(names, goal, prefix="test ")
+    is_timed = names.pop(TRAINING_SECONDS, 0) is None
+    return result_headings(names, goal, prefix="test ") | ({TRAINING_SECONDS: "whole run s"} if is_timed else {})
 
 
 def _settings(spec: RunSpec) -> list[str]:
