@@ -65,6 +65,7 @@ MESSAGES: tuple[tuple[str, str], ...] = (
     ("search digits --name run1", "exists already and is left as it is"),
     *((f"{each} nobody", "name = 'nobody': there is no folder") for each in ("report", "replay", "resume")),
     ("resume ../nobody", "there is no folder"),
+    ("report badlgo", "badlgo, did you mean badlog? names are the folders in"),
     ("report ..", "name = '..': must begin with a letter or digit"),
     *((f"{each} badlog", "badlog/events.jsonl, line 1") for each in ("report", "replay", "resume")),
     ("resume badspec", "badspec/spec.json cannot be read"),

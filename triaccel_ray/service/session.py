@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import re
@@ -22,7 +23,7 @@ from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableE
 
 
 def tracking_uri_of(storage: StoragePath, given: str | None) -> str:
-    """Returns the tracking store's URI: the one given, else a SQLite file in the storage folder.
+    """Returns the tracking store's URI: the one given, else MLFLOW_TRACKING_URI, else a SQLite file in the storage.
 
     Raises:
         ValueError: an empty one is given.
@@ -30,13 +31,24 @@ def tracking_uri_of(storage: StoragePath, given: str | None) -> str:
     """
     rule = "must be http://HOST:PORT of a server or sqlite:///FILE; leave it out for mlflow.db in the storage folder"
     require(given is None or given.strip() != "", "tracking uri", given, rule)
+    given = named_store(given)
     if given is None and storage.uri is not None:
         raise TrackingUnavailableError(
             f"tracking uri = None: with storage path {str(storage)!r} there is no folder for the SQLite file that is "
             "the default; give --tracking-uri http://HOST:PORT of an MLflow server, or sqlite:////FOLDER/mlflow.db of "
             "this machine"
         )
-    return given or f"sqlite:///{storage.folder / 'mlflow.db'}"
+    return given or own_store(storage.folder)
+
+
+def named_store(given: str | None) -> str | None:
+    """Returns the URI of the tracking store given, else of the one that the environment names for all of MLflow."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or None if given is None else given
+
+
+def own_store(folder: Path) -> str:
+    """Returns the URI of the SQLite file in a storage folder."""
+    return f"sqlite:///{folder / 'mlflow.db'}"
 
 
 def open_tracker(storage: StoragePath, tracking_uri: str | None) -> Tracker:
@@ -167,7 +179,11 @@ def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
         place = storage / name
         pull_all(place)
         if not os.path.isdir(place.folder):
-            raise LogError(f"name = {name!r}: there is no folder {place}; names are the folders in {storage}")
+            parent = os.path.dirname(place.folder)
+            there = [each.name for each in os.scandir(parent) if each.is_dir()] if os.path.isdir(parent) else []
+            close = difflib.get_close_matches(place.base_name, there, n=1)
+            meant = f", did you mean {name.removesuffix(place.base_name)}{close[0]}?" if close else ";"
+            raise LogError(f"name = {name!r}: there is no folder {place}{meant} names are the folders in {storage}")
         if not os.listdir(place.folder):
             raise LogError(
                 f"name = {name!r}: {place.folder} is empty: a command has just begun there, or was lost before it "

@@ -14,6 +14,7 @@ from tests.service.test_end_to_end import Desk, desk  # noqa: F401  # the fixtur
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.commands.recording import experiment_of, in_its_store
 from triaccel_ray.service.search.search import SEARCH, read_search
+from triaccel_ray.service.session import tracking_uri_of
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.shipment import SHIPPED
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
@@ -87,6 +88,23 @@ def test_a_store_whose_password_is_not_kept_has_to_be_named(run: Path, where: Wh
     (run / SHIPPED).unlink()
     with pytest.raises(TrackingUnavailableError, match="tracking uri = None"):
         in_its_store(run, bucket)
+
+
+def test_the_environments_store_is_for_what_is_recorded_nowhere_yet(
+    run: Path, sqlite_tracker: Tracker, where: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, bucket = "http://user:word@127.0.0.1:5000", StoragePath("s3://bucket/runs")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", theirs)
+    assert tracking_uri_of(where.storage_path, None) == tracking_uri_of(bucket, None) == theirs
+    assert tracking_uri_of(where.storage_path, "sqlite:///given.db") == "sqlite:///given.db"
+    assert in_its_store(run.parent / "new", where) == where
+    assert in_its_store(run, where).tracking_uri == sqlite_tracker.uri
+    shutil.copy(sqlite_tracker.uri.removeprefix("sqlite:///"), run.parent / "mlflow.db")
+    assert in_its_store(run, where).tracking_uri == f"sqlite:///{run.parent / 'mlflow.db'}"
+    note(run, store="http://***@127.0.0.1:5000")
+    assert in_its_store(run, where).tracking_uri == theirs
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    assert tracking_uri_of(where.storage_path, None) == f"sqlite:///{run.parent / 'mlflow.db'}"
 
 
 def test_a_search_that_goes_on_stays_one_tree(

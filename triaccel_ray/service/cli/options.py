@@ -171,9 +171,9 @@ STORAGE_HELP = (
     "s3://BUCKET/FOLDER, gs://, abfs://, hdfs:// or file:///FOLDER."
 )
 TRACKING_HELP = (
-    "MLflow store: http://HOST:PORT of a server, or sqlite:///FILE. Default: mlflow.db in the storage folder. Required "
-    "where the storage path is a URI. User and password belong in MLFLOW_TRACKING_USERNAME and "
-    "MLFLOW_TRACKING_PASSWORD, which `ps` does not show."
+    "MLflow store: http://HOST:PORT of a server, or sqlite:///FILE. Default: that of the environment's "
+    "MLFLOW_TRACKING_URI, else mlflow.db in the storage folder. Required where the storage path is a URI. User and "
+    "password belong in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, which `ps` does not show."
 )
 CONFIG_HELP = (
     "TOML file of options, such as epochs = 5, and of the task, as config.toml in a run's folder. Options on the "

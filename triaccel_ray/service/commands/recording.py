@@ -11,13 +11,13 @@ from triaccel_ray.config import ControlConfig, require
 from triaccel_ray.records.events import End, EventLog, Start, TakenOverError
 from triaccel_ray.service.cli.options import Where
 from triaccel_ray.service.console import err
-from triaccel_ray.service.credentials import HIDDEN
+from triaccel_ray.service.credentials import HIDDEN, without_credentials
 from triaccel_ray.service.failures import cause_of, needing_room
 from triaccel_ray.service.runs.record import has_begun
 from triaccel_ray.service.search.search import JOURNAL, best_trial, read_search
 from triaccel_ray.service.search.spec import SearchSpec
 from triaccel_ray.service.search.suggestions import ended_trials
-from triaccel_ray.service.session import tracking_uri_of
+from triaccel_ray.service.session import named_store, own_store, tracking_uri_of
 from triaccel_ray.service.storage.layout import EVENTS
 from triaccel_ray.service.tracking.shipped import Shipped, read_shipped
 from triaccel_ray.service.tracking.shipper import Parent, Shipper
@@ -35,8 +35,12 @@ def in_its_store(folder: Path, where: Where) -> Where:
     Raises:
         TrackingUnavailableError: the store wants a password, or no store is named or known.
     """
-    shipped = read_shipped(folder)
-    if where.tracking_uri is None and shipped is not None and not _is_in_usual_store(shipped, where):
+    shipped, named = read_shipped(folder), named_store(None)
+    if where.tracking_uri is not None or shipped is None:
+        pass
+    elif named is not None and without_credentials(named) == shipped.store:
+        where = replace(where, tracking_uri=named)
+    elif not _is_in_usual_store(shipped, where):
         if HIDDEN in shipped.store:
             raise TrackingUnavailableError(
                 f"tracking uri = None: {folder.name} is recorded in {shipped.store}, whose user and password are not "
@@ -45,6 +49,8 @@ def in_its_store(folder: Path, where: Where) -> Where:
             )
         err.print(f"recorded in {shipped.store}, as before; --tracking-uri names another store", soft_wrap=True)
         where = replace(where, tracking_uri=shipped.store)
+    elif named is not None and where.storage_path.uri is None:
+        where = replace(where, tracking_uri=own_store(where.storage_path.folder))
     tracking_uri_of(where.storage_path, where.tracking_uri)
     return where
 
@@ -77,7 +83,7 @@ def _is_in_usual_store(shipped: Shipped, where: Where) -> bool:
     if shipped.run_id is None or not holds_run(shipped.store, shipped.run_id):
         return True
     storage = where.storage_path
-    return storage.uri is None and holds_run(tracking_uri_of(storage, None), shipped.run_id)
+    return storage.uri is None and holds_run(own_store(storage.folder), shipped.run_id)
 
 
 def search_parent(spec: SearchSpec, folder: Path) -> Parent:

@@ -19,7 +19,7 @@ from triaccel_ray.service.cli.specs import Compare, Resume, Run, Search
 from triaccel_ray.service.cli.translation import comparison_of, run_of, search_of
 from triaccel_ray.service.credentials import without_credentials
 from triaccel_ray.service.report.tables import Grid
-from triaccel_ray.service.session import checked_name, new_name, require_experiment, tracking_uri_of
+from triaccel_ray.service.session import checked_name, named_store, new_name, require_experiment, tracking_uri_of
 from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.tracking.tracking import TrackingUnavailableError
 from triaccel_ray.service.units import format_bytes
@@ -161,7 +161,7 @@ def _require_sound(command: Run | Search | Compare) -> None:
 
 
 def _tracking_words(where: Where, folder: Path) -> list[str]:
-    uri = where.tracking_uri
+    uri = named_store(where.tracking_uri)
     if uri is None:
         return []
     shown = without_credentials(uri)
