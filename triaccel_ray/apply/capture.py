@@ -121,7 +121,7 @@ class StepCache:
         return cost
 
     def run(self, indices: Tensor, loss_scale: Tensor, *, step: int) -> tuple[Fault, ...]:
-        """Runs one training step on the samples at `indices`; returns the faults that it recovered from.
+        """Runs one training step on the samples at `indices`; returns the faults recovered from.
 
         Raises:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.

@@ -26,7 +26,7 @@ MIN_ELEMENTS_IN_CODES = 4096
 
 
 def is_supported(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether `FusedOptimizer` can step `optimizer`: the kernels support it, all parameters are on a GPU."""
+    """Returns whether `FusedOptimizer` can step `optimizer`: the kernels support it and its parameters are on a GPU."""
     return has_kernel(optimizer) and all(p.is_cuda for group in optimizer.param_groups for p in group["params"])
 
 
@@ -144,7 +144,7 @@ class FusedOptimizer:
                 state[p][name] = self._as_kept(tensor, p, name)
             elif group is not None and p.requires_grad and (name != "momentum_buffer" or group["momentum"]):
                 state[p][name] = self._zeros(p, name)
-        # Not `detach`: kernels on a GPU raise no version counters, and so must not the reference.
+        # Not `detach`: kernels on a GPU raise no version counters, so the reference must not either.
         self._parameters.point_to([p.data if own else None for p, own in zip(self._watched, is_own, strict=True)])
         self._held, self._places = self._state(), places
         for index, table in enumerate(self._states):

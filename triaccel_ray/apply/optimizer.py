@@ -121,7 +121,7 @@ class LayerwiseOptimizer:
             self._give_way(self._obstacle)
 
     def _give_way(self, obstacle: str) -> None:
-        """Falls back to the user's optimizer for good; the state is in it already."""
+        """Falls back to the user's optimizer for good; it holds the state already."""
         if self._has_buckets:
             raise ValueError(f"{obstacle}: undo that, or give step_in_backward=False")
         if self._split_weights is not None:
@@ -131,7 +131,7 @@ class LayerwiseOptimizer:
         self._fused = []
 
     def take_faults(self, *, step: int, batch_size: int) -> list[Fault]:
-        """Returns, once, why the kernel is no longer used, and the out-of-memory errors that were survived."""
+        """Returns, once, why the kernel is no longer used, and the out-of-memory errors recovered from."""
         faults = [
             Fault.out_of_memory(detail, step=step, phase="optimizer", batch_size=batch_size)
             for detail in self._survived
@@ -197,7 +197,7 @@ class LayerwiseOptimizer:
         self._step(found_nonfinite)
 
     def _versions(self) -> dict[int, int]:
-        """Returns how often each parameter and state tensor has been written in place."""
+        """Returns the version counters of parameters and state tensors, by their ids."""
         state = [value for of_one in self.optimizer.state.values() for value in of_one.values()]
         return {id(t): t._version for t in (*self.parameters, *state) if isinstance(t, Tensor)}
 

@@ -122,7 +122,7 @@ class LayerPrecision:
         self.set(dict.fromkeys(self._regions, Precision.FP32))
 
     def set(self, precision: Mapping[str, Precision]) -> None:
-        """Sets the precision of each layer named.
+        """Sets the precisions of layers, by name.
 
         Raises:
             KeyError: the model has no layer of that name.

@@ -24,10 +24,9 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORC
 def hold_less(device: torch.device) -> None:
     """Reduces the GPU memory that the process reserves outside tensors; waits for the device. No effect on a CPU.
 
-    Thread stacks become smaller; the driver enlarges them for kernels known to need more. A limit other than CUDA's default
-    stays, since the user has chosen it. PyTorch's allocator uses expandable segments, in which blocks of different
-    sizes can follow one another in the same memory, unless the environment configures it. Memory that is allocated
-    already stays as it is.
+    Thread stacks become smaller; the driver enlarges them for kernels known to need more. A stack limit other than
+    CUDA's default stays, since the user has chosen it. PyTorch's allocator uses expandable segments, in which blocks of
+    different sizes can reuse the same memory, unless the environment configures it. Memory allocated earlier stays.
 
     It affects the whole process: kernels that recurse or call by pointers may need larger stacks, and tensors in
     expandable segments cannot be shared with other processes.

@@ -1,4 +1,4 @@
-"""Captures CUDA graphs in one shared memory pool, and releases its memory."""
+"""Captures CUDA graphs in one shared memory pool, and releases that pool."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class GraphPool:
         """Captures what `work` launches on the current stream, in this pool's memory; returns a graph not yet run.
 
         Graphs share the pool's memory only if they are captured on one stream. On the default stream, which cannot
-        capture, PyTorch uses one of its own. Random numbers drawn inside come from the device's default generator or
-        from one of `generators`.
+        capture, PyTorch uses one of its own. Random numbers drawn inside must come from the device's default generator
+        or from one of `generators`.
 
-        A failure drops all graphs of the pool: PyTorch 2.11 leaves generators in a state that forbids their replay, and
-        a capture that ran out of memory needs their memory. `release` frees it, once the caller has left its exception
+        A failure drops all graphs of the pool: PyTorch 2.11 leaves generators with which they cannot be replayed, and a
+        capture that ran out of memory needs their memory. `release` frees it, once the caller has left its exception
         handler: the error's traceback holds the attempt's tensors.
 
         Raises:
