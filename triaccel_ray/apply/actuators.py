@@ -1,4 +1,4 @@
-"""Carrying out a plan: all of it, or none."""
+"""Applies a plan completely, or not at all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from triaccel_ray.records.plan import Applied, Fault, FaultKind, Plan
 
 
 class Actuators:
-    """Puts a plan into force; a plan that fails leaves the one before in force and comes back as a fault."""
+    """Applies plans; if a plan fails, the one before it stays in force and a fault is returned."""
 
     def __init__(self, plan: Plan, cache: StepCache, pool: GraphPool) -> None:
         self._cache, self._pool = cache, pool
@@ -19,15 +19,15 @@ class Actuators:
         self.plan = plan
         """The plan in force."""
         self.adapting_ms = 0.0
-        """Milliseconds that new plans have taken since the run began."""
+        """Milliseconds spent on new plans since the run began."""
 
     def apply(self, plan: Plan, *, step: int) -> Applied:
-        """Returns the plan in force afterwards, the fault if that is still the old one, and what plans have cost."""
+        """Applies `plan`; returns the plan then in force, a fault if that is still the old one, and the cost."""
         faults: tuple[Fault, ...] = ()
         try:
             self._put(plan)
             if plan.needs_less_than(self.plan):
-                self._pool.release()  # captured steps of the larger plan would go on holding its memory
+                self._pool.release()  # captured steps of the larger plan would keep its memory
             self.plan = plan
         except (RuntimeError, KeyError, MemoryError) as error:
             self._put(self.plan)
@@ -38,12 +38,12 @@ class Actuators:
         return Applied(plan=self.plan, faults=faults, evicted=evicted, adapt_ms=milliseconds)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the plan in force, and in how many parts steps pass: more, after one that did not fit."""
+        """Returns the plan in force, and the number of micro-batches, which grows when a batch does not fit."""
         step = self._cache.step
         return {"plan": encode(self.plan), "micro_batches": [step.num_micro_batches, step.min_micro_batch_size]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Puts into force what `state_dict` returned."""
+        """Restores and applies what `state_dict` returned."""
         self.plan = decode(Plan, state["plan"])
         self._put(self.plan)
         self._cache.step.set_num_micro_batches(*state["micro_batches"])

@@ -1,4 +1,4 @@
-"""Training steps as captured CUDA graphs: one for each batch size and precision plan, replayed in one launch."""
+"""Captures training steps as CUDA graphs, one per batch size and precision plan, each replayed in one launch."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from triaccel_ray.model.pytree import map_tensors, tensors_in
 from triaccel_ray.records.plan import Fault, FaultKind
 
 MAX_GRAPHS = 8
-"""Captured steps kept. They share one pool, so that a further one costs its kernels' arguments, a few MB at most."""
+"""Captured steps kept at once. They share one memory pool: each costs a few MB at most, for kernel arguments."""
 
 
 class Update(Protocol):
-    """What follows the gradients: statistics, optimizer step, loss scale."""
+    """The part of a step after the backward pass: gradient statistics, optimizer step, loss scale."""
 
     @property
     def is_capturable(self) -> bool:
-        """Whether `run` is device work alone."""
+        """Whether `run` launches only device work, so that a CUDA graph can capture it."""
 
     def run(self, loss_sum: Tensor, num_samples: int, gradients: Gradients | BucketedGradients) -> None:
-        """Takes in one step's gradients (fp64 scalar loss sum) and updates the parameters."""
+        """Updates statistics and parameters from one step's gradients; `loss_sum` is an fp64 scalar."""
 
 
 @dataclass(frozen=True)
 class _Key:
-    """What a captured step is a function of; everything else is read from the device at each replay."""
+    """Identifies a captured step; all its other inputs are read from the device at each replay."""
 
     batch_size: int
     num_micro_batches: int
@@ -56,28 +56,28 @@ class _Captured(NamedTuple):
 
     graph: Graph
     indices: Tensor
-    """Read by a graph that makes its own batch."""
+    """Input of a graph that gathers its batch on the device."""
     batch: tuple[Any, Any] | None
-    """Read, in place of `indices`, by a graph whose batch comes from the host."""
+    """Input, in place of `indices`, of a graph whose batch comes from the host."""
     loss_sum: Tensor
     gradients: Gradients | BucketedGradients
 
 
 class _BatchesDifferError(RuntimeError):
-    """A batch does not fit where the captured step reads it."""
+    """A batch differs in shape, dtype or structure from the one that the step was captured with."""
 
 
 class StepCache:
-    """Makes training steps: the first of a kind eagerly, the later ones as replays of a captured graph.
+    """Runs training steps: the first of each kind eagerly, later ones as replays of a captured CUDA graph.
 
-    Between two ticks a step is a function of batch size and precision plan; learning rates, loss scale and counters
-    are read from the device. So a step is captured once and replayed, which costs the host one launch.
+    A kind is a batch size, a number of micro-batches and a precision plan. Learning rates, loss scale and counters are
+    read from the device. So a step is captured once, and each replay costs the host one launch.
 
-    The first step of a kind runs eagerly: libraries choose their kernels then. Eager steps and captured ones never
-    hold memory at once: an eager step on a GPU drops all graphs, and they are captured again when next used. After a
-    step that waits for the device, or fails to be captured, all steps are eager: reported once as a fault. Where only
-    memory was wanting, steps of that kind are eager until memory is given back: a fault at each attempt. A model whose
-    forward pass changes Python state does that at captures only.
+    The first step of a kind runs eagerly, so that libraries choose their kernels. Eager and captured steps never hold
+    memory at the same time: an eager step on a GPU drops all graphs, which are captured again at their next use. If a
+    step waits for the device, or its capture fails, all steps run eagerly: one fault reports it. If the capture runs
+    out of memory, steps of its kind run eagerly until memory is released: each attempt is a fault. Python state that
+    the forward pass changes is changed at captures but not at replays.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class StepCache:
         self._stream = LentStream(self._generator.device) if pool.handle is not None else None
         self._entries: OrderedDict[_Key, _Captured] = OrderedDict()
         self._is_ready: dict[_Key, bool] = {}
-        """Kinds of steps that have been made eagerly -> whether the next is captured: not after one that compiled."""
+        """Kind of step that has run eagerly -> whether the next one is captured; False after a step that compiled."""
         self._too_large: set[_Key] = set()
         self._captured_dependencies: tuple[Any, ...] = ()
         self._milliseconds = 0.0
@@ -108,20 +108,20 @@ class StepCache:
 
     @property
     def num_captured(self) -> int:
-        """Graphs held now."""
+        """Number of graphs held now."""
         return len(self._entries)
 
     def take_cost(self) -> tuple[float, tuple[str, ...]]:
-        """Returns what new plans have cost since the last call: milliseconds, and the captured steps dropped.
+        """Returns the cost of new plans since the last call: milliseconds, and names of captured steps dropped.
 
-        Counted are first steps of a kind, autotuning and compilation included, and captures, successful or not.
+        The time covers first steps of a kind, with autotuning and compilation, and captures, successful or not.
         """
         cost = self._milliseconds, tuple(self._evicted)
         self._milliseconds, self._evicted = 0.0, []
         return cost
 
     def run(self, indices: Tensor, loss_scale: Tensor, *, step: int) -> tuple[Fault, ...]:
-        """Makes one training step on the samples at `indices`; returns what it survived.
+        """Runs one training step on the samples at `indices`; returns the faults recovered from.
 
         Raises:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.
@@ -156,7 +156,7 @@ class StepCache:
         return (fault,) if is_new else ()
 
     def _eager(self, indices: Tensor, loss_scale: Tensor, step: int, *, watch: bool = False) -> StepOutcome:
-        if self._pool.holds_graphs:  # the curvature's count as well
+        if self._pool.holds_graphs:  # graphs of the curvature measurement included
             self._pool.release()
         gradients, weights = self._eager_gradients, self.step.precision.weights
         gradients.begin(publishes=True)
@@ -171,9 +171,9 @@ class StepCache:
         return outcome
 
     def _first(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> tuple[Fault, ...]:
-        """Makes the first step of a kind, eagerly, and watches for what a captured one could not do.
+        """Runs the first step of a kind eagerly, and checks whether it can be captured.
 
-        Compiling waits for the device itself: a step that compiles is not watched, but the one after it.
+        Compilation itself waits for the device. So a step that compiles is not checked, but the one after it is.
         """
         before = self._dependencies()
         compiles = self.step.is_compiled and key not in self._is_ready
@@ -181,7 +181,7 @@ class StepCache:
             outcome = self._eager(indices, loss_scale, step, watch=not compiles)
             self.step.zero_grad()
         if any(fault.kind is FaultKind.OUT_OF_MEMORY for fault in outcome.faults):
-            return outcome.faults  # what passed in the end was another kind of step
+            return outcome.faults  # the attempt that succeeded was a step of another kind
         self._is_ready[key] = not compiles
         if compiles:
             return outcome.faults
@@ -192,7 +192,7 @@ class StepCache:
         if not obstacles:
             return (*outcome.faults, *(() if recomputation is None else recomputation.keep_drawing(step)))
         if recomputation is None and compilation is not None and compilation.blocks:
-            compilation.compile_whole()  # the code between the blocks may do without, once compiled
+            compilation.compile_whole()  # compiled code between the blocks may avoid the obstacles
             self._is_ready.clear()
             text = f"{compilation}: {'; '.join(obstacles)}"
             return (*outcome.faults, Fault(kind=FaultKind.COMPILED, step=step, phase="compile", detail=text))
@@ -200,7 +200,7 @@ class StepCache:
         return (*outcome.faults, _capture_fault(key, step, "; ".join(obstacles)))
 
     def _prepare(self, key: _Key, indices: Tensor, loss_scale: Tensor, step: int) -> Fault | None:
-        """Captures the step, or writes these samples to where its graph reads them; returns what prevented that."""
+        """Captures the step, or copies the samples into its graph's inputs; returns a fault if that fails."""
         is_captured = key in self._entries
         try:
             if is_captured:
@@ -208,16 +208,16 @@ class StepCache:
             else:
                 self._capture(key, indices, loss_scale)
             return None
-        except Exception as error:  # CUDA, PyTorch and the model's own code may all refuse, each in its way
+        except Exception as error:  # CUDA, PyTorch and the model's code each raise errors of their own
             is_too_large = is_out_of_memory(error)
             if is_captured and not is_too_large and not isinstance(error, _BatchesDifferError):
-                raise  # the data's own
+                raise  # an error of the data source
             detail = first_line(error)
         # Outside the handler: the traceback no longer holds the attempt's tensors.
         self.step.zero_grad()
         self._pool.release()
         if is_too_large:
-            self._too_large.add(key)  # until memory is given back the next time
+            self._too_large.add(key)  # until the pool is next released
             return _capture_fault(key, step, detail, FaultKind.CAPTURE_OUT_OF_MEMORY)
         self.enabled = False
         return _capture_fault(key, step, detail)
@@ -233,7 +233,7 @@ class StepCache:
             mine.copy_(theirs, non_blocking=True)
 
     def _capture(self, key: _Key, indices: Tensor, loss_scale: Tensor) -> None:
-        """Captures the step on these samples without making it, and keeps it."""
+        """Captures the step on these samples and stores the graph; nothing is executed yet."""
         self.step.zero_grad()
         gradients, weights = self._gradients_of(), self.step.precision.weights
         batch = None
@@ -263,9 +263,9 @@ class StepCache:
             self._evicted.append(str(self._entries.popitem(last=False)[0]))
 
     def _dependencies(self) -> tuple[Any, ...]:
-        """Returns what graphs stand on and others may change.
+        """Returns the state that graphs depend on and that user code may change; a change invalidates all graphs.
 
-        Parameters and buffers, their low-precision copies, modes, whether norms fuse and the update is part of a graph.
+        Parameters and buffers, low-precision copies, modes, whether norms fuse and the update is part of a graph.
         """
         model, fusion = self.step.model, self.step.fusion
         return (
@@ -284,7 +284,7 @@ class StepCache:
         self.step.precision.weights.drop_unused()
 
     def on_stream(self) -> contextlib.AbstractContextManager[None]:
-        """Has what is inside run on the stream that captures, between what is launched before it and after it."""
+        """Returns a context on the capture stream, ordered between earlier and later work of the outer stream."""
         return contextlib.nullcontext() if self._stream is None else self._stream.current()
 
     @contextlib.contextmanager
@@ -298,7 +298,7 @@ class StepCache:
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        """Adds to the cost of adapting what passes inside, whether it succeeds or not."""
+        """Adds the time spent inside to the cost of new plans, even after an error."""
         self._pool.synchronize()
         start = time.perf_counter()
         try:
@@ -320,5 +320,5 @@ def _capture_fault(key: _Key, step: int, detail: str, kind: FaultKind = FaultKin
 
 
 def _kind(batch: tuple[Any, Tensor]) -> Any:
-    """Returns what all batches of a captured step have in common."""
+    """Returns the batch with each tensor replaced by its shape and dtype: equal for all batches of a captured step."""
     return map_tensors(lambda tensor: (tensor.shape, tensor.dtype), batch)

@@ -1,4 +1,4 @@
-"""What `torch.compile` makes of a model: its repeated blocks compiled once, or the whole of it."""
+"""Compiles a model with `torch.compile`: its repeated blocks once, or the model as a whole."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch import nn
 from triaccel_ray.model.pytree import tensors_in
 
 _RECOMPILE_LIMIT = 64
-"""Variants of one block, by the precisions of its layers and by shape, before PyTorch gives up compiling it."""
+"""Variants of one block, for precisions of its layers and for shapes, before PyTorch stops compiling it."""
 
 
 class Compilation:
-    """Compiles a model's training passes with Inductor; evaluation and curvature run it as it is.
+    """Compiles a model's training passes with Inductor; evaluation and curvature run it uncompiled.
 
-    With `blocks` each of them, and each norm and embedding beside them, is compiled through `torch.nn.Module.compile`,
-    with dynamic shapes: equal blocks share their code, and another batch size needs no new one. Without, the model is
-    compiled as a whole, its batch dimension dynamic if `batch_varies`. Code is generated at the first step, and kept on
-    disk by Inductor.
+    With `blocks`, each block and each norm and embedding outside them is compiled by `torch.nn.Module.compile` with
+    dynamic shapes: equal blocks share their code, and a new batch size needs no recompilation. Without, the model is
+    compiled as a whole, with a dynamic batch dimension if `batch_varies`. Code is generated at the first step, and
+    cached on disk by Inductor.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module] = (), *, batch_varies: bool = True) -> None:
         self.model, self._batch_varies = model, batch_varies
         self.blocks = tuple(blocks)
-        """Those compiled each by itself; none where the model is compiled as a whole."""
+        """The blocks compiled one by one; empty if the model is compiled as a whole."""
         self._whole: Any = None if blocks else torch.compile(model)
         self._compiled = [*self.blocks, *_between(model, self.blocks)] if self.blocks else []
         for module in self._compiled:
@@ -56,19 +56,19 @@ class Compilation:
         return module
 
     def in_force(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context for training passes, in which a block may have many variants."""
+        """Returns a context for training passes, in which one block may be compiled in many variants."""
         patched: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT)
         return patched
 
     def remove(self) -> None:
-        """Gives the blocks their own calls back."""
+        """Undoes the compilation: the model runs uncompiled from now on."""
         for module in self._compiled:
-            module._compiled_call_impl = None  # `Module.compile` has no opposite
+            module._compiled_call_impl = None  # PyTorch has no inverse of `Module.compile`
         self.blocks, self._compiled, self._whole = (), [], None
 
 
 def _between(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Returns the norms and embeddings outside the blocks, whose backward passes PyTorch makes slowly."""
+    """Returns the norms and embeddings outside the blocks; their eager backward passes are slow."""
     inside = {part for block in blocks for part in block.modules()}
     found = []
     for module in model.modules():
@@ -79,15 +79,15 @@ def _between(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def is_compile_error(error: BaseException) -> bool:
-    """Returns whether `torch.compile` failed, not the model."""
+    """Returns whether `torch.compile` raised the error, and not the model."""
     return "torch._dynamo" in sys.modules and isinstance(error, torch._dynamo.exc.TorchDynamoException)
 
 
 def first_paragraph(error: BaseException) -> str:
-    """Returns what failed, without the advice that PyTorch adds, on one line."""
+    """Returns the error's message on one line, without the advice that PyTorch appends."""
     return " ".join(str(error).partition("\n\n")[0].split())[:300]
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Returns whether somebody has called `torch.compile` on the model or a part of it."""
+    """Returns whether `torch.compile` has been applied to the model or a part of it."""
     return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules())

@@ -1,4 +1,4 @@
-"""Depthwise convolutions by Triton kernels, which need no preparation for a new shape."""
+"""Runs depthwise convolutions with Triton kernels, which need no tuning for a new shape."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from triaccel_ray.apply.fused_norm import kernel_reads
 from triaccel_ray.model.layers import is_depthwise
 
 _LARGEST = 7
-"""Size and stride of a filter that the kernels unroll."""
+"""Largest filter size and stride that the kernels support; they unroll them."""
 _MAX_NUMEL = 2**30
-"""Of one image: the kernels count in 32 bits from a tile's first image on."""
+"""Largest number of elements of one image: kernels use 32-bit offsets from the first image of a tile."""
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:
-    """Returns the forward function of a module's type, for a depthwise convolution one that may use the kernel."""
+    """Returns the forward function of the module's type; for a depthwise convolution, one that may use the kernel."""
     is_own = "_conv_forward" in module.__dict__
     return _convolve if type(module) is nn.Conv2d and is_depthwise(module) and not is_own else type(module).forward
 
@@ -27,14 +27,14 @@ def _convolve(module: Any, input: Any) -> Any:  # noqa: A002  # as PyTorch names
     weight: Tensor = module.weight
     if torch.compiler.is_compiling() or not (_computes(module) and _reads(module, input)):
         return nn.Conv2d.forward(module, input)
-    from triaccel_ray.kernels.depthwise_conv.launch import depthwise_conv  # without a GPU triton need not exist
+    from triaccel_ray.kernels.depthwise_conv.launch import depthwise_conv  # Triton may be missing without a GPU
 
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
     return depthwise_conv(input.to(dtype), weight.to(dtype), stride=module.stride[0], padding=module.padding[0])
 
 
 def _computes(module: Any) -> bool:
-    """Returns whether the kernel computes what this convolution does."""
+    """Returns whether the kernel supports the settings of this convolution."""
     size, stride, padding = module.kernel_size, module.stride, module.padding
     is_square = all(isinstance(each, tuple) and len(set(each)) == 1 for each in (size, stride, padding))
     is_plain = module.bias is None and module.padding_mode == "zeros" and set(module.dilation) == {1}
@@ -42,7 +42,7 @@ def _computes(module: Any) -> bool:
 
 
 def _reads(module: Any, x: Any) -> bool:
-    """Returns whether the kernel reads x as it lies in memory, and PyTorch would not refuse it."""
+    """Returns whether the kernel can read x without a copy, and PyTorch would accept x."""
     weight = module.weight
     if not (kernel_reads(x) and kernel_reads(weight) and x.is_contiguous(memory_format=torch.channels_last)):
         return False  # PyTorch leaves other memory formats to kernels of its own

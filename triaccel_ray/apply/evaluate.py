@@ -1,4 +1,4 @@
-"""Judging a model on held-out samples, in parts when they do not fit."""
+"""Evaluates a model on held-out samples, in smaller batches if they do not fit in memory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from triaccel_ray.model.pytree import tensors_in
 from triaccel_ray.records.plan import Fault
 
 Metrics: TypeAlias = "Mapping[str, Metric | Values]"
-"""Name -> metric, or function(outputs, targets) whose mean over the samples is the figure."""
+"""Name -> metric, or function(outputs, targets) whose mean over the samples is the metric."""
 
 
 def evaluation_batch_size(batch_size: int, *, on_gpu: bool, beside_graphs: bool) -> int:
-    """Returns how many samples to judge at once, where batches of `batch_size` are trained.
+    """Returns the batch size for evaluation, given that of training.
 
-    On a CPU as many. On a GPU fewer, for judging there is eager, in FP32, and of several views of each sample. An
-    eighth takes no more memory than captured graphs did, once they are gone (ResNet-18, batches of 96 and 224). Beside
-    graphs a quarter takes 0.07 GB more than they do; less at once would take longer, after every epoch.
+    On a CPU both are equal. On a GPU evaluation takes less: it is eager, in FP32, and of several views of each sample.
+    After captured graphs are released, an eighth takes no more memory than they did (ResNet-18, batches of 96 and 224).
+    Beside graphs, a quarter takes 0.07 GB more than they do; smaller batches would take longer after every epoch.
     """
     parts = (4 if beside_graphs else 8) if on_gpu else 1
     return max(batch_size // parts, 1)
@@ -38,12 +38,12 @@ class Evaluation:
     """A model's quality on held-out samples."""
 
     loss: float
-    """Mean over the samples, by the mean output over the views of each sample."""
+    """Mean over the samples, computed from the mean output over each sample's views."""
     metrics: Mapping[str, float]
-    """Name -> figure, of the same outputs; NaN where nothing was counted."""
+    """Name -> metric of the same outputs; NaN if the total weight is zero."""
     num_samples: int
     one_view: Mapping[str, float] = field(default_factory=dict)
-    """The metrics by each sample's first view, the sample as it is; empty where it has no other."""
+    """The metrics of each sample's first view, the sample as it is; empty if it has no other views."""
     faults: tuple[Fault, ...] = ()
 
 
@@ -61,14 +61,13 @@ def evaluate(
 ) -> Evaluation:
     """Returns loss and metrics over all samples of `data`, each drawn once, in eval mode and FP32.
 
-    Without `metrics` a classifier, whose outputs are [b, C] and whose targets are integers [b], is judged by its
-    accuracy, any other model by its loss alone. The host waits for the device once, at the end.
-
-    On an out-of-memory error the samples that failed are tried again in batches half as large.
+    Without `metrics`, a classifier (outputs [b, C], integer targets [b]) is judged by its accuracy, any other model by
+    its loss alone. The host waits for the device once, at the end. After an out-of-memory error, the samples that
+    failed are retried in batches half as large.
 
     Raises:
         torch.OutOfMemoryError, MemoryError: not even a single sample fits.
-        TypeError: a metric does not fit outputs and targets, or returned something else than it has to.
+        TypeError: a metric does not fit outputs and targets, or returned a value that is not allowed.
         UserCodeError: a metric raised.
     """
     evaluator = _Evaluator(model, loss, None if metrics is None else as_metrics(metrics))
@@ -106,16 +105,16 @@ def evaluate(
 
 
 class _Evaluator:
-    """Judges batches."""
+    """Computes sums of loss and metrics over batches."""
 
     def __init__(self, model: nn.Module, loss: Loss, metrics: dict[str, Metric] | None) -> None:
         self._model, self._loss, self._metrics = model, loss, metrics
         self.has_views = False
 
     def __call__(self, source: DataSource, indices: Tensor) -> Tensor:
-        """Returns the sum of losses, sum and weight by each of K metrics, and these by the first view: fp64 [1 + 4K].
+        """Returns the loss sum, sum and weight of each of K metrics, and these of the first view: fp64 [1 + 4K].
 
-        Of all samples or, on an error, of none.
+        An error leaves no sample counted.
         """
         inputs, targets = source.batch(indices, None)
         views = source.views(inputs)
@@ -133,7 +132,7 @@ class _Evaluator:
         return torch.cat([loss_sum.reshape(1), counted, at_first])
 
     def figures(self, sums: list[float]) -> dict[str, float]:
-        """Returns the figures, of sum and weight by each metric."""
+        """Returns the metrics; `sums` holds the sum and the weight of each in turn."""
         found = {}
         for (name, metric), total, weight in zip((self._metrics or {}).items(), sums[::2], sums[1::2], strict=True):
             with blaming(f"of_mean of metrics[{name!r}]"):
@@ -142,11 +141,11 @@ class _Evaluator:
 
 
 def measured(metrics: Mapping[str, Metric], outputs: Any, targets: Any) -> Tensor:
-    """Returns sum and weight by each of K metrics, fp64 [2K] on the targets' device.
+    """Returns sum and weight of each of K metrics, fp64 [2K] on the targets' device.
 
     Raises:
         UserCodeError: a metric raised.
-        TypeError: a metric does not fit outputs and targets, or returned something else than it has to.
+        TypeError: a metric does not fit outputs and targets, or returned a value that is not allowed.
     """
     sample = tensors_in([targets, outputs])[0]
     parts = [_sum_and_weight(name, metric, outputs, targets, len(sample)) for name, metric in metrics.items()]
@@ -178,7 +177,7 @@ def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
 
 
 def _mean(outputs: list[Any], num_samples: int, source: DataSource) -> Tensor:
-    """Returns the mean over the views of outputs [num_samples, ...]."""
+    """Returns the mean of the outputs of all views, [num_samples, ...]."""
     shapes = {tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in outputs}
     if len(shapes) > 1 or not isinstance(outputs[0], Tensor) or outputs[0].shape[:1] != (num_samples,):
         raise TypeError(

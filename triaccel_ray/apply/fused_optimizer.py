@@ -1,4 +1,4 @@
-"""SGD, Adam and AdamW as one kernel launch over all parameters, their state and their low-precision copies."""
+"""Steps SGD, Adam and AdamW in one kernel launch over all parameters, their state and low-precision copies."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _STATE = {
 }
 _UNSIGNED = "exp_avg_sq"
 MIN_ELEMENTS_IN_CODES = 4096
-"""Elements from which on a parameter's state may be kept in 8 bits: of smaller ones it takes next to nothing."""
+"""Smallest number of elements of a parameter with state in 8 bits: state of smaller ones takes little memory."""
 
 
 def is_supported(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether `FusedOptimizer` steps `optimizer` on a GPU: it has its rule, and all parameters lie there."""
+    """Returns whether `FusedOptimizer` can step `optimizer`: the kernels support it and its parameters are on a GPU."""
     return has_kernel(optimizer) and all(p.is_cuda for group in optimizer.param_groups for p in group["params"])
 
 
 def has_kernel(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether the kernels compute what `optimizer` would, wherever its parameters lie.
+    """Returns whether the kernels compute the same step as `optimizer`, on whatever device its parameters are.
 
-    Exactly SGD, Adam or AdamW on FP32 parameters, without dampening, amsgrad, maximize, differentiable, a learning rate
-    in a tensor or step hooks. Adam and AdamW must be `fused` or `capturable`: the others count their steps on the host.
+    Exactly SGD, Adam or AdamW on FP32 parameters, without dampening, amsgrad, maximize, differentiable, step hooks or a
+    learning rate in a tensor. Adam and AdamW must be `fused` or `capturable`: others count their steps on the host.
     """
     are_fp32 = all(p.dtype is torch.float32 for group in optimizer.param_groups for p in group["params"])
     return type(optimizer) in _STATE and are_fp32 and obstacle_of(optimizer) is None
 
 
 def obstacle_of(optimizer: torch.optim.Optimizer) -> str | None:
-    """Returns what the kernels could not do as the optimizer now does it; None if there is nothing of the kind."""
+    """Returns why the kernels do not support the optimizer as it is configured now; None if they do."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "the optimizer has step hooks"
     for group in optimizer.param_groups:
@@ -56,7 +56,7 @@ def obstacle_of(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 class FusedOptimizer:
-    """Steps parameters of a supported optimizer in one launch; state stays where it and its checkpoints keep it."""
+    """Steps parameters of a supported optimizer in one launch; the state stays in `optimizer.state`."""
 
     def __init__(
         self,
@@ -66,15 +66,15 @@ class FusedOptimizer:
         *,
         in_8_bits: bool = False,
     ) -> None:
-        """Allocates the state ahead, zero as it starts, so that no step allocates.
+        """Allocates the state in advance, as zeros, so that no step allocates memory.
 
-        `watched` are the parameters whose gradients a step brings; `layer_of` maps the id of a weight to its layer's
-        name. State is kept `in_8_bits` of parameters that are large enough.
+        `watched` are the parameters whose gradients `launch` gets; `layer_of` maps the id of a weight to its layer's
+        name. With `in_8_bits`, parameters of `MIN_ELEMENTS_IN_CODES` elements or more have their state in 8 bits.
         """
         self._optimizer, self._watched = optimizer, watched
         self._layers = [layer_of.get(id(p), "") for p in watched]
         self._in_codes = {id(p) for p in watched if in_8_bits and p.numel() >= MIN_ELEMENTS_IN_CODES}
-        # By their numbers: loading a checkpoint replaces the groups.
+        # Groups by their index: loading a checkpoint replaces the groups themselves.
         number_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._group_numbers = [number_of.get(id(p)) for p in watched]
         self._names = _STATE[type(optimizer)]
@@ -89,23 +89,23 @@ class FusedOptimizer:
         self.find_state()
 
     def set_companions(self, companions: Mapping[int, Tensor]) -> None:
-        """Names what lies beside parameters, by their ids: low-precision copies, or low words (int16)."""
+        """Sets the tensors to write beside parameters, by parameter id: low-precision copies, or low words (int16)."""
         self._companions.point_to([companions.get(id(p)) for p in self._watched])
 
     def launch(self, gradients: Gradients, *, lr_factor: Tensor, loss_scale: Tensor, found_nonfinite: Tensor) -> None:
         """Updates parameters, state and companions; device work alone. All scalars are fp32."""
         scalars = {"lr_factor": lr_factor, "loss_scale": loss_scale, "found_nonfinite": found_nonfinite}
         self._kernel.step(self._parameters, gradients.table, self._states, self._companions, **scalars)
-        # What schedulers look at: they warn where no step has gone before.
+        # Schedulers read this and warn if no step has been made before theirs.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # set by PyTorch's schedulers themselves
 
     def release(self) -> None:
-        """Leaves all state in FP32, as the optimizer itself reads it."""
+        """Converts all state to FP32, which the optimizer itself can use."""
         self._in_codes.clear()
         self.find_state()
 
     def set_hyperparameters(self, lr_scale: Mapping[str, float]) -> None:
-        """Brings learning rates, momenta and the like to the device."""
+        """Uploads learning rates, momenta and other hyperparameters to the device."""
 
         def each(value: Callable[[dict[str, Any]], float]) -> list[float]:
             return [0.0 if group is None else float(value(group)) for group in self._groups()]
@@ -129,7 +129,7 @@ class FusedOptimizer:
         )
 
     def find_state(self) -> None:
-        """Names the tensors of parameters and state anew where they are new, or a checkpoint has replaced them."""
+        """Updates the kernels' tables if parameters or state have moved to new tensors, as a checkpoint moves them."""
         number, state = len(self._watched), self._optimizer.state
         is_own = [group is not None and p.requires_grad for p, group in self._pairs()]
         places: list[Any] = [
@@ -144,7 +144,7 @@ class FusedOptimizer:
                 state[p][name] = self._as_kept(tensor, p, name)
             elif group is not None and p.requires_grad and (name != "momentum_buffer" or group["momentum"]):
                 state[p][name] = self._zeros(p, name)
-        # Not `detach`: no version is raised on a GPU, and so not by the reference either.
+        # Not `detach`: kernels on a GPU raise no version counters, so the reference must not either.
         self._parameters.point_to([p.data if own else None for p, own in zip(self._watched, is_own, strict=True)])
         self._held, self._places = self._state(), places
         for index, table in enumerate(self._states):
@@ -159,7 +159,7 @@ class FusedOptimizer:
         return list(zip(self._watched, self._groups(), strict=True))
 
     def _state(self) -> list[Tensor | None]:
-        """Returns the optimizer's state tensors, all of one name first."""
+        """Returns the optimizer's state tensors, ordered by name, then by parameter."""
         state = self._optimizer.state
         return [state[p].get(name) if p in state else None for name in self._names for p in self._watched]
 
@@ -171,11 +171,11 @@ class FusedOptimizer:
         return torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
 
     def _as_kept(self, tensor: Tensor, parameter: nn.Parameter, name: str) -> Tensor:
-        """Returns state as the kernels keep it, in codes or in FP32 laid out as its parameter; checkpoints may not."""
+        """Converts state, such as a checkpoint's, for the kernels: to codes, or to FP32 laid out as its parameter."""
         number, signed = parameter.numel(), name != _UNSIGNED
         in_codes = name != "step" and id(parameter) in self._in_codes
-        if number and tensor.shape == (num_bytes(number),):  # which is more than the parameter has
-            codes = tensor.to(parameter.device, torch.uint8)  # an optimizer's `load_state_dict` has made them FP32
+        if number and tensor.shape == (num_bytes(number),):  # codes have more elements than the parameter
+            codes = tensor.to(parameter.device, torch.uint8)  # an optimizer's `load_state_dict` casts them to FP32
             if in_codes:
                 return codes
             return decode(codes, number, signed=signed).as_strided(parameter.shape, parameter.stride())

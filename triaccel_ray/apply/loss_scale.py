@@ -9,14 +9,14 @@ from triaccel_ray.config import MINIMUM_LOSS_SCALE, LossScaleConfig
 from triaccel_ray.kernels.step_end import LossScaleState
 
 MAXIMUM = 2.0**24
-"""Beyond this the scaled loss itself approaches the end of FP32's range in long sums."""
+"""Largest loss scale: beyond it, long sums of the scaled loss approach the largest FP32 number."""
 _SAVED = ("scale", "num_finite", "num_skipped", "num_skipped_in_row")
 
 
 class LossScale:
     """Doubles after `growth_interval` finite steps in a row, halves at an overflow (Micikevicius et al. 2018).
 
-    All state is in device scalars, moved by `triaccel_ray.kernels.step_end` without a look from the host.
+    All state is in device scalars, which `triaccel_ray.kernels.step_end` updates without synchronizing with the host.
     """
 
     def __init__(self, config: LossScaleConfig, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class LossScale:
         return self.state.scale if active else self._one
 
     def read(self, active: bool) -> Tensor:
-        """Returns the factor, the steps skipped so far, and those since the last one that was made: fp64 [3]."""
+        """Returns the factor, the steps skipped so far, and those skipped in a row up to now: fp64 [3]."""
         state = self.state
         return torch.stack([self.factor(active).double(), state.num_skipped, state.num_skipped_in_row])
 

@@ -1,4 +1,4 @@
-"""Any PyTorch optimizer with a learning rate per layer, and a step that an overflow skips."""
+"""Steps any PyTorch optimizer with a learning rate per layer, and skips steps whose gradients overflow."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from triaccel_ray.records.plan import Fault, FaultKind
 class LayerwiseOptimizer:
     """Steps the user's optimizer with its learning rates scaled per layer.
 
-    The optimizer's own parameter groups, and so its schedulers and checkpoints, never see the scaling: groups are
-    split for the time of one step and put back. Parameters of equal scale stay in one group, so that with no scaling
-    nothing is split and fused implementations launch as often as before.
+    The optimizer's parameter groups, and so its schedulers and checkpoints, never see the scaling: groups are split for
+    one step and restored after it. Parameters of equal scale stay in one group, so that without scaling nothing is
+    split, and fused implementations launch as often as before.
 
-    SGD and AdamW on a GPU are stepped by a kernel instead, which takes a learning rate per layer as it comes. Once the
-    user's optimizer is given hooks or options that the kernel does not know, it steps by itself again.
+    On a GPU, a kernel with a learning rate per layer steps SGD, Adam and AdamW instead. If the user's optimizer is
+    given hooks or options that the kernel does not support, its own `step` is called again.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class LayerwiseOptimizer:
         buckets: Sequence[Sequence[int]] | None = None,
         in_8_bits: bool = False,
     ) -> None:
-        """Remembers which parameter belongs to which layer, and allocates SGD's momentum ahead of the first step.
+        """Maps parameters to layers, and allocates SGD's momentum before the first step.
 
-        Weights that are `split`, and parameters in `buckets` (indices of `watched`) that are stepped one after another,
-        only the kernel can step, on a CPU its reference; so with state `in_8_bits`. Where it gives way weights are
-        joined, and state becomes FP32.
+        Only the kernel, or its reference on a CPU, can step weights that are `split`, parameters in `buckets` (indices
+        of `watched`, stepped one bucket after another), and state `in_8_bits`. If the user's optimizer takes over,
+        weights are joined and state becomes FP32.
         """
         self.optimizer, self._release_memory, self._split_weights = optimizer, release_memory, split
         self._survived: list[str] = []
@@ -53,10 +53,10 @@ class LayerwiseOptimizer:
         self._lr_factor = 1.0
         self._lr_scale: Mapping[str, float] = {}
         self.watched = watched_parameters(optimizer, layers)
-        """What `watched_parameters` returns."""
+        """The parameters whose gradients count, see `watched_parameters`."""
         self._has_buckets = buckets is not None
         self._fused: list[FusedOptimizer] = []
-        """One for each bucket; none where the user's optimizer steps by itself."""
+        """One per bucket; empty if the user's optimizer makes the steps."""
         if split is not None or buckets is not None or in_8_bits or is_supported(optimizer):
             in_buckets = [[self.watched[index] for index in bucket] for bucket in buckets or [range(len(self.watched))]]
             self._fused = [FusedOptimizer(optimizer, b, self._layer_of, in_8_bits=in_8_bits) for b in in_buckets]
@@ -75,22 +75,22 @@ class LayerwiseOptimizer:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether `update` is device work alone, which a CUDA graph can hold."""
+        """Whether `update` launches only device work, so that a CUDA graph can capture it."""
         return len(self._fused) > 0
 
     @property
     def waits_for_host(self) -> bool:
-        """Whether a step asks the host if gradients are finite: neither a kernel nor the optimizer skips by itself."""
+        """Whether the host checks if gradients are finite: neither kernel nor optimizer can skip on the device."""
         return not self._fused and not self._skips_on_device
 
     def set_rates(self, lr_factor: float, lr_scale: Mapping[str, float], companions: Mapping[int, Tensor]) -> None:
-        """Sets what `update` uses: lr = group lr x `lr_factor` x the layer's scale, and what else it writes.
+        """Sets the learning rates that `update` uses: group lr x `lr_factor` x the layer's scale.
 
-        The kernel is brought what has changed: `companions`, too, by the ids of the parameters that they lie beside.
+        `companions` maps ids of parameters to tensors that the kernel writes beside them. Only changes are uploaded.
 
         Raises:
-            ValueError: parameters are stepped in buckets, and the kernel can do that no longer; or the optimizer has
-                been given parameters, or has lost some, since this was built.
+            ValueError: parameters are stepped in buckets, and the kernel no longer supports the optimizer; or
+                parameters have been added to or removed from the optimizer since this was built.
         """
         if self._fused:
             self._require_steppable()
@@ -110,7 +110,7 @@ class LayerwiseOptimizer:
         self._last_rates, self._last_companions = rates, companions
 
     def _require_steppable(self) -> None:
-        """Has the user's optimizer step by itself where the kernel cannot; raises as `set_rates` does."""
+        """Falls back to the user's optimizer if the kernel does not support it; raises as `set_rates` does."""
         if len(self.parameters) != self._num_parameters:
             raise ValueError(
                 "the optimizer has other parameters than when the control loop was built: build another loop, and let "
@@ -121,7 +121,7 @@ class LayerwiseOptimizer:
             self._give_way(self._obstacle)
 
     def _give_way(self, obstacle: str) -> None:
-        """Lets the user's optimizer step by itself from now on; the state is its own already."""
+        """Falls back to the user's optimizer for good; it holds the state already."""
         if self._has_buckets:
             raise ValueError(f"{obstacle}: undo that, or give step_in_backward=False")
         if self._split_weights is not None:
@@ -131,7 +131,7 @@ class LayerwiseOptimizer:
         self._fused = []
 
     def take_faults(self, *, step: int, batch_size: int) -> list[Fault]:
-        """Returns, once, why the optimizer steps without its kernel by now, and the lacks of memory it survived."""
+        """Returns, once, why the kernel is no longer used, and the out-of-memory errors recovered from."""
         faults = [
             Fault.out_of_memory(detail, step=step, phase="optimizer", batch_size=batch_size)
             for detail in self._survived
@@ -143,11 +143,11 @@ class LayerwiseOptimizer:
         return faults
 
     def update(self, gradients: Gradients, *, divisor: Tensor | None, found_nonfinite: Tensor, bucket: int = 0) -> None:
-        """Updates the parameters, once, from `gradients`: of `watched`, or of a bucket of it.
+        """Makes one optimizer step with `gradients`, those of `watched` or of one bucket of it.
 
-        With a `divisor` (fp32 scalar tensor: the loss scale, more where the norm is clipped) gradients are divided by
-        it first, so that step hooks see them as they are. The step is skipped when `found_nonfinite` is 1: on the
-        device where a kernel steps, or the optimizer is fused, else by asking the host.
+        Gradients are divided by `divisor` first (fp32 scalar tensor: the loss scale, larger if the norm is clipped), so
+        that step hooks see unscaled gradients. The step is skipped if `found_nonfinite` is 1: on the device if a kernel
+        steps or the optimizer is fused, else after the host has read it.
         """
         if self._fused:
             scale, factor = self._one if divisor is None else divisor, self._lr_factor_on_device
@@ -168,7 +168,7 @@ class LayerwiseOptimizer:
         finally:
             self.optimizer.param_groups = own_groups
             for group, parts in zip(own_groups, split, strict=True):
-                for part in parts:  # some optimizers count steps or adapt factors there
+                for part in parts:  # some optimizers keep step counts or adapted factors there
                     group.update({name: value for name, value in part.items() if name not in ("params", "lr")})
 
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
@@ -180,8 +180,8 @@ class LayerwiseOptimizer:
         return [{**group, "params": parameters, "lr": lr * scale} for scale, parameters in by_scale.items()]
 
     def _step_with_room(self, found_nonfinite: Tensor) -> None:
-        """Makes the step; after an out-of-memory error once more, if no parameter and no state had been written yet."""
-        # Fused implementations write without raising versions: nobody can tell how far they came.
+        """Makes the step; retries it after an out-of-memory error if no parameter or state has been written yet."""
+        # Fused implementations do not raise version counters: what they have written is unknown.
         is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
         before = {} if is_fused else self._versions()
         try:
@@ -197,13 +197,13 @@ class LayerwiseOptimizer:
         self._step(found_nonfinite)
 
     def _versions(self) -> dict[int, int]:
-        """Returns how often each parameter and state tensor has been written in place."""
+        """Returns the version counters of parameters and state tensors, by their ids."""
         state = [value for of_one in self.optimizer.state.values() for value in of_one.values()]
         return {id(t): t._version for t in (*self.parameters, *state) if isinstance(t, Tensor)}
 
     def _step(self, found_nonfinite: Tensor) -> None:
         is_fused = self._skips_on_device and all(group.get("fused") for group in self.optimizer.param_groups)
-        if is_fused and found_nonfinite.device.type != "cpu":  # there the host need not wait
+        if is_fused and found_nonfinite.device.type != "cpu":  # a CPU reads it without waiting
             # Attributes that PyTorch's fused optimizers read; torch.amp.GradScaler sets the same.
             vars(self.optimizer).update(grad_scale=None, found_inf=found_nonfinite)
             try:
@@ -215,15 +215,15 @@ class LayerwiseOptimizer:
 
 
 def watched_parameters(optimizer: torch.optim.Optimizer, layers: Sequence[Layer]) -> list[nn.Parameter]:
-    """Returns the parameters whose gradients count: those updated, then weights of layers that are not."""
+    """Returns the parameters whose gradients count: those the optimizer updates, then other weights of layers."""
     updated = [p for group in optimizer.param_groups for p in group["params"]]
     return list(dict.fromkeys([*updated, *(weight for layer in layers for weight in layer.weights)]))
 
 
 def _allocate_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Gives SGD zero momentum buffers where it has none, with which the first step computes the same.
+    """Allocates missing momentum buffers of SGD as zeros, with which the first step computes the same.
 
-    A fused first step that is skipped would leave them uninitialised (PyTorch 2.11 to 2.15).
+    A fused first step that is skipped would leave them uninitialized (PyTorch 2.11 to 2.15).
     """
     if type(optimizer) is not torch.optim.SGD:
         return

@@ -1,4 +1,4 @@
-"""Each layer computes in the precision its plan names, under an autocast region of its own."""
+"""Runs each layer in the precision that the plan gives it, under an autocast region of its own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SINGLE_DTYPE_FUNCTIONS = frozenset(
 
 
 def supported_precisions(layer: Layer, *, without: Collection[Precision] = ()) -> tuple[Precision, ...]:
-    """Returns what `layer` can compute in, FP32 always among them, and nothing of `without`."""
+    """Returns the precisions that `layer` can compute in, FP32 among them, except those in `without`."""
     if layer.fixed_precision:
         return (Precision.FP32,)
     return tuple(level for level in Precision if level not in without)
@@ -42,7 +42,7 @@ def useless_precisions(device_type: str, *, is_compiled: bool) -> Mapping[Precis
     """Returns the precisions that gain nothing, each with the reason.
 
     Compiled code takes as long in FP16 as in BF16 (ViT-S on an H200: 9.0 and 8.9 ms a step), while FP16 needs a loss
-    scale and each new plan seconds of compilation.
+    scale and each new plan takes seconds to compile.
     """
     emulated = _emulated_precisions(device_type)
     if is_compiled and Precision.BF16 not in emulated:
@@ -51,7 +51,7 @@ def useless_precisions(device_type: str, *, is_compiled: bool) -> Mapping[Precis
 
 
 def _emulated_precisions(device_type: str) -> Mapping[Precision, str]:
-    """Returns the precisions without instructions of their own on a device, each with the reason.
+    """Returns the precisions that a device has no instructions for, each with the reason.
 
     On an AMD EPYC without instructions for FP16, a convolution in it took 77 times as long as in FP32.
     """
@@ -63,9 +63,9 @@ def _emulated_precisions(device_type: str) -> Mapping[Precision, str]:
 
 
 def _native_on_a_cpu(onednn: Any) -> dict[Precision, bool]:
-    """Returns whether this CPU has instructions for each low precision, by PyTorch's operators of oneDNN.
+    """Returns whether this CPU has instructions for each low precision, as PyTorch's oneDNN operators report it.
 
-    Their names are private, as PyTorch tells it nowhere else. Built without oneDNN (None) it uses no such instructions.
+    They are private, but PyTorch reports it nowhere else. Built without oneDNN (None), it uses no such instructions.
     """
     if onednn is None:
         return {Precision.FP16: False, Precision.BF16: False}
@@ -73,7 +73,7 @@ def _native_on_a_cpu(onednn: Any) -> dict[Precision, bool]:
 
 
 class _Region:
-    """A layer's compute dtype; None: by its own code. Compiled code is specialised on it, and shared where equal."""
+    """A layer's compute dtype; None: as its own code says. Compiled code is specialized on it, and shared if equal."""
 
     __slots__ = ("dtype",)
 
@@ -84,9 +84,9 @@ class _Region:
 class LayerPrecision:
     """Runs each layer's forward function under `torch.autocast` to its dtype, or without autocast in FP32.
 
-    Between layers autocast's own policy holds, to the plan's most common low dtype: embeddings, norms and residual sums
-    are FP32 as under `torch.amp`, batch normalisation follows its input. Functions for which autocast refuses FP16
-    beside BF16 (concatenation) get FP32.
+    Between layers, autocast's own policy applies, with the plan's most common low dtype. Embeddings, norms and residual
+    sums are FP32 as under `torch.amp`; batch normalization follows its input. Functions for which autocast refuses to
+    mix FP16 and BF16 (concatenation) get FP32.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class LayerPrecision:
     ) -> None:
         """Wraps the layers' forward functions; `remove` undoes it.
 
-        `weights` says how parameters are kept: as FP32 by default, cast in passing, so that gradients arrive in FP32.
-        `norms` write their outputs in the dtype of the layers that read them, so that no cast stands between. With
+        `weights` stores the parameters: by default in FP32, cast in each pass, so that gradients arrive in FP32.
+        `norms` write their outputs in the dtype of the layers that read them, so that no cast is needed. With
         `own_kernels`, depthwise convolutions on a GPU use Triton kernels.
 
         Raises:
-            ValueError: the model, or the one that it is a copy of, is wrapped already.
+            ValueError: the model, or the model that it is a copy of, is wrapped already.
         """
         if any(_is_wrapped(module) for module in model.modules()):
             raise ValueError("model is under the control of another loop: close() that one first")
@@ -122,10 +122,10 @@ class LayerPrecision:
         self.set(dict.fromkeys(self._regions, Precision.FP32))
 
     def set(self, precision: Mapping[str, Precision]) -> None:
-        """Puts the layers' precisions into force.
+        """Sets the precisions of layers, by name.
 
         Raises:
-            KeyError: a name is not a layer's.
+            KeyError: the model has no layer of that name.
         """
         unknown = sorted(set(precision) - set(self._regions))
         if unknown:
@@ -145,7 +145,7 @@ class LayerPrecision:
 
     @property
     def key(self) -> tuple[torch.dtype, ...]:
-        """The layers' dtypes in force, in the model's order: what a captured step was captured with."""
+        """The layers' present dtypes, in the model's order; a captured step is valid for one key only."""
         return tuple(self._dtypes.values())
 
     @property
@@ -155,14 +155,14 @@ class LayerPrecision:
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """Returns a context for the forward pass, inside which precisions apply between layers too."""
+        """Returns a context for the forward pass, in which autocast also applies between layers."""
         enabled = self._autocast_dtype is not None and not self._is_suspended
         dtype = self._autocast_dtype or torch.bfloat16
         with torch.autocast(self._device_type, dtype=dtype, enabled=enabled), self.promoting():
             yield
 
     def promoting(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context in which functions that demand one dtype take several: all of `in_force` but autocast."""
+        """Returns the context of `in_force` without autocast: functions that require a single dtype accept several."""
         refuses = not self._is_suspended and {torch.float16, torch.bfloat16} <= set(self._dtypes.values())
         return _Promotion() if refuses else contextlib.nullcontext()
 
@@ -180,14 +180,14 @@ class LayerPrecision:
             self._put()
 
     def remove(self) -> None:
-        """Gives every module its own forward function back."""
+        """Restores every module's original forward function."""
         for module, own in self._wrapped:
             del module.__dict__["forward"]
             if own is not None:
                 module.__dict__["forward"] = own
         self._wrapped.clear()
         self.weights.release()
-        self._is_suspended = self.is_removed = True  # for deep copies of the model, which keep the wrapping
+        self._is_suspended = self.is_removed = True  # read by deep copies of the model, which stay wrapped
         self._put()
 
     def _put(self) -> None:
@@ -206,7 +206,7 @@ class LayerPrecision:
             if region.dtype is torch.float32:
                 with torch.autocast(device_type, enabled=False):
                     return computed(module, *cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32))
-            # Uncached: autocast's cache does not tell FP16 casts of a weight from BF16 ones.
+            # Uncached: autocast's cache does not distinguish FP16 casts of a weight from BF16 casts.
             with torch.autocast(device_type, dtype=region.dtype, cache_enabled=False), computing():
                 return computed(module, *args, **kwargs)
 
@@ -217,7 +217,7 @@ class LayerPrecision:
 
 
 class _Promotion(TorchFunctionMode):
-    """Gives functions that demand one dtype FP32, or FP64, where they are given several."""
+    """Casts arguments of several dtypes to FP32, or FP64, for functions that require a single dtype."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,4 +1,4 @@
-"""Forward and backward over one batch, in parts when it does not fit whole."""
+"""Forward and backward pass over one batch, split into micro-batches if it does not fit in memory."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from triaccel_ray.records.plan import Fault, FaultKind
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
-    """What one batch gave, with its gradients in `.grad`."""
+    """The result of one batch, whose gradients are in `.grad`."""
 
     loss_sum: Tensor
     """Sum of the samples' losses, fp64 scalar on the device."""
     num_samples: int
     faults: tuple[Fault, ...] = ()
     obstacles: tuple[str, ...] = ()
-    """What the pass did that a captured step could not do again; found only where `run` was asked to watch."""
+    """Reasons why the pass cannot be captured in a CUDA graph; collected only by `run(watch=True)`."""
 
 
 class Step:
-    """Computes the gradients of one batch; survives a batch that does not fit.
+    """Computes the gradients of one batch; retries a batch that runs out of memory.
 
-    On an out-of-memory error buffers and random states go back to where they were, and the same samples are tried again
-    in twice as many micro-batches: none is lost, none counts twice. Their number stays until it is set anew. A budget
-    that the device does not enforce itself, on a CPU, gives way where no smaller batch would help: a fault says so.
+    After an out-of-memory error, buffers and random states are restored, and the same samples are retried in twice as
+    many micro-batches. No sample is lost or counted twice. The number of micro-batches stays until it is set again. A
+    memory budget on a CPU, which the device does not enforce, is waived with a fault if no smaller batch would help.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Step:
         stepper: StepInBackward | None = None,
         recomputation: Recomputation | None = None,
     ) -> None:
-        """Borrows the model and its surroundings; `check_memory` raises when the process is beyond its budget.
+        """Stores the parts of a step; `check_memory` raises if the process exceeds its memory budget.
 
-        `is_exceeded_at_rest` says whether it is so without a batch in flight. `fusion` computes in place of `model`
-        for as long as it stands for it, `compilation` until compiling fails. `stepper` takes gradients as they arrive.
-        `recomputation` has regions of the model computed again in the backward pass.
+        `is_exceeded_at_rest` returns whether it does so without a batch in flight. `fusion` runs in place of `model`
+        while it is valid (`Fusion.holds`), `compilation` until compiling fails. `stepper` consumes gradients as they
+        arrive. `recomputation` applies activation checkpointing to regions of the model.
         """
         self.model, self._loss, self.sampler, self.precision = model, loss, sampler, precision
         self.fusion, self.compilation, self.stepper = fusion, compilation, stepper
@@ -71,9 +71,9 @@ class Step:
         self._check_memory, self._release_memory = check_memory, release_memory
         self._is_exceeded_at_rest = is_exceeded_at_rest
         self.num_micro_batches = 1
-        """Parts in which batches pass now: the plan's, or more after one that did not fit."""
+        """Micro-batches per batch now: the plan's number, or more after a batch that did not fit."""
         self.min_micro_batch_size = 1
-        """Samples below which no part of a short batch is divided further."""
+        """A short batch is not split further once its micro-batches hold at most this many samples."""
         self._is_budget_waived = False
         self._parameters = tuple(model.parameters())
         self._with_buffers = tuple(module for module in model.modules() if module._buffers)
@@ -84,24 +84,24 @@ class Step:
         return self.compilation is not None or self._is_users_compiled
 
     def set_num_micro_batches(self, num_micro_batches: int, min_micro_batch_size: int = 1) -> None:
-        """Passes batches through the model in this many parts from now on.
+        """Sets the number of micro-batches that each batch is split into from now on.
 
-        A short batch, at the end of an epoch, passes in fewer where these hold at most `min_micro_batch_size` samples.
+        A short batch at the end of an epoch is split into fewer if these hold at most `min_micro_batch_size` samples.
         """
         self.num_micro_batches, self.min_micro_batch_size = num_micro_batches, min_micro_batch_size
         self._is_budget_waived = False
 
     def run(self, indices: Tensor, loss_scale: Tensor, *, step: int, watch: bool = False) -> StepOutcome:
-        """Returns the loss over the samples at `indices`, their mean gradient times `loss_scale` in `.grad`.
+        """Returns the loss of the samples at `indices`; leaves their mean gradient times `loss_scale` in `.grad`.
 
-        With `watch`, the outcome's `obstacles` are found out.
+        With `watch`, the outcome's `obstacles` are collected.
 
         Raises:
             torch.OutOfMemoryError, MemoryError: not even a single sample fits.
         """
         obstacles: list[str] = []
         mended: tuple[Fault, ...] = ()
-        retreat: tuple[Fault, ...] = ()  # the last attempt's alone
+        retreat: tuple[Fault, ...] = ()  # of the last attempt only
         restore = _snapshot(self._with_buffers, self.sampler.generator)
         as_planned, num_samples = (self.num_micro_batches, self.min_micro_batch_size), len(indices)
         while True:
@@ -142,7 +142,7 @@ class Step:
             retreat = (fault,)
 
     def _mend(self, error: BaseException, step: int) -> tuple[Fault, ...]:
-        """Does without what made the attempt fail, if that was more than the model needs; returns what it was."""
+        """Turns off the optional feature (checkpointing or compilation) that raised `error`; returns faults, if any."""
         if self.recomputation is not None and (kept := self.recomputation.keep_failed(error, step)):
             return kept
         if self.compilation is None or not is_compile_error(error) or is_out_of_memory(error):
@@ -159,12 +159,12 @@ class Step:
         loss_scale: Tensor,
         obstacles: list[str] | None = None,
     ) -> Tensor:
-        """Adds up the gradients of `batches`, parts of one batch of `num_samples`; returns the sum of their losses.
+        """Accumulates the gradients of micro-batches of `num_samples` in all; returns the sum of their losses.
 
-        Each part is its number of samples, its inputs and its targets.
+        Each of `batches` is a number of samples, their inputs and their targets.
 
-        Device work alone, as long as the model, the loss and the source of the batches do nothing else. With a list of
-        `obstacles`, what a captured step could not do again is watched for, and added there.
+        Launches only device work, provided that model, loss and data source do so. If `obstacles` is a list, reasons
+        why the pass cannot be captured in a CUDA graph are appended to it.
         """
         loss_sum = torch.zeros((), dtype=torch.float64, device=loss_scale.device)
         device = loss_scale.device
@@ -201,12 +201,12 @@ class Step:
 
     @contextlib.contextmanager
     def _again(self) -> Iterator[None]:
-        """Returns a context for what is computed again in the backward pass."""
+        """Returns a context for recomputation in the backward pass."""
         with self._compiling(), self.precision.promoting():
             yield
 
     def _forward_of(self, inputs: Any) -> nn.Module:
-        """Returns what to call with `inputs`: the model, or what stands for it."""
+        """Returns the module to call with `inputs`: the model, or its fused or compiled form."""
         if self.fusion is not None and self.fusion.holds():
             divided = None if self.recomputation is None else self.recomputation.divided
             return self.fusion.module if divided is None else divided.module
@@ -223,10 +223,10 @@ class Step:
         self.precision.weights.zero_grad()
 
     def batches(self, indices: Tensor) -> Iterator[tuple[int, Any, Any]]:
-        """Yields the samples at `indices` in the present number of micro-batches: number, inputs, targets."""
+        """Yields the samples at `indices` as micro-batches: number of samples, inputs, targets."""
         num_samples, num_parts = len(indices), self._num_parts(len(indices))
         if num_samples // num_parts == 1 and num_samples > num_parts:
-            num_parts = num_samples // 2  # no sample is left alone beside larger parts, for batch normalisation's sake
+            num_parts = num_samples // 2  # for batch normalization, no sample stands alone beside larger parts
         for part in indices.tensor_split(num_parts):
             yield len(part), *self.sampler.source.batch(part, self.sampler.generator)
 
@@ -235,7 +235,7 @@ class Step:
 
 
 def _snapshot(with_buffers: Iterable[nn.Module], generator: torch.Generator) -> Callable[[], None]:
-    """Returns what puts these modules' buffers and the random states back to where they are now."""
+    """Returns a function that restores these modules' buffers and the random states as they are now."""
     restore_buffers = restoring_buffers(with_buffers)
     generators = [generator, torch.default_generator]
     if generator.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""How the parameters of layers are kept: as they are, or so that computing in 16 bits needs no casts."""
+"""Storage of the parameters of layers: as they are, or so that computing in 16 bits needs no casts."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from triaccel_ray.model.layers import NORMS, Layer
 
 
 class Weights:
-    """FP32 parameters, and nothing beside them. Subclasses keep those of layers in 16 bits in another way."""
+    """Stores FP32 parameters and nothing else. Subclasses store those of layers in 16 bits in other ways."""
 
     generation = 0
-    """Rises whenever memory that a captured graph may read is no longer kept."""
+    """Incremented whenever memory that a captured graph may read is freed."""
 
     def __init__(self) -> None:
         self.in_force: Mapping[int, Tensor] = {}
-        """Id of a parameter -> what the optimizer writes beside it; another object whenever that changes."""
+        """Id of a parameter -> the tensor that the optimizer writes beside it; a new mapping at each change."""
         self.sums: dict[int, Tensor] = {}
-        """Id of a parameter -> the FP32 sum of its gradients over the parts of a batch, where `.grad` has 16 bits."""
+        """Id of a parameter whose `.grad` has 16 bits -> the FP32 sum of its gradients over micro-batches."""
 
     def set(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Puts the dtype of each layer, by name, into force."""
+        """Sets the dtype that each layer, by name, computes in."""
 
     def refresh(self) -> None:
-        """Takes in what somebody has changed since the last step; to be called before each."""
+        """Picks up parameter changes made outside the optimizer; call it before every step."""
 
     def written(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Takes in what an optimizer has written to `parameters` without raising their versions."""
+        """Picks up what an optimizer has written to `parameters` without raising their version counters."""
 
     def join(self) -> None:
         """Makes all parameters FP32 until the next `refresh`."""
@@ -44,33 +44,32 @@ class Weights:
         """Makes all parameters FP32 for good."""
 
     def gather_gradient(self, parameter: Tensor) -> None:
-        """Adds up in FP32 what a part of a batch has left in 16 bits: there, sums lose digits."""
+        """Adds a micro-batch's gradient in 16 bits to a sum in FP32: sums in 16 bits lose digits."""
 
     def zero_grad(self) -> None:
-        """Drops gradients that are not the parameters' own."""
+        """Drops gradients that are stored outside the parameters' `.grad`."""
 
     def drop_unused(self) -> None:
-        """Frees what only captured graphs could still read."""
+        """Frees memory that only captured graphs could still read."""
 
     def computing(self, module: nn.Module) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Returns what makes a context for a forward pass of `module` in 16 bits."""
-        return contextlib.nullcontext  # the same for all: compiled code is shared where modules differ in nothing
+        """Returns a function that creates the context of a forward pass of `module` in 16 bits."""
+        return contextlib.nullcontext  # one object for all: modules without differences share compiled code
 
 
 class ComputeCopies(Weights):
-    """For each layer in low precision a copy of its parameters, a leaf of the autograd graph that gets the gradient.
+    """Keeps low-precision copies of the parameters of layers in 16 bits: autograd leaves that get the gradients.
 
-    For steps that are not compiled: there a cast of each weight, and of its gradient, is a launch of its own, 8 % of a
-    step of ResNet-18 at batch 96 on an H200. Forward passes read the copies, and autocast casts nothing.
+    Used for steps that are not compiled, where casting a weight, or its gradient, is a kernel launch of its own: 8 % of
+    a step of ResNet-18 at batch 96 on an H200. Forward passes read the copies, so that autocast casts nothing.
 
-    Whoever updates the parameters writes the copies in the same pass. What anybody else writes into a parameter (a
-    checkpoint, the user) is noticed by its version counter, unless it is written through `.data` in place. A parameter
-    with hooks has no copy, where they would not fire. A copy is kept until `drop_unused`: captured graphs hold its
-    address.
+    An optimizer step writes the copies along with the parameters. Other writes to a parameter (by a checkpoint, the
+    user) are detected by its version counter, except in-place writes through `.data`. A parameter with hooks has no
+    copy, since they would not fire there. A copy is kept until `drop_unused`: captured graphs hold its address.
     """
 
     def __init__(self, layers: Sequence[Layer], parameters: Iterable[nn.Parameter]) -> None:
-        """Makes copies, when asked, of those of `parameters` that belong to exactly one of `layers`."""
+        """Prepares for copies, which `set` makes, of those of `parameters` that belong to exactly one of `layers`."""
         super().__init__()
         self._parameters = parameters_of_one(layers, parameters)
         self._made: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -79,7 +78,7 @@ class ComputeCopies(Weights):
         self._dtypes: Mapping[str, torch.dtype] = {}
 
     def set(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Puts copies of these dtypes into force, one for each layer's name; none where the dtype is FP32."""
+        """Puts copies in these dtypes, given by layer name, into force; a layer in FP32 has none."""
         self._dtypes = dict(dtypes)
         low = {
             p: dtype
@@ -92,7 +91,7 @@ class ComputeCopies(Weights):
         self.written(self._covered)
 
     def refresh(self) -> None:
-        """Writes the parameters that somebody has changed since into their copies, or makes those anew."""
+        """Writes parameters changed outside the optimizer to their copies; recreates copies that no longer fit."""
         stale = [p for p in self._covered if self._seen[id(p)] != _state(p)]
         unfit = any(has_hooks(p) or not p.requires_grad for p in self._covered)
         if unfit or any(not have_equal_dense_strides(self.in_force[id(p)], p) for p in stale):
@@ -104,7 +103,7 @@ class ComputeCopies(Weights):
 
     @torch.no_grad()
     def written(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Writes these parameters into their copies, those that have one."""
+        """Writes these parameters to their copies, if they have any."""
         covered: list[Tensor] = [p for p in parameters if id(p) in self.in_force]
         if covered:
             torch._foreach_copy_([self.in_force[id(p)] for p in covered], covered)
@@ -130,12 +129,12 @@ class ComputeCopies(Weights):
         self._made = {key: copy for key, copy in self._made.items() if id(copy) in in_force}
 
     def computing(self, module: nn.Module) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Returns what makes a context in which the module computes with its copies."""
+        """Returns a function that creates a context in which the module computes with its copies."""
         return partial(self._showing, module)
 
     @contextlib.contextmanager
     def _showing(self, module: nn.Module) -> Iterator[None]:
-        """Lets the parameters of `module` and of the modules below it appear as their copies, where there are any."""
+        """Replaces the parameters of `module` and its submodules by their copies, if they have any."""
         saved = [(part, part._parameters) for part in (module.modules() if module._modules else (module,))]
         try:
             for part, own in saved:
@@ -155,14 +154,14 @@ class ComputeCopies(Weights):
 
 
 def _state(parameter: Tensor) -> tuple[Any, ...]:
-    """Returns what changes when somebody writes into the parameter, or puts another tensor in its place."""
+    """Returns a value that changes when the parameter is written to or gets another tensor."""
     return parameter._version, parameter.data_ptr(), parameter.stride()
 
 
 def parameters_of_one(layers: Sequence[Layer], updated: Iterable[nn.Parameter]) -> dict[str, list[nn.Parameter]]:
-    """Returns by layer the FP32 parameters of `updated` that belong to it alone, without those of norms.
+    """Returns, by layer name, the FP32 parameters of `updated` that belong to that layer alone.
 
-    Without weights that an embedding looks up, too: autocast leaves embeddings in FP32.
+    Excludes those of norms, and weights that an embedding looks up: autocast leaves embeddings in FP32.
     """
     parts = {layer.name: [part for module in layer.modules for part in module.modules()] for layer in layers}
     looked_up = {

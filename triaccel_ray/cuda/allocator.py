@@ -1,4 +1,4 @@
-"""What a process holds on a GPU without computing with it, and how to have less of that."""
+"""Reduces the GPU memory that a process reserves outside tensors."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from typing import Any
 import torch
 
 DEFAULT_STACK_BYTES = 1024
-"""CUDA's own limit on the stack of a thread, set aside for each that the device can run at once: 270,336 on an H200."""
+"""CUDA's default stack limit. Each thread that the device can run at once reserves it: 270,336 of them on an H200."""
 LEAN_STACK_BYTES = 256
-"""Stack for kernels whose depth the compiler cannot know: those that recurse, or call by pointers."""
+"""Stack limit for kernels whose depth the compiler cannot know: those that recurse, or call by pointers."""
 _STACK_SIZE = 0
-"""CU_LIMIT_STACK_SIZE of the driver's interface."""
+"""CU_LIMIT_STACK_SIZE of the driver API."""
 _VIRTUAL_MEMORY = 102
-"""CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of it."""
+"""CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of the driver API."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def hold_less(device: torch.device) -> None:
     """Reduces the GPU memory that the process reserves outside tensors; waits for the device. No effect on a CPU.
 
-    Stacks: the driver enlarges them by itself for kernels that are known to need more; a limit other than CUDA's own
-    stays, for somebody has chosen it. Segments: PyTorch's allocator enlarges them in place ("expandable segments"), so
-    that blocks of different sizes can follow one another in the same memory, unless the environment says how it shall
-    work. What has been allocated before stays as it is.
+    Thread stacks become smaller; the driver enlarges them for kernels known to need more. A stack limit other than
+    CUDA's default stays, since the user has chosen it. PyTorch's allocator uses expandable segments, in which blocks of
+    different sizes can reuse the same memory, unless the environment configures it. Memory allocated earlier stays.
 
     It affects the whole process: kernels that recurse or call by pointers may need larger stacks, and tensors in
     expandable segments cannot be shared with other processes.
@@ -42,23 +41,23 @@ def hold_less(device: torch.device) -> None:
 
 
 def _set_allocator(settings: str) -> None:
-    """Gives PyTorch's allocator settings, where it takes them; there is no public way but the environment."""
+    """Changes the settings of PyTorch's allocator, if it can; the only public way is the environment."""
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if change is None:
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of platforms that have no such segments
+        warnings.simplefilter("ignore")  # PyTorch warns on platforms without such segments
         change(settings)
 
 
 def _stack_bytes(index: int) -> int | None:
-    """Returns the limit on each thread's stack; None if the driver does not say."""
+    """Returns the limit on each thread's stack; None if the driver does not report it."""
     value = ctypes.c_size_t()
     return value.value if _drive(index, "cuCtxGetLimit", ctypes.byref(value), ctypes.c_int(_STACK_SIZE)) else None
 
 
 def _has_virtual_memory(index: int) -> bool:
-    """Returns whether memory can be mapped to addresses bit by bit; not every virtual GPU lets one."""
+    """Returns whether the device supports virtual memory management; some virtual GPUs do not."""
     value, ordinal = ctypes.c_int(), ctypes.c_int()
     known = _drive(index, "cuCtxGetDevice", ctypes.byref(ordinal)) and _drive(
         index, "cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(_VIRTUAL_MEMORY), ordinal
@@ -67,12 +66,12 @@ def _has_virtual_memory(index: int) -> bool:
 
 
 def _drive(index: int, function: str, *arguments: Any) -> bool:
-    """Returns whether the driver's function succeeded, called with the device's context; waits for the device."""
+    """Calls a driver function in the device's context; returns whether it succeeded. Waits for the device."""
     driver = _driver()
     if driver is None:
         return False
     with torch.cuda.device(index):
-        torch.cuda.synchronize()  # makes the context the thread's
+        torch.cuda.synchronize()  # makes the context current in this thread
         status: int = getattr(driver, function)(*arguments)
     return status == 0
 

@@ -1,7 +1,7 @@
-"""What a pass through a model does that a captured CUDA graph could not do again, found while it runs eagerly.
+"""Detects, while a pass runs eagerly, what a captured CUDA graph of it could not repeat.
 
-Asked beforehand: here it costs a look, where a capture that CUDA breaks off costs every graph there is (`graphs`); and
-numbers drawn on the host break nothing off, a replay would silently use the same ones again.
+A check beforehand is cheap, while a capture that CUDA aborts costs every graph that exists (`graphs`). And random
+numbers drawn on the host abort nothing: a replay would silently use the same ones again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ON_ANOTHER_STREAM = "AccumulateGrad node's stream does not match"
 
 @contextlib.contextmanager
 def watched(obstacles: list[str], device: torch.device) -> Iterator[None]:
-    """Adds to `obstacles`, each once, what the pass inside does that a replay would not do."""
+    """Appends to `obstacles`, once each, what the pass inside does that a replay would not repeat."""
     before = host_random_state()
     with contextlib.ExitStack() as stack:
         caught: list[warnings.WarningMessage] = []
@@ -38,7 +38,7 @@ def watched(obstacles: list[str], device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watching_forward(model: nn.Module) -> Iterator[list[str]]:
-    """Returns, in a list that fills meanwhile, why the host waits for a GPU inside the model's forward passes."""
+    """Yields a list to which forward passes of a model on a GPU append their obstacles to capture."""
     found: list[str] = []
     device = next(model.parameters()).device
     with contextlib.ExitStack() as hooks:
@@ -52,7 +52,7 @@ def watching_forward(model: nn.Module) -> Iterator[list[str]]:
 
 
 def _reason(warning: warnings.WarningMessage) -> str | None:
-    """Returns why this warning speaks against a capture; passes on one that does not."""
+    """Returns the obstacle to capture that this warning reports; issues any other warning again."""
     text = str(warning.message)
     if _WAITS in text:
         return f"the host waits for the device ({warning.filename}:{warning.lineno})"
@@ -64,7 +64,7 @@ def _reason(warning: warnings.WarningMessage) -> str | None:
 
 @contextlib.contextmanager
 def _warned_of_waiting() -> Iterator[None]:
-    """Has PyTorch warn where the host would wait for the device."""
+    """Makes PyTorch warn when the host waits for the device."""
     before = torch.cuda.get_sync_debug_mode()
     _set_sync_debug_mode("warn")
     try:
@@ -75,5 +75,5 @@ def _warned_of_waiting() -> Iterator[None]:
 
 def _set_sync_debug_mode(mode: int | str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
+        warnings.simplefilter("ignore")  # PyTorch warns that the mode is a prototype
         torch.cuda.set_sync_debug_mode(mode)

@@ -1,4 +1,4 @@
-"""Captured CUDA graphs: the memory that they share, how it is given back, and how one is captured."""
+"""Captures CUDA graphs in one shared memory pool, and releases that pool."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 
 
 class Graph(Protocol):
-    """Device work that was captured."""
+    """Captured device work."""
 
     def replay(self) -> None:
-        """Launches it once more."""
+        """Launches the work once more."""
 
 
 class GraphPool:
-    """One memory pool for all captured graphs of a run: they never run at once, so that the largest sets its size.
+    """One memory pool for all captured graphs of a run. They never run at once, so the largest sets its size.
 
-    A pool's memory goes back to the device only when every graph in it is gone; whoever keeps one registers with
-    `on_release` how to drop it.
+    A pool's memory goes back to the device only when all its graphs are gone. Each owner of graphs registers a callback
+    with `on_release` that drops them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,31 +30,31 @@ class GraphPool:
         self._callbacks: list[Callable[[], None]] = []
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.handle = self._new_handle()
-        """What `torch.cuda.graph(pool=...)` takes; another one after each release. None without CUDA."""
+        """The `pool` argument of `torch.cuda.graph`; a new one after each release. None without CUDA."""
 
     @property
     def can_capture(self) -> bool:
-        """Whether there is a device whose work can be captured."""
+        """Whether the device can capture graphs."""
         return self.handle is not None
 
     @property
     def holds_graphs(self) -> bool:
-        """Whether any graph captured since the last release is left, and with it memory that eager work cannot have."""
+        """Whether graphs captured since the last release exist, whose memory eager work cannot use."""
         return len(self._graphs) > 0
 
     def on_release(self, drop_graphs: Callable[[], None]) -> None:
-        """Registers what drops one owner's graphs, and what the owner keeps only for them."""
+        """Registers a callback that drops one owner's graphs, and all that the owner keeps only for them."""
         self._callbacks.append(drop_graphs)
 
     def capture(self, work: Callable[[], None], generators: Sequence[torch.Generator] = ()) -> Graph:
-        """Returns what `work` launches, captured on the current stream with memory of this pool, and not yet run.
+        """Captures what `work` launches on the current stream, in this pool's memory; returns a graph not yet run.
 
-        Graphs share the pool's memory only if they are captured on one stream; on the default stream, which cannot
-        capture, PyTorch takes one of its own. Random numbers drawn inside come from the device's default generator or
-        from one of `generators`.
+        Graphs share the pool's memory only if they are captured on one stream. On the default stream, which cannot
+        capture, PyTorch uses one of its own. Random numbers drawn inside must come from the device's default generator
+        or from one of `generators`.
 
-        When it fails no graph of the pool survives: PyTorch 2.11 leaves generators that they may not be replayed with,
-        and a capture that ran out of memory needs theirs. `release` gives the memory back, once the caller has left its
+        A failure drops all graphs of the pool: PyTorch 2.11 leaves generators with which they cannot be replayed, and a
+        capture that ran out of memory needs their memory. `release` frees it, once the caller has left its exception
         handler: the error's traceback holds the attempt's tensors.
 
         Raises:
@@ -76,7 +76,7 @@ class GraphPool:
         self.handle = self._new_handle()
 
     def synchronize(self) -> None:
-        """Waits for the device: a graph must not be destroyed, nor its memory go, while it replays."""
+        """Waits for the device: a graph must not be destroyed, nor its memory freed, while it replays."""
         if self.handle is not None:
             torch.cuda.synchronize(self._device)
 
@@ -90,7 +90,7 @@ class GraphPool:
         self.synchronize()
         for drop_graphs in self._callbacks:
             drop_graphs()
-        self._graphs.clear()  # of one that lingers, in a traceback, say, a further release could not help
+        self._graphs.clear()  # another release could not free one that is still held, by a traceback say
 
     def _new_handle(self) -> Any:
         return torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
@@ -98,10 +98,10 @@ class GraphPool:
 
 @contextlib.contextmanager
 def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Captures what is launched inside into `graph`.
+    """Returns a context whose launches are captured into `graph`.
 
-    Other threads (tracking, data loading) may go on using CUDA meanwhile. The garbage collector rests: to destroy
-    another graph that it finds would break the capture off.
+    Other threads (tracking, data loading) may use CUDA meanwhile. Garbage collection is disabled: if it destroyed
+    another graph, that would abort the capture.
     """
     was_enabled, outside = gc.isenabled(), torch.cuda.current_stream()
     stream = None if outside == torch.cuda.default_stream(outside.device) else outside
@@ -121,16 +121,16 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, generators: Sequence[torc
 
 
 def _mend_after_broken_capture(device: torch.device, pool: Any, generators: Sequence[torch.Generator]) -> None:
-    """Undoes what PyTorch, from 2.11 on, leaves behind of a capture that CUDA itself has broken off.
+    """Cleans up the state that PyTorch, from 2.11 on, leaves behind after a capture that CUDA itself has aborted.
 
-    `CUDAGraph.capture_end` then raises before it has told the allocator, which would go on putting memory aside for the
-    capture, and the generators, which would refuse to draw. Where each capture has a state of its own (2.15), a fresh
-    one changes nothing.
+    `CUDAGraph.capture_end` then raises before it notifies the allocator, which would keep reserving memory for the
+    capture, and the generators, which would refuse to draw. If each capture has a generator state of its own (2.15), a
+    fresh state changes nothing.
     """
     try:
         torch._C._cuda_endAllocateToPool(device.index, pool)
     except RuntimeError:
-        return  # the capture ended in good order: the exception was the captured code's own
+        return  # the capture ended normally: the captured code raised the exception
     torch._C._cuda_releasePool(device.index, pool)
     for generator in (torch.cuda.default_generators[device.index], *generators):
         generator.graphsafe_set_state(generator.clone_state())

@@ -1,4 +1,4 @@
-"""Tensors that a GPU reads out of the host's memory ("zero-copy", mapped pinned memory)."""
+"""Tensors that a GPU reads directly from host memory (zero-copy, mapped pinned memory)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def in_host_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy of `tensor` that is a tensor of the CUDA `device` and takes none of its memory.
+    """Returns a copy of `tensor` that is a tensor of the CUDA `device` but takes none of the device's memory.
 
-    It lies in pinned memory of the host, which kernels read through the bus at a hundredth of the speed of their own:
-    for what is read a little of at a time. PyTorch rounds what it pins up to a power of two. The memory may be used
-    again as soon as the last tensor of it is gone: wait for the device before.
+    It lies in pinned host memory, which kernels read over the bus at a hundredth of the speed of device memory: use it
+    for data that is read a little at a time. PyTorch rounds pinned memory up to a power of two. The memory may be
+    reused as soon as its last tensor is gone: synchronize with the device before that.
 
     Raises:
-        RuntimeError: the host has not as much memory that can be pinned, or the device cannot read it in place.
+        RuntimeError: the host cannot pin that much memory, or the device cannot read it in place.
     """
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
     if not pinned.numel():
@@ -29,7 +29,7 @@ def in_host_memory(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class _Exposed:
-    """The bytes of a pinned tensor, as device memory; whoever holds what is made of them holds the tensor."""
+    """Exposes the bytes of a pinned tensor as device memory; tensors made of them keep the pinned tensor alive."""
 
     def __init__(self, pinned: Tensor) -> None:
         self._pinned = pinned

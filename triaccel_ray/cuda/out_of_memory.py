@@ -1,4 +1,4 @@
-"""How to tell that memory has run out, and what the error said."""
+"""Detects out-of-memory errors and summarizes their messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class BudgetExceededError(MemoryError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether `error` says that the device, or the budget, has no memory left."""
+    """Returns whether `error` says that the device's memory, or the budget, is exhausted."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     signs = (
@@ -23,5 +23,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of the error's message, its type's name when there is none (Python's MemoryError)."""
+    """Returns the first line of the error's message, or its type's name if that is empty (Python's MemoryError)."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""The random states of torch, Python, NumPy and CUDA: taken, compared, put back."""
+"""Saves, compares and restores the random states of torch, Python, NumPy and CUDA."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def preserved_random_states(*, cuda: bool = True) -> Iterator[None]:
-    """Puts the random states back after what is inside."""
+    """Returns a context that restores the random states when it ends."""
     states = random_states(cuda=cuda)
     try:
         yield
@@ -49,6 +49,6 @@ def preserved_random_states(*, cuda: bool = True) -> Iterator[None]:
 
 
 def host_random_state() -> tuple[Any, ...]:
-    """Returns what changes when somebody draws from Python's, torch's or NumPy's generators on the host."""
+    """Returns a value that changes with each draw from Python's, torch's or NumPy's generators on the host."""
     states = random_states(cuda=False)
     return states["python"], states["torch"].tolist(), states.get("numpy")

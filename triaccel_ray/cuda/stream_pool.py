@@ -1,4 +1,4 @@
-"""CUDA streams that one holder after another computes on."""
+"""Pool of CUDA streams that successive holders reuse."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 
 
 class LentStream:
-    """A CUDA stream of its holder's own; once that is gone, the next holder's.
+    """A CUDA stream lent to one holder at a time; the next holder reuses it once this object is gone.
 
-    For each pair of a thread and a stream that has multiplied matrices PyTorch keeps a workspace until the process
-    ends, 32 MiB on an H200, and for each such thread a cuBLAS handle, 64 MiB more. So runs that follow one another in a
-    process share a stream, and backward passes run in the thread that calls, not in PyTorch's own.
+    For each pair of a thread and a stream that has multiplied matrices, PyTorch keeps a workspace until the process
+    ends: 32 MiB on an H200. Each such thread also keeps a cuBLAS handle: 64 MiB more. So successive runs in a process
+    share a stream, and backward passes run in the calling thread instead of PyTorch's own.
 
-    Successive holders have to wait for the same outside stream: that alone orders what they do.
+    Successive holders must wait for the same outer stream: nothing else orders their work.
     """
 
     _idle: ClassVar[defaultdict[int, list[torch.cuda.Stream]]] = defaultdict(list)
-    """Index of a device -> streams that nobody holds; the process's, as workspaces are."""
+    """Index of a device -> streams without a holder; they belong to the process, as workspaces do."""
 
     def __init__(self, device: torch.device) -> None:
-        """Takes a stream of this CUDA device that has been given back, or a new one."""
+        """Takes an idle stream of this CUDA device, or a new one."""
         index = torch.cuda.current_device() if device.index is None else device.index
         idle = self._idle[index]
         try:
@@ -36,9 +36,9 @@ class LentStream:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Has what is inside run on this stream, between what is launched before it and after it.
+        """Returns a context on this stream, ordered between earlier and later work of the outer stream.
 
-        Backward passes run in the calling thread meanwhile.
+        Inside it, backward passes run in the calling thread.
         """
         outside = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(outside)
