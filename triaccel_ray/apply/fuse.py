@@ -184,7 +184,7 @@ class _Rewriting:
         return fused
 
     def spare_inputs(self, calls: Collection[fx.Node]) -> None:
-        """Makes convolutions that are the only reader of a norm without residual not save its output."""
+        """Wraps each convolution that alone reads a norm without residual, so that it does not save its input."""
         for call in calls:
             reader = _only_user(call)
             layer = None if reader is None else self._module(reader)

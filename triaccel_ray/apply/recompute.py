@@ -60,8 +60,8 @@ class Recomputation:
     A region is called unchanged, compiled or not. Only the tensors that its call saves are dropped, so compiled code
     and its shapes stay the same. Gradients are bitwise those without checkpointing: the recomputation draws the same
     random numbers, uses the same autocast, and leaves running statistics alone. A CUDA graph cannot draw the same
-    random numbers twice, so regions that draw are no longer checkpointed once a step is captured. Neither are regions
-    that write into their inputs, or compute something else when called again.
+    random numbers twice, so regions that draw are not checkpointed when steps are captured. Regions that write into
+    their inputs, or compute something else when called again, are exempted once that is found.
     """
 
     def __init__(self, regions: Mapping[str, nn.Module], divided: Divided | None = None) -> None:
