@@ -1,4 +1,4 @@
-"""Batch normalisation, residual sum and activation of a whole model, fused into single modules."""
+"""Fuses each batch normalization of a model with its residual sum and activation into one module."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _SUMS: Mapping[Any, bool] = {operator.add: False, torch.add: False, operator.iad
 """Functions and methods that add, and whether they write into their first argument."""
 _POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
 _READERS = (nn.Conv2d, nn.Linear, *_POOLS)
-"""Modules that leave their input as it is and return a tensor with memory of its own."""
+"""Modules that do not modify their input and return a new tensor, never a view."""
 _DTYPE_KEEPERS = (*_POOLS, nn.Identity, nn.Flatten)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fusion:
-    """A model's training step in fewer passes over memory."""
+    """A model's forward pass in training mode with fused norms: fewer passes over memory."""
 
     module: fx.GraphModule
     """Computes what the model does in training mode, from the same parameters, buffers and submodules."""
@@ -47,22 +47,22 @@ class Fusion:
     _trace: Trace
 
     def holds(self) -> bool:
-        """Returns whether `module` still stands for the model: else trace again, or run the model.
+        """Returns whether `module` still computes what the model does; if not, fuse again or run the model.
 
-        It does not once a module that holds batch normalisations or a fused gate has been given hooks or switched
-        between training and evaluation mode. Norms, activations and layers may change at any time.
+        It no longer does after a module that holds batch normalizations or a fused gate has been given hooks or
+        switched between training and evaluation mode. Norms, activations and layers may change at any time.
         """
         return self._trace.holds()
 
     @property
     def refused_because(self) -> str:
-        """Why norms were not computed by the kernel that is there for them; empty if they always were."""
+        """Why memory formats ruled out the fused kernel for a norm; empty if they never did."""
         return next((norm.refused_because for norm in self.norms if norm.refused_because), "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Chain:
-    """A norm's call and those that can be fused with it."""
+    """The call of a norm, and the calls after it that can be fused with it."""
 
     norm: fx.Node
     sum: fx.Node | None
@@ -74,7 +74,7 @@ class _Chain:
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """The norm's, and the residual when there is a sum."""
+        """The norm's input, and the residual if there is a sum."""
         summands = () if self.sum is None else self.sum.args
         return (self.norm.args[0], *(summand for summand in summands if summand is not self.norm))
 
@@ -85,12 +85,12 @@ class _Chain:
 def fuse(model: nn.Module, leaves: Collection[nn.Module], *, recompute: bool = True) -> Fusion | Refusal:
     """Returns `model` with every chain BatchNorm2d [-> residual sum] [-> activation] as one `FusedNorm`, or why not.
 
-    `leaves`, the control loop's layers, are called as they are, hooks and replaced forward functions included. The
-    model is not changed; `trace` says which are refused. A chain ends before a value that is read twice, an operation
-    that writes into another tensor, and an activation other than ReLU of a sum. Where both summands end in norms, the
-    later one takes the sum. Outputs that are read twice are forked where possible: the kernel then adds the gradients.
-    An output that is multiplied by a gate made from its mean, as in squeeze-and-excitation, is read by a `Pool` and a
-    `Multiply`. With `recompute`, layers that alone read a norm's output do not keep it (`RecomputedInput`).
+    `leaves`, the control loop's layers, are called unchanged, including hooks and replaced forward functions. The model
+    is not changed; `trace` says which models are refused. A chain ends at a value that is read twice, before an
+    operation that writes into another tensor, and before an activation of a sum other than ReLU. If both summands come
+    from norms, the later norm takes the sum. Outputs that are read twice are forked if possible: the kernel then adds
+    the gradients. An output that is multiplied by a gate made from its mean, as in squeeze-and-excitation, is read by a
+    `Pool` and a `Multiply`. With `recompute`, a norm's only reader does not save the output (`RecomputedInput`).
     """
     traced = trace(model, leaves, opened=gates_of(model, leaves))
     if isinstance(traced, Refusal):
@@ -111,16 +111,16 @@ def fuse(model: nn.Module, leaves: Collection[nn.Module], *, recompute: bool = T
 
 
 class _Rewriting:
-    """One pass over a graph that becomes the fused one."""
+    """Rewrites a traced graph, in place, into the fused graph."""
 
     def __init__(self, model: nn.Module, graph: fx.Graph, leaves: Collection[nn.Module]) -> None:
         self._model, self._graph = model, graph
         self._leaves = {id(module) for module in leaves}
         self._made: dict[str, nn.Module] = {}
-        """What takes the place of calls: fused norms, layers spared their input, `Pool` and `Multiply`."""
+        """Name -> new module that replaces calls: `FusedNorm`, `RecomputedInput`, `Pool` or `Multiply`."""
 
     def chains(self) -> Iterator[_Chain]:
-        """Yields the chains, later norms first: they take the sums."""
+        """Yields the chains, later norms first, because later norms take the sums."""
         nodes = list(self._graph.nodes)
         position = {node: index for index, node in enumerate(nodes)}
         taken: set[fx.Node] = set()
@@ -140,7 +140,7 @@ class _Rewriting:
             yield chain
 
     def replace(self, chain: _Chain) -> fx.Node:
-        """Returns the call that takes the place of the chain's."""
+        """Replaces the chain with one call of a `FusedNorm`, and returns that call."""
         norm, last = self._module(chain.norm), chain.nodes[-1]
         assert isinstance(norm, nn.BatchNorm2d)
         combine = None if chain.sum is None else _callable(chain.sum)
@@ -154,7 +154,7 @@ class _Rewriting:
         return call
 
     def fuse_gate(self, call: fx.Node) -> None:
-        """Has the kernels compute the product of the value of a call and a gate made from its mean, if there is one."""
+        """Replaces the mean of a call's value, and its product with a gate made from that, by `Pool` and `Multiply`."""
         gate = find_gate(call, self._module)
         if gate is None:
             return
@@ -167,7 +167,7 @@ class _Rewriting:
             self._graph.erase_node(node)
 
     def described(self, call: fx.Node) -> FusedNorm:
-        """Returns the norm of this call, its surroundings filled in and its output forked where that is possible."""
+        """Returns the fused norm of a call, with its readers recorded and its output forked if possible."""
         fused = self._made[str(call.target)]
         assert isinstance(fused, FusedNorm)
         following: dict[int, nn.Module] = {}
@@ -184,7 +184,7 @@ class _Rewriting:
         return fused
 
     def spare_inputs(self, calls: Collection[fx.Node]) -> None:
-        """Has the layers that alone read the value of a call, one without a residual, keep no copy of it."""
+        """Wraps each convolution that alone reads a norm without residual, so that it does not save its input."""
         for call in calls:
             reader = _only_user(call)
             layer = None if reader is None else self._module(reader)
@@ -192,14 +192,14 @@ class _Rewriting:
                 reader.target = self._add(RecomputedInput(layer))
 
     def module(self) -> fx.GraphModule:
-        """Returns the graph with what it calls."""
+        """Returns the graph as a module, with the modules that it calls."""
         targets = [str(node.target) for node in self._graph.nodes if node.op in ("call_module", "get_attr")]
         root = {target: self._made.get(target) or operator.attrgetter(target)(self._model) for target in targets}
         self._graph.lint()
         return fx.GraphModule(root, self._graph, type(self._model).__name__)
 
     def _add(self, module: nn.Module) -> str:
-        """Returns the name by which calls reach a module that was made."""
+        """Registers a new module, and returns the name by which the graph calls it."""
         name = f"{type(module).__name__.lower()}_{len(self._made)}"
         while hasattr(self._model, name):
             name += "_"
@@ -211,7 +211,7 @@ class _Rewriting:
             return self._graph.call_module(self._add(module), args)
 
     def _items_of(self, call: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """Returns the two values that a call gives."""
+        """Returns the nodes of the two values that a call returns."""
         with self._graph.inserting_after(call):
             second = self._graph.call_function(operator.getitem, (call, 1))
             first = self._graph.call_function(operator.getitem, (call, 0))
@@ -223,7 +223,7 @@ class _Rewriting:
         return type(module) is nn.BatchNorm2d and takes_one and self._is_free(module)
 
     def _sum_after(self, node: fx.Node, taken: Collection[fx.Node]) -> fx.Node | None:
-        """Returns the call that alone reads `node` and adds another value to it, into no other tensor."""
+        """Returns the only reader of `node`, if it adds another value and does not write the sum into that value."""
         total = _only_user(node)
         if total is None or total in taken or total.kwargs or len(total.args) != 2:
             return None
@@ -235,10 +235,10 @@ class _Rewriting:
         return total if is_sum_of_two and not writes_into_other else None
 
     def _activation_after(self, node: fx.Node, *, relu_only: bool) -> fx.Node | None:
-        """Returns the activation that alone reads `node`.
+        """Returns the only reader of `node`, if it is an activation.
 
-        Others than ReLU would make the kernel keep the residual, where the original keeps their sum: code that then
-        writes into the residual would break the backward pass.
+        After a sum, only ReLU is fused. For other activations the kernel saves the residual, while the original code
+        saves the sum: code that then writes into the residual would break the backward pass.
         """
         user = _only_user(node)
         activation = self._activation(user)[1]
@@ -259,7 +259,7 @@ class _Rewriting:
         return None, "none"
 
     def _may_write(self, node: fx.Node) -> bool:
-        """Returns whether the call may change a tensor that exists already; unknown code may."""
+        """Returns whether the call may write into an existing tensor; True for unknown code."""
         if node.op in ("get_attr", "placeholder", "output"):
             return False
         module = self._module(node)
@@ -286,7 +286,7 @@ class _Rewriting:
         return reader.target in (operator.iadd, operator.imul) and reader.args[0] is not call
 
     def _collect(self, node: fx.Node, following: dict[int, nn.Module]) -> bool:
-        """Adds the layers that read the value of `node`, and returns whether anything else does."""
+        """Adds the layers that read the value of `node` to `following`; returns whether anything else reads it."""
         has_others = False
         for reader in node.users:
             module = self._made.get(str(reader.target)) or self._module(reader)
@@ -299,7 +299,7 @@ class _Rewriting:
         return has_others
 
     def _module(self, node: fx.Node) -> nn.Module | None:
-        """Returns the module of the model's own that the node calls."""
+        """Returns the module of the original model that the node calls, if any."""
         return None if node.target in self._made else called(self._model, node)
 
     def _is_free(self, module: nn.Module | None) -> bool:

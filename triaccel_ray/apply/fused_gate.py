@@ -1,4 +1,4 @@
-"""Squeeze-and-excitation: a tensor's mean over its pixels, and its product with a gate made from that, fused."""
+"""Fuses squeeze-and-excitation: a tensor's mean over its pixels, and its product with a gate made from the mean."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _PRODUCTS = (operator.mul, torch.mul, "mul")
 _MEANS: Mapping[Any, tuple[str, ...]] = {
     F.adaptive_avg_pool2d: ("output_size",), torch.mean: ("dim", "keepdim"), "mean": ("dim", "keepdim"),
 }  # fmt: skip
-"""Functions and methods that can average over pixels -> their arguments; the first says over what."""
+"""Functions and methods that can average over pixels -> argument names; the first says what is averaged over."""
 _OVER_PIXELS = {"output_size": (1, (1, 1)), "dim": ((2, 3), [2, 3], (-2, -1), [-2, -1], (-1, -2), [-1, -2])}
 _LARGEST_BATCH = 2**16 - 1
-"""That a grid of programs has room for."""
+"""Largest batch that the launch grid of the kernels can hold."""
 
 
 class Pool(nn.Module):
-    """Returns a tensor's mean over its pixels, and what `Multiply` takes, by the kernel where there is one for it."""
+    """Returns a tensor's mean over its pixels and the input of `Multiply`, by the fused kernel if it applies."""
 
     def __init__(self, original: Callable[[Tensor], Tensor], *, keepdim: bool) -> None:
-        """Shares `original` when it is a module: called where no kernel is, it returns [n, c, 1, 1] or [n, c]."""
+        """Shares `original` if it is a module; called if no kernel applies, it returns [n, c, 1, 1] or [n, c]."""
         super().__init__()
         self.original, self._keepdim = original, keepdim
 
@@ -46,10 +46,10 @@ class Pool(nn.Module):
 
 
 class Multiply(nn.Module):
-    """Returns the product of a tensor that `Pool` has read and a gate, by the kernel where there is one for it."""
+    """Returns the product of the tensor given to `Pool` and a gate, by the fused kernel if it applies."""
 
     def forward(self, pooled: Any, gate: Any) -> Any:
-        """Returns the product; `pooled` is the second of what `Pool` returned."""
+        """Returns the product; `pooled` is the second value that `Pool` returned."""
         if isinstance(pooled, Tensor):
             return pooled * gate
         x = pooled.x
@@ -62,7 +62,7 @@ class Multiply(nn.Module):
 
 
 def gates_of(model: nn.Module, leaves: Collection[nn.Module]) -> list[nn.Module]:
-    """Returns the modules without batch normalisation, in a model with it, that can be traced and gate their input."""
+    """Returns traceable modules without BatchNorm2d that gate their input; none if the model has no BatchNorm2d."""
 
     def is_gate(module: nn.Module) -> bool:
         traced = trace(module, leaves)
@@ -76,9 +76,9 @@ def gates_of(model: nn.Module, leaves: Collection[nn.Module]) -> list[nn.Module]
 def find_gate(
     x: fx.Node, module_of: Callable[[fx.Node], nn.Module | None]
 ) -> tuple[fx.Node, Pool, fx.Node, fx.Node] | None:
-    """Returns the call that averages x over its pixels, what takes its place, the product of x, and its other factor.
+    """Returns the call that averages x over its pixels, the `Pool` to replace it, the product of x, and its factor.
 
-    None where there is not one of each, or where others may write to x.
+    Returns None unless there is exactly one of each, or if x has other readers, which may write to it.
     """
     means = {node: pool for node in x.users if (pool := _pool(node, x, module_of(node)))}
     calls = [node for node in x.users if node.op in ("call_function", "call_method")]
@@ -94,7 +94,7 @@ def find_gate(
 
 
 def _pool(node: fx.Node, x: fx.Node, module: nn.Module | None) -> Pool | None:
-    """Returns what takes the place of a call, if that averages x over its pixels."""
+    """Returns the replacement for a call, if the call averages x over its pixels."""
     if node.args[:1] != (x,):
         return None
     if node.op == "call_module":

@@ -1,4 +1,4 @@
-"""A batch normalisation with what follows it, as one module."""
+"""A batch normalization with the residual sum and activation after it, as one module."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from triaccel_ray.kernels.batch_norm_act.reference import Activation
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _MINIMAL_CAPABILITY = (8, 0)
-"""Of the GPUs that Triton compiles for."""
+"""Lowest compute capability that Triton compiles for."""
 
 
 class FusedNorm(nn.Module):
-    """Computes activate(combine(norm(x), residual)), by one kernel where there is one for it.
+    """Computes activate(combine(norm(x), residual)), by a fused kernel if it applies.
 
-    There is one in training mode on a GPU: for 4-dimensional FP32, FP16 and BF16 tensors in channels_last memory and a
-    norm with weight, bias, moving averages and a momentum. Everywhere else the original modules are called; where
-    memory format alone stands in the way, `refused_because` says so.
+    The kernel applies in training mode on a GPU, to 4-dimensional FP32, FP16 and BF16 tensors in channels_last memory
+    and a norm with weight, bias, moving averages and a momentum. Otherwise the original modules are called. If only the
+    memory format rules out the kernel, `refused_because` says so.
     """
 
     def __init__(
@@ -34,25 +34,25 @@ class FusedNorm(nn.Module):
         activate: Callable[[Tensor], Tensor] | None,
         activation: Activation,
     ) -> None:
-        """Shares `norm`, and `activate` when it is a module; `activation` is the kernel's name for the latter."""
+        """Shares `norm`, and `activate` if it is a module; `activation` is the kernel's name for `activate`."""
         super().__init__()
         self.norm, self.activate = norm, activate
         self._combine, self._activation = combine, activation
         self.output_dtype: torch.dtype | None = None
-        """In which the output is written, for all its readers; None: as the original modules would."""
+        """Dtype of the output, the same for all readers; None for that of the original modules."""
         self.keeps_dtype = False
-        """Whether the sum with the residual has the dtype of x whatever the residual's, as `+=` gives it."""
+        """Whether the sum has the dtype of x regardless of the residual's, as with `+=`."""
         self.forked = False
         """Whether the output is returned twice, for two readers."""
         self.following: tuple[nn.Module, ...] = ()
         """Layers that read the output, directly or through pooling, flattening and identities."""
         self.has_other_readers = False
-        """Whether others than these, and residual sums of fused norms, read it."""
+        """Whether anything besides these layers and residual sums of fused norms reads the output."""
         self.refused_because = ""
-        """Why the kernel was not used for tensors that it is for but for their memory format; empty if it never was."""
+        """Why the memory format of an argument ruled out the kernel, the first time; empty if it never did."""
 
     def forward(self, x: Any, residual: Any = None) -> Any:
-        """Returns the output, twice when forked; the residual is given exactly when there is a sum."""
+        """Returns the output, twice if forked; `residual` is given exactly if there is a sum."""
         dtype = self._kernel_dtype(x, residual)
         if dtype is None:
             y = self._as_original(x, residual)
@@ -78,7 +78,7 @@ class FusedNorm(nn.Module):
         return y if self.output_dtype is None else y.to(self.output_dtype)
 
     def _kernel_dtype(self, x: Any, residual: Any) -> torch.dtype | None:
-        """Returns the output's dtype, None when the kernel is not for these arguments."""
+        """Returns the output's dtype; None if the kernel does not apply to these arguments."""
         norm = self.norm
         needed = (norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.momentum)
         is_called_plainly = is_plain(norm) and not (
@@ -86,7 +86,7 @@ class FusedNorm(nn.Module):
         )
         if not norm.training or not is_called_plainly or any(each is None for each in needed):
             return None
-        if not kernel_reads(x) or x.numel() <= x.shape[1]:  # one value a channel has no variance
+        if not kernel_reads(x) or x.numel() <= x.shape[1]:  # one value per channel has no variance
             return None
         dtype: torch.dtype = x.dtype
         if self._combine is not None:
@@ -102,10 +102,10 @@ class FusedNorm(nn.Module):
 
 
 class RecomputedInput(nn.Module):
-    """Calls a layer that alone reads a fused norm's output, and keeps no copy of that for the backward pass.
+    """Calls the only reader of a fused norm's output without saving that output for the backward pass.
 
-    The kernels compute the output once more, bit for bit, from what the norm keeps anyway: one pass over memory, for
-    the memory of an activation (Tri-Accel trades both; compare Rota Bulò et al. 2018, In-Place Activated BatchNorm).
+    The kernels recompute the output, bit for bit, from tensors that the norm saves anyway. This costs one pass over
+    memory and frees an activation (Tri-Accel trades both; compare Rota Bulò et al. 2018, In-Place Activated BatchNorm).
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -113,10 +113,10 @@ class RecomputedInput(nn.Module):
         super().__init__()
         self.layer = layer
         self.keeps_input = False
-        """Whether the layer is called as it is."""
+        """Whether the layer saves its input as usual."""
 
     def forward(self, y: Tensor) -> Any:
-        """Returns the layer's output for y, a fused norm's."""
+        """Returns the layer's output for y, the output of a fused norm."""
         recompute = None if self.keeps_input else recomputer(y)
         if recompute is None:
             return self.layer(y)
@@ -135,7 +135,7 @@ def _unpack(kept: Any) -> Tensor:
 
 
 def kernel_reads(value: Any) -> bool:
-    """Returns whether kernels over pixels and channels exist for this value, its memory format aside."""
+    """Returns whether the kernels over pixels and channels can read `value`, apart from its memory format."""
     return (
         _HAS_TRITON
         and isinstance(value, Tensor)

@@ -1,4 +1,4 @@
-"""Activation checkpointing: regions of a model keep nothing but their inputs, and compute the rest again."""
+"""Activation checkpointing: regions of a model store only their inputs, and are recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from triaccel_ray.records.plan import Fault, FaultKind
 
 _Surroundings = Callable[[], contextlib.AbstractContextManager[None]]
 _Scratch = tuple[nn.Module, dict[str, Tensor]]
-"""A batch normalisation, and buffers that take in what its own must not take in twice."""
+"""A batch normalization, and scratch buffers for running statistics, which must not be updated twice."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Divided:
-    """What computes the same as the fused graph, region by region."""
+    """The fused graph with its regions split off as submodules; computes the same."""
 
     module: fx.GraphModule
     regions: Mapping[str, nn.Module]
-    """Name -> the part of `module` that stands for the region; regions that the graph does not hold are left out."""
+    """Name -> the submodule of `module` that computes the region; regions missing from the graph are left out."""
     spared: Mapping[RecomputedInput, frozenset[str]]
-    """Layer that keeps no input of its own -> the regions of the layer and of what it would have computed again."""
+    """Layer that recomputes its input -> the regions of the layer and of the calls that give its inputs."""
 
     @contextlib.contextmanager
     def keeping_inputs_of(self, recomputed: Collection[str]) -> Iterator[None]:
-        """Returns a context in which layers that touch these regions keep their inputs as usual.
+        """Returns a context in which layers that touch the regions in `recomputed` save their inputs as usual.
 
-        What a checkpoint holds may be unpacked once only: not by a norm and by a layer after it.
+        Saved tensors of a checkpoint can be unpacked only once, so a norm and the layer after it cannot both do so.
         """
         keeping = [layer for layer, touched in self.spared.items() if touched & set(recomputed)]
         try:
@@ -55,34 +55,34 @@ class Divided:
 
 
 class Recomputation:
-    """Has regions keep their inputs alone for the backward pass, where they are computed once more (Chen et al. 2016).
+    """Applies activation checkpointing to regions of a model: only their inputs are stored (Chen et al. 2016).
 
-    A region is called as it is, compiled or not: only what its call saves is dropped, so that compiled code and its
-    shapes stay the same. Gradients are those of the kept region, bit for bit: the second pass draws the same random
-    numbers, computes under the same autocast, and leaves running statistics alone. A captured step cannot draw twice
-    the same: before it is captured, regions that draw are kept. So are those that write into their inputs, or compute
-    something else when called again.
+    A region is called unchanged, compiled or not. Only the tensors that its call saves are dropped, so compiled code
+    and its shapes stay the same. Gradients are bitwise those without checkpointing: the recomputation draws the same
+    random numbers, uses the same autocast, and leaves running statistics alone. A CUDA graph cannot draw the same
+    random numbers twice, so regions that draw are not checkpointed when steps are captured. Regions that write into
+    their inputs, or compute something else when called again, are exempted once that is found.
     """
 
     def __init__(self, regions: Mapping[str, nn.Module], divided: Divided | None = None) -> None:
-        """Recomputes these regions; of a model with its norms fused, those into which its graph is `divided`."""
+        """Checkpoints `regions`; for a model with fused norms, only those that its graph is `divided` into."""
         self.divided = divided
         self.regions = {name: module for name, module in regions.items() if divided is None or name in divided.regions}
-        """Name -> module, in module order."""
+        """Name -> module of each checkpointed region, in module order."""
         self._scratch = {name: _scratch_of(module) for name, module in self.regions.items()}
         self._drawing: set[str] = set()
         self._overwriting: set[str] = set()
         self._again = ""
-        """The region that was last computed again in this pass; empty before any."""
+        """Name of the region last recomputed in this pass; empty before the first."""
 
     def keep_drawing(self, step: int) -> tuple[Fault, ...]:
-        """Keeps from now on what regions compute that have drawn random numbers on a GPU; returns that, once."""
+        """Stops checkpointing regions that drew random numbers on a GPU; returns a fault naming them, if any."""
         return self._keep(self._drawing, "captured steps (`capture`) cannot draw random numbers twice the same", step)
 
     def keep_failed(self, error: BaseException, step: int) -> tuple[Fault, ...]:
-        """Keeps from now on what cannot be computed again, if that is why a pass has failed; returns that, once."""
+        """Stops checkpointing regions that cannot be recomputed, if `error` stems from them; returns a fault, if so."""
         if isinstance(error, CheckpointError):
-            if self._again not in self.regions:  # of a checkpoint of the user's own
+            if self._again not in self.regions:  # raised by a checkpoint in the user's code
                 return ()
             kind = type(self.regions[self._again])
             differing = [name for name, region in self.regions.items() if type(region) is kind]
@@ -101,8 +101,8 @@ class Recomputation:
     def in_force(self, model: nn.Module, surroundings: _Surroundings) -> Iterator[None]:
         """Returns a context for one forward and backward pass of `model`, the user's or the divided one.
 
-        The second computation runs in `surroundings`, and under the autocast of the first: backward passes may run in
-        another thread.
+        The recomputation runs inside `surroundings` and under the autocast of the forward pass, because the backward
+        pass may run in another thread.
         """
         self._again = ""
         called: Mapping[str, nn.Module] = self.regions
@@ -120,7 +120,7 @@ class Recomputation:
         on_gpu = torch.cuda.is_initialized()
         is_captured = on_gpu and torch.cuda.is_current_stream_capturing()
         before = random_states(cuda=on_gpu) if not is_captured else None
-        frozen = map_tensors(lambda tensor: tensor, (args, kwargs))  # lists may have grown when it is called again
+        frozen = map_tensors(lambda tensor: tensor, (args, kwargs))  # lists may have grown by the time it is recomputed
         inputs, times = tensors_in(frozen), itertools.count()
         versions = [tensor._version for tensor in inputs]
 
@@ -128,7 +128,7 @@ class Recomputation:
             if next(times) == 0:
                 return call(*args, **kwargs)
             self._again = name
-            unpacked = iter(tensors)  # by autograd, which finds out whether somebody has written to them
+            unpacked = iter(tensors)  # by autograd, which detects in-place writes to them
             positional, named = map_tensors(lambda _: next(unpacked), frozen)
             return call(*positional, **named)
 
@@ -146,7 +146,7 @@ class Recomputation:
             run,
             *inputs,
             use_reentrant=False,
-            preserve_rng_state=False,  # captured steps cannot, and others do so above
+            preserve_rng_state=False,  # captured steps cannot, others do so above
             context_fn=lambda: (contextlib.nullcontext(), again()),
         )
         if before and before["cuda"] and not all(map(torch.equal, before["cuda"], torch.cuda.get_rng_state_all())):
@@ -157,14 +157,14 @@ class Recomputation:
 
 
 def _scratch_of(region: nn.Module) -> list[_Scratch]:
-    """Returns each batch normalisation of the region with copies of its buffers, for captured steps to write to."""
+    """Returns each batch normalization of the region with copies of its buffers, for the recomputation to write to."""
     norms = [part for part in region.modules() if isinstance(part, nn.modules.batchnorm._NormBase)]
     return [(norm, {name: b.clone() for name, b in norm._buffers.items() if b is not None}) for norm in norms]
 
 
 @contextlib.contextmanager
 def _statistics_kept(scratch: Sequence[_Scratch]) -> Iterator[None]:
-    """Lets norms in training mode write their running statistics elsewhere: their outputs do not depend on these."""
+    """Redirects running statistics of norms in training mode to scratch buffers: outputs do not depend on them."""
     own = [(norm, norm._buffers, written) for norm, written in scratch if norm.training]
     try:
         for norm, buffers, written in own:
@@ -176,10 +176,10 @@ def _statistics_kept(scratch: Sequence[_Scratch]) -> Iterator[None]:
 
 
 def divide(model: nn.Module, fused: fx.GraphModule, names: Collection[str]) -> Divided:
-    """Returns `fused`, made of `model`, with its regions of these names as modules.
+    """Returns `fused`, the fused graph of `model`, with the regions called `names` split off as submodules.
 
-    A region is the stretch of the graph from its first layer to the next region's first: a stretch is contiguous, so
-    that it computes the same wherever it begins. Regions that the graph calls in several stretches are left out.
+    A region spans the graph from its first module to the next module outside it. Spans are contiguous, so the result
+    is the same wherever they begin. Regions that the graph calls in several spans are left out.
     """
     nodes, region_of = list(fused.graph.nodes), _regions(model, fused, names)
     times = Counter(name for name, _ in itertools.groupby(region_of))
@@ -198,7 +198,7 @@ def divide(model: nn.Module, fused: fx.GraphModule, names: Collection[str]) -> D
 
 
 def _regions(model: nn.Module, fused: fx.GraphModule, names: Collection[str]) -> list[str]:
-    """Returns for each node the region that it belongs to, empty outside of them."""
+    """Returns the name of the region that each node belongs to, empty outside all regions."""
     name_of = {id(module): name for name, module in model.named_modules()}
     found, current = [], ""
     for node in fused.graph.nodes:
@@ -208,7 +208,7 @@ def _regions(model: nn.Module, fused: fx.GraphModule, names: Collection[str]) ->
         elif isinstance(own, RecomputedInput):
             own = own.layer
         path = name_of.get(id(own))
-        if path is not None:  # else a module that fusing made: it belongs to what surrounds it
+        if path is not None:  # else a module made by fusing: it belongs to the current region
             current = next((name for name in names if path == name or path.startswith(f"{name}.")), "")
         found.append("" if node.op in ("placeholder", "output") else current)
     return found

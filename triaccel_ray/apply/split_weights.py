@@ -1,6 +1,6 @@
-"""Weights of layers in BF16, kept as the word that computes and the 16 bits that complete the FP32 number.
+"""Splits FP32 weights of layers in BF16 into a BF16 word and the 16 bits that complete it to the FP32 number.
 
-The word is the parameter itself: no copy in FP32 stands beside it, no pass casts it, and its gradient is half as large.
+The BF16 word is the parameter itself. There is no FP32 copy and no cast in each pass, and gradients are half as large.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from triaccel_ray.kernels.split_words import join, split
 from triaccel_ray.model.layers import Layer
 
 _PIECE = 2**20
-"""Elements that are split or joined at once: what is computed on the way takes some 16 bytes for each."""
+"""Elements that are split or joined at once: temporaries take about 16 bytes per element."""
 _ALIGNMENT = 8
-"""Words to a multiple of which the low ones begin: 16 bytes, which kernels read at once."""
+"""The low words begin at a multiple of this many words: 16 bytes, which kernels read at once."""
 
 
 class SplitWeights(Weights):
-    """Splits the weights of layers in BF16, and joins them when somebody else is to see them.
+    """Splits the weights of layers in BF16, and joins them to FP32 for code other than training steps.
 
-    A weight's two halves lie in one stretch of memory, in which it is joined and split in place: its address stays, and
-    FP32 exists nowhere else. `refresh` splits before a step; whatever reads or writes FP32 joins first: evaluation,
-    curvature, checkpoints that are loaded, the optimizer's own step. `model.state_dict()` holds FP32 at any time, of
-    split weights in host memory. What somebody writes into a split weight in place is noticed by its version counter.
+    Both words of a weight share one block of memory, in which it is split and joined in place. So its address stays
+    the same, and FP32 exists nowhere else. `refresh` splits before a step. Whatever reads or writes FP32 joins first:
+    evaluation, curvature, loading of checkpoints, the optimizer's own step. `model.state_dict()` always holds FP32,
+    for split weights in host memory. In-place writes to a split weight are detected by its version counter.
 
     `in_force` holds the low words, int16.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], optimizer: torch.optim.Optimizer) -> None:
-        """Splits, when asked, weights that `optimizer` updates, and that belong to exactly one of `layers`."""
+        """Covers weights that `optimizer` updates and that belong to exactly one of `layers`; splits none yet."""
         super().__init__()
         own = parameters_of_one(layers, [p for group in optimizer.param_groups for p in group["params"]])
         self._weights = {name: [p for p in each if p.dim() >= 2 and p.requires_grad] for name, each in own.items()}
@@ -43,14 +43,14 @@ class SplitWeights(Weights):
         self._dtypes: Mapping[str, torch.dtype] = {}
         mine = {id(weight) for weights in self._weights.values() for weight in weights}
         self._hooks: list[RemovableHandle] = [
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self.join())  # it would bring state to BF16
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.join())  # else loading would cast state to BF16
         ]
         for module in model.modules():
             if any(id(p) in mine for p in module._parameters.values()):
                 self._hooks.extend(_hooked(module, self._words))
 
     def set(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Takes the dtype of each layer, by name; joins the weights of those that leave BF16."""
+        """Sets the dtype of each layer, by name; joins the weights of layers that leave BF16."""
         self._dtypes = dict(dtypes)
         kept = {id(weight) for weight in self._to_split()}
         for key, words in self._words.items():
@@ -59,7 +59,7 @@ class SplitWeights(Weights):
         self._update()
 
     def refresh(self) -> None:
-        """Splits the weights of layers in BF16 that are not split, or that somebody has changed since."""
+        """Splits the weights of layers in BF16 that are not split, and picks up changes made outside the optimizer."""
         for weight in self._to_split():
             words = self._words.get(id(weight))
             if words is None or not (words.is_split or have_equal_dense_strides(words.low, weight)):
@@ -76,7 +76,7 @@ class SplitWeights(Weights):
         self._update()
 
     def release(self) -> None:
-        """Makes all weights FP32 again, for good."""
+        """Makes all weights FP32 permanently, and removes the hooks."""
         self.join()
         self._weights = {name: [] for name in self._weights}
         for hook in self._hooks:
@@ -84,14 +84,14 @@ class SplitWeights(Weights):
 
     @torch.no_grad()
     def gather_gradient(self, parameter: Tensor) -> None:
-        """Adds the gradient of a weight, if it is split, to `sums`, in FP32."""
+        """Adds the gradient of a split weight to `sums` in FP32; ignores other parameters."""
         if id(parameter) in self.in_force and parameter.grad is not None:
             total = self.sums.get(id(parameter))
             self.sums[id(parameter)] = parameter.grad.float() if total is None else total.add_(parameter.grad)
             parameter.grad = None
 
     def zero_grad(self) -> None:
-        """Drops the sums."""
+        """Drops the gradient sums."""
         self.sums.clear()
 
     def _to_split(self) -> list[nn.Parameter]:
@@ -104,10 +104,10 @@ class SplitWeights(Weights):
 
 
 class _Words:
-    """Four bytes for each element of a weight: its FP32 numbers, or all high words and then all low ones."""
+    """Memory of a weight, 4 bytes per element: its FP32 numbers, or all high words and then all low words."""
 
     def __init__(self, weight: nn.Parameter) -> None:
-        """Allocates the memory; the weight is where it was until it is split."""
+        """Allocates the memory; the weight moves there when it is first split."""
         number = weight.numel()
         begin = -(-number // _ALIGNMENT) * _ALIGNMENT
         memory = torch.empty(2 * begin, dtype=torch.int16, device=weight.device)
@@ -118,11 +118,11 @@ class _Words:
         self._flat_low = memory[begin : begin + number]
         self._high = self._flat_high.as_strided(weight.shape, weight.stride())
         self.low = self._flat_low.as_strided(weight.shape, weight.stride(), begin)
-        """The low words, int16, laid out as the weight is."""
+        """The low words, int16, in the weight's memory layout."""
 
     @property
     def is_split(self) -> bool:
-        """Whether the weight is the high words."""
+        """Whether the weight currently consists of the high words."""
         return self._is_at_home and self.weight.dtype is torch.bfloat16
 
     @property
@@ -131,13 +131,13 @@ class _Words:
 
     @torch.no_grad()
     def split(self) -> None:
-        """Makes the weight the high words."""
+        """Makes the weight its high words; picks up in-place writes if it is split already."""
         if self.is_split:
             self._take_what_was_written()
             return
         if not self._is_at_home:
             self._numbers.copy_(self.weight)
-        # All of it before a word is written: they take the place of the numbers.
+        # Compute all words before writing any: they overwrite the FP32 numbers.
         words = [split(piece) for piece in self._flat.split(_PIECE)]
         torch.cat([high for high, _ in words], out=self._flat_high)
         torch.cat([low for _, low in words], out=self._flat_low)
@@ -152,30 +152,30 @@ class _Words:
 
     @torch.no_grad()
     def joined(self) -> Tensor:
-        """Returns the FP32 numbers of a split weight, in host memory: a second model has no place on the device."""
+        """Returns the FP32 numbers of a split weight in host memory: the device may not hold the model twice."""
         return self._joined().cpu().as_strided(self.weight.shape, self.weight.stride())
 
     def _joined(self) -> Tensor:
-        """Returns the numbers in the order in which they lie, [number]."""
+        """Returns the FP32 numbers in memory order, [number]."""
         self._take_what_was_written()
         pieces = zip(self._flat_high.split(_PIECE), self._flat_low.split(_PIECE), strict=True)
         return torch.cat([join(high, low) for high, low in pieces])
 
     def _take_what_was_written(self) -> None:
         if self.weight._version != self._version:
-            self.low.zero_()  # they completed other words
+            self.low.zero_()  # they belong to the high words from before the write
             self._version = self.weight._version
 
     def _show(self, values: Tensor) -> None:
-        self.weight.grad = None  # of the other dtype
+        self.weight.grad = None  # it has the other dtype
         self.weight.data = values
         self._version = self.weight._version
 
 
 def _hooked(module: nn.Module, words: Mapping[int, _Words]) -> list[RemovableHandle]:
-    """Has `module` give its split weights in FP32 into a state_dict, and join them before it is given one."""
+    """Hooks `module` to put split weights into a state_dict as FP32, and to join them before it loads one."""
 
-    # Functions, which a deep copy of the module shares, and not objects, which it would copy with all weights.
+    # Functions: a deep copy of the module shares them. It would copy objects, with all weights.
     def put_joined(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for name, parameter in module._parameters.items():
             if id(parameter) in words and words[id(parameter)].is_split:

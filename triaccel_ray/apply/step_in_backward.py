@@ -1,7 +1,7 @@
-"""Optimizer steps from inside the backward pass: a bucket of gradients goes as soon as it is complete.
+"""Runs the optimizer inside the backward pass: each bucket of gradients is used and freed once it is complete.
 
 PyTorch's tutorial and torchtune step one parameter at a time, which costs launches, and refuse loss scaling, clipping
-and accumulation. LOMO (Lv et al. 2023) passes backward twice for the norm to clip by; here the last step's serves.
+and accumulation. LOMO (Lv et al. 2023) runs backward twice to get the norm to clip by; here the previous step's serves.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from triaccel_ray.apply.weights import Weights
 from triaccel_ray.model.gradients import Gradients
 
 BUCKET_ELEMENTS = 2**23
-"""Elements from which on a bucket is full, 16 MiB of BF16 gradients: few launches for many small parameters."""
+"""Elements at which a bucket is full, 16 MiB of BF16 gradients: many small parameters take few launches."""
 
 
 def buckets_of(model: nn.Module, watched: Sequence[nn.Parameter]) -> list[list[int]]:
-    """Returns the indices of `watched` parameters in buckets, in the order in which gradients arrive: the last first.
+    """Returns the indices of `watched` parameters in buckets, in the order their gradients arrive: last ones first.
 
-    Parameters that lie side by side in the model share a bucket.
+    Parameters that are adjacent in the model share a bucket.
     """
     place_of = {p: place for place, p in enumerate(model.parameters())}
     found: list[list[int]] = [[]]
@@ -36,7 +36,7 @@ def buckets_of(model: nn.Module, watched: Sequence[nn.Parameter]) -> list[list[i
 
 
 class BucketedGradients:
-    """The gradients of one step, a bucket at a time: none is left when the backward pass has ended."""
+    """The gradients of one step, bucket by bucket; all are freed by the end of the backward pass."""
 
     def __init__(self, stepper: StepInBackward, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
         self._stepper = stepper
@@ -44,30 +44,30 @@ class BucketedGradients:
         self.publishes = True
 
     def begin(self, *, publishes: bool) -> None:
-        """Takes what arrives from here on; without `publishes` a CUDA graph is being captured."""
+        """Starts receiving gradients; `publishes` is False during CUDA graph capture."""
         self.publishes = publishes
         self._stepper.begin(self)
 
     def collect(self, companions: Mapping[int, Tensor], sums: Mapping[int, Tensor]) -> None:
-        """Hands over the buckets to which not every gradient has come; takes none any more."""
+        """Hands over the buckets that did not receive all their gradients."""
         self._stepper.end()
 
     def publish(self) -> None:
-        """Brings the addresses to the device, where a captured graph will read them."""
+        """Copies the gradients' addresses to the device, where a captured graph reads them."""
         for bucket in self.buckets:
             bucket.publish()
 
     def drop(self) -> None:
-        """Forgets the tensors; `Gradients.drop`."""
+        """Drops the tensors (see `Gradients.drop`)."""
         for bucket in self.buckets:
             bucket.drop()
 
 
 class StepInBackward:
-    """Hands each bucket over once its last gradient has arrived in the last part of a batch, and frees its gradients.
+    """Hands a bucket to the optimizer once its last gradient arrives in the last micro-batch, then frees it.
 
-    A batch that is tried again, after it did not fit, takes up its buckets' statistics again; a bucket that has been
-    stepped is not stepped twice.
+    A batch that is retried after running out of memory has its buckets' statistics taken again. A bucket that has
+    been stepped is not stepped twice.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class StepInBackward:
         begin: Callable[[], None],
         take: Callable[[int, Gradients, bool], None],
     ) -> None:
-        """Waits for gradients of `buckets`; `remove` ends it.
+        """Hooks the gradients of the parameters in `buckets`, until `remove` is called.
 
-        `begin` is called before a batch passes; `take` with a bucket's index, its gradients, and whether to step it.
+        Calls `begin` before each attempt at a batch; `take` with a bucket's index, gradients, and whether to step it.
         """
         self._buckets, self._weights, self._begin, self._take = buckets, weights, begin, take
         self._bucket_of: dict[Tensor, int] = {p: index for index, bucket in enumerate(buckets) for p in bucket}
@@ -91,23 +91,23 @@ class StepInBackward:
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._bucket_of if p.requires_grad]
 
     def gradients(self) -> BucketedGradients:
-        """Returns tables for the gradients of one step."""
+        """Returns a new `BucketedGradients`, without gradients yet."""
         return BucketedGradients(self, self._buckets)
 
     def begin(self, gradients: BucketedGradients) -> None:
-        """Hands over to `gradients` what arrives from here on."""
+        """Starts a step, whose gradients go to `gradients`."""
         self._gradients = gradients
         self._stepped.clear()
 
     def attempt(self) -> None:
-        """Begins to pass the batch, for the first time or again."""
+        """Starts an attempt at the batch, the first one or a retry."""
         self._missing = [{p for p in bucket if p.requires_grad} for bucket in self._buckets]
         self._taken.clear()
         self._begin()
 
     @contextlib.contextmanager
     def taking(self, *, is_first: bool, is_last: bool) -> Iterator[None]:
-        """Returns a context for the backward pass of a part of the batch; the last part completes gradients."""
+        """Returns a context for the backward pass of a micro-batch; the last one completes the gradients."""
         self._is_taking, self._is_last_part, self._sums_parts = True, is_last, not (is_first and is_last)
         try:
             yield
@@ -115,13 +115,13 @@ class StepInBackward:
             self._is_taking = False
 
     def end(self) -> None:
-        """Hands over what is left."""
+        """Hands over the remaining buckets, after the backward pass."""
         for index in range(len(self._buckets)):
             if index not in self._taken:
                 self._hand_over(index)
 
     def remove(self) -> None:
-        """Leaves gradients to others again."""
+        """Removes the gradient hooks."""
         for hook in self._hooks:
             hook.remove()
 

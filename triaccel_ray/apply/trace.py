@@ -1,4 +1,4 @@
-"""A model's forward pass as a graph of calls, or the reason why a graph would not compute the same."""
+"""Traces a model's forward pass into a graph of calls, or says why a graph would not compute the same."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """Why a model runs as it is."""
+    """The reason why a model cannot be traced or fused, and runs unchanged."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trace:
-    """What the forward pass calls, as long as nothing that it was read from has changed."""
+    """The calls of a model's forward pass, valid while `holds()` returns True."""
 
     graph: fx.Graph
     opened: tuple[tuple[nn.Module, bool], ...]
-    """Modules whose own code became part of the graph, and whether they were in training mode."""
+    """Modules that were traced into, and whether each was in training mode."""
 
     def holds(self) -> bool:
-        """Returns whether modes and hooks are those of the time of the trace."""
+        """Returns whether training modes and hooks are the same as when the model was traced."""
         return all(module.training is mode and is_plain(module) for module, mode in self.opened)
 
 
@@ -53,23 +53,23 @@ def called(root: nn.Module, node: fx.Node) -> nn.Module | None:
 
 
 class _UntraceableError(Exception):
-    """Says why tracing was given up."""
+    """Aborts tracing; the message says why."""
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Returns whether calling `module` means no more than running its class's forward function."""
+    """Returns whether `module` has no hooks and no forward function besides its class's."""
     return "forward" not in module.__dict__ and not any(getattr(module, name) for name in _HOOKS)
 
 
 def trace(model: nn.Module, leaves: Collection[nn.Module], opened: Collection[nn.Module] = ()) -> Trace | Refusal:
-    """Returns the calls that `model` makes in training mode, or why a graph, read once, would not compute the same.
+    """Returns a graph of the calls that `model` makes in training mode, or why a graph would not compute the same.
 
-    Refused are data-dependent control flow, hooks on the model itself, optional or variable arguments, context managers
-    inside, tensors or random numbers made in passing, and attributes assigned.
+    Refuses data-dependent control flow, hooks on the model itself, and optional or variable arguments. Refuses forward
+    passes that switch gradients, autocast or saved-tensor hooks, create tensors, draw random numbers or set attributes.
 
-    Opened are plain containers that hold a `torch.nn.BatchNorm2d`, `torch.nn.Sequential`, `torch.nn.Identity` and those
-    in `opened`; every other module is one call. A model in evaluation mode is traced as if in training mode; parts kept
-    in evaluation mode inside a model in training mode stay so. The model itself is left as it was.
+    Traces into plain containers that hold a `torch.nn.BatchNorm2d`, into `torch.nn.Sequential`, `torch.nn.Identity`
+    and the modules in `opened`; every other module is one call. A model in evaluation mode is traced in training mode;
+    submodules in evaluation mode inside a model in training mode stay so. The model itself is left unchanged.
     """
     if reason := _refused_from_outside(model):
         return Refusal(reason=reason)
@@ -83,7 +83,7 @@ def trace(model: nn.Module, leaves: Collection[nn.Module], opened: Collection[nn
             return Trace(graph=graph, opened=tuple((part, part.training) for part in (model, *tracer.opened)))
     except _UntraceableError as error:
         return Refusal(reason=str(error))
-    except Exception as error:  # the model's own code runs on stand-ins for tensors: anything may come of it
+    except Exception as error:  # the model's code runs on proxies for tensors: it may raise anything
         return Refusal(reason=f"its forward pass cannot be traced: {type(error).__name__}: {first_line(error)}")
 
 
@@ -101,7 +101,7 @@ def _refused_from_outside(model: nn.Module) -> str | None:
 
 
 class _Tracer(fx.Tracer):
-    """Refuses what `torch.fx` would leave out of a graph without a word."""
+    """Refuses operations that `torch.fx` would silently leave out of a graph."""
 
     proxy_buffer_attributes = True
 
@@ -143,9 +143,9 @@ class _Tracer(fx.Tracer):
 
 
 class _Proxy(fx.Proxy):
-    """A stand-in that keeps `x += y` in place, and does not answer what type it is."""
+    """A tensor proxy that records `x += y` as an in-place call, and refuses type checks in the model's code."""
 
-    @property  # type: ignore[misc]  # isinstance asks for it
+    @property  # type: ignore[misc]  # isinstance reads it
     def __class__(self) -> type:
         caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
         if caller in ("torch", __name__.partition(".")[0]) or caller in sys.stdlib_module_names:
@@ -162,7 +162,7 @@ for _function in INPLACE_OPERATORS:
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """Returns the state that context managers change and graphs do not hold."""
+    """Returns the gradient, inference, autocast and saved-tensor hook settings, which graphs do not record."""
     autocast = tuple(
         (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
     )
@@ -172,10 +172,10 @@ def _surroundings() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts back what a forward function assigns to modules, and the random state.
+    """Returns a context that restores the attributes of modules and the random states.
 
     Raises:
-        _UntraceableError: anything had changed: the graph would not do so.
+        _UntraceableError: the forward pass changed one of these, which the graph would not do.
     """
     attributes = {module: _attributes(module) for module in model.modules()}
     randomness, torch_randomness = random.getstate(), torch.get_rng_state()
@@ -193,7 +193,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Returns the module's attributes, each with a shallow copy where it is a container."""
+    """Returns the module's attributes, each with a shallow copy if it is a container, else None."""
     return {
         name: (value, value.copy() if isinstance(value, dict | list | set) else None)
         for name, value in module.__dict__.items()
@@ -201,7 +201,7 @@ def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
 
 
 def _restored(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> str:
-    """Puts the module's attributes back, and returns what had changed them; empty where nothing had."""
+    """Restores the module's attributes; returns what the forward pass did to them, empty if nothing."""
     now, kind, missing = module.__dict__, type(module).__name__, object()
     assigned = [
         name
@@ -217,7 +217,7 @@ def _restored(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> str:
             if copy is not None:
                 value.clear()
                 value.extend(copy) if isinstance(value, list) else value.update(copy)
-    if any(name.startswith("_tensor_constant") for name in assigned):  # so torch.fx keeps them
+    if any(name.startswith("_tensor_constant") for name in assigned):  # torch.fx stores them so
         return "makes tensors of its own"
     if assigned:
         return f"{verb} {assigned[0]} of {kind}"
@@ -225,7 +225,7 @@ def _restored(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> str:
 
 
 def _items(container: Any) -> Any:
-    """Returns what tells whether a container holds the same objects as before."""
+    """Returns a value that stays equal as long as the container holds the same objects."""
     if isinstance(container, dict):
         return list(container), [id(item) for item in container.values()]
     return {id(item) for item in container} if isinstance(container, set) else [id(item) for item in container]

@@ -1,4 +1,4 @@
-"""Hugging Face's `Trainer`, whose training steps are those of a `ControlLoop`."""
+"""A subclass of Hugging Face's `Trainer` that trains under a `ControlLoop`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from triaccel_ray.records.events import Tick
 from triaccel_ray.records.plan import Precision
 
 LOOP_STATE = "control_loop.pt"
-"""What the folder of a checkpoint holds beside the model: all else that the loop needs to go on."""
+"""File in a checkpoint's folder with everything that the loop needs to resume, except the model."""
 
 
 class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
-    """Takes what `Trainer` takes, and trains under a `ControlLoop`.
+    """A `Trainer` that trains under a `ControlLoop`, with the same arguments and a few more.
 
-    `max_steps`, warm-up and schedule count batches of `per_device_train_batch_size`, so many samples, whatever batches
-    the loop makes. `logging_steps`, `eval_steps` and `save_steps` count the loop's steps. Evaluation is in FP32.
+    `max_steps`, warm-up and schedule count batches of `per_device_train_batch_size` samples, whatever batch sizes the
+    loop uses. `logging_steps`, `eval_steps` and `save_steps` count the loop's steps. Evaluation runs in FP32.
     """
 
     def __init__(
@@ -41,21 +41,21 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
         on_tick: Callable[[Tick], None] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Takes the arguments of `Trainer`, and three of `ControlLoop`, of which `control` is the `config`.
+        """Takes the arguments of `Trainer` and three of `ControlLoop`; `control` is the loop's `config`.
 
         Raises:
-            TypeError: `control` is no `ControlConfig`.
-            ValueError: the loop cannot do what an argument asks for.
+            TypeError: `control` is not a `ControlConfig`.
+            ValueError: the loop does not support an argument.
         """
         super().__init__(*args, **kwargs)
         self.loop: ControlLoop | None = None
-        """What trains, while `train` runs."""
+        """The loop that trains, while `train` runs; None otherwise."""
         self._config = control
         self._options: dict[str, Any] = {"memory_budget": memory_budget, "on_tick": on_tick}
         control_of(control, self.args)
         require_supported(self)
 
-    # Private, as what it calls of the Trainer: around the steps there is no public name.
+    # Private, like the methods it calls: the Trainer has no public method around the steps.
     def _inner_training_loop(
         self,
         batch_size: int | None = None,
@@ -66,7 +66,7 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
     ) -> TrainOutput:
         require_supported(self)
         self.accelerator.free_memory()
-        self.accelerator.prepare_model(self.model, evaluation_mode=True)  # else judging would do so, and log the time
+        self.accelerator.prepare_model(self.model, evaluation_mode=True)  # else evaluation would, and log the time
         config, source = control_of(self._config, self.args), source_of(self.get_train_dataloader())
         per_epoch = -(-len(source) // config.batch.start)
         total = self.args.max_steps if self.args.max_steps > 0 else math.ceil(self.args.num_train_epochs * per_epoch)
@@ -75,7 +75,7 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
         try:
             if resume_from_checkpoint is not None:
                 state = load_checkpoint(Path(resume_from_checkpoint) / LOOP_STATE)
-                loop.load_state_dict({**state, "model": loop.model.state_dict()})  # which `train` has loaded
+                loop.load_state_dict({**state, "model": loop.model.state_dict()})  # loaded by `train`
             ignored, began, none = ignore_keys_for_eval, time.time(), torch.zeros_like(loop.epoch_loss[0])
             self._tr_loss, self._step_loss, self._total_loss_scalar = none, none.clone(), 0.0
             self._initial_global_step = self._globalstep_last_logged = self.state.global_step
@@ -91,7 +91,7 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
         return self._finalize_training(trial, total * config.batch.start, began)
 
     def _new_loop(self, config: ControlConfig, source: DataSource, total: int) -> ControlLoop:
-        """Returns the loop, whose schedule ends after `total` batches of the first size."""
+        """Returns a new loop, whose schedule ends after `total` batches of the first size."""
         if self._created_lr_scheduler:  # by an earlier `train`
             self.lr_scheduler = None
         self.create_optimizer_and_scheduler(total)
@@ -102,7 +102,7 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
         return ControlLoop(self.model, self.optimizer, loss_of(self), source, **options)
 
     def _train_epoch(self, loop: ControlLoop, total: int, report: Callable[..., None]) -> None:
-        """Makes the steps that are left of the present epoch; `report` logs, judges and saves where that is due."""
+        """Makes the remaining steps of the current epoch; `report` logs, evaluates and saves when due."""
         events, args, epoch, size = self.callback_handler, self.args, loop.sampler.epoch, loop.config.batch.start
         rate: float | None = None
         self.control = events.on_epoch_begin(args, self.state, self.control)
@@ -112,13 +112,13 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
             before = torch.zeros_like(loop.epoch_loss) if loop.sampler.at_epoch_start else loop.epoch_loss.clone()
             loop.step()
             loss_sum, num_samples = loop.epoch_loss - before
-            # On the device: a skipped step, without samples, counts with the loss of the one before.
+            # On the device: a skipped step has no samples, and counts with the loss of the step before.
             self._step_loss = torch.where(num_samples > 0, loss_sum / num_samples, self._step_loss)
             self._tr_loss += self._step_loss
             done, per_epoch = loop.sampler.num_batches(size), -(-loop.sampler.num_samples // size)
             self.state.global_step += 1
             self.state.epoch = done // per_epoch + done % per_epoch / per_epoch
-            # As larger batches need fewer steps, the number of all steps is not known before the last one.
+            # Larger batches need fewer steps, so the total number of steps is not known before the last one.
             self.state.max_steps = self.state.global_step + max(-(-(total - done) * size // loop.plan.batch_size), 0)
             self.control = events.on_step_end(args, self.state, self.control)
             report(learning_rate=rate)
@@ -128,7 +128,7 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
         report(learning_rate=rate)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Judges the model as `Trainer` does, in FP32 while it trains, too."""
+        """Evaluates the model as `Trainer` does, in FP32 during training, too."""
         if self.loop is None:
             return super().evaluation_loop(*args, **kwargs)
         with self.loop.suspended():
@@ -137,16 +137,16 @@ class TriAccelTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
         return result
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs as `Trainer` does; beside a training loss the batch size and the layers in each precision, too."""
+        """Logs as `Trainer` does; adds the batch size and the number of layers in each precision to a training loss."""
         if self.loop is not None and "loss" in logs:
             plan = self.loop.plan
             layers = Counter(plan.precision.values())
             logs |= {"batch_size": plan.batch_size} | {f"layers_{level.value}": layers[level] for level in Precision}
         super().log(logs, start_time)
 
-    # Private: of a checkpoint, this is what the loop has in a form of its own.
+    # Private: the loop saves this part of a checkpoint in its own format.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.loop is not None:
             state = self.loop.state_dict()
-            del state["model"]  # saved as Hugging Face's models are
+            del state["model"]  # saved in Hugging Face's own format
             save_checkpoint(Path(output_dir) / LOOP_STATE, state)

@@ -1,4 +1,4 @@
-"""What a `Trainer` is given, as the control loop takes it; and what the loop cannot do, refused."""
+"""Translates a `Trainer`'s arguments for the control loop, and refuses those that the loop does not support."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from triaccel_ray.model.layers import Loss
 _LADDER = ("start", "minimum", "maximum", "accumulate", "granularity", "step_up", "step_down")
 _BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 _OTHER_STEPS = ("lomo", "layerwise", "schedule_free")
-"""In the names of optimizers that step within the backward pass, or need to know when the model is judged."""
+"""Parts of the names of optimizers that step in the backward pass, or need to know when the model is evaluated."""
 _INSIDE_A_STEP = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 
 
 def control_of(control: ControlConfig | None, args: TrainingArguments) -> ControlConfig:
-    """Returns `control` with the first batch and the bound on gradients of `args`.
+    """Returns `control` with the first batch size and the gradient norm bound of `args`.
 
-    Where it names no batch sizes, they go from half of the first one to eight times as many, in steps of half.
+    If `control` sets no batch sizes, they range from half of the first to eight times the first, in steps of half.
 
     Raises:
-        TypeError: it is no `ControlConfig`.
-        ValueError: it names another batch or bound than `args`.
+        TypeError: `control` is not a `ControlConfig`.
+        ValueError: `control` sets another batch size or bound than `args`.
     """
     control = ControlConfig() if control is None else require_instance("control", control, ControlConfig)
     parts, norm = args.gradient_accumulation_steps, args.max_grad_norm or None
@@ -52,24 +52,24 @@ def source_of(loader: DataLoader[Any]) -> DataSource:
     """Returns the samples of the Trainer's loader.
 
     Raises:
-        ValueError: it chooses samples in a way of its own.
+        ValueError: the loader does not draw each sample once an epoch, in random order.
     """
-    sampler = getattr(loader.batch_sampler, "sampler", None)  # its own `sampler` is a default that nobody asks
+    sampler = getattr(loader.batch_sampler, "sampler", None)  # the loader's own `sampler` is an unused default
     if not isinstance(sampler, RandomSampler):
         raise ValueError(
             f"train_dataset {type(loader.dataset).__name__} is drawn by {type(sampler).__name__}: the loop draws each "
             "sample once an epoch, in random order; leave train_sampling_strategy out, and give a map-style data set"
         )
     plain = DataLoader(loader.dataset, sampler=sampler, collate_fn=loader.collate_fn, num_workers=loader.num_workers)
-    return as_source(plain)  # which knows more ways to choose samples, and refuses them
+    return as_source(plain)  # which refuses further ways to choose samples
 
 
 def loss_of(trainer: Trainer) -> Loss:
-    """Returns the Trainer's `compute_loss` as a function of the outputs and their batch."""
+    """Returns the Trainer's `compute_loss` as a function of the model's outputs and the batch."""
     is_users = trainer.compute_loss_func is not None or type(trainer).compute_loss is not Trainer.compute_loss
 
     def loss(outputs: Any, batch: Any) -> Any:
-        # Private: the number by which the Trainer lets a user's function divide.
+        # Private: the number that the Trainer gives a user's loss function to divide by.
         num_items = trainer._get_num_items_in_batch([batch], trainer.args.device) if is_users else None
         return trainer.compute_loss(_Computed(trainer.model, outputs, batch), {**batch}, num_items_in_batch=num_items)
 
@@ -77,10 +77,10 @@ def loss_of(trainer: Trainer) -> Loss:
 
 
 def require_supported(trainer: Trainer) -> None:
-    """Checks that the loop can do what a Trainer's arguments ask for.
+    """Checks that the loop supports a Trainer's arguments, callbacks and overridden methods.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: it does not support one of them.
     """
     args = trainer.args
     refused = {
@@ -121,7 +121,7 @@ def require_supported(trainer: Trainer) -> None:
 
 
 class _Computed:
-    """Stands for a model that has computed its outputs already, for `compute_loss` to call."""
+    """Stands in for the model when `compute_loss` calls it; returns outputs that are computed already."""
 
     def __init__(self, model: nn.Module, outputs: Any, batch: dict[str, Any]) -> None:
         self._model, self._outputs, self._batch = model, outputs, batch
@@ -139,5 +139,5 @@ class _Computed:
         if "labels" in inputs or "labels" not in self._batch:
             return self._outputs
         if isinstance(self._outputs, tuple):
-            return self._outputs[1:]  # without the loss, as without labels
+            return self._outputs[1:]  # without the loss, as a model called without labels returns
         return type(self._outputs)(**{name: value for name, value in self._outputs.items() if name != "loss"})

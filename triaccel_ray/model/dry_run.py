@@ -1,4 +1,4 @@
-"""One pass of two samples before training: faults of model, loss, targets and data are named before time is spent."""
+"""Runs two samples through model and loss before training, to report errors in the user's code and data early."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from triaccel_ray.model.pytree import map_tensors, tensors_in
 
 OWN_PACKAGE = "triaccel_ray"
 MAX_FRAMES = 3
-"""Frames of a user's code in a message, two lines each."""
+"""Maximum number of frames of user code in a message, two lines each."""
 IN_YOUR_CODE = "in your code:"
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
 class UserCodeError(ValueError):
-    """A user's model, loss, data or task raised; the message names the function, the error and the user's own lines."""
+    """A user's model, loss, data or task raised; the message names the function, the error and the user's lines."""
 
 
 @contextlib.contextmanager
 def blaming(what: str, about: Callable[[], str] = str) -> Iterator[None]:
-    """Says that `what`, code of the user's, raised whatever is raised inside; `about` adds what it was called with.
+    """Returns a context that attributes exceptions to `what`, user code; `about` describes its arguments.
 
-    A message of this product's own, a missing file and a lack of memory stay as they are.
+    Errors raised by this package itself, missing files and out-of-memory errors pass through unchanged.
 
     Raises:
-        UserCodeError: in place of any other exception, SystemExit among them.
+        UserCodeError: in place of any other exception, including SystemExit unless Ray raised it.
     """
     try:
         yield
@@ -49,10 +49,10 @@ def blaming(what: str, about: Callable[[], str] = str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusing_exits() -> Iterator[None]:
-    """Says that the user's code called `sys.exit`: the end of the process would pass for its loss.
+    """Returns a context that refuses `sys.exit` in user code: an exit would be mistaken for a lost process.
 
     Raises:
-        UserCodeError: in place of its SystemExit.
+        UserCodeError: in place of the user's SystemExit.
     """
     try:
         yield
@@ -68,7 +68,7 @@ def _user_code_error(text: str, error: BaseException) -> UserCodeError:
 
 
 def users_lines(error: BaseException) -> str:
-    """Returns where in the user's own code `error` was raised, the last `MAX_FRAMES` frames; empty without any."""
+    """Returns where in user code `error` was raised, at most the last `MAX_FRAMES` frames; empty if there are none."""
     frames = [(frame, number) for frame, number in traceback.walk_tb(error.__traceback__) if _is_users(frame)]
     lines = []
     for frame, number in frames[-MAX_FRAMES:]:
@@ -81,14 +81,14 @@ def users_lines(error: BaseException) -> str:
 def require_working(
     model: nn.Module, loss: Loss, source: DataSource, judge: Callable[[Any, Any], Any] | None = None
 ) -> None:
-    """Passes two samples of `source` through model and loss, and has `judge` judge them where it is given.
+    """Passes two samples of `source` through model and loss, and their outputs and targets to `judge`, if given.
 
-    Random states, buffers and training modes are put back; no gradient is computed, no parameter changes. Of targets
-    that are integers in a tensor, the smallest and the largest are tried. A lack of memory is left to training.
+    Random states, buffers and training modes are restored; no gradient is computed, no parameter changes. If targets
+    are integers in a tensor, the samples have the smallest and the largest. Out-of-memory errors are left to training.
 
     Raises:
-        UserCodeError: a function of the user's raised.
-        TypeError, ValueError: one of them returned something else than it has to.
+        UserCodeError: a user's function raised.
+        TypeError, ValueError: a user's function returned an invalid value.
     """
     with preserved_random_states(), preserved_modes(model), contextlib.ExitStack() as stack:
         stack.callback(restoring_buffers(model.modules()))
@@ -132,12 +132,12 @@ def _pass(model: nn.Module, loss: Loss, source: DataSource, judge: Callable[[Any
 def _loss_of(loss: Loss, outputs: Any, targets: Any) -> Any:
     with blaming("the loss", lambda: seen(outputs, targets)):
         if isinstance(targets, Tensor) and targets.is_cuda:
-            # There a class out of range is an assertion on the device, after which the process cannot use it any more.
+            # On a GPU, a class out of range fails a device-side assert, after which the process cannot use the device.
             try:
                 loss(map_tensors(Tensor.cpu, outputs), targets.cpu())
             except IndexError:
                 raise
-            except Exception:  # weights of the loss's own on the GPU, perhaps: judged there
+            except Exception:  # the loss may have weights on the GPU: checked there
                 pass
         return loss(outputs, targets)
 
@@ -155,7 +155,7 @@ def _require_loss(value: Any) -> None:
 
 
 def _two_samples(source: DataSource) -> Tensor:
-    """Returns the indices of two samples, of different targets where that costs nothing."""
+    """Returns the indices of two samples, with different targets if these are cheap to find."""
     targets = source.targets if isinstance(source, TensorSource) else None
     if targets is not None and targets.dim() == 1 and not targets.is_floating_point():
         first, last = int(targets.argmin()), int(targets.argmax())
@@ -165,7 +165,7 @@ def _two_samples(source: DataSource) -> Tensor:
 
 
 def described(value: Any) -> str:
-    """Returns kind and shape of a value, for messages."""
+    """Returns a short description of a value, with its type and any shapes, for messages."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     if isinstance(value, tuple | list):
@@ -176,7 +176,7 @@ def described(value: Any) -> str:
 
 
 def seen(outputs: Any, targets: Any) -> str:
-    """Returns kinds and shapes of both, for messages."""
+    """Returns a short description of outputs and targets, for messages."""
     return f" (outputs {described(outputs)}, targets {described(targets)})"
 
 
@@ -192,7 +192,7 @@ def _raised_in(error: BaseException) -> str:
 
 
 def _ends_the_process(error: BaseException) -> bool:
-    """Returns whether `error` is how Ray ends a process."""
+    """Returns whether `error` is the SystemExit by which Ray ends a process."""
     return isinstance(error, SystemExit) and _raised_in(error) == "ray"
 
 

@@ -1,4 +1,4 @@
-"""The gradients of one step, where statistics and optimizer find them."""
+"""Collects the gradients of one step for the gradient statistics and the optimizer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _NONE: Mapping[int, Tensor] = MappingProxyType({})
 
 
 class Gradients:
-    """A gradient for each watched parameter, or None, and the table through which kernels read them.
+    """The gradient of each watched parameter, or None, and the table through which kernels read them.
 
-    A parameter whose layer computes from a low-precision copy gets its gradient there, in the copy's dtype: no cast
-    to FP32 stands between backward pass and optimizer. That of a split weight is BF16, or an FP32 sum over the parts of
-    a batch.
+    If a parameter's layer computes with a low-precision copy, the gradient is that of the copy, in its dtype: nothing
+    casts it to FP32 before the optimizer. A split weight has a BF16 gradient, or an FP32 sum over micro-batches.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -32,21 +31,21 @@ class Gradients:
     def collect(self, copies: Mapping[int, Tensor], sums: Mapping[int, Tensor] = _NONE) -> None:
         """Takes the gradients from the parameters, or from their copies or sums (id of the parameter -> tensor).
 
-        Each has the memory layout of its parameter. `publish` makes known to kernels where they lie.
+        Each is brought into the memory layout of its parameter. `publish` makes their addresses known to kernels.
         """
         self.tensors = [_gradient(p, copies.get(id(p)), sums.get(id(p))) for p in self.parameters]
         self.table.point_to(self.tensors, upload=False)
 
     def begin(self, *, publishes: bool) -> None:
-        """Forgets the tensors of the step before; without `publishes` a CUDA graph is being captured."""
+        """Drops the tensors of the previous step; `publishes` is False during CUDA graph capture."""
         self.drop()
 
     def publish(self) -> None:
-        """Brings to the device where the tensors lie, or lay; not while a CUDA graph is being captured."""
+        """Copies the tensors' last addresses to the device; not to be called during CUDA graph capture."""
         self.table.upload_named()
 
     def drop(self) -> None:
-        """Forgets the tensors; the table keeps their addresses, which stay valid in a captured graph's replays."""
+        """Drops the tensors; the table keeps their addresses, which stay valid in a captured graph's replays."""
         self.tensors = [None] * len(self.parameters)
         self.table.forget()
 
@@ -54,9 +53,9 @@ class Gradients:
 def _gradient(parameter: nn.Parameter, copy: Tensor | None, total: Tensor | None) -> Tensor | None:
     gradient = parameter.grad if total is None else total
     if copy is not None and copy.grad is not None:
-        # Both only where the model also reads the weight itself, beside the layer that computes with the copy.
+        # Both exist only if the model also reads the weight itself, outside the layer that computes with the copy.
         gradient = copy.grad if gradient is None else gradient + copy.grad
-    if gradient is not None and gradient.is_sparse:  # of `F.embedding(..., sparse=True)`, say
+    if gradient is not None and gradient.is_sparse:  # for example of `F.embedding(..., sparse=True)`
         gradient = gradient.to_dense()
     if gradient is None or gradient.stride() == parameter.stride() or have_equal_dense_strides(gradient, parameter):
         return gradient

@@ -1,4 +1,4 @@
-"""Which modules of a model are layers, in the sense of the control loop, and how a model is called."""
+"""Finds the modules of a model that the control loop treats as layers; checks and calls the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase,
 class Layer:
     """A module that owns a weight of two or more dimensions, or several that share one, as tied embeddings do.
 
-    Biases and normalisation parameters belong to no layer: their statistics are not watched.
+    Biases and normalization parameters belong to no layer: their statistics are not watched.
     """
 
     name: str
@@ -28,24 +28,23 @@ class Layer:
     weights: tuple[nn.Parameter, ...]
     """Trainable parameters of two or more dimensions, the first module's own first."""
     fixed_precision: bool = False
-    """True for recurrent modules, whose flattened weights a cast would not reach, and for embeddings, which look up."""
+    """True for embeddings, which only look up, and recurrent modules, whose flattened weights a cast would miss."""
 
     @property
     def num_elements(self) -> int:
-        """Elements of all weights."""
+        """Number of elements of all weights."""
         return sum(weight.numel() for weight in self.weights)
 
 
 def find_layers(model: nn.Module) -> tuple[Layer, ...]:
     """Returns the layers of `model` in module order.
 
-    A container whose children own weights is no layer, whatever it owns beside them (a class token, say): such
-    parameters stay FP32. `nn.MultiheadAttention` is one layer with everything below it, for it reads its children's
-    weights itself.
+    A container whose children own weights is not a layer. Parameters that it owns itself, such as a class token, stay
+    FP32. `nn.MultiheadAttention` and everything below it is one layer, because it reads its children's weights itself.
 
     Raises:
-        TypeError: `model` is no module.
-        ValueError: the model has no trainable weight of two or more dimensions, or one whose shape is not known yet.
+        TypeError: `model` is not a module.
+        ValueError: the model has no trainable weight of two or more dimensions, or an uninitialized parameter.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model = {model!r:.80}: must be a torch.nn.Module, not a {type(model).__name__}")
@@ -95,7 +94,7 @@ def require_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, layers
     """Checks that the loop can train the model with this optimizer.
 
     Raises:
-        TypeError: `optimizer` is no PyTorch optimizer.
+        TypeError: `optimizer` is not a PyTorch optimizer.
         ValueError: the model is spread over processes, trainable parameters are not FP32, gradients are sparse, or the
             optimizer needs a closure or updates no layer of the model.
     """
@@ -122,7 +121,7 @@ def require_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, layers
 
 
 def _require_single_process(model: nn.Module) -> None:
-    """Raises ValueError for a model whose gradients other processes share: each would decide for itself."""
+    """Raises ValueError if the training is distributed over processes: each would adapt on its own."""
     kinds = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     for kind in ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"):
         if kind in kinds:
@@ -138,16 +137,16 @@ def _require_single_process(model: nn.Module) -> None:
 
 
 def to_channels_last(model: nn.Module) -> None:
-    """Lays the weights of a model with 2-d convolutions out in channels_last memory, in place; values stay.
+    """Converts a model with 2-d convolutions to channels_last memory, in place; values stay the same.
 
-    Convolutions and the norms and pools between them are faster so, on a GPU in FP16 and BF16 and on a CPU; the fused
-    norm kernels need it.
+    Convolutions and the norms and pools between them run faster in it, on a GPU in FP16 and BF16 and on a CPU. The
+    fused norm kernels need it.
     """
     if not any(isinstance(module, nn.Conv2d) for module in model.modules()):
         return
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dim() == 4:
-            # Not `contiguous`: it leaves the strides of one channel, and the outputs would follow them.
+            # Not `contiguous`: it keeps the strides of one-channel tensors, and outputs would take these over.
             tensor.data = tensor.data.to(memory_format=torch.channels_last)
 
 
@@ -158,7 +157,7 @@ their floating-point tensors in FP32."""
 
 @contextlib.contextmanager
 def preserved_modes(model: nn.Module) -> Iterator[None]:
-    """Puts the training mode of every module back after what is inside: `eval()` and `train()` some models override."""
+    """Returns a context that restores each module's training mode, even if a model overrides `eval()` or `train()`."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -168,7 +167,7 @@ def preserved_modes(model: nn.Module) -> Iterator[None]:
 
 
 def restoring_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Returns what makes the buffers of these modules what they are now: the same tensors, with the same values."""
+    """Returns a function that restores the current buffers of `modules`: the same tensors with the same values."""
     named = [(module, name, b) for module in modules for name, b in module.named_buffers(recurse=False)]
     saved = [(module, name, buffer, buffer.clone()) for module, name, buffer in named]
 
@@ -181,23 +180,23 @@ def restoring_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
 
 
 def uncompiled() -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which compiled modules run their own code.
+    """Returns a context in which compiled modules run their original code.
 
-    `torch.compiler` is left alone where nobody has loaded what it needs: that takes a second.
+    It does nothing if `torch._dynamo` is not loaded yet, because loading it takes a second.
     """
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 def is_depthwise(module: nn.Module) -> bool:
-    """Returns whether this is a convolution of images with one filter a channel."""
+    """Returns whether `module` is a 2-d convolution with one filter per channel."""
     return isinstance(module, nn.Conv2d) and module.groups == module.in_channels == module.out_channels > 1
 
 
 @contextlib.contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Returns a context in which PyTorch's own kernels convolve, for passes that are made once.
+    """Returns a context in which convolutions use PyTorch's own kernels, for passes that run only once.
 
-    cuDNN prepares for each shape that is new to it: in 0.02 s a convolution, in 1.4 s a depthwise one (H200).
+    cuDNN prepares for each new shape: 0.02 s for a convolution, 1.4 s for a depthwise one (H200).
     """
     before, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False
     try:
@@ -207,7 +206,7 @@ def without_cudnn() -> Iterator[None]:
 
 
 def forward(model: nn.Module, inputs: Any) -> Any:
-    """Returns the model's outputs: a mapping of inputs goes in by name, a tuple or list by position, else as it is."""
+    """Returns the model's outputs; passes a mapping by name, a tuple or list by position, any other input as it is."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     if isinstance(inputs, tuple | list):

@@ -1,6 +1,6 @@
-"""What held-out samples are judged by besides the loss: means over the samples, and figures made of these means.
+"""Metrics on held-out samples besides the loss: means over the samples, or functions of these means.
 
-PyTorch is imported where it is used: a task names its metrics before anything waits for that.
+PyTorch is imported inside functions, so that a task can name its metrics without waiting for the import.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Values: TypeAlias = "Callable[[Any, Tensor], Tensor | tuple[Tensor | float, Tensor | float]]"
-"""Maps outputs and targets of b samples to a tensor [b, ...] of values, each of which counts once, or to (sum, weight).
+"""Maps outputs and targets of b samples to a tensor [b, ...] of equally weighted values, or to (sum, weight).
 
-Both are added up on the device over all batches, so that the size of a batch changes nothing. Neither `.item()` nor
+Both are added up on the device over all batches, so that batch sizes do not matter. Neither `.item()` nor
 `float()` is needed: each would wait for the device.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A figure of a model on held-out samples: `of_mean(the mean of values(outputs, targets))`."""
+    """A metric of a model on held-out samples: `of_mean(mean of values(outputs, targets))`."""
 
     values: Values
     of_mean: Callable[[float], float] = float
-    """Makes the figure of the mean over all samples."""
+    """Maps the mean over all samples to the metric."""
     maximize: bool = True
-    """Whether more is better."""
+    """Whether larger values are better."""
     unit: str = ""
     """`%` for percent of the samples, in [0, 100]; empty for a plain number."""
 
     def goal(self, name: str) -> Goal:
-        """Returns the goal of having much, or little, of this metric called `name`."""
+        """Returns the goal of maximizing, or minimizing, this metric under `name`."""
         return Goal(name=name, maximize=self.maximize, unit=self.unit)
 
 
 def as_metrics(given: Any) -> dict[str, Metric]:
-    """Returns the metrics by name; a plain function is one whose mean is the figure, and more of it is better.
+    """Returns the metrics by name; a plain function becomes a `Metric` of its mean, to be maximized.
 
     Raises:
-        TypeError: what was given is no mapping, or holds something else.
-        ValueError: a name is none, or is taken.
+        TypeError: `given` is not a mapping, or holds something other than metrics and functions.
+        ValueError: a name is not an identifier, or is reserved.
     """
     if not isinstance(given, Mapping):
         raise TypeError(
@@ -63,10 +63,10 @@ def as_metrics(given: Any) -> dict[str, Metric]:
 
 
 def top1(outputs: Any, targets: Any) -> Tensor:
-    """Returns where the largest of outputs [..., C] is at the target's class: boolean, of the targets' shape [...].
+    """Returns whether the largest of outputs [..., C] is the target's class: boolean, in the targets' shape [...].
 
     Raises:
-        TypeError: outputs are no scores of classes, or targets no classes.
+        TypeError: outputs are not scores of classes, or targets are not classes.
     """
     _require_classes("top1", outputs, targets)
     hits: Tensor = outputs.argmax(dim=-1) == targets
@@ -74,12 +74,12 @@ def top1(outputs: Any, targets: Any) -> Tensor:
 
 
 def token_loss(outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
-    """Returns the sum of the tokens' cross-entropy, in nats, and their number; a target of -100 is no token.
+    """Returns the sum of the tokens' cross-entropy, in nats, and their number; targets of -100 are ignored.
 
     Outputs are logits [..., V], targets the tokens [...].
 
     Raises:
-        TypeError: outputs are no logits, or targets no tokens.
+        TypeError: outputs are not logits, or targets are not tokens.
     """
     from torch.nn import functional as F
 
@@ -118,8 +118,8 @@ def _exp(nats: float) -> float:
 
 
 ACCURACY: Final = Metric(values=top1, of_mean=lambda share: 100.0 * share, unit="%")
-"""Percent of the samples whose largest output is at the target's class."""
+"""Percent of the samples whose largest output is the target's class."""
 PERPLEXITY: Final = Metric(values=token_loss, of_mean=_exp, maximize=False)
-"""exp(mean loss of a token): among how many equally likely tokens the model hesitates."""
+"""exp(mean loss per token): the number of equally likely tokens that would have the same loss."""
 BITS_PER_BYTE: Final = Metric(values=token_loss, of_mean=lambda nats: nats / math.log(2.0), maximize=False)
-"""Mean loss of a token in bits, for models whose tokens are bytes. Of longer tokens return (sum, number of bytes)."""
+"""Mean loss per token in bits, for models whose tokens are bytes. For longer tokens return (sum, number of bytes)."""

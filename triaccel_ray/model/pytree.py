@@ -15,8 +15,8 @@ from torch.utils import _pytree  # no public name yet; torch.func and Hugging Fa
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Returns `value` with every tensor in it replaced by `function` of it; containers keep their types.
 
-    Walked through are what PyTorch's pytree knows (tuples, named tuples, lists, dicts, `ModelOutput`), other mappings
-    and dataclasses. Anything else that is no tensor stays as it is.
+    Descends into containers that PyTorch's pytree knows (tuples, named tuples, lists, dicts, `ModelOutput`), other
+    mappings and dataclasses. Other values that are not tensors stay as they are.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -29,7 +29,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
     def keep(tensor: Tensor) -> Tensor:
         found.append(tensor)
-        return tensor  # a container that checks its items is made anew with these
+        return tensor  # containers that check their items are rebuilt with these
 
     map_tensors(keep, value)
     return found
@@ -46,12 +46,12 @@ def _map_leaf(function: Callable[[Tensor], Any], leaf: Any) -> Any:
     if isinstance(leaf, Mapping):
         items = {key: map_tensors(function, item) for key, item in leaf.items()}
         if not isinstance(leaf, dict):
-            return type(leaf)(items)  # type: ignore[call-arg]  # as mappings are made
-        mapping = copy.copy(leaf)  # of any kind, such as one that knows a default
+            return type(leaf)(items)  # type: ignore[call-arg]  # the usual constructor of mappings
+        mapping = copy.copy(leaf)  # keeps its class and state, such as a default factory
         for key, item in items.items():
             mapping[key] = item
         return mapping
-    if isinstance(leaf, tuple | list):  # of a class of its own
+    if isinstance(leaf, tuple | list):  # a subclass that pytree does not know
         return type(leaf)(map_tensors(function, item) for item in leaf)
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         same = copy.copy(leaf)  # `dataclasses.replace` would run the class's own checks on what `function` returns

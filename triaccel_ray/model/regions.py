@@ -1,6 +1,6 @@
-"""The blocks of a model, of which each is compiled by itself, or keeps nothing but its inputs.
+"""Finds the blocks of a model that are compiled, or checkpointed, one by one.
 
-Embeddings are left out of account where parameters are compared: they may be larger than all blocks together.
+Embeddings are ignored when parameters are counted: they may be larger than all blocks together.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import nn
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _MINIMAL_MODULES = 3
-"""A block holds at least so many modules: one layer by itself has nothing to fuse, and nothing inside to free."""
+"""Minimum number of modules in a block: a single layer has nothing to fuse, and nothing inside to free."""
 _MAXIMAL_KINDS = 2
-"""Kinds of blocks, an encoder's and a decoder's, say: beyond that compiling the whole model takes less time."""
+"""Maximum number of kinds of blocks, such as an encoder's and a decoder's: with more, compiling the whole is faster."""
 _MINIMAL_SHARE = 0.8
-"""Of a module's parameters, embeddings aside, that the blocks it repeats must own."""
+"""Minimum share of a module's parameters, embeddings aside, that its repeated blocks must own."""
 
 Call = Callable[..., Any]
 
 
 def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Returns the largest blocks of which the model is a repetition, in module order; none where it is not.
+    """Returns the largest blocks that the model repeats, in module order; empty if it does not consist of such blocks.
 
-    Blocks are alike in class and in the shapes of their parameters: those of a ViT, a GPT or a BERT. Blocks that grow
-    wider from stage to stage would each be compiled anew, which takes longer than the whole model (ConvNeXt-T on an
-    H200 machine: 53 s against 41 s).
+    Blocks are alike in class and in parameter shapes, as in a ViT, a GPT or a BERT. Blocks that grow wider from stage
+    to stage would be compiled once per width, which takes longer than compiling the whole model (ConvNeXt-T on an H200
+    machine: 53 s against 41 s).
     """
     alike: dict[Any, list[nn.Module]] = defaultdict(list)
     for module in filter(_is_block, model.modules()):
@@ -47,11 +47,11 @@ def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def find_regions(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns disjoint blocks by their qualified names, in module order: the smallest that a model repeats.
+    """Returns the smallest blocks that a model repeats, disjoint, by qualified name and in module order.
 
     Blocks are alike in class, whatever their widths: the bottlenecks of a ResNet, the blocks of a ViT. A stage that
-    repeats blocks is divided into them. Where nothing repeats, the model's children are the regions. Single layers
-    belong to none.
+    repeats blocks is divided into them. If nothing repeats, the model's children are the regions. Single layers are in
+    no region.
     """
     found: dict[nn.Module, str] = {}
     for name, module in model.named_children():
@@ -64,7 +64,7 @@ def _collect(name: str, module: nn.Module, found: dict[nn.Module, str]) -> None:
         for child_name, child in module.named_children():
             _collect(f"{name}.{child_name}", child, found)
     elif _num_modules(module) >= _MINIMAL_MODULES:
-        found.setdefault(module, name)  # one that is called in several places is one region
+        found.setdefault(module, name)  # a module that is used in several places is one region
 
 
 def _repeats(module: nn.Module) -> bool:
@@ -77,7 +77,7 @@ def _repeats(module: nn.Module) -> bool:
 
 
 def _make_up(blocks: Iterable[nn.Module], module: nn.Module) -> bool:
-    """Returns whether `blocks`, if there are any, own most parameters of the module that holds them."""
+    """Returns whether `blocks` own most parameters of `module`, which holds them; False if there are no blocks."""
     looked_up = {p for part in module.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
     owned = {p for block in blocks for p in block.parameters()} - looked_up
     num_owned, num_all = (sum(p.numel() for p in some) for some in (owned, set(module.parameters()) - looked_up))
@@ -94,14 +94,14 @@ def _num_modules(module: nn.Module) -> int:
 
 @contextlib.contextmanager
 def interposed(regions: Mapping[str, nn.Module], around: Call) -> Iterator[None]:
-    """Returns a context in which `around` stands for the calls of these modules; compiled ones stay compiled.
+    """Returns a context in which calls of these modules go through `around`; compiled modules stay compiled.
 
-    It takes a module's name, its call, and the call's arguments; it returns what the call returns.
+    `around` takes a module's name, its call, and the call's arguments; it returns what the call returns.
     """
     before = [(module, module.__dict__.get("_compiled_call_impl")) for module in regions.values()]
     try:
         for name, module in regions.items():
-            # Modules have no public place for this beside hooks, which cannot replace a call.
+            # Private: hooks, the public way to intercept a call, cannot replace it.
             inner = module._compiled_call_impl or module._call_impl
             module._compiled_call_impl = partial(around, name, inner)
         yield
