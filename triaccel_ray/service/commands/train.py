@@ -284,7 +284,7 @@ def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
                 failures = run_all(todo, place, num_gpus=num_gpus)
         record = read_comparison(folder)
         if not record.runs and failures:
-            raise next(iter(failures.values()))  # none could begin, most likely for input that only actors can check
+            raise next(iter(failures.values()))  # none began, most likely because of input that only actors can check
         failed = {name: f"{name} failed: {run.end.message if run.end else ''}" for name, run in record.failed.items()}
         for name, error in failures.items():
             failed[name] = str(error) if isinstance(error, RunFailedError) else f"{name} failed: {error}"
