@@ -1,4 +1,4 @@
-"""The service for Python and notebooks: training, searching, comparing, and their results as values."""
+"""The API for Python and notebooks: `run`, `search` and `compare`, each of which returns a `Report`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from triaccel_ray.trainables.task import Task
 
 WIDTH: Final = 200
-"""Columns of printed tables: none of theirs is left out then."""
+"""Width of printed tables in characters; wide enough that no column is dropped."""
 
 
 @with_options_of(Run)
@@ -29,31 +29,31 @@ def run(task: str | type[Task] | None = None, **options: Any) -> Report:
     """Trains one job and returns its report.
 
     Options are those of `triaccel run --help-all`, with underscores: `run("digits", epochs=3, memory_budget="2GiB")`.
-    Ctrl-C, or a notebook's stop button, ends it in good order, and the message has the command that resumes it.
+    Ctrl-C, or a notebook's stop button, stops the run cleanly, and the message has the command that resumes it.
 
-    A Ray that the process uses already is used, else one starts on this machine, or `address` names one.
+    Uses the Ray that this process is connected to, else the cluster at `address`, else starts Ray on this machine.
 
     Args:
         task: the name of a bundled task, `package.module:Class`, or a class that other processes can import; None
-            with `from_="NAME"`, which repeats what has this name.
+            with `from_="NAME"`, which repeats the run of this name.
         **options: as `help(run)` lists them. A size may also be a number of bytes.
 
     Raises:
-        TypeError: there is no such option, or the task is neither name nor class.
+        TypeError: an option does not exist, or the task is neither a name nor a class.
         ValueError, FileNotFoundError: an option, or something that it names, cannot be used; the message says why.
-        RunFailedError: the run has failed; the message has the cause, and where its log and checkpoint are.
+        RunFailedError: the run failed; the message has the cause, and where its log and checkpoint are.
     """
     return _carried_out(command_of(Run, task, options))
 
 
 @with_options_of(Search)
 def search(task: str | type[Task] | None = None, **options: Any) -> Report:
-    """Finds thresholds on the validation split, against FP32 and AMP, and returns the search's report.
+    """Searches thresholds on the validation split, against FP32 and AMP baselines, and returns the search's report.
 
     Options are those of `triaccel search --help-all`: `search("digits", trials=8, epochs=3)`. The rest is as in `run`.
 
     Raises:
-        RunFailedError: a baseline has failed, or every trial. Where some have, messages and the report tell.
+        RunFailedError: a baseline or every trial failed. If only some trials failed, messages and the report name them.
     """
     return _carried_out(command_of(Search, task, options))
 
@@ -65,14 +65,14 @@ def compare(task: str | type[Task] | None = None, **options: Any) -> Report:
     Options are those of `triaccel compare --help-all`: `compare("digits", seeds=3, fixed=4)`. The rest is as in `run`.
 
     Raises:
-        RunFailedError: every run has failed. Where some have, messages and the report tell.
+        RunFailedError: every run failed. If only some failed, messages and the report name them.
     """
     return _carried_out(command_of(Compare, task, options))
 
 
 def _carried_out(command: Trains) -> Report:
     check(command)
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Tune's own tables, even when told to be silent
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # else Tune prints tables, even when silenced
     from triaccel_ray.service.commands.train import carry_out
     from triaccel_ray.service.failures import RunsFailedError
 
@@ -84,18 +84,18 @@ def _carried_out(command: Trains) -> Report:
 
 
 class Report:
-    """A run, search or comparison; printed it is its tables, in a notebook its page.
+    """A run, search or comparison. Prints as tables; a notebook shows its HTML page.
 
-    `pandas.DataFrame(report.rows)` is its table, and `ControlLoop(..., config=report.control)` trains with what a
-    search has found.
+    `pandas.DataFrame(report.rows)` is the main table. `ControlLoop(..., config=report.control)` trains with the
+    thresholds that a search found.
     """
 
     def __init__(self, name: str | Path, storage_path: str | Path = DEFAULT_STORAGE.storage) -> None:
-        """Reads what is called `name` in the storage path, or lies in the folder `name`; draws pictures and page.
+        """Loads the result called `name` in the storage path, or in the folder `name`; writes its pictures and page.
 
         Raises:
-            LogError: there is none, or it is damaged.
-            ValueError: it is no name, or the storage path cannot be used.
+            LogError: there is no such result, or it is damaged.
+            ValueError: `name` is not a valid name, or the storage path cannot be used.
         """
         from triaccel_ray.service.report.view import view_at
         from triaccel_ray.service.session import find
@@ -105,48 +105,48 @@ class Report:
 
     @classmethod
     def of(cls, view: View) -> Report:
-        """Returns the report of what has been looked at already."""
+        """Returns the report of a result that is already loaded."""
         report = cls.__new__(cls)
         report._view = view
         return report
 
     @property
     def name(self) -> str:
-        """Its name in the storage folder."""
+        """Name in the storage folder."""
         return self.folder.name
 
     @property
     def folder(self) -> Path:
-        """Where its logs, pictures and checkpoints are on this machine."""
+        """Folder of logs, pictures and checkpoints on this machine."""
         return self._view.folder
 
     @property
     def page(self) -> Path:
-        """The page with tables and pictures, a single HTML file."""
+        """The page with tables and pictures, as a single HTML file."""
         return self._view.page
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The table that matters most, a dict a row: a run's epochs, a search's trials, a comparison's methods.
+        """The main table, one dict per row: a run's epochs, a search's trials, a comparison's methods.
 
-        Figures are as they are printed, but numbers: 94.2 ± 0.1 becomes two, the second headed `±`. `behind AMP` says
-        of a trial that it is so by more than the margin.
+        Values are the printed figures as numbers: 94.2 ± 0.1 becomes two, the second under the heading `±`.
+        `behind AMP` is true for a trial that is worse than AMP by more than the margin.
         """
         return [dict(row) for row in self._view.rows]
 
     @property
     def best(self) -> TunedThresholds | None:
-        """Of a search: the best thresholds, and what it takes to find them again; None where none was found."""
+        """A search's best thresholds, and how to reproduce them; None if none were found."""
         return self._view.best
 
     @property
     def control(self) -> ControlConfig | None:
-        """Settings for a `ControlLoop`: a run's own, a search's best, a comparison's; None where none was found."""
+        """Settings for a `ControlLoop`: a run's own, a search's best, a comparison's; None if none were found."""
         return self._view.control
 
     @property
     def command(self) -> str:
-        """The command to train with; empty where nothing can be recommended."""
+        """The recommended command to train with; empty if there is none."""
         return self._view.command
 
     def __str__(self) -> str:

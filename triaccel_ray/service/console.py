@@ -1,4 +1,4 @@
-"""The terminal: standard output for results, standard error for progress and messages, and tables that fit."""
+"""Terminal output: results on standard output, progress and messages on standard error, tables that fit."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from triaccel_ray.service.report.tables import Grid
 
 _COMMANDS = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
-"""What a terminal takes for orders rather than text, colours left out."""
+"""Control characters and escape sequences that a terminal would act on, except color codes."""
 
 
 class SafeConsole(Console):
-    """Shows names and messages as they are: nothing in them is markup, nor an order to the terminal."""
+    """A console that prints text literally: neither markup nor terminal escape sequences take effect."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Returns the text, with a replacement character in place of each order."""
+        """Returns the text, with U+FFFD in place of each control character."""
         return super().render_str(_COMMANDS.sub("\ufffd", text), **options)
 
 
@@ -32,7 +32,7 @@ err = SafeConsole(highlight=False, markup=False, emoji=False, stderr=True)
 
 
 def rich_table(grid: Grid, *, to: Console | None = None) -> Table:
-    """Returns the grid for a terminal; what is too wide for it loses whole columns, not the ends of words."""
+    """Returns the grid as a table for a terminal; if it is too wide, whole columns are dropped and no word is cut."""
     terminal = to or out
     for num_left_out in range(len(grid.spare) + 1):
         left_out = grid.spare[:num_left_out]

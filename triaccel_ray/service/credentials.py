@@ -1,4 +1,4 @@
-"""Users and passwords in URIs, kept out of messages, files and the list of processes."""
+"""Hides users and passwords of URIs from messages, files and the process list."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import re
 from pathlib import Path
 
 HIDDEN = "***@"
-"""What stands in a URI in place of user and password."""
+"""Replaces user and password in a URI."""
 
 _STORE_SCHEME = re.compile(r"(.*=)?(abfss?|gs|gcs|hdfs|viewfs)")
-"""Of storage paths, whose part before an @ without a colon is the name of a container or user: see `StoragePath`."""
+"""Schemes of storage paths, where text without a colon before an @ names a container or user: see `StoragePath`."""
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]*")
 
 
 def without_credentials(uri: str) -> str:
-    """Returns `uri` with *** in place of user and password; the path of a file, which may hold an @, stays as it is.
+    """Returns `uri` with *** in place of user and password; a file path, which may hold an @, is left unchanged.
 
-    A password that should have been escaped, as one with a slash in it, is hidden too: the last @ ends it wherever what
-    comes before the first slash could not be a host.
+    An unescaped password, such as one with a slash, is hidden too: if the text before the first slash cannot be a host,
+    the last @ ends the password.
     """
     scheme, separator, rest = uri.partition("://")
     if not separator or rest.startswith("/") or "@" not in rest:
@@ -27,7 +27,7 @@ def without_credentials(uri: str) -> str:
     if _STORE_SCHEME.fullmatch(scheme) and ":" not in rest.rpartition("@")[0]:
         return uri
     if re.match(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d+)?/", rest):
-        return uri  # it stands in the path
+        return uri  # the @ is in the path
     return f"{scheme}://{HIDDEN}{rest.rpartition('@')[2]}"
 
 
@@ -37,10 +37,10 @@ def without_passwords(text: str) -> str:
 
 
 def hide_credentials(proc: Path = Path("/proc/self")) -> None:
-    """Overwrites users and passwords of URIs in the command line, which `ps` shows to everybody, with stars.
+    """Overwrites users and passwords of URIs in this process's command line, which `ps` shows to everyone, with stars.
 
-    Does nothing where there is no `/proc`. The words keep their lengths: they are overwritten in place, in memory that
-    nothing else of Python uses.
+    Does nothing without `/proc`. Words keep their lengths: they are overwritten in place, in memory that Python does
+    not use otherwise.
     """
     try:
         line = (proc / "cmdline").read_bytes()
@@ -53,7 +53,7 @@ def hide_credentials(proc: Path = Path("/proc/self")) -> None:
 
 
 def _starred(word: bytes) -> bytes:
-    """Returns the word with stars in place of user and password, as long as it was."""
+    """Returns the word with stars in place of user and password, at its original length."""
     before, mark, after = without_credentials(os.fsdecode(word)).partition(HIDDEN)
     if not mark:
         return word

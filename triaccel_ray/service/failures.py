@@ -1,17 +1,17 @@
-"""Why a run ended before its time, and what follows from it.
+"""Causes of failed runs, and how each is handled.
 
-| cause | what it is | what is done |
+| cause | meaning | handling |
 |---|---|---|
-| `out_of_memory` | not even one sample fits, after the loop has tried smaller and smaller micro-batches | a result |
-| `non_finite` | the training loss is no number any more | a result |
-| `preempted` | the process or its node was lost | tried again from the checkpoint, MAX_LOSSES times |
+| `out_of_memory` | a single sample does not fit, even after retries in smaller micro-batches | counts as a result |
+| `non_finite` | the training loss, or a held-out loss or metric, is NaN or infinite | counts as a result |
+| `preempted` | the process or its node was lost | retried from the checkpoint, MAX_LOSSES times |
 | `disk_full` | a checkpoint or the log could not be written | everything stops, with a message |
-| `taken_over` | another process goes on with the run, whose one writer it is | nothing is written; the process ends |
-| `store` | the store of a storage URI was out of reach where a run begins or ends | tried again, likewise |
-| `bug` | anything else | shown to the user, never tried again by itself |
-| `runs` | of a search or comparison: some of its runs failed | `resume` tries those again that another try may mend |
+| `taken_over` | another process resumed the run and is now its only writer | nothing is written; the process ends |
+| `store` | the store of a storage URI was unreachable when a run began or ended | retried, like `preempted` |
+| `bug` | anything else | shown to the user, never retried automatically |
+| `runs` | of a search or comparison: some of its runs failed | `resume` retries those that a retry may fix |
 
-The traceback of a failure is in the run's folder, as ERROR.
+The traceback of a failure is in the run's folder, in the file ERROR.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from triaccel_ray.records.events import End, Epoch, EventLog, Interruption, LogE
 from triaccel_ray.service.storage.layout import DAMAGED, ERROR, REPLACED
 
 MAX_LOSSES = 3
-"""Processes that a run may lose before it counts as failed."""
+"""Lost processes that a run survives; one more and it counts as failed."""
 
 RESULTS = ("out_of_memory", "non_finite")
-"""Causes that say something about what was tried: trying the same again would end the same way."""
+"""Causes that lie in the settings tried: the same settings would fail the same way again."""
 
 
 class NonFiniteLossError(RuntimeError):
-    """The training loss is no longer a number: the run has diverged."""
+    """The training loss, or a held-out loss or metric, is NaN or infinite: the run has diverged."""
 
 
 class PreemptedError(RuntimeError):
@@ -44,18 +44,18 @@ class PreemptedError(RuntimeError):
 
 
 class DiskFullError(ValueError):
-    """A file of the run could not be written for lack of room; what was complete before is still there."""
+    """The disk is too full to write a file of the run; files completed before are intact."""
 
 
 class StoreError(ValueError):
-    """A store cannot be used, or not now; the message names it, the reason and the way out."""
+    """A remote store cannot be used, perhaps only for now; the message has store, reason and remedy."""
 
 
 class RunFailedError(RuntimeError):
-    """A run has failed after it had begun; the message names it, the cause and where to look."""
+    """A run failed after it had begun; the message has its name, the cause and where to look."""
 
     def __init__(self, folder: Path, error: Exception) -> None:
-        """Of the run in `folder`, ended by `error`."""
+        """Describes the failure of the run in `folder` by `error`."""
         self.cause = cause_of(error)
         known = isinstance(error, NonFiniteLossError | PreemptedError)
         text = str(error) if known else f"{type(error).__name__}: {error}"
@@ -67,10 +67,10 @@ class RunFailedError(RuntimeError):
 
 
 class RunsFailedError(RunFailedError):
-    """Of a search or comparison no run came to its end; the message says how each of them failed."""
+    """No run of a search or comparison finished; the message says how each failed."""
 
     def __init__(self, failures: Sequence[str]) -> None:
-        """Of runs that failed so."""
+        """Joins the messages of the failed runs."""
         RuntimeError.__init__(self, "\n".join(failures))
         self.cause = "runs"
 
@@ -85,7 +85,7 @@ _CAUSES = {
 
 
 def cause_of(error: BaseException) -> str:
-    """Returns the class of a failure, as the table above names it."""
+    """Returns the cause of a failure, as named in the table above."""
     if isinstance(error, RunFailedError):
         return error.cause
     if is_out_of_memory(error):
@@ -94,12 +94,12 @@ def cause_of(error: BaseException) -> str:
 
 
 def failed(error: Exception) -> End:
-    """Returns the last record of a run that `error` has ended."""
+    """Returns the end record of a run that failed by `error`."""
     return End(status="failed", cause=cause_of(error), message=f"{type(error).__name__}: {error}"[:500])
 
 
 def write_traceback(folder: Path, error: BaseException) -> None:
-    """Leaves the traceback in the run's folder, where there is room for it."""
+    """Writes the traceback into the run's folder, if the disk allows it."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ERROR).write_text("".join(traceback.format_exception(error)))
@@ -107,10 +107,10 @@ def write_traceback(folder: Path, error: BaseException) -> None:
 
 @contextlib.contextmanager
 def needing_room(folder: Path) -> Iterator[None]:
-    """Writes to the disk of `folder` happen inside.
+    """Wraps writes to the disk of `folder`, and turns the error of a full disk into a `DiskFullError`.
 
     Raises:
-        DiskFullError: there was no room left.
+        DiskFullError: the disk is full.
     """
     try:
         yield
@@ -124,8 +124,8 @@ def needing_room(folder: Path) -> Iterator[None]:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Returns whether `error`, or one that it followed from, says that a disk or quota has no room left."""
-    seen: BaseException | None = error  # torch, for one, raises its own error about the bytes that are missing
+    """Returns whether `error`, or an error in its chain, says that a disk or quota is full."""
+    seen: BaseException | None = error  # torch, for one, raises an error of its own about missing bytes
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
@@ -134,9 +134,9 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def set_damage_aside(path: Path) -> str:
-    """Cuts a damaged log back to the records before the damage; all of it is kept beside, as DAMAGED.
+    """Truncates a damaged event log to the records before the damage; the full log is kept beside it as DAMAGED.
 
-    Returns what to say of it; nothing where the log is whole, or there is none.
+    Returns a message about it; empty if the log is intact or missing.
     """
     num_whole = 0
     try:
@@ -156,7 +156,7 @@ def set_damage_aside(path: Path) -> str:
 
 
 def keep_replaced(path: Path) -> bool:
-    """Copies a log with epochs in it to REPLACED, before its run begins again; returns whether there was one."""
+    """Copies a log that holds epochs to REPLACED, before its run starts over; returns whether it did."""
     if not path.exists() or not any(isinstance(event.record, Epoch) for event in read_events(path)):
         return False
     with needing_room(path.parent):
@@ -165,7 +165,7 @@ def keep_replaced(path: Path) -> bool:
 
 
 def broken_off(path: Path) -> tuple[list[tuple[int, Interruption]], Interruption | None]:
-    """Returns the log's interruptions and their places, and the one that now follows; None where nothing had begun."""
+    """Returns the log's interruptions with their indices, and the one to append now; None if nothing is recorded."""
     try:
         records = [event.record for event in read_events(path)]
     except LogError:

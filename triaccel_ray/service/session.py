@@ -1,4 +1,4 @@
-"""Where a command keeps what it does, and what names mean: in the storage folder and in the tracking store."""
+"""Resolves the storage path, the tracking store and the names of results for a command."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableE
 
 
 def tracking_uri_of(storage: StoragePath, given: str | None) -> str:
-    """Returns the tracking store's URI: the one given, else MLFLOW_TRACKING_URI, else a SQLite file in the storage.
+    """Returns the tracking store's URI: `given`, else MLFLOW_TRACKING_URI, else a SQLite file in the storage folder.
 
     Raises:
-        ValueError: an empty one is given.
-        TrackingUnavailableError: none is given, and the storage is no folder.
+        ValueError: `given` is empty.
+        TrackingUnavailableError: `given` is None, and the storage is a URI.
     """
     rule = "must be http://HOST:PORT of a server or sqlite:///FILE; leave it out for mlflow.db in the storage folder"
     require(given is None or given.strip() != "", "tracking uri", given, rule)
@@ -52,14 +52,14 @@ def own_store(folder: Path) -> str:
 
 
 def open_tracker(storage: StoragePath, tracking_uri: str | None) -> Tracker:
-    """Returns the tracker, its store reachable and in existence.
+    """Returns the tracker, with its store checked and created if it is new.
 
     Raises:
         ValueError: the storage folder cannot be written.
         TrackingUnavailableError: the store cannot be reached.
     """
     if tracking_uri is None and storage.uri is None:
-        require_storage(storage.folder, create=True)  # the store lies there
+        require_storage(storage.folder, create=True)  # the SQLite file lies there
     tracker = tracker_of(storage, tracking_uri)
     if tracker.display_uri != tracker.uri:
         text = (
@@ -71,10 +71,10 @@ def open_tracker(storage: StoragePath, tracking_uri: str | None) -> Tracker:
 
 
 def tracker_of(storage: StoragePath, tracking_uri: str | None) -> Tracker:
-    """Returns the tracker of the store given, else of the SQLite file in the storage folder; opens nothing.
+    """Returns the tracker of the given store, else of the SQLite file in the storage folder; opens nothing.
 
     Raises:
-        TrackingUnavailableError: none is given, and the storage is no folder.
+        TrackingUnavailableError: no store is given, and the storage is a URI.
     """
     uri = tracking_uri_of(storage, tracking_uri)
     home = storage.folder if storage.uri is None else Path(uri.removeprefix("sqlite:///")).absolute().parent
@@ -82,10 +82,10 @@ def tracker_of(storage: StoragePath, tracking_uri: str | None) -> Tracker:
 
 
 def require_storage(folder: Path, *, create: bool = False) -> None:
-    """Returns if the storage folder can be written, or made where it is missing; with `create` it is there then.
+    """Checks that the storage folder is writable, or could be created; `create` creates it.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: it is not.
     """
     try:
         nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
@@ -101,10 +101,10 @@ def require_storage(folder: Path, *, create: bool = False) -> None:
 
 
 def new_name(given: str | None, *parts: str) -> str:
-    """Returns the name given, or one made of `parts` and the time.
+    """Returns the given name, or one made of `parts` and the time.
 
     Raises:
-        ValueError: the name given could not be a folder's of its own.
+        ValueError: the given name is no valid folder name.
     """
     if given is not None:
         return checked_name(given)
@@ -116,7 +116,7 @@ def checked_name(name: str) -> str:
     """Returns `name` if it stays inside the storage folder.
 
     Raises:
-        ValueError: it does not, or holds characters that file systems and MLflow disagree on.
+        ValueError: it does not, or has characters that file systems and MLflow treat differently.
     """
     rule = "must begin with a letter or digit and hold letters, digits, '.', '_' and '-' alone, 100 at most"
     require(is_plain_name(name), "name", name, rule)
@@ -124,10 +124,10 @@ def checked_name(name: str) -> str:
 
 
 def require_experiment(experiment: str | None) -> None:
-    """Returns if MLflow takes this for the name of an experiment, or none is given.
+    """Checks that MLflow accepts this name of an experiment; None is accepted.
 
     Raises:
-        ValueError: it is empty, too long, or holds what cannot be printed.
+        ValueError: it is empty, too long, or has unprintable characters.
     """
     rule = "must name an MLflow experiment in 1 to 200 printable characters; leave it out for the default"
     is_name = experiment is None or (experiment.strip() and experiment.isprintable() and len(experiment) <= 200)
@@ -135,17 +135,17 @@ def require_experiment(experiment: str | None) -> None:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Returns whether `path` lies in `folder`, all links followed."""
+    """Returns whether `path` lies in `folder`, with all links resolved."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def storage_of(where: Where) -> StoragePath:
-    """Returns the storage for something new: an absolute path, for workers are elsewhere; or a store, and it answers.
+    """Returns the storage for a new result: a folder as an absolute path, as workers need it, or a store that answers.
 
     Raises:
-        ValueError: the store cannot be used, or no tracking store is named beside it.
+        ValueError: the store cannot be used, or no tracking store is given with it.
     """
-    tracking_uri_of(where.storage_path, where.tracking_uri)  # what is written is recorded
+    tracking_uri_of(where.storage_path, where.tracking_uri)  # raises without one: every result is recorded
     return _reached(where.storage_path, writable=True)
 
 
@@ -159,12 +159,12 @@ def _reached(place: StoragePath, *, writable: bool) -> StoragePath:
 
 
 def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
-    """Returns the storage path of `name`: a path, also of an event log, or a name in the storage folder.
+    """Returns the storage path of `name`: a path, also that of an event log, or a name in the storage folder.
 
-    From a remote store it first copies all but checkpoints and models. No link leads out of the storage folder.
+    From a remote store it first copies all but checkpoints and models. Links out of the storage folder are refused.
 
     Raises:
-        ValueError: there is none, the name is none, or a link leads out of it.
+        ValueError: nothing has this name, the name is invalid, or a link leads out of the folder.
     """
     if os.path.basename(name) == EVENTS and os.path.isfile(name):
         name = os.path.dirname(os.path.abspath(name))
@@ -192,7 +192,7 @@ def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
         rule = f"leads out of the storage folder {storage}; if you trust what is there, name it by its path"
         require(is_inside(place.folder, storage.folder), "name", name, rule)
     folder = place.folder
-    if any(os.path.lexists(folder / file) for file in (SPEC, EVENTS, SEARCH, COMPARISON)):  # else nothing is read
+    if any(os.path.lexists(folder / file) for file in (SPEC, EVENTS, SEARCH, COMPARISON)):  # other folders are not read
         for link in folder.rglob("*"):
             if link.is_symlink() and not is_inside(link, folder):
                 raise LogError(
@@ -203,10 +203,10 @@ def find(name: str, where: Where, *, writable: bool = False) -> StoragePath:
 
 
 def find_run(name: str, where: Where) -> Path:
-    """Returns the folder of the single run that `name` means.
+    """Returns the folder of the single run called `name`.
 
     Raises:
-        ValueError: as `find`; or it is a search or comparison, and the message names a run in it.
+        ValueError: as `find`; or `name` is a search or comparison, and the message names some of its runs.
     """
     folder = find(name, where).folder
     if (folder / SEARCH).exists() or (folder / COMPARISON).exists():

@@ -1,4 +1,4 @@
-"""Signals by which others end a command, taken as the user's own Ctrl-C."""
+"""Treats termination signals as Ctrl-C, and makes sure that no Ctrl-C is lost."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _Handler = Callable[[int, FrameType | None], object]
 
 @contextlib.contextmanager
 def as_interrupt(*numbers: signal.Signals) -> Iterator[None]:
-    """Has these signals do meanwhile what Ctrl-C does; one that is ignored stays so (nohup).
+    """Makes these signals act as Ctrl-C inside the block; a signal that is ignored (nohup) stays ignored.
 
-    Without effect outside the main thread, which alone hears signals.
+    Has no effect outside the main thread, the only one that handles signals.
     """
     is_main = threading.current_thread() is threading.main_thread()
     heard = [number for number in numbers if is_main and signal.getsignal(number) is not signal.SIG_IGN]
@@ -31,10 +31,10 @@ def as_interrupt(*numbers: signal.Signals) -> Iterator[None]:
 
 @contextlib.contextmanager
 def never_lost() -> Iterator[None]:
-    """Has a Ctrl-C that comes while a process is started take effect at the end of what happens inside; others at once.
+    """Defers a Ctrl-C that arrives while a process is being started to the end of the block; others act at once.
 
     Python drops exceptions that leave its fork hooks: a KeyboardInterrupt raised there would be lost, and the lock of
-    `logging` would stay taken.
+    `logging` would stay held.
     """
     pressed = False
 
@@ -56,9 +56,9 @@ def never_lost() -> Iterator[None]:
 
 @contextlib.contextmanager
 def nothing_begun() -> Iterator[None]:
-    """Has Ctrl-C end the process at once meanwhile, with one line and status 130; ignored, it stays so.
+    """Makes Ctrl-C end the process at once inside the block, with one line and status 130, unless it is ignored.
 
-    Raised as an exception it would come out of whatever module is being imported, or be lost there.
+    A KeyboardInterrupt would come out of whatever module is being imported, or be lost there.
     """
     with _on_ctrl_c(_leave):
         yield
@@ -66,7 +66,7 @@ def nothing_begun() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_ctrl_c(handler: _Handler) -> Iterator[None]:
-    """Has Ctrl-C call `handler` meanwhile, where it is this thread's to hear and nobody has changed what it does."""
+    """Makes Ctrl-C call `handler` inside the block, in the main thread and if Python's own handler is installed."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -84,7 +84,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    handler = signal.getsignal(signal.SIGINT)  # Tune's, while it runs trials
-    if not callable(handler):  # as where a shell has what it starts in the background ignore Ctrl-C
+    handler = signal.getsignal(signal.SIGINT)  # Ray Tune's, while it runs trials
+    if not callable(handler):  # such as SIG_IGN, which shells set for background processes
         raise KeyboardInterrupt
     handler(signal.SIGINT, frame)

@@ -1,4 +1,4 @@
-"""Amounts as people write and read them."""
+"""Parses and formats amounts of memory and counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parse_bytes(text: str, name: str = "amount of memory") -> int:
     """Returns the number of bytes in `text`: a positive number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB.
 
     Raises:
-        ValueError: it is no such amount; the message calls it `name`.
+        ValueError: `text` is not such an amount; the message calls it `name`.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = {name.lower(): factor for name, factor in _FACTORS.items()}.get(match[2].lower()) if match else None
@@ -30,12 +30,12 @@ def parse_bytes(text: str, name: str = "amount of memory") -> int:
 
 
 def counted(number: int, noun: str) -> str:
-    """Returns `number` with the noun, whose plural takes an s."""
+    """Returns `number` and the noun, with an s unless `number` is 1."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Returns `num_bytes` in the largest binary unit that leaves at least one whole, to three digits."""
+    """Returns `num_bytes` in the largest binary unit of which it is at least one, to three digits."""
     for unit, factor in _BINARY[:-1]:
         if (amount := num_bytes / factor) >= 1:
             return f"{amount:.3g} {unit}" if amount < 999.5 else f"{amount:.0f} {unit}"
@@ -43,6 +43,6 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_exactly(num_bytes: int) -> str:
-    """Returns `num_bytes` for an option: in the largest binary unit of which it is a whole number."""
+    """Returns `num_bytes` as text for an option: in the largest binary unit of which it is a whole number."""
     unit, factor = next(pair for pair in _BINARY if num_bytes % pair[1] == 0)
     return f"{num_bytes // factor}{unit}"

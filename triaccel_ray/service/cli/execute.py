@@ -1,4 +1,4 @@
-"""What each command does."""
+"""Dispatches each command to the code that carries it out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of a command as keywords of a Python function: declared once, in the dataclasses of the command line."""
+"""Command-line options as keyword arguments of Python functions, both declared by the dataclasses in `specs`."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from triaccel_ray.trainables.registry import name_of
 C = TypeVar("C")
 F = TypeVar("F", bound=Callable[..., Any])
 _PATHS: Final[Mapping[Any, Callable[[str], Any]]] = {StoragePath: StoragePath, Path | None: Path}
-"""Type of an option that is a path -> what makes it of a text."""
+"""Type of a path option -> its constructor from text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keyword:
-    """One option."""
+    """One option as a keyword argument."""
 
     name: str
     kind: Any
     """Type of its value in the dataclass."""
     default: Any
     is_size: bool
-    """Whether it is an amount of memory, which may also be a number of bytes."""
+    """Whether it is an amount of memory, which may also be given as a number of bytes."""
 
     def read(self, given: Any) -> Any:
-        """Returns the value for the dataclass; None stands for the default.
+        """Returns the dataclass value for the value that a caller gave; None stands for the default.
 
         Raises:
-            ValueError: what was given is no value of this option; the message says what is.
+            ValueError: `given` is not valid for this option; the message says what is.
         """
         if given is None:
             return self.default
@@ -57,7 +57,7 @@ class Keyword:
 
     @property
     def parameter(self) -> inspect.Parameter:
-        """The option in the signature of a function."""
+        """The option as a parameter of a function signature."""
         kind = str | Path if self.kind in _PATHS else str | int if self.is_size else self.kind
         return inspect.Parameter(
             self.name,
@@ -68,7 +68,7 @@ class Keyword:
 
 
 def keywords(command: type) -> Iterator[Keyword]:
-    """Yields the options of a command and of its groups."""
+    """Yields the options of a command, those of its option groups included."""
     kinds = get_type_hints(command)
     for name, hint in get_type_hints(command, include_extras=True).items():
         if is_group(hint):
@@ -79,11 +79,11 @@ def keywords(command: type) -> Iterator[Keyword]:
 
 
 def command_of(command: type[C], task: Any, options: Mapping[str, Any]) -> C:
-    """Returns the command on `task`, a name or a class, with these options.
+    """Returns the command for `task`, a name or a class, with these options.
 
     Raises:
-        TypeError: there is no such option, and the message names the nearest; or the task is neither.
-        ValueError: a value is none of its option's, or other processes cannot import the task.
+        TypeError: an option does not exist (the message names the nearest), or the task is neither name nor class.
+        ValueError: a value is not valid for its option, or other processes cannot import the task.
     """
     known = {each.name: each for each in keywords(command)}
     for name in options.keys() - known.keys():
@@ -108,16 +108,16 @@ REPLACED_BY: Final[Mapping[str, Collection[str]]] = {
     "memory_headroom": ("memory_budget",),
     "task": ("task",),
 }
-"""Option given beside a file -> those of the file that do not act then."""
+"""Option given outside a settings file -> options of the file that it overrides."""
 
 
 def file_options(command: type, path: Path, beside: Collection[str]) -> dict[str, Any]:
-    """Returns the options that a TOML file holds, the task as well, as the command has them.
+    """Returns the options in a TOML file, the task included, as values of the command.
 
-    Those of the names `beside` are given by other means.
+    `beside` names options that are given outside the file and override it.
 
     Raises:
-        ValueError: the file cannot be read, or holds what is no option of the command.
+        ValueError: the file cannot be read, or has an option that the command does not have.
     """
     try:
         values = {name.replace("-", "_"): value for name, value in tomllib.loads(path.read_text()).items()}
@@ -136,14 +136,14 @@ def file_options(command: type, path: Path, beside: Collection[str]) -> dict[str
 
 
 def _filled(kind: type[C], values: Mapping[str, Any]) -> C:
-    """Returns the dataclass with those of the values that are its own, and its groups likewise."""
+    """Returns the dataclass and its option groups, each filled with the values of its own fields."""
     hints = get_type_hints(kind, include_extras=True).items()
     groups = {name: _filled(get_args(hint)[0], values) for name, hint in hints if is_group(hint)}
     return kind(**groups, **{name: values[name] for name, _ in hints if name in values})
 
 
 def with_options_of(command: type) -> Callable[[F], F]:
-    """Has editors, notebooks and `help` show the options of the command as keywords of the function."""
+    """Makes editors, notebooks and `help` show the command's options as keyword arguments of the function."""
 
     def show(function: F) -> F:
         own = inspect.signature(function)

@@ -1,4 +1,4 @@
-"""The command `triaccel`: parses, dispatches, and turns what a user can mend into one message and exit status 2."""
+"""The command `triaccel`: parses, dispatches, and reports mistakes of the user as one message and exit status 2."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ USER_ERRORS = (
     NotADirectoryError,
     IsADirectoryError,
 )
-"""What the boundary raises for what a user can mend; anything else is a bug and shows its traceback."""
+"""Exceptions for mistakes that a user can fix; an unexpected exception is a bug and shows its traceback."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command; exits with 0 when done, 1 when something is not ready or failed, 2 on bad input."""
+    """Runs one command; exits with 0 on success, 1 if something is not ready or failed, 2 on bad input."""
     hide_credentials()
     if os.environ.get("RAY_JOB_STOP_SIGNAL") == "SIGINT":
-        # What a script starts in the background ignores this signal, and so would the jobs of a head started so.
+        # If a script started the cluster's head in the background, its jobs inherit that SIGINT is ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Tune's own tables, even when told to be silent
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # else Tune prints tables, even when silenced
     try:
         with nothing_begun():
             command = parse(arguments)
             check(command)
-            if isinstance(command, Trains | Resume | Ui):  # at once: imports take seconds
+            if isinstance(command, Trains | Resume | Ui):  # before the imports, which take seconds
                 sys.stderr.write(f"loading {'' if isinstance(command, Ui) else 'PyTorch, Ray and '}MLflow ...\n")
                 sys.stderr.flush()
             from triaccel_ray.service.cli.execute import execute
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _explain(error: Exception) -> int | None:
-    """Says what a user can mend, and returns the exit status; None for a bug, of which nothing has been said."""
+    """Prints an error that a user can fix and returns the exit status; prints nothing and returns None for a bug."""
     text, status = str(error), 2
     if not isinstance(error, USER_ERRORS):
         from triaccel_ray.service.failures import PreemptedError, RunFailedError, is_disk_full

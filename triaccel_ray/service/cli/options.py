@@ -32,20 +32,20 @@ _PLACE: PrimitiveConstructorSpec[StoragePath] = PrimitiveConstructorSpec(
     str_from_instance=lambda place: [place.storage],
 )
 Flat = Annotated[T, tyro.conf.OmitArgPrefixes]
-"""A group of options without a prefix to their names."""
+"""An option group whose options have no prefix in their names."""
 Size = Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")]
 """An amount of memory."""
 Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 """An option without a value."""
 Name = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
-"""What a user calls a result."""
+"""Name that a user gives a result."""
 CHOICES = ConstructorRegistry()
-"""How options are read beside tyro's own rules."""
+"""Parsing rules for option types, in addition to tyro's own."""
 
 
 @CHOICES.primitive_rule
 def _choice(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[str | None] | None:
-    """Returns how to read one of several words; tyro's own rule would offer None among them."""
+    """Returns the parser for a choice of words; tyro's own rule would offer None among them."""
     literals = [kind for kind in get_args(info.type) if get_origin(kind) is Literal]
     if len(literals) != 1 or set(get_args(info.type)) != {*literals, NoneType}:
         return None
@@ -62,7 +62,7 @@ def _choice(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[str | None] | N
 
 @CHOICES.primitive_rule
 def _number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[float | None] | None:
-    """Returns how to read a number; of what is none tyro's own rule would say how it tried to read it."""
+    """Returns the parser for a number; for bad input, tyro's own message would describe its parsing attempts."""
     nouns = {int: "an integer", float: "a number"}
     kind = next((kind for kind in nouns if info.type in (kind, kind | None)), None)
     if kind is None:
@@ -98,7 +98,7 @@ JobsAddress = Annotated[
 
 
 RUN_SETTINGS = {each.name: each for each in settings_of(RunSpec) if each.path[0] != "goal"}
-"""Name of an option -> what of a run it sets."""
+"""Name of an option -> the field of a run that it sets."""
 _METHODS = tuple(name for name in METHODS if name != PROBE)
 _METHOD = replace(
     RUN_SETTINGS["method"],
@@ -108,7 +108,7 @@ _METHOD = replace(
 _KEEP = replace(RUN_SETTINGS["keep"], default="last")
 _ELSEWHERE = {"task", "method", "purpose", "trials_per_gpu", "seed", "keep", "register"}
 _NO_THRESHOLDS = {"batch_size", "weights", "optimizer_state", "step_in_backward"}
-"""What of the control loop's settings decides nothing."""
+"""Settings of the control loop that are neither thresholds nor intervals."""
 _TRAINING = [
     each
     for each in RUN_SETTINGS.values()
@@ -117,22 +117,22 @@ _TRAINING = [
 _TRAINING.sort(key=lambda each: each.path[0] != "recipe")
 _THRESHOLDS = [each for each in RUN_SETTINGS.values() if each.path[0] == "control" and each not in _TRAINING]
 SEARCHED = {each.name for each in dimensions()}
-"""What every search looks for."""
+"""Names of the options that every search tunes."""
 _IN_THE_LOG = (
     *("t_ctrl", "t_curv", "b_curv", "curvature", "top_k", "beta"),
     *("clip_norm", "max_skipped_steps", "loss_scale", "loss_scale_growth_interval"),
 )
-"""What decides through what was measured alone, which is in the log: a replay does not read it."""
+"""Settings that act only through what is measured; the log has the measurements, so a replay does not read them."""
 
 
 @options([_METHOD, RUN_SETTINGS["seed"], _KEEP, RUN_SETTINGS["register"]])
 class RunOptions:
-    """What to train with, and what to keep."""
+    """Training method, seed, and which weights to keep."""
 
 
 @options([*(each for each in settings_of(SearchSpec) if each.path[0] != "base"), RUN_SETTINGS["trials_per_gpu"]])
 class SearchOptions:
-    """What to look for."""
+    """Search space, number of trials, and objective."""
 
 
 @options(
@@ -142,30 +142,30 @@ class SearchOptions:
     ]
 )
 class CompareOptions:
-    """What to compare."""
+    """Methods and seeds to compare, and trials for their settings."""
 
 
 @options(_TRAINING)
 class Training:
-    """How a run trains. Defaults are the task's."""
+    """Training recipe, data, memory and execution. Defaults come from the task."""
 
 
 @options(_THRESHOLDS)
 class Thresholds:
-    """Thresholds and intervals of the control loop. Defaults are the task's."""
+    """Thresholds and intervals of the control loop. Defaults come from the task."""
 
 
 @options(each for each in _THRESHOLDS if each.name not in SEARCHED)
 class SearchThresholds:
-    """Settings that the search keeps fixed. Defaults are the task's."""
+    """Settings that the search keeps fixed. Defaults come from the task."""
 
 
 @options(each for each in _THRESHOLDS if each.name not in _IN_THE_LOG)
 class ReplayThresholds:
-    """Thresholds to decide by. Defaults are the run's."""
+    """Thresholds for the replay. Defaults come from the run."""
 
 
-# Texts of more than one line: of a field's docstring tyro would keep the line breaks.
+# Help texts of more than one line: tyro would keep the line breaks of a field's docstring.
 STORAGE_HELP = (
     "Folder for runs, searches and checkpoints; all machines of a cluster must share it. Or the URI of a store: "
     "s3://BUCKET/FOLDER, gs://, abfs://, hdfs:// or file:///FOLDER."
@@ -183,7 +183,7 @@ CONFIG_HELP = (
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """Where results are kept, and where work is done."""
+    """Storage path, tracking store and Ray cluster."""
 
     storage_path: Annotated[StoragePath, _PLACE, tyro.conf.arg(help=STORAGE_HELP)] = DEFAULT_STORAGE
     tracking_uri: Annotated[str | None, tyro.conf.arg(metavar="URI", help=TRACKING_HELP, help_behavior_hint="")] = None
@@ -193,7 +193,7 @@ class Where:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What to begin with, in place of the task's own settings."""
+    """Settings to start from, in place of the task's own."""
 
     from_: Annotated[
         str | None,
@@ -208,12 +208,12 @@ class Source:
 
 
 def is_group(hint: Any) -> bool:
-    """Returns whether a field of this type, its annotations included, is a group of options."""
+    """Returns whether a field with this type hint, extras included, is a group of options."""
     return tyro.conf.OmitArgPrefixes in getattr(hint, "__metadata__", ())
 
 
 def settings_of_run(spec: RunSpec) -> dict[str, Any]:
-    """Returns the task and the value of every option of `triaccel run`, as a file of settings holds them."""
+    """Returns the task and every option of `triaccel run` that has a value, in the form of a settings file."""
     values: dict[str, Any] = {"task": spec.task}
     for each in (_METHOD, RUN_SETTINGS["seed"], _KEEP, *_TRAINING, *_THRESHOLDS):
         value: Any = reduce(getattr, each.path, spec)
@@ -223,21 +223,21 @@ def settings_of_run(spec: RunSpec) -> dict[str, Any]:
 
 
 def settings_text(spec: RunSpec) -> str:
-    """Returns `settings_of_run` as TOML, which --config reads."""
+    """Returns `settings_of_run` as TOML, for --config."""
     values = settings_of_run(spec)
     texts = {name: str(value) if isinstance(value, float) else _toml(value) for name, value in values.items()}
     return "".join(f"{name} = {text}\n" for name, text in texts.items())
 
 
 def _toml(value: Any) -> str:
-    """Returns the value as JSON that TOML reads alike: no surrogate pairs, and no bare DEL."""
+    """Returns the value as JSON that is also valid TOML: no surrogate pairs, and no bare DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def to_repeat(command: str, folder: Path) -> str:
-    """Returns the command that does again what is in `folder`, ready to paste; from elsewhere it is named by its path.
+    """Returns the command, ready to paste, that repeats the result in `folder`.
 
-    The path needs no --storage-path.
+    A folder outside the default storage is named by its path, which needs no --storage-path.
     """
     storage = DEFAULT_STORAGE.folder
     name = folder.relative_to(storage) if folder.is_relative_to(storage) else folder.absolute()

@@ -1,4 +1,4 @@
-"""From the words of a command line to a command, or to the help that was asked for."""
+"""Parses the words of a command line into a command, or prints the requested help."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ MOST_USED: Mapping[type, str] = {
     Compare: "task from_ methods seeds ablation name epochs memory_budget device data_dir storage_path",
     Replay: "name reasons tau_low tau_high rho_low rho_high tau_curv alpha storage_path",
 }
-"""Command -> what its --help shows; --help-all shows all options. The other commands have few."""
+"""Command -> the options in its --help; --help-all shows all options. The other commands have few."""
 
 
 def parse(arguments: Sequence[str] | None) -> Command:
-    """Returns the command that the arguments mean, the process's own when None.
+    """Returns the command that the arguments specify; None stands for the arguments of the process.
 
     Raises:
-        SystemExit: they mean none, or ask for help; what there is to say has been printed, without passwords.
-        ValueError: their file of options breaks a rule.
+        SystemExit: they are invalid, or ask for help; the message has been printed, without passwords.
+        ValueError: the file given as --config breaks a rule.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    own = words[: words.index("--")] if "--" in words else words  # what follows is another command's
+    own = words[: words.index("--")] if "--" in words else words  # words after -- belong to another command
     try:
         if own[:1] == ["--version"]:
             number = "(not installed)"
@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str] | None) -> Command:
             _parse(_briefly(Command) if command else Command, [*command, "--help"])
         shown = [without_credentials(word) for word in words]
         if shown != words:
-            _parse(Command, shown)  # what is wrong with the words is said here, of words that hold no password
+            _parse(Command, shown)  # reports invalid words here, without passwords in them
         parsed = _parse(Command, words)
         if (every := expanded(words, parsed)) != words:
             parsed = _parse(Command, every)
@@ -79,13 +79,13 @@ def _parse(commands: Any, words: Sequence[str]) -> Command:
 
 
 def _briefly(commands: Any) -> Any:
-    """Returns the union of commands with the options that are used most; to show help, not to parse with."""
+    """Returns the union of commands reduced to their most used options, only to show help."""
     brief = (_only(kind, MOST_USED[kind].split()) if kind in MOST_USED else kind for kind in get_args(commands))
     return Union[tuple(brief)]  # noqa: UP007  # of a tuple
 
 
 def _only(kind: Any, names: Sequence[str]) -> Any:
-    """Returns the dataclass `kind` with all options suppressed but those of these names, in its groups as well."""
+    """Returns the dataclass `kind` with all options hidden except those named, also in its groups."""
     members: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
     hints = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
@@ -101,7 +101,7 @@ def _only(kind: Any, names: Sequence[str]) -> Any:
 
 
 def check(command: Any) -> None:
-    """Raises ValueError, which names the option, for all that can be seen to be wrong without PyTorch."""
+    """Checks all that can be checked without importing PyTorch; raises a ValueError that names the option."""
     if not isinstance(command, Trains):
         return
     named = [name for name in (command.task, command.source.from_) if name is not None]
@@ -115,9 +115,9 @@ def check(command: Any) -> None:
 
 
 def expanded(words: Sequence[str], typed: Command | None = None) -> list[str]:
-    """Returns the words with the options of the file that --config names before those that were typed.
+    """Returns the words with the options from the --config file inserted before those that were typed.
 
-    `typed` is the command that the words alone mean. Of an option that comes twice the last one acts.
+    `typed` is the command that the words alone specify. If an option comes twice, the last one counts.
     """
     command = _parse(Command, words) if typed is None else typed
     if not isinstance(command, Trains) or command.source.config is None:
@@ -126,7 +126,7 @@ def expanded(words: Sequence[str], typed: Command | None = None) -> list[str]:
     beside = {name for name in REPLACED_BY if any(getattr(group, name, None) is not None for group in groups)}
     values = file_options(type(command), command.source.config, beside)
     own = [words[0], *([values.pop("task")] if "task" in values else [])]
-    last = ["--experiment", values.pop("experiment", type(command).experiment)]  # ends an option of several words
+    last = ["--experiment", values.pop("experiment", type(command).experiment)]  # ends an option of several values
     for name, value in values.items():
         option = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):

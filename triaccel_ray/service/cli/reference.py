@@ -1,4 +1,4 @@
-"""The page `docs/cli.md`: every setting of a command, printed by `python -m triaccel_ray.service.cli.reference`."""
+"""Generates `docs/cli.md`, the table of all settings: `python -m triaccel_ray.service.cli.reference` prints it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of the specs and configurations as options: what is typed, and the values that it stands for."""
+"""Turns fields of specs and configurations into options, and typed values into field values and back."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A field of a spec, or of a configuration in it, as an option."""
+    """A field of a spec, or of a configuration in it, as a command-line option."""
 
     name: str
-    """Of the option, with underscores."""
+    """Name of the option, with underscores."""
     path: tuple[str, ...]
-    """Names of the fields that lead to it."""
+    """Field names that lead from the spec to the field."""
     kind: Any
-    """Type of the field, None left out."""
+    """Type of the field, without None."""
     default: Any
-    """Of the field; a task has its own recipe and control."""
+    """Default of the field; a task has its own recipe and control."""
     doc: str
     bounds: str = ""
     unit: str = ""
 
     @property
     def option(self) -> str:
-        """The name as it is typed, without the dashes before it."""
+        """The name as typed, without leading dashes."""
         return self.name.replace("_", "-")
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What it may be, if that is one or several of a few words."""
+        """The allowed words, if the value is one or several of a fixed set; else empty."""
         if self.kind is bool:
             return "on", "off"
         if isinstance(self.kind, type) and issubclass(self.kind, Enum):
@@ -56,7 +56,7 @@ class Setting:
 
     @property
     def metavar(self) -> str | None:
-        """What stands for its value in the help; None: the name of its type."""
+        """Placeholder for the value in the help; None for the name of its type."""
         if get_origin(self.kind) is Mapping:
             return "LAYER=PRECISION"
         if self.kind == tuple[str, ...]:
@@ -65,7 +65,7 @@ class Setting:
 
     @property
     def typed(self) -> Any:
-        """Type of the option, which is None where it is not given."""
+        """Annotated type of the option, whose value is None if it is not given."""
         kind = {"bytes": str, "folder": Path}.get(self.unit, self.kind)
         if get_origin(kind) is Mapping:
             kind = tuple[str, ...]
@@ -78,10 +78,10 @@ class Setting:
         return Annotated[kind | None, tyro.conf.arg(help=text, help_behavior_hint="", metavar=self.metavar)]
 
     def read(self, value: Any) -> Any:
-        """Returns the field's value for the option's.
+        """Returns the field's value for the option's value.
 
         Raises:
-            ValueError: it breaks the field's rule.
+            ValueError: the value breaks the field's rule.
         """
         if self.kind is bool:
             value = value == "on"
@@ -103,7 +103,7 @@ class Setting:
         return value
 
     def shown(self, value: Any) -> Any:
-        """Returns what a file of settings holds for the field's value, `read` the other way."""
+        """Returns the field's value as a settings file holds it, the inverse of `read`."""
         if self.unit == "bytes":
             return format_exactly(value)
         if isinstance(value, Mapping):
@@ -112,7 +112,7 @@ class Setting:
 
 
 def settings_of(kind: type, path: tuple[str, ...] = ()) -> Iterator[Setting]:
-    """Yields the fields of a dataclass and of those in it, with their docstrings."""
+    """Yields the fields of a dataclass and of its nested dataclasses, with their docstrings."""
     kinds, docs = get_type_hints(kind), _docstrings(kind)
     for each in fields(kind):
         inner, here = kinds[each.name], (*path, each.name)
@@ -132,14 +132,14 @@ def settings_of(kind: type, path: tuple[str, ...] = ()) -> Iterator[Setting]:
 
 
 def worded(value: Any) -> str:
-    """Returns a default as it would be typed."""
+    """Returns a default as a user would type it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _docstrings(kind: type) -> dict[str, str]:
-    """Returns the texts below the fields of a class, each in one line."""
+    """Returns the docstrings of a class's fields, each as one line."""
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]  # a class
     texts = {}
     for field, text in itertools.pairwise(body):
@@ -149,7 +149,7 @@ def _docstrings(kind: type) -> dict[str, str]:
 
 
 def options(settings: Iterable[Setting]) -> Callable[[type[T]], type[T]]:
-    """Gives a class one field for each of the settings, None where the option is not given."""
+    """Turns a class into a dataclass with one field per setting, None if the option is not given."""
     known = tuple(settings)
 
     def make(group: type[T]) -> type[T]:
@@ -161,7 +161,7 @@ def options(settings: Iterable[Setting]) -> Callable[[type[T]], type[T]]:
 
 
 def given(group: Any) -> dict[tuple[str, ...], Any]:
-    """Returns the fields that were given among the options of a group, by their paths.
+    """Returns field path -> value for the options of a group that were given.
 
     Raises:
         ValueError: a value breaks its field's rule.
@@ -171,7 +171,7 @@ def given(group: Any) -> dict[tuple[str, ...], Any]:
 
 
 def changed(value: T, changes: Mapping[tuple[str, ...], Any]) -> T:
-    """Returns the dataclass with other values at these paths."""
+    """Returns a copy of the dataclass with new values at these field paths."""
     own = {path[0]: new for path, new in changes.items() if len(path) == 1}
     for name in {path[0] for path in changes if len(path) > 1}:
         inner = {path[1:]: new for path, new in changes.items() if path[0] == name}

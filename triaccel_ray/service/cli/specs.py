@@ -1,4 +1,4 @@
-"""The commands of `triaccel` and their options, as plain values; help texts are the fields' docstrings."""
+"""The commands of `triaccel` and their options, as dataclasses; the docstrings are the help texts."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Compare(Trains):
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Show a run, search or comparison: tables here, pictures and a page in its folder."""
+    """Show the tables of a run, search or comparison, and write pictures and a page to its folder."""
 
     name: tyro.conf.Positional[RunName]
     """Name in the storage folder, or a folder."""
@@ -102,19 +102,19 @@ class Replay:
     name: tyro.conf.Positional[RunName]
     """Name in the storage folder, or a run's folder."""
     reasons: int = 20
-    """Reasons to show at most."""
+    """Maximum number of reasons to show."""
     thresholds: Flat[ReplayThresholds] = field(default_factory=ReplayThresholds)
     where: Flat[Where] = field(default_factory=Where)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """Resume a run, search or comparison, and record what a tracking outage left behind."""
+    """Resume a run, search or comparison, and record in MLflow what an outage left out."""
 
     name: tyro.conf.Positional[RunName]
     """Name in the storage folder, or a folder."""
     experiment: Name = None
-    """MLflow experiment, if nothing is recorded yet. Default: the one it is recorded in."""
+    """MLflow experiment, if nothing is recorded yet. Default: the experiment used before."""
     where: Flat[Where] = field(default_factory=Where)
 
 
@@ -140,7 +140,7 @@ class Doctor:
 
 @dataclass(frozen=True, kw_only=True)
 class Submit:
-    """Hand a run, search, comparison or resume to a cluster and go home."""
+    """Submit a run, search, comparison or resume as a job of a Ray cluster."""
 
     words: tyro.conf.Positional[
         Annotated[tuple[str, ...], tyro.conf.arg(metavar="-- COMMAND ...", help=SUBMIT_HELP, help_behavior_hint="")]

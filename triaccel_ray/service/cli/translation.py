@@ -1,4 +1,4 @@
-"""From a command's options to what is to be trained."""
+"""Builds the spec of a run, search or comparison from a command's options."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from triaccel_ray.service.session import find, find_run
 from triaccel_ray.trainables.task import Purpose
 
 Given = Mapping[tuple[str, ...], Any]
-"""Path of a field -> its value (`options.given`)."""
+"""Field path -> value, as returned by `settings.given`."""
 
 
 def spec_of(command: Trains) -> RunSpec | SearchSpec | ComparisonSpec:
-    """Returns the run, search or comparison that the command asks for; raises as `run_of`."""
+    """Returns the spec of the run, search or comparison that the command asks for; raises as `run_of`."""
     if isinstance(command, Search):
         return search_of(command)
     if isinstance(command, Compare):
@@ -37,10 +37,10 @@ def spec_of(command: Trains) -> RunSpec | SearchSpec | ComparisonSpec:
 
 
 def run_of(command: Run) -> RunSpec:
-    """Returns the run that the command asks for.
+    """Returns the spec of the run that the command asks for.
 
     Raises:
-        ValueError: an option breaks its rule, or there is no run of this name; the message names it.
+        ValueError: an option breaks its rule, or no run has the name given as --from; the message names it.
     """
     options = {**given(command.main), **given(command.training), **given(command.thresholds)}
     if command.source.from_ is None:
@@ -53,7 +53,7 @@ def run_of(command: Run) -> RunSpec:
 
 
 def search_of(command: Search) -> SearchSpec:
-    """Returns the search that the command asks for; raises as `run_of`."""
+    """Returns the spec of the search that the command asks for; raises as `run_of`."""
     own, common = _split(command)
     if command.source.from_ is None:
         spec = SearchSpec(base=_of_task(command.task, common))
@@ -68,7 +68,7 @@ def search_of(command: Search) -> SearchSpec:
 
 
 def comparison_of(command: Compare) -> ComparisonSpec:
-    """Returns the comparison that the command asks for; raises as `run_of`."""
+    """Returns the spec of the comparison that the command asks for; raises as `run_of`."""
     own, common = _split(command)
     if command.source.from_ is None:
         base = replace(_of_task(command.task, common), purpose=Purpose.FINAL)
@@ -80,32 +80,32 @@ def comparison_of(command: Compare) -> ComparisonSpec:
 
 
 def replayed_control(command: Replay, control: ControlConfig) -> ControlConfig:
-    """Returns the thresholds of a run with those that the command has in their place."""
+    """Returns `control`, the configuration of a run, with the thresholds that the command gives."""
     return _with_control(control, {path[1:]: value for path, value in given(command.thresholds).items()})
 
 
 def with_options(spec: RunSpec, options: Given) -> RunSpec:
-    """Returns the run with the options that were given.
+    """Returns the run with the given options applied.
 
     Raises:
-        ValueError: one breaks its rule, by itself or beside the others; or the task does not read it.
+        ValueError: an option breaks its rule, alone or together with others; or the task does not read it.
     """
     control = {path[1:]: value for path, value in options.items() if path[0] == "control"}
     rest = {path: value for path, value in options.items() if path[0] != "control"}
     limits = ("memory_headroom_bytes",), ("memory_budget_bytes",)
     for limit in limits:
         if options.keys() & limits:
-            rest.setdefault(limit, None)  # a limit that was given replaces one of the other kind
+            rest.setdefault(limit, None)  # a given limit replaces one of the other kind
     made = changed(spec, {**rest, ("control",): _with_control(spec.control, control)})
     _require_read(made, options)
     return made
 
 
 def _require_read(spec: RunSpec, options: Given) -> None:
-    """Returns if the task reads those of the options that differ from its own, as those of its file of settings do not.
+    """Checks that the task reads every option given; a value equal to its own passes, as those of a settings file do.
 
     Raises:
-        ValueError: it does not; or it says so of what is no option.
+        ValueError: the task does not read an option, or its `unread` has a name that is no option.
     """
     task = spec.load_task()
     own = replace(spec, recipe=task.recipe, control=task.control, data_dir=None)
@@ -117,10 +117,10 @@ def _require_read(spec: RunSpec, options: Given) -> None:
 
 
 def _with_control(control: ControlConfig, options: Given) -> ControlConfig:
-    """Returns `control` with the options that were given.
+    """Returns `control` with the given options applied.
 
-    A starting batch size outside the ladder, or off its rungs, moves the ladder with it. A way to measure curvature
-    that does not measure the noise scale takes a task's own bound by it away.
+    A starting batch size outside the ladder, or off its rungs, moves the ladder with it. A curvature method that does
+    not measure the noise scale turns off the task's own noise-scale bound.
     """
     options = dict(options)
     if options.get(("curvature", "method"), "fisher") != "fisher":
@@ -135,7 +135,7 @@ def _with_control(control: ControlConfig, options: Given) -> ControlConfig:
 
 
 def _split(command: Search | Compare) -> tuple[dict[tuple[str, ...], Any], dict[tuple[str, ...], Any]]:
-    """Returns what a search or comparison has as a whole, and what its runs have."""
+    """Returns the options of the search or comparison itself, and those of its runs."""
     own, common = given(command.main), {**given(command.training), **given(command.thresholds)}
     shared = ("trials_per_gpu",)
     if shared in own:
@@ -144,7 +144,7 @@ def _split(command: Search | Compare) -> tuple[dict[tuple[str, ...], Any], dict[
 
 
 def _of_task(task: str | None, options: Given) -> RunSpec:
-    """Returns the run as the task itself would have it; where its data files are is known to the task first."""
-    assert task is not None  # `parsing.check` has seen to it
+    """Returns the run with the task's own settings; the task is loaded with the given folder of data files."""
+    assert task is not None  # checked by `parsing.check`
     folder = options.get(("data_dir",))
     return run_spec(task, data_dir=folder and Path(folder), recipe={})

@@ -1,4 +1,4 @@
-"""Reaching Ray: the cluster that is named, or one started on this machine for the time of the command."""
+"""Connects to Ray: to a given cluster, or to one started on this machine for the duration of the command."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class ClusterUnavailableError(ValueError):
-    """No Ray cluster answers at the address given."""
+    """No Ray cluster answers at the given address, or none can be started."""
 
     reason: str = ""
-    """What an attempt to reach it met."""
+    """Why the attempt to reach it failed."""
 
 
 @contextlib.contextmanager
 def cluster(address: str | None, *, num_cpus: int | None = None, last_words: str = "") -> Iterator[None]:
-    """Connects to the Ray cluster at `address`; starts one on this machine when None, and stops it at the end.
+    """Connects to the Ray cluster at `address`; if None, starts one on this machine and stops it at the end.
 
-    A process that is connected already, such as a notebook's, stays so: its workers are as its own `ray.init` said.
-    `last_words` are said where the head is lost and nothing else can be done any more.
+    A process that is already connected, such as a notebook's, stays so, with workers as its own `ray.init` set them up.
+    If the head is lost and the process has to be ended, `last_words` are added to the final message.
 
     Raises:
-        ClusterUnavailableError: nothing answers at the address, or no Ray can start here.
-        HeadLostError: nothing has answered there for half a minute.
+        ClusterUnavailableError: nothing answers at the address, or Ray cannot start here.
+        HeadLostError: the head has not answered for half a minute.
     """
     is_own = not ray.is_initialized()
     with token_meanwhile() if is_own else contextlib.nullcontext():
@@ -53,40 +53,40 @@ def cluster(address: str | None, *, num_cpus: int | None = None, last_words: str
             try:
                 _connect(address, num_cpus)
             except BaseException:
-                ray.shutdown()  # Ctrl-C, perhaps: Ray's threads would miss the token, and say so
+                ray.shutdown()  # after Ctrl-C, say: Ray's threads would miss the token and report it
                 raise
-        # Ray's own handling of SIGTERM ends the process with a stack trace, before runs have ended their logs.
+        # Ray's own SIGTERM handler ends the process with a stack trace, before runs have ended their logs.
         with as_interrupt(signal.SIGTERM), watching(ray.get_runtime_context().gcs_address, last_words):
             try:
                 yield
             finally:
                 if is_own:
-                    ray.shutdown()  # watched too: without a head it may wait
+                    ray.shutdown()  # watched, too: without a head it may block
 
 
 @contextlib.contextmanager
 def token_meanwhile() -> Iterator[None]:
-    """Has this process ask for a token, as a Ray that it starts has it do, until that Ray has ended, and no longer.
+    """Limits token authentication, which a Ray started here turns on in this process, to the lifetime of that Ray.
 
-    Ray 2.60 lets it ask for ever. Of a cluster without tokens that it joined next all actors would be lost at once.
+    Ray 2.60 leaves it on for ever. If the process next joined a cluster without tokens, it would lose all actors.
     """
     given = os.environ.get(AUTH_MODE_ENV_VAR)
     try:
         yield
     finally:
         if given is None and os.environ.pop(AUTH_MODE_ENV_VAR, None) is not None:
-            Config.initialize("")  # has Ray read the environment again; there is no public way
-            AuthenticationTokenLoader.instance().reset_cache()  # a token in it is asked for, whatever the mode
+            Config.initialize("")  # makes Ray read the environment again; there is no public API
+            AuthenticationTokenLoader.instance().reset_cache()  # a cached token is required, whatever the mode
 
 
 def _connect(address: str | None, num_cpus: int | None) -> None:
     require_reachable(address)
-    # Ray's workers start elsewhere: a user's own task has to be importable from where the command was given.
+    # Ray's workers start in another folder, but must import a user's own task from the folder of the command.
     paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {
         "PYTHONPATH": os.pathsep.join(paths),
         "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0",
-        "PL_DISABLE_FORK": "1",  # this and the next as Tune's trials have them, so that they get a worker that is there
+        "PL_DISABLE_FORK": "1",  # this and the next as in Tune's trials, which can then reuse an idle worker
         "RAY_CHDIR_TO_TRIAL_DIR": "0",
         COMMIT_VARIABLE: commit_of(Path.cwd()),
     }
@@ -100,7 +100,7 @@ def _connect(address: str | None, num_cpus: int | None) -> None:
                 log_to_driver=False,
                 runtime_env={"env_vars": variables},
             )
-    except Exception as error:  # Ray raises a bare Exception where a node is slow to start
+    except Exception as error:  # Ray raises a bare Exception if a node is slow to start
         if address is not None:
             raise _unavailable(address, first_line(error)) from error
         raise ClusterUnavailableError(
@@ -110,10 +110,10 @@ def _connect(address: str | None, num_cpus: int | None) -> None:
 
 
 def joined_address(given: str | None) -> str | None:
-    """Returns the address of the Ray that this process is connected to, as a notebook may be; else the one given.
+    """Returns the address of the Ray that this process is connected to, as a notebook may be; else `given`.
 
     Raises:
-        ClusterUnavailableError: another one is given.
+        ClusterUnavailableError: `given` is another address.
     """
     if not ray.is_initialized():
         return given
@@ -128,10 +128,10 @@ def joined_address(given: str | None) -> str | None:
 
 @contextlib.contextmanager
 def _started_here() -> Iterator[None]:
-    """Has a Ray that starts meanwhile listen on this machine's loopback address alone, and its workers yield to nobody.
+    """Makes a Ray that starts inside the block listen on loopback alone, and gives its workers normal priority.
 
-    On Linux its ports are open to the whole network otherwise, and `_node_ip_address="127.0.0.1"` does not change that:
-    Ray puts the machine's own address in its place. Workers have a niceness of 15 otherwise: any other process on the
+    By default its ports on Linux are open to the whole network. `_node_ip_address="127.0.0.1"` does not help: Ray
+    replaces it with the machine's own address. By default workers have a niceness of 15, and any other process on the
     machine would lengthen the steps by which trials are judged.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
@@ -146,7 +146,7 @@ def _started_here() -> Iterator[None]:
 
 @contextlib.contextmanager
 def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables of this process meanwhile, and of those that it starts; what they were is put back."""
+    """Sets environment variables of this process and its children inside the block, and restores them afterwards."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -163,18 +163,18 @@ def gpus_available() -> bool:
 
 
 def gpu_fraction(num_sharing: int) -> float:
-    """Returns what each of `num_sharing` trials asks of a GPU, so that as many and no more fit.
+    """Returns the fraction of a GPU that each of `num_sharing` trials requests, so that exactly that many fit.
 
-    Rounded down: Ray counts in ten-thousandths, and of six parts rounded up only five would fit.
+    Rounded down to Ray's resolution of 1/10000: if six parts were rounded up, only five would fit.
     """
     return (10_000 // num_sharing) / 10_000
 
 
 def gpus_of_a_run(spec: RunSpec, address: str | None) -> float:
-    """Returns what each run asks Ray for: a GPU or its part of one, or none.
+    """Returns the number of GPUs that each run requests from Ray: one, a fraction of one, or none.
 
-    `--device cuda` asks for one also where no machine of the cluster has any: Ray lets the runs wait for a machine that
-    joins, and tells an autoscaler of them. `auto` uses what is there now, to the end.
+    `--device cuda` requests a GPU even if no machine of the cluster has one: Ray lets the runs wait until such a
+    machine joins, and reports them to an autoscaler. `auto` decides by the GPUs present now, for all runs.
     """
     if spec.device == "cpu":
         return 0.0
@@ -190,9 +190,9 @@ def gpus_of_a_run(spec: RunSpec, address: str | None) -> float:
 
 
 def require_gpu_to_share(address: str | None, spec: RunSpec) -> None:
-    """Returns if one trial a GPU is asked for, or there is a GPU: a mistake must not use up a search's name.
+    """Checks that there is a GPU if trials are to share one, early enough not to use up a search's name.
 
-    On a cluster, `--device cuda` waits for a GPU, and need not find one.
+    On a cluster, `--device cuda` waits for a GPU, so none needs to be present.
 
     Raises:
         ValueError: several trials are to share a GPU, and neither this machine nor the cluster at `address` has one.
@@ -209,12 +209,12 @@ def require_gpu_to_share(address: str | None, spec: RunSpec) -> None:
 
 
 def require_reachable(address: str | None) -> None:
-    """Returns if a Ray cluster answers at the address; Ray itself would wait for minutes, and print warnings.
+    """Checks that a Ray cluster answers at the address; Ray itself would wait for minutes and print warnings.
 
-    Of Ray's client server (ray://), and where Ray's ports speak TLS, the port alone is tried.
+    For the Ray Client server (ray://), or if Ray's ports use TLS, only the port is checked.
 
     Raises:
-        ClusterUnavailableError: none does.
+        ClusterUnavailableError: no cluster answers.
     """
     require_listening(address)
     speaks_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
@@ -226,15 +226,15 @@ def require_reachable(address: str | None) -> None:
         try:
             channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")(b"", timeout=CONNECT_TIMEOUT_S)
         except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNAUTHENTICATED:  # a cluster that asks for a token
+            if error.code() is not grpc.StatusCode.UNAUTHENTICATED:  # the answer of a cluster that requires a token
                 raise _unavailable(address, "what listens there is no Ray") from error
 
 
 def require_listening(address: str | None) -> None:
-    """Returns if something listens at the address.
+    """Checks that something listens at the address.
 
     Raises:
-        ClusterUnavailableError: nothing does.
+        ClusterUnavailableError: nothing listens there, or the address has no valid port.
     """
     if address in (None, "auto", "local"):
         return
@@ -248,7 +248,7 @@ def require_listening(address: str | None) -> None:
 
 
 def display_address(address: str) -> str:
-    """Returns `address` without user and password, fit for messages; it may have no scheme."""
+    """Returns `address`, with or without a scheme, without user and password, for messages."""
     if "://" in address or "@" not in address:
         return without_credentials(address)
     return f"***@{address.rpartition('@')[2]}"

@@ -1,4 +1,4 @@
-"""Noticing that a cluster's head is lost: Ray waits for it for a minute, and then ends the process on the spot."""
+"""Detects the loss of a cluster's head: Ray waits for it for a minute, and then ends the process at once."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from triaccel_ray.service.failures import PreemptedError
 
 INTERVAL_S = 2.0
 LOST_AFTER_S = 30.0
-"""A head that is silent for so long is given up: half of what Ray allows, the rest is for records and messages."""
+"""Silence after which the head counts as lost: half of Ray's limit, which leaves time for records and messages."""
 GRACE_S = 8.0
-"""Afterwards a process that cannot be interrupted, for it is in a call of Ray's that waits for the head, is ended."""
+"""Time until a process is ended that cannot be interrupted, because a call of Ray's waits for the head."""
 _SIGNAL = signal.SIGUSR2
-"""Ray Tune has handlers of its own for SIGINT and SIGUSR1, which wait for trials."""
+"""Ray Tune has its own handlers for SIGINT and SIGUSR1, which wait for trials."""
 
 
 class HeadLostError(PreemptedError):
-    """Nothing answers any more where the cluster's head was."""
+    """The head of the cluster no longer answers."""
 
 
 @contextlib.contextmanager
 def watching(address: str, last_words: str) -> Iterator[None]:
-    """Has what happens inside end once nothing has answered at the head's `address` for half a minute.
+    """Interrupts the block once the cluster's head at `address` has not answered for half a minute.
 
-    Only in the main thread, which alone can be interrupted; where even that is in vain, the process ends with exit
-    status 1 after saying what happened and `last_words`.
+    Acts only in the main thread, the only one that can be interrupted. If the interrupt has no effect, the process
+    prints what happened and `last_words`, and ends with exit status 1.
 
     Raises:
-        HeadLostError: it was so.
+        HeadLostError: the head was lost.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -46,7 +46,7 @@ def watching(address: str, last_words: str) -> Iterator[None]:
     thread.start()
     try:
         yield
-    except BaseException as error:  # what the interruption became on its way through Ray
+    except BaseException as error:  # whatever Ray turned the interrupt into
         if not lost.is_set():
             raise
         raise HeadLostError(_message(address)) from error
@@ -57,7 +57,7 @@ def watching(address: str, last_words: str) -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt  # the one exception that gets out of Ray's waiting
+    raise KeyboardInterrupt  # the only exception that leaves Ray's waiting calls
 
 
 def _message(address: str) -> str:
@@ -68,7 +68,7 @@ def _message(address: str) -> str:
 
 
 def _watch(address: str, last_words: str, over: threading.Event, lost: threading.Event) -> None:
-    silent_since_s: float | None = None  # the first look in vain: a stopped process looks at nothing meanwhile
+    silent_since_s: float | None = None  # from the first failed probe: a suspended process probes nothing
     while not over.wait(INTERVAL_S):
         if _answers(address):
             silent_since_s = None

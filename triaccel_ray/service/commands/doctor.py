@@ -1,4 +1,4 @@
-"""Is this machine ready? One check a line, each with what to do when it fails; nothing is left behind."""
+"""Checks whether this machine is ready: one line per check, with a remedy if it fails. Leaves no files behind."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PACKAGES = ("torch", "torchvision", "triton", "ray", "mlflow", "optuna", "nvidia
 
 
 Verdict: TypeAlias = Literal["ok", "note", "problem"]
-"""How a check came out; a note: works, with less than it could."""
+"""Outcome of a check; `note`: it works, with limitations."""
 Finding: TypeAlias = tuple[Verdict, str]
-"""One check's result, and what it saw."""
+"""Verdict of one check, and what it found."""
 _STYLES: Mapping[Verdict, str] = {"ok": "green", "note": "yellow", "problem": "red"}
 
 
 def show_findings(storage: StoragePath, tracking_uri: str | None, address: str | None) -> int:
-    """Shows the findings as they come, and returns the exit status: 1 where one is a problem."""
+    """Prints the findings as they come, and returns the exit status: 1 if one is a problem."""
     status = 0
     for subject, verdict, text in examine(storage, tracking_uri, address):
         out.print(f"{verdict:8}", style=_STYLES[verdict], end="")
@@ -41,7 +41,7 @@ def show_findings(storage: StoragePath, tracking_uri: str | None, address: str |
 
 
 def examine(storage: StoragePath, tracking_uri: str | None, address: str | None) -> Iterator[tuple[str, Verdict, str]]:
-    """Yields each check's subject, verdict and what it saw; none of them raises."""
+    """Yields subject, verdict and finding of each check; an exception becomes a finding."""
     checks: dict[str, Callable[[], Finding]] = {
         "python": lambda: ("ok", f"{platform.python_version()} at {sys.executable}"),
         **{name: partial(_package, name) for name in PACKAGES},
@@ -62,7 +62,7 @@ def examine(storage: StoragePath, tracking_uri: str | None, address: str | None)
             yield subject, *check()
         except (ClusterUnavailableError, StoreError, TrackingUnavailableError) as error:
             yield subject, "problem", str(error)
-        except Exception as error:  # a check that breaks is a finding, not the end of the others
+        except Exception as error:  # a check that breaks must not stop the others
             yield subject, "problem", f"{type(error).__name__}: {first_line(error)}"
 
 
@@ -123,7 +123,7 @@ def _ray(address: str | None) -> Finding:
     from triaccel_ray.service.cluster.cluster import cluster, environment_variables
 
     with contextlib.ExitStack() as stack:
-        if address is None:  # its files lie in a folder that goes, and its token not in ~/.ray
+        if address is None:  # keeps its files in a temporary folder, and its token out of ~/.ray
             folder = TemporaryDirectory(prefix="d", dir=os.environ.get("RAY_TMPDIR"), ignore_cleanup_errors=True)
             token = os.environ.get("RAY_AUTH_TOKEN", token_hex(32))
             own = {"RAY_TMPDIR": stack.enter_context(folder), "RAY_AUTH_TOKEN": token}

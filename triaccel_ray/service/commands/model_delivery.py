@@ -1,4 +1,4 @@
-"""What a command does with a trained model: says where it is, and registers it in MLflow where that was asked for."""
+"""Reports where a trained model is, and registers it in MLflow on request."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from triaccel_ray.service.tracking.tracking import Tracker
 
 
 def deliver_model(run: RunRecord, place: StoragePath, tracker: Tracker, words: str) -> bool:
-    """Says where the trained model of a finished run is, and registers it where that was asked for.
+    """Prints where the trained model of a finished run is, and registers it if the run has `register` set.
 
-    Returns False where registering failed: the run has finished all the same, and `words` are the command that retries.
+    Returns False if registering failed. The run still counts as finished, and `words` is the command that retries.
     """
     if run.end is None or run.end.kept_epoch is None:
         return True
@@ -30,13 +30,13 @@ def deliver_model(run: RunRecord, place: StoragePath, tracker: Tracker, words: s
     if name is None:
         return True
     try:
-        tracker.check()  # in three seconds, where a server that hangs would hold a call for forty
+        tracker.check()  # fails within 3 s; a call to a server that hangs would block for 40 s
         shipped = read_shipped(run.folder)
         if shipped is None or shipped.run_id is None:
             raise RuntimeError(f"the run is not yet recorded in {tracker.display_uri}")
         tags = {"task": run.spec.task, "epoch": str(run.end.kept_epoch)}
         version = register(tracker, shipped.run_id, name, lambda: trained_model(run, place), tags)
-    except Exception as error:  # of MLflow, its store, the network, the disk, or the task's own code
+    except Exception as error:  # from MLflow, its store, the network, the disk, or the task's own code
         text = tracker.mask(f"{type(error).__name__}: {error}")
         text = f"the model is not registered as {name} ({text}). Nothing is lost: `{words}` registers it"
         err.print(text, style="yellow", soft_wrap=True)
@@ -46,17 +46,17 @@ def deliver_model(run: RunRecord, place: StoragePath, tracker: Tracker, words: s
 
 
 def trained_model(run: RunRecord, place: StoragePath) -> nn.Module:
-    """Returns the model of the run's task with the weights that the run has left at `place`.
+    """Returns the model of the run's task, in evaluation mode, with the weights that the run saved at `place`.
 
     Raises:
-        FileNotFoundError, StoreError: the weights are not there.
-        Exception: whatever the task's own code raises.
+        FileNotFoundError, StoreError: the weights are missing.
+        Exception: anything that the task's own code raises.
     """
     spec = run.spec
     model = spec.load_task().model()
     with tempfile.TemporaryDirectory() as scratch:
         path = run.folder / MODEL
-        if place.uri is not None:  # trained elsewhere, perhaps
+        if place.uri is not None:  # perhaps trained on another machine
             path = Path(scratch, MODEL)
             Store(place.uri).read(f"{place.name}/{MODEL}", path)
         model.load_state_dict(torch.load(path, weights_only=True))
@@ -64,7 +64,7 @@ def trained_model(run: RunRecord, place: StoragePath) -> nn.Module:
 
 
 def _origin(run: RunRecord, kept_epoch: int) -> str:
-    """Returns which epoch the weights are of; for the best one also by what figure."""
+    """Returns which epoch the weights are from; for the best epoch, also its metric."""
     if run.spec.keep != "best":
         return f"epoch {kept_epoch}, the last"
     goal, num_epochs = run.start.goal, run.epochs[-1].epoch

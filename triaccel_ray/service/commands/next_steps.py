@@ -1,4 +1,4 @@
-"""What a command says of how to go on: where everything is, how to look at it, how to resume it."""
+"""Messages about what to do next: where results are, how to view them, how to resume."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONCE_IT_IS_BACK = "; once it is there again:"
 
 
 def resume_words(place: StoragePath, where: Where, experiment: str, usual: str) -> str:
-    """Returns the command that goes on; `usual` is the experiment that need not be named."""
+    """Returns the command that resumes what is at `place`; the default experiment, `usual`, is left out."""
     is_named = place.uri is not None or StoragePath(place.storage).folder == where.storage_path.folder
     name = place.name if is_named else str(place.folder)
     address = () if where.address is None else ("--address", display_address(where.address))
@@ -33,12 +33,12 @@ def resume_words(place: StoragePath, where: Where, experiment: str, usual: str) 
 
 @contextlib.contextmanager
 def resumable(words: str, place: StoragePath) -> Iterator[None]:
-    """Has Ctrl-C and a lost head say which command, `words`, goes on with what is at `place`.
+    """Adds `words`, the command that resumes what is at `place`, to the message of a Ctrl-C or a lost head.
 
-    A run that has not written its settings there has nothing to go on with.
+    After Ctrl-C, a run that has not written its settings yet cannot be resumed, and the message says so.
 
     Raises:
-        KeyboardInterrupt: the user broke it off.
+        KeyboardInterrupt: the user interrupted the work.
         HeadLostError: the cluster's head was lost.
     """
     try:
@@ -53,7 +53,7 @@ def resumable(words: str, place: StoragePath) -> Iterator[None]:
 
 
 def say_how_it_ended(run: RunRecord) -> None:
-    """Says, to whoever resumes a run that failed by what was tried, how it ended and what now follows."""
+    """Prints how a run that is being resumed failed, and what happens now; prints nothing if it did not fail."""
     if run.end is None or run.end.status != "failed":
         return
     follows = "the same settings would end the same way: nothing is trained; try others, such as a smaller --lr"
@@ -64,7 +64,7 @@ def say_how_it_ended(run: RunRecord) -> None:
 
 
 def point_to(place: StoragePath, where: Where) -> None:
-    """Says where everything is and what to type next."""
+    """Prints where results are kept, and the commands that show them."""
     shown = without_credentials(tracking_uri_of(where.storage_path, where.tracking_uri))
     storage = _storage_words(where)
     copy = "" if place.uri is None else f" (working copy: {place.folder})"
@@ -79,6 +79,6 @@ def _storage_words(where: Where) -> tuple[str, ...]:
 
 
 def _tracking_words(where: Where) -> tuple[str, ...]:
-    """Returns the option, without user and password: what is printed ends up in logs."""
+    """Returns the option --tracking-uri without user and password, because printed text ends up in logs."""
     uri = where.tracking_uri
     return () if uri is None else ("--tracking-uri", Tracker(uri, where.storage_path.folder).display_uri)

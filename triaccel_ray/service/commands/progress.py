@@ -1,4 +1,4 @@
-"""Progress on standard error: a live table on a terminal, a line for each epoch or result elsewhere."""
+"""Progress on standard error: a live table on a terminal, otherwise one line per epoch or result."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from triaccel_ray.service.tracking.log_tail import LogTail
 from triaccel_ray.service.units import format_bytes
 
 MAX_LINES = 100
-"""Epochs of a run that get a line; of more, every second, third, ... one does."""
+"""Epochs of a run that are printed one by one; of longer runs every second, third, ... epoch is printed."""
 MAX_ROWS = 15
-"""Runs in the table: those under way first, then the best."""
+"""Runs shown in the table: running ones first, then the best."""
 _PLACES = {"running": 0, "starting": 1, "finished": 2}
-"""Of a pruned trial the score is an early one: it comes last."""
+"""State -> rank in the table; other states come last, since the score of a pruned trial is an early one."""
 
 
 HEADER = ("epoch", "samples/s", "batch", "memory", "layers", "loss", "held out", "score")
@@ -46,11 +46,11 @@ class _Run:
     epoch: Epoch | None = None
     end: End | None = None
     tick_line: bytes = b""
-    """Read once it is shown: there are many, and each names every layer."""
+    """Last tick as text, parsed only when shown: ticks are many, and each names every layer."""
 
     @property
     def tick(self) -> Tick | None:
-        with contextlib.suppress(LogError):  # none yet, or it is damaged, of which the report tells
+        with contextlib.suppress(LogError):  # none yet, or damaged, which the report shows
             record = parse_event(self.tick_line, "the last tick").record
             return record if isinstance(record, Tick) else None
         return None
@@ -60,17 +60,17 @@ class _Run:
         return self.end.status if self.end is not None else "starting" if self.start is None else "running"
 
     def setting(self, name: str) -> int:
-        """Returns one of the numbers that the run was begun with; 0 where it is not known."""
+        """Returns an integer parameter from the start record of the run; 0 if it is unknown."""
         value = self.start.parameters.get(name) if self.start is not None else None
         return value if isinstance(value, int) else 0
 
     def figures(self, goal: Goal) -> Figures | None:
-        """Returns final figures, or those of the last epoch; None where nothing was judged."""
+        """Returns the final figures, or those of the last epoch; None if the run was not evaluated yet."""
         epochs, results = ([] if self.epoch is None else [self.epoch]), ({} if self.end is None else self.end.results)
         return figures_of(epochs, goal, results)
 
     def cells(self, goal: Goal) -> list[str]:
-        """Returns the texts below HEADER: of the last tick, where it came after the last epoch, else of that."""
+        """Returns the texts below HEADER, from the last tick or the last epoch, whichever is newer."""
         epoch, tick, figures = self.epoch, self.tick, self.figures(goal)
         done, rate, batch, used_bytes = 0.0, 0.0, 0, 0
         if epoch is not None:
@@ -94,7 +94,7 @@ class _Run:
 
 
 class Progress:
-    """What the logs of runs say, while these train anywhere: a terminal has no part in what trains them."""
+    """Shows the progress of runs from their event logs, wherever they train; the runs do not depend on it."""
 
     def __init__(
         self,
@@ -106,10 +106,10 @@ class Progress:
         each_epoch: bool = False,
         num_trials: int = 0,
     ) -> None:
-        """Follows the runs of these names below `folder`, one folder a run; without names, all there.
+        """Follows the runs `names` below `folder`, one folder per run; without names, all runs there.
 
-        Without a terminal a run has a line at its end, and with `each_epoch` one for every epoch. `num_trials` is how
-        many runs there will be, where that is known.
+        Without a terminal, each run prints a line at its end, and with `each_epoch` one per epoch. `num_trials` is the
+        expected number of runs; 0 if it is unknown.
         """
         self._title, self._folder, self._names = title, folder, tuple(names)
         self._goal, self._each_epoch, self._num_trials = goal, each_epoch, num_trials
@@ -125,7 +125,7 @@ class Progress:
         self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
 
     def __enter__(self) -> Self:
-        """Shows the title at once, and starts following; what the logs hold already is not said again."""
+        """Shows the title at once and starts following; records already in the logs are not printed."""
         self._read()
         self._has_begun = True
         self._say(self._title)
@@ -135,7 +135,7 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Reads the logs to their ends, and takes the table away."""
+        """Reads the logs to their ends and removes the table."""
         self._stopping.set()
         self._thread.join()
         if self._live is not None:
@@ -153,7 +153,7 @@ class Progress:
         paths = [self._folder / name / EVENTS for name in self._names] or sorted(self._folder.glob(f"*/{EVENTS}"))
         for path in paths:
             tail = self._tails.setdefault(path, LogTail(path))
-            with contextlib.suppress(LogError):  # of a damaged log the report tells
+            with contextlib.suppress(LogError):  # the report shows that a log is damaged
                 for lines in tail.blocks():
                     for line in lines:
                         self._take(path.parent.name, line)
@@ -164,7 +164,7 @@ class Progress:
             run.tick_line = line
             return
         record = parse_event(line, name).record
-        run.end = None  # whatever follows an end means that the run goes on
+        run.end = None  # any record after an end means that the run was resumed
         match record:
             case Start():
                 run.start = record
@@ -172,7 +172,7 @@ class Progress:
                 run.epoch = record
             case End():
                 run.end = record
-        is_known = hash((name, line)) in self._said  # a log that was cut back is read once more
+        is_known = hash((name, line)) in self._said  # a truncated log is read again
         self._said.add(hash((name, line)))
         if is_known or not self._has_begun:
             return
@@ -198,7 +198,7 @@ class Progress:
             self._err.print(line, soft_wrap=True)
 
     def _so_far(self, run: _Run) -> str:
-        """Returns what the table would show of the run, in one line."""
+        """Returns the run's row of the table, as one line."""
         return ", ".join(f"{name} {text}" for name, text in zip(HEADER, run.cells(self._goal), strict=True) if text)
 
     @property

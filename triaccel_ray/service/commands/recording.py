@@ -1,4 +1,4 @@
-"""Recording in MLflow while a command works: in the store and experiment in which a run is, a search as one tree."""
+"""Records runs in MLflow while a command works, in the store and experiment that hold them; a search is one tree."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableE
 from triaccel_ray.service.units import format_bytes
 
 FLUSH_TIMEOUT_S = 15.0
-"""How long the end of a command waits for a store that does not answer."""
+"""Time that a command waits at its end for a store that does not answer."""
 
 
 def in_its_store(folder: Path, where: Where) -> Where:
-    """Returns `where` with the tracking store in which the run of `folder` is, unless `where` names one.
+    """Returns `where` with the tracking store that holds the run of `folder`, unless `where` names a store.
 
     Raises:
-        TrackingUnavailableError: the store wants a password, or no store is named or known.
+        TrackingUnavailableError: the store requires a password, or no store is named or known.
     """
     shipped, named = read_shipped(folder), named_store(None)
     if where.tracking_uri is not None or shipped is None:
@@ -56,17 +56,17 @@ def in_its_store(folder: Path, where: Where) -> Where:
 
 
 def experiment_of(tracker: Tracker, folder: Path, *, given: str | None, usual: str) -> str:
-    """Returns the experiment in which the run of `folder` is; of a new run the one given, or else the usual one.
+    """Returns the experiment that holds the run of `folder`; for a new run `given`, else `usual`.
 
     Raises:
-        ValueError: it is in another experiment than the one given.
+        ValueError: the run is in another experiment than `given`.
     """
     shipped = read_shipped(folder)
     if shipped is None:
         return given or usual
     is_here = shipped.store == tracker.display_uri
     there = tracker.experiment_of(shipped.run_id) if is_here and shipped.run_id is not None else None
-    if there is None:  # recorded anew, in another store
+    if there is None:  # will be recorded again, in another store
         return given or shipped.experiment or usual
     rule = f"{folder.name} is recorded in {there!r}, and MLflow moves no run to another experiment; leave it out"
     require(given in (None, there), "experiment", given, rule)
@@ -74,7 +74,7 @@ def experiment_of(tracker: Tracker, folder: Path, *, given: str | None, usual: s
 
 
 def _is_in_usual_store(shipped: Shipped, where: Where) -> bool:
-    """Returns whether the store that need not be named will do.
+    """Returns whether the default store can be used.
 
     A SQLite file may have been moved or copied together with the runs, or left behind: it counts if the run is in it.
     """
@@ -87,7 +87,7 @@ def _is_in_usual_store(shipped: Shipped, where: Where) -> bool:
 
 
 def search_parent(spec: SearchSpec, folder: Path) -> Parent:
-    """Returns the MLflow run that stands for the search in `folder`."""
+    """Returns the MLflow parent run of the search in `folder`."""
     tags = {"task": spec.base.task, "kind": "search", "seed": str(spec.seed), "space": spec.space}
     tags |= {"objective": spec.objective, "margin": f"{spec.margin:g}"}
 
@@ -107,10 +107,10 @@ def search_parent(spec: SearchSpec, folder: Path) -> Parent:
 def recording(
     tracker: Tracker, root: Path, words: str, *, experiment: str, parent: Parent | None = None
 ) -> Iterator[None]:
-    """Ships the logs below `root` to the tracking store meanwhile, and whatever is left of them at the end.
+    """Ships the logs below `root` to the tracking store in the background, and the rest of them at the end.
 
-    A store that fails neither stops nor slows the work; at the end a message says what is still to be recorded, and
-    which command, `words`, does that.
+    A failing store neither stops nor slows the work. If records are missing at the end, a message says so and names
+    `words`, the command that ships them.
     """
     shipper = Shipper(tracker, root, experiment=experiment, parent=parent)
     shipper.start()
@@ -118,7 +118,7 @@ def recording(
     try:
         yield
     except BaseException:
-        timeout_s = 5.0  # who is waiting for a message about what went wrong should not wait for the store
+        timeout_s = 5.0  # an error message should not wait long for the store
         raise
     finally:
         if not shipper.finish(timeout_s):
@@ -134,10 +134,10 @@ def recording(
 def recording_parent(
     tracker: Tracker, folder: Path, words: str, experiment: str, control: ControlConfig, parent: Parent
 ) -> Iterator[EventLog]:
-    """Yields the log that stands for the whole of a search or comparison, everything below it being recorded.
+    """Yields the event log of a search or comparison as a whole, and records everything below its folder.
 
-    Work that is broken off ends the log too, so that nothing stays "running" for ever; `resume`, of which `words` are
-    the command, cuts the end away.
+    Interrupted work ends the log too, so that nothing stays "running" for ever. Resuming, by the command `words`,
+    removes that end.
     """
     with needing_room(folder):
         log = EventLog(folder / EVENTS, keep=1 if has_begun(folder) else 0)
@@ -149,7 +149,7 @@ def recording_parent(
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt)
             end = End(status="stopped") if stopped else End(status="failed", cause=cause_of(error), message=str(error))
-            # A full disk, perhaps, or another process that goes on: what is raised says it all.
+            # The disk is full, perhaps, or another process took over: the error that is raised says so.
             with contextlib.suppress(OSError, TakenOverError):
                 log.append(end)
             raise

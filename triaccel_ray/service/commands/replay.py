@@ -1,4 +1,4 @@
-"""Why a run decided what it did, from its log alone."""
+"""Explains the decisions of a run from its event log alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OTHER_VERSION = "under its own configuration that means the log was written by 
 
 
 def reasons_grid(run: RunRecord, *, most: int) -> Grid:
-    """Returns the reasons of a run's decisions, oldest first, `most` at most.
+    """Returns the reasons of a run's decisions, oldest first, at most `most` of them.
 
     Raises:
         ValueError: `most` is negative.
@@ -33,7 +33,7 @@ def reasons_grid(run: RunRecord, *, most: int) -> Grid:
 
 
 def verdict(run: RunRecord, control: ControlConfig) -> Iterator[str]:
-    """Yields what replaying the run's observations under `control` shows, line by line.
+    """Yields, line by line, the result of replaying the run's observations under `control`.
 
     Raises:
         LogError: the run made no tick.

@@ -82,32 +82,32 @@ from triaccel_ray.service.tracking.tracking import Tracker
 from triaccel_ray.service.units import counted
 
 MISTAKES = ("bug", "preempted", "store")
-"""Causes of failures that have nothing to do with what was tried."""
+"""Causes of failures that are unrelated to the settings tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """Where something is trained, kept and recorded, and who is shown the result."""
+    """Where a command trains, stores and records its work, and what shows the result."""
 
     place: StoragePath
     where: Where
     experiment: str | None
-    """MLflow experiment; None: the usual one."""
+    """MLflow experiment; None for the default."""
     resume: bool = False
-    """Whether it goes on with what is at `place`."""
+    """Whether the command resumes what is at `place`."""
     show: Callable[[View], object]
-    """Called once there is a result, before the rest of it is recorded."""
+    """Called with the result as soon as there is one, before the rest of it is recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a command that trains."""
+    """The outcome of a command that trains."""
 
     context: Context
     view: View | None
-    """None where nothing was left to be trained."""
+    """None if nothing was left to train."""
     is_complete: bool
-    """Whether all was done that was asked for; of a search also, whether a trial is worth training with."""
+    """Whether all requested work was done; for a search, also whether a trial can be recommended."""
     failures: Sequence[str] = ()
     """Messages of the failed runs of a search or comparison, already printed."""
     num_finished: int = 1
@@ -115,13 +115,13 @@ class Outcome:
 
 
 def carry_out(command: Trains | Resume, show: Callable[[View], object] = lambda view: None) -> Outcome:
-    """Trains what a command asks for, and returns what became of it; `show` gets the result as soon as there is one.
+    """Carries out a command that trains and returns its outcome; `show` gets the result as soon as there is one.
 
     Raises:
-        ValueError, TypeError, OSError: something is wrong with what was asked for.
-        RunFailedError: a run has failed, and with it all of the command.
-        HeadLostError: the cluster's head was lost; the message has the command that goes on.
-        KeyboardInterrupt: the user broke it off; likewise.
+        ValueError, TypeError, OSError: the request is invalid.
+        RunFailedError: a run failed, and with it the whole command.
+        HeadLostError: the cluster's head was lost; the message has the command that resumes the work.
+        KeyboardInterrupt: the user interrupted the command; likewise.
     """
     where = replace(command.where, address=joined_address(command.where.address))
     if isinstance(command, Trains):
@@ -143,7 +143,7 @@ def carry_out(command: Trains | Resume, show: Callable[[View], object] = lambda 
 
 
 def _task_and_kind(asked: RunSpec | SearchSpec | ComparisonSpec) -> tuple[str, str]:
-    """Returns what the default name of a result begins with."""
+    """Returns the words that begin the default name of a result."""
     match asked:
         case SearchSpec():
             return asked.base.task, asked.space
@@ -160,9 +160,9 @@ def _asked_before(folder: Path) -> RunSpec | SearchSpec | ComparisonSpec:
 
 
 def _prepare(spec: RunSpec, context: Context, usual: str) -> tuple[Tracker, str, str]:
-    """Returns the tracker, the experiment and the command that resumes, once all is checked that needs no Ray.
+    """Runs all checks that need no Ray; returns the tracker, the experiment and the command that resumes.
 
-    A mistake must not use up the name: nothing is written at the place.
+    Nothing is written at the place, so that a mistake does not use up the name.
     """
     place, where, given = context.place, context.where, context.experiment
     require_experiment(given)
@@ -201,7 +201,7 @@ def _train(spec: RunSpec, context: Context) -> Outcome:
         title = f"{spec.task}: {METHODS[spec.method]}"
         with Progress(title, folder.parent, specs, goal=spec.goal, each_epoch=True):
             failures = run_all(specs, place.parent, num_gpus=num_gpus)
-    if failures:  # or input that only the run's own process could judge
+    if failures:  # or invalid input that only the run's own process could detect
         raise failures[folder.name]
     run = read_run(folder)
     _write_settings(spec, folder)
@@ -238,7 +238,7 @@ def _search(spec: SearchSpec, context: Context) -> Outcome:
                 with Progress(title, again.folder, goal=base.goal):
                     failed = run_all(todo, again, num_gpus=num_gpus, shared=shared, reuse_actors=True)
                 for error in failed.values():
-                    if not isinstance(error, RunFailedError):  # that is on record
+                    if not isinstance(error, RunFailedError):  # its failure is in its log
                         raise error
         record = read_search(folder)
         if (found := found_in(record)) is not None:
@@ -284,7 +284,7 @@ def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
                 failures = run_all(todo, place, num_gpus=num_gpus)
         record = read_comparison(folder)
         if not record.runs and failures:
-            raise next(iter(failures.values()))  # none could begin: most likely input that only the actors could judge
+            raise next(iter(failures.values()))  # none began, most likely because of input that only actors can check
         failed = {name: f"{name} failed: {run.end.message if run.end else ''}" for name, run in record.failed.items()}
         for name, error in failures.items():
             failed[name] = str(error) if isinstance(error, RunFailedError) else f"{name} failed: {error}"
@@ -308,7 +308,7 @@ def _compare(spec: ComparisonSpec, context: Context) -> Outcome:
 
 
 def _ray(where: Where, words: str) -> AbstractContextManager[None]:
-    """Connects to Ray, which may take seconds, and says so at once; `words` resume what is broken off."""
+    """Prints a message and connects to Ray, which may take seconds; `words` is the command that resumes."""
     doing = "using the" if ray.is_initialized() else "joining"
     text = "starting Ray ..." if where.address is None else f"{doing} Ray at {display_address(where.address)} ..."
     err.print(text, soft_wrap=True)
@@ -316,7 +316,7 @@ def _ray(where: Where, words: str) -> AbstractContextManager[None]:
 
 
 def _ending(failed: Collection[str], num_runs: int, results: Mapping[str, float]) -> End:
-    """Returns the last record of a search or comparison of which the runs `failed` are to be tried again."""
+    """Returns the end record of a search or comparison, of which the runs `failed` can be retried."""
     if not failed:
         return End(status="finished", results=results)
     message = f"{len(failed)} of {num_runs} runs failed: {', '.join(failed)}"
@@ -324,7 +324,7 @@ def _ending(failed: Collection[str], num_runs: int, results: Mapping[str, float]
 
 
 def _shared(spec: RunSpec) -> SharedSplits | None:
-    """Returns the samples in the object store; None, and says why, where every run has to read them itself."""
+    """Returns the samples in the object store; if that fails, prints why and returns None, and each run reads them."""
     try:
         return share_splits(spec)
     except NotSharedError as error:

@@ -1,4 +1,4 @@
-"""MLflow's UI for as long as the command lasts: a server of its own, of which nothing outlives it."""
+"""Serves MLflow's UI while the command runs; the server process ends with it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from triaccel_ray.service.tracking.sqlite_file import sqlite_path
 from triaccel_ray.service.tracking.tracking import Tracker, TrackingUnavailableError
 
 GRACE_S = 10.0
-"""For a server that was asked to end, before it is killed."""
+"""Time that a server gets to shut down before it is killed."""
 ALLOWED_HOSTS = "MLFLOW_SERVER_ALLOWED_HOSTS"
 ALLOWED_ORIGINS = "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether a server on `host` can be reached from this machine alone."""
+    """Returns whether only this machine can reach a server on `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -30,7 +30,7 @@ def is_loopback(host: str) -> bool:
 
 
 def exposure(host: str, port: int) -> str:
-    """Returns what to know of a server that other machines reach: who may do what, and under which names."""
+    """Returns the warning about a server that other machines reach: who may do what, and under which host names."""
     text = f"--host {host}: everybody who reaches this machine can read and delete runs"
     if os.environ.get(ALLOWED_HOSTS) and os.environ.get(ALLOWED_ORIGINS):
         return text
@@ -41,10 +41,10 @@ def exposure(host: str, port: int) -> str:
 
 
 def require_store(tracker: Tracker) -> None:
-    """Returns if there is a store to look at; a server is asked when it is first used.
+    """Checks that the store exists if it is a SQLite file; a server is checked when it is first used.
 
     Raises:
-        TrackingUnavailableError: there is no such file; none is created.
+        TrackingUnavailableError: the file does not exist; it is not created.
     """
     path = sqlite_path(tracker.uri)
     if path is not None and not path.is_file():
@@ -55,7 +55,7 @@ def require_store(tracker: Tracker) -> None:
 
 
 def runs_pages(tracker: Tracker, base: str) -> dict[str, str]:
-    """Returns experiment -> the page of its runs, for those that have any, the one with the latest run first.
+    """Returns experiment -> URL of its runs page, for experiments with runs, the one with the latest run first.
 
     The page of an experiment itself, and a click on it in MLflow's list, show chat traces, of which there are none.
     """
@@ -69,7 +69,7 @@ def runs_pages(tracker: Tracker, base: str) -> dict[str, str]:
 
 
 def show(tracker: Tracker, host: str, port: int) -> int:
-    """Says where the runs of each experiment are shown, and shows them until Ctrl-C; returns the exit status.
+    """Prints the page of each experiment, serves a SQLite store until Ctrl-C, and returns the exit status.
 
     Raises:
         ValueError: no server can listen there.
@@ -94,12 +94,12 @@ def show(tracker: Tracker, host: str, port: int) -> int:
 
 
 def _serve(store_uri: str, host: str, port: int) -> int:
-    """Returns the exit status of the server once it has ended; 0 where a signal has asked for that."""
+    """Serves the UI and returns the exit status of the server; 0 if a signal ended it."""
     # One worker and no job executor: a fifth of the memory, a third of the time to start.
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **os.environ}
     words = ["server", "--backend-store-uri", store_uri, "--host", host, "--port", str(port), "--workers", "1"]
-    with as_interrupt(signal.SIGTERM, signal.SIGHUP):  # of a service manager, and of a terminal that is closed
-        # In a session of its own: Ctrl-C reaches this process alone, and the server ends without a traceback.
+    with as_interrupt(signal.SIGTERM, signal.SIGHUP):  # from a service manager, and from a closed terminal
+        # A session of its own, so that Ctrl-C reaches this process alone and the server ends without a traceback.
         server = subprocess.Popen([sys.executable, "-m", "mlflow", *words], env=environment, start_new_session=True)
         try:
             return server.wait()
@@ -110,7 +110,7 @@ def _serve(store_uri: str, host: str, port: int) -> int:
             try:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     server.wait(GRACE_S)
-            finally:  # one that takes long, or a second signal, has it killed; and whatever it has left behind
+            finally:  # kills the process group after the grace period or a second signal, and whatever the server left
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(server.pid, signal.SIGKILL)
                 server.wait()

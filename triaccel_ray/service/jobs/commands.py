@@ -1,4 +1,4 @@
-"""`submit`, `jobs`, `logs` and `stop`: a cluster's jobs through Ray's own client, its errors in one message each."""
+"""The commands `submit`, `jobs`, `logs` and `stop`, on Ray's job client; each of its errors becomes one message."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _WAY_OUT = (
 
 
 class JobError(ValueError):
-    """The cluster does not do what was asked for; the message says why, and what to do."""
+    """The cluster refuses a request; the message says why, and what to do."""
 
 
 def submit(words: Sequence[str], *, name: str | None, address: str | None) -> int:
-    """Hands `triaccel WORDS` to the cluster and says how to look after it."""
+    """Submits `triaccel WORDS` as a job and prints how to follow and stop it."""
     work = submission(words, name=name, folder=Path.cwd())
     with job_client(address) as client:
         if any(job.submission_id == work.id for job in client.list_jobs()):
@@ -70,7 +70,7 @@ def submit(words: Sequence[str], *, name: str | None, address: str | None) -> in
 
 
 def list_jobs(*, address: str | None) -> int:
-    """Shows the cluster's jobs."""
+    """Prints the cluster's jobs."""
     with job_client(address) as client:
         jobs = [job for job in client.list_jobs() if job.submission_id]
     if jobs:
@@ -81,7 +81,7 @@ def list_jobs(*, address: str | None) -> int:
 
 
 def show_logs(job: str, *, follow: bool, address: str | None) -> int:
-    """Shows what a job has printed; following it, exits with 1 unless it succeeds."""
+    """Prints the output of a job; with `follow`, waits for its end and returns 1 unless it succeeds."""
     with job_client(address) as client:
         _find(client, job)
         if not follow:
@@ -108,7 +108,7 @@ async def _follow(client: JobSubmissionClient, job: str) -> None:
 
 
 def stop(job: str, *, address: str | None) -> int:
-    """Stops a job, as Ctrl-C would, and says how to go on with it."""
+    """Stops a job, as Ctrl-C would, and prints how to resume it."""
     with job_client(address) as client:
         found = _find(client, job)
         if found.status.is_terminal():
@@ -145,15 +145,15 @@ def _to(address: str | None) -> str:
 
 @contextlib.contextmanager
 def job_client(address: str | None) -> Iterator[JobSubmissionClient]:
-    """Yields Ray's client of the cluster's jobs, its log lines kept from the terminal.
+    """Yields Ray's job client for the cluster, with Ray's log lines kept off the terminal.
 
     Args:
-        address: `http://HOST:8265`, also without its http://, `HOST:PORT` of Ray itself, or `auto`; the environment's
-            RAY_API_SERVER_ADDRESS or RAY_ADDRESS when None, else the cluster that runs on this machine.
+        address: `http://HOST:8265`, with or without http://; `HOST:PORT` of Ray itself; or `auto`. None stands for
+            RAY_API_SERVER_ADDRESS or RAY_ADDRESS of the environment, else for the cluster on this machine.
 
     Raises:
-        ClusterUnavailableError: no cluster is there, or none that serves jobs.
-        JobError: the cluster refuses.
+        ClusterUnavailableError: there is no cluster, or it does not serve jobs.
+        JobError: the cluster refuses a request.
     """
     address = address or os.environ.get(_SERVER) or os.environ.get("RAY_ADDRESS") or "auto"
     named = f"address = {display_address(address)!r}"
@@ -168,7 +168,7 @@ def job_client(address: str | None) -> Iterator[JobSubmissionClient]:
             f"{named}: the cluster does not let you in ({_reason(error)}); copy its head node's ~/.ray/auth_token to "
             "the same place here, or set RAY_AUTH_TOKEN, and set RAY_AUTH_MODE=token"
         ) from error
-    except (OSError, RayError, ClusterUnavailableError) as error:  # what `requests` raises are OSErrors
+    except (OSError, RayError, ClusterUnavailableError) as error:  # exceptions of `requests` are OSErrors
         reason = error.reason if isinstance(error, ClusterUnavailableError) else _reason(error)
         raise ClusterUnavailableError(f"{named}: no Ray cluster serves jobs there ({reason}); {_WAY_OUT}") from error
     except (RuntimeError, ValueError) as error:
@@ -178,23 +178,23 @@ def job_client(address: str | None) -> Iterator[JobSubmissionClient]:
 
 
 def _connect(address: str) -> JobSubmissionClient:
-    # As `ray.init` does where it connects; the client alone would send no token and be turned away.
+    # As `ray.init` does when it connects; the client alone would send no token and be rejected.
     from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
     from ray.job_submission import JobSubmissionClient
 
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
-        with environment_variables({_SERVER: address}):  # which Ray puts above the address that its client is given
+        with environment_variables({_SERVER: address}):  # overrides any address given to Ray's client
             return JobSubmissionClient()
-    except (RuntimeError, ValueError, KeyError) as error:  # what answers is no Ray, or Ray without an API server
+    except (RuntimeError, ValueError, KeyError) as error:  # the server is not Ray, or Ray without an API server
         raise ConnectionError(str(error)) from error
 
 
 def _reachable(address: str) -> str:
-    """Returns the address, as http:// where an API server listens at HOST:PORT; Ray's client would wait for long.
+    """Returns the address after a quick check, with http:// if HOST:PORT is an API server; Ray's client waits longer.
 
     Raises:
-        ClusterUnavailableError: nothing listens there, or something else.
+        ClusterUnavailableError: nothing listens there, or something other than Ray.
     """
     if address.startswith(("http://", "https://")):
         host = urlsplit(address).netloc.rpartition("@")[2]
@@ -211,15 +211,15 @@ def _reachable(address: str) -> str:
 def _speaks_http(address: str) -> bool:
     try:
         urllib.request.urlopen(f"http://{address}/api/version", timeout=CONNECT_TIMEOUT_S).close()
-    except urllib.error.HTTPError:  # such as 401, where a token is needed
+    except urllib.error.HTTPError:  # such as 401, if a token is required
         return True
-    except Exception:  # Ray's own port speaks something else, and the answer can be anything
+    except Exception:  # Ray's own port does not speak HTTP, and its answer can be anything
         return False
     return True
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the line of the error that says most: an answer can hold the server's traceback."""
+    """Returns the most informative line of the error, which can hold the server's traceback."""
     lines = [line.strip() for line in without_passwords(str(error)).replace("\\n", "\n").splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

@@ -1,4 +1,4 @@
-"""What a command becomes as a job of a cluster: its words, its name, and what travels with it."""
+"""Turns a command into a job of a Ray cluster: its entrypoint, its name, and the files uploaded with it."""
 
 from __future__ import annotations
 
@@ -28,55 +28,55 @@ if TYPE_CHECKING:
     from ray.job_submission import JobDetails
 
 COMMANDS = ("run", "search", "compare", "resume")
-"""The commands that train, and hence can be handed to a cluster."""
+"""Commands that train; only these can be submitted to a cluster."""
 
 NEVER_TRAVELS = (
     *(".git", ".venv", "venv", "node_modules", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"),
     *("triaccel-runs", "mlruns", "mlflow.db"),
 )
-"""Names of files and folders that stay behind, wherever they lie below the working directory."""
+"""Names of files and folders that are not uploaded, anywhere below the working directory."""
 
 LARGEST_FILE_BYTES = 20 * 2**20
-"""A larger file is taken for data or weights and stays behind."""
+"""Larger files are taken for data or weights and are not uploaded."""
 
 WHAT, RESUME = "triaccel.what", "triaccel.resume"
-"""Metadata of a job: command and task, and the words after `triaccel` that go on with it."""
+"""Metadata keys of a job: for command and task, and for the words after `triaccel` that resume it."""
 
 STOP_WAIT_S = 120
-"""How long a job that is stopped may take to end by itself: its last records are shipped and its pictures drawn."""
+"""Time that a stopped job gets to end by itself: it ships its last records and draws its pictures."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """One job as Ray's Jobs API takes it."""
+    """One job, in the form that Ray's Jobs API takes."""
 
     id: str
     """The submission id."""
     entrypoint: str
     """Shell command that the cluster's head node runs."""
     what: str
-    """Command and task, for people."""
+    """Command and task, for display."""
     resume: str
-    """Words after `triaccel` that go on with it, should it be stopped."""
+    """Words after `triaccel` that resume the job if it was stopped."""
     runtime_env: dict[str, Any]
-    """Ray's: the folder that is uploaded, what of it is not, and variables. Whoever may list jobs can read these."""
+    """Ray's runtime environment: folder to upload, exclusions, variables. All who may list jobs can read these."""
     notes: Sequence[str]
-    """What the user should know of the differences to running here."""
+    """For the user: how the job differs from a run on this machine."""
 
 
 def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submission:
-    """Returns the job that carries out `triaccel WORDS` on a cluster, as if it were typed in `folder`.
+    """Returns the job that runs `triaccel WORDS` on a cluster, as if it were typed in `folder`.
 
-    Paths become absolute: a relative one would lie in the job's own temporary folder, gone with it.
+    Paths become absolute: a relative one would lie in the job's temporary folder and be deleted with it.
 
     Args:
         words: command and options.
-        name: the job's id; when None that of what it trains, or made of command, task and time.
+        name: the job's id; None for the name of its result, or one made of command, task and time.
         folder: the working directory.
 
     Raises:
         ValueError: the words are no such command, an option breaks its rule, or something makes no sense on a cluster.
-        SystemExit: an option does not exist; the parser has said so.
+        SystemExit: an option does not exist; the parser has printed a message.
     """
     rule = f"after -- comes one of {', '.join(COMMANDS)}, as in `triaccel submit -- search digits --trials 8`"
     require(bool(words) and words[0] in COMMANDS, "command", " ".join(words[:1]), rule)
@@ -90,11 +90,11 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
     storage = command.where.storage_path
     if storage.uri is None:
         storage = StoragePath(str(folder / Path(storage.storage).expanduser()))
-    if not isinstance(command, Resume):  # which finds the tracking store that was named then
+    if not isinstance(command, Resume):  # `resume` finds the tracking store used before
         tracking_uri_of(storage, command.where.tracking_uri)
     tracking = _tracking_words(command.where, folder)
     notes = list(_place_notes(command.where, storage))
-    # A file of options need not travel: they do.
+    # The words hold the options of the --config file, so the job does not need the file.
     kept = _without(expanded(words), "storage-path", "tracking-uri", "address", "name", "data-dir", "config", "from")
     stays = [] if storage.uri is not None else [storage.folder]
     if isinstance(command, Resume):
@@ -128,7 +128,7 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
         runtime_env={
             "working_dir": str(folder),
             "excludes": excludes,
-            # As Ctrl-C: the log is ended and shipped. Ray's own choice, SIGTERM, would leave it "running" for ever.
+            # As Ctrl-C: the log is ended and shipped. Ray's default, SIGTERM, would leave it "running" for ever.
             "env_vars": {"RAY_JOB_STOP_SIGNAL": "SIGINT", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)},
         },
         notes=notes,
@@ -136,7 +136,7 @@ def submission(words: Sequence[str], *, name: str | None, folder: Path) -> Submi
 
 
 def jobs_grid(jobs: Sequence[JobDetails], *, now_ms: int) -> Grid:
-    """Returns the jobs, newest first, times in this machine's time zone."""
+    """Returns the table of jobs, newest first, with times in this machine's time zone."""
     rows = []
     for job in sorted(jobs, key=lambda job: now_ms if job.start_time is None else job.start_time, reverse=True):
         started, seconds = "", 0
@@ -150,7 +150,7 @@ def jobs_grid(jobs: Sequence[JobDetails], *, now_ms: int) -> Grid:
 
 
 def _require_sound(command: Run | Search | Compare) -> None:
-    """Raises here and now what is wrong with the options, not after a wait in the job's log."""
+    """Raises errors in the options now; otherwise they would appear later, in the job's log."""
     require_experiment(command.experiment)
     if isinstance(command, Search):
         search_of(command)
@@ -186,12 +186,12 @@ def _place_notes(where: Where, storage: StoragePath) -> Iterator[str]:
 
 
 def _absolute_name(name: str, folder: Path) -> str:
-    """Returns the name of what is resumed, or its absolute path where a folder below this one was named."""
+    """Returns `name`, or its absolute path if it is a path to an existing folder."""
     return str(folder / name) if os.sep in name and (folder / name).is_dir() else name
 
 
 def _without(words: Sequence[str], *options: str) -> list[str]:
-    """Returns the words without these options and their values, however they are spelt."""
+    """Returns the words without these options and their values, in any of their spellings."""
     kept: list[str] = []
     remaining = iter(words)
     for word in remaining:
@@ -205,7 +205,7 @@ def _without(words: Sequence[str], *options: str) -> list[str]:
 
 
 def _left_behind(folder: Path, places: Sequence[Path]) -> tuple[list[str], list[str]]:
-    """Returns what of the folder stays behind, in .gitignore's syntax, and the large files among it."""
+    """Returns patterns, in .gitignore's syntax, of files that are not uploaded, and the large files among these."""
     inside = {place for place in places if place != folder and place.is_relative_to(folder)}
     large = []
     for root, folders, files in os.walk(folder):
