@@ -252,7 +252,7 @@ def _is_linear_map(layer: Layer, module: nn.Module) -> bool:
     if len(layer.weights) != 1 or getattr(module, "weight", None) is not layer.weights[0]:
         return False
     if isinstance(module, nn.Embedding):
-        # max_norm changes the weight; scale_grad_by_freq scales a row's gradient by its frequency in the whole batch.
+        # max_norm changes the weight; scale_grad_by_freq scales a row's gradient by 1 / its count in the whole batch.
         return kind.forward is nn.Embedding.forward and module.max_norm is None and not module.scale_grad_by_freq
     if isinstance(module, nn.Conv2d):
         is_stock = kind.forward is nn.Conv2d.forward and type(module)._conv_forward is nn.Conv2d._conv_forward

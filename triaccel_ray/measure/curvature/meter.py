@@ -81,11 +81,11 @@ class _Recording:
 class CurvatureMeter:
     """Measures the largest eigenvalues of each layer's diagonal curvature block (Tri-Accel, section 3.2).
 
-    - `hessian`: of the Hessian of the mean loss; largest in magnitude, with their sign. Uses the paper's power
+    - `hessian`: eigenvalues of the mean loss's Hessian, the largest in magnitude, signed. Uses the paper's power
       iteration on several vectors at once (`BlockPower`): 20 iterations at first, then 5 from the last vectors.
-    - `ggn`: of the generalized Gauss-Newton block, all k at once, exact for this batch. In piecewise-linear networks
-      they equal the Hessian's.
-    - `fisher`: of the empirical Fisher block, from one backward pass; also yields the gradient's first two moments.
+    - `ggn`: eigenvalues of the generalized Gauss-Newton block, all k at once, exact for this batch. In piecewise-linear
+      networks they equal the Hessian's.
+    - `fisher`: eigenvalues of the empirical Fisher block, and the gradient's first two moments, from one backward pass.
 
     The model is measured in eval mode without autocast. Its state is restored afterwards, also after an error. Hooks on
     parameter tensors may fire. For fisher and ggn on a GPU, the forward pass runs without TF32 and everything after it
