@@ -1,4 +1,4 @@
-"""Memory of this process on its device, as the user pays for it, and the cap that enforces a budget."""
+"""Memory of the whole process on its device, and the cap that enforces a memory budget."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from triaccel_ray.records.signals import MemorySignal
 
 MIB = 2**20
 LAZY_LOADING_BYTES = 96 * MIB
-"""Kept free until the first tick for what libraries, kernels and graphs will take outside the allocator."""
+"""Kept free until the first tick for memory that libraries, kernels and graphs take outside the allocator."""
 
 
 class MemoryMeter(ABC):
-    """Reads what the process holds on its device, remembers the peaks, and keeps it below `limit_bytes`."""
+    """Measures the process's memory on its device, tracks the peaks, and keeps it below `limit_bytes`."""
 
     name: str
     """The device, for messages."""
     source: str
-    """Where `sample` has its figure from, for the record."""
+    """Where the figures of `sample` come from, for the log."""
     allocated_peak_bytes = 0
-    """Largest the allocator has held since the run began; 0 where there is no such counter."""
+    """Peak bytes of the allocator's tensors since the run began; 0 if the device has no such counter."""
 
     def __init__(self, budget_bytes: int | None, headroom_bytes: int | None = None) -> None:
-        """Takes the budget, the whole device when None; `require_room` makes a budget of a headroom, within this one.
+        """Sets the budget, the whole device if None; `require_room` turns a headroom into a budget within this one.
 
         Raises:
             ValueError: the budget is not positive, or larger than the device.
@@ -46,22 +46,22 @@ class MemoryMeter(ABC):
         self._headroom_bytes, self._most_bytes = headroom_bytes, budget_bytes or total
         self.has_budget, self.limit_bytes = budget_bytes is not None, self._most_bytes
         self.idle_bytes = 0
-        """What the process holds without a batch; set by `require_room`."""
+        """Bytes that the process holds without a batch; set by `require_room`."""
         self.window_peak_bytes = self.peak_bytes = 0
         self.sample()
 
     def sample(self) -> int:
-        """Returns what the process holds now, and remembers it in the peaks."""
+        """Returns the bytes that the process holds now, and updates the peaks with them."""
         return self._remember(self._held_bytes())
 
     def refresh_peaks(self) -> int:
-        """Returns what the process holds now; peaks between two samples, where the system keeps them, count too."""
+        """Returns the bytes held now; also updates the peaks with the system's own record of them, if it keeps one."""
         used = self.sample()
         self._remember(self._peak_bytes(used))
         return used
 
     def read(self) -> MemorySignal:
-        """Returns the window's figures and begins a new window; to be called between steps."""
+        """Returns the figures of the current window and starts a new one; call it between steps."""
         used = self.refresh_peaks()
         self._reset_peak()
         self._adjust(used)
@@ -79,37 +79,37 @@ class MemoryMeter(ABC):
         return signal
 
     def begin_window(self) -> None:
-        """Gives freed memory back and forgets the present window's peak: what follows needs less than what was."""
+        """Releases unused memory and resets the window's peak; call it when the next steps need less memory."""
         self.release()
         self._reset_peak()
         self.window_peak_bytes = 0
         self.sample()
 
     def release(self) -> None:
-        """Gives freed memory back to the device."""
+        """Collects garbage, then returns unused memory to the device."""
         gc.collect()
         self.trim()
 
     @abstractmethod
     def trim(self) -> None:
-        """Gives back what the allocator keeps and nothing uses, without looking for garbage first."""
+        """Returns the allocator's unused memory to the device, without collecting garbage first."""
 
     @property
     def is_exceeded_at_rest(self) -> bool:
-        """Whether the process is beyond its budget without a batch in flight; never where the device enforces it."""
+        """Whether the process exceeds its budget without a batch in flight; False if the device enforces the budget."""
         return False
 
     def check(self) -> None:
-        """Raises BudgetExceededError beyond an explicit budget, where the device does not enforce that itself."""
+        """Raises BudgetExceededError if an explicit budget is exceeded and the device does not enforce it itself."""
         return
 
     def raise_peaks(self, peak_bytes: int, allocated_peak_bytes: int) -> None:
-        """Takes over the peaks of the part of the run before a checkpoint."""
+        """Includes the peaks of the run before the checkpoint that it resumes from."""
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
         self.allocated_peak_bytes = max(self.allocated_peak_bytes, allocated_peak_bytes)
 
     def require_room(self) -> None:
-        """Turns a headroom into a budget; raises ValueError where what is held without a batch leaves nothing of it."""
+        """Turns a headroom into a budget; raises ValueError if the process fills the budget before any batch."""
         self.release()
         used = self.idle_bytes = self.sample()
         if self._headroom_bytes is not None:
@@ -122,25 +122,25 @@ class MemoryMeter(ABC):
 
     @abstractmethod
     def _total_and_free_bytes(self) -> tuple[int, int]:
-        """Returns the device's memory, and what of it nobody holds."""
+        """Returns the device's total memory and its free memory."""
 
     @abstractmethod
     def _held_bytes(self) -> int: ...
 
     @abstractmethod
     def _peak_bytes(self, used: int) -> int:
-        """Returns the largest that the process has held since `_reset_peak`; it holds `used` bytes now."""
+        """Returns the most bytes held since `_reset_peak`; `used` are the bytes held now."""
 
     @abstractmethod
     def _reset_peak(self) -> None:
-        """Has the system's own record of the peak begin anew."""
+        """Resets the system's own record of the peak."""
 
     def _allocated_bytes(self) -> int:
         return 0
 
     @abstractmethod
     def _adjust(self, used: int) -> None:
-        """Corrects what counts as idle, or what the device enforces, by what has been loaded since the last reading."""
+        """Corrects the idle memory, or the cap on the device, for code and buffers loaded since the last reading."""
 
     def _remember(self, used: int) -> int:
         self.window_peak_bytes = max(self.window_peak_bytes, used)
@@ -149,39 +149,39 @@ class MemoryMeter(ABC):
 
 
 class ResidentMemory(MemoryMeter):
-    """On a CPU: the resident set, its peak from the kernel's high-water mark where that can be reset."""
+    """Meter for a CPU: the resident set, with its peak from the kernel's high-water mark."""
 
     name, source = "this machine", "resident set"
 
     def __init__(self, budget_bytes: int | None, headroom_bytes: int | None = None) -> None:
-        """Starts a new high-water mark."""
+        """Resets the high-water mark."""
         self._process = psutil.Process()
         self._idle_heap_bytes, self._first_idle_bytes = _heap_bytes(), 0
         self._reset_peak()
         super().__init__(budget_bytes, headroom_bytes)
 
     def require_room(self) -> None:
-        """Turns a headroom into a budget, and notes what the heap holds before any batch."""
+        """Turns a headroom into a budget, and records the size of the heap before any batch."""
         super().require_room()
         self._idle_heap_bytes, self._first_idle_bytes = _heap_bytes(), self.idle_bytes
 
     @property
     def is_exceeded_at_rest(self) -> bool:
-        """Whether the process is beyond its budget without a batch in flight: a smaller one would not help."""
+        """Whether the process exceeds its budget without a batch in flight; a smaller batch would not help."""
         return self.has_budget and self.sample() > self.limit_bytes
 
     def check(self) -> None:
-        """Raises BudgetExceededError when the resident set is beyond an explicit budget."""
+        """Raises BudgetExceededError if the resident set exceeds an explicit budget."""
         if not self.has_budget or (used := self.sample()) <= self.limit_bytes:
             return
-        mapped = int(getattr(self._process.memory_info(), "shared", 0))  # files and shared memory; Linux alone tells
+        mapped = int(getattr(self._process.memory_info(), "shared", 0))  # files and shared memory; Linux only
         raise BudgetExceededError(
             f"the process holds {mib(used)} of a budget of {mib(self.limit_bytes)}: {mib(used - mapped)} anonymous, "
             f"{mib(mapped)} file-backed; before its first batch it held {mib(self.idle_bytes)}"
         )
 
     def trim(self) -> None:
-        """Returns the heap's free pages to the system, where the C library can."""
+        """Returns the heap's free pages to the system, if the C library supports it."""
         if _LIBC is not None:
             _LIBC.malloc_trim(0)
 
@@ -193,20 +193,20 @@ class ResidentMemory(MemoryMeter):
         return int(self._process.memory_info().rss)
 
     def _peak_bytes(self, used: int) -> int:
-        """Returns the kernel's peak of the resident set; `used` where it keeps none."""
+        """Returns the kernel's peak of the resident set; `used` if it keeps none."""
         with contextlib.suppress(OSError, IndexError):
             return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
         return used
 
     def _reset_peak(self) -> None:
-        """Lowers the kernel's peak to the present resident set; without the right to, the peak only ever grows."""
+        """Lowers the kernel's peak to the current resident set; without permission, the peak only grows."""
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
     def _adjust(self, used: int) -> None:
-        """Counts as idle what the heap holds more than before the first batch; a headroom goes on top.
+        """Counts the heap's growth since before the first batch as idle memory, and adds the headroom on top.
 
-        It is no batch's: code and buffers that libraries keep for every shape that they have met.
+        This growth belongs to no batch: libraries keep code and buffers for every shape that they have seen.
         """
         self.idle_bytes = self._first_idle_bytes + max(_heap_bytes() - self._idle_heap_bytes, 0)
         if self._headroom_bytes is not None:
@@ -214,7 +214,7 @@ class ResidentMemory(MemoryMeter):
 
 
 class CudaMemory(MemoryMeter):
-    """On a GPU: the driver's figure for this process (NVML), CUDA context and graph pools included."""
+    """Meter for a GPU: the driver's figure for this process (NVML), with the CUDA context and graph pools."""
 
     def __init__(self, device: torch.device, budget_bytes: int | None, headroom_bytes: int | None = None) -> None:
         """Finds the device in NVML by its UUID, so that CUDA_VISIBLE_DEVICES does not matter, and sets the cap."""
@@ -223,7 +223,7 @@ class CudaMemory(MemoryMeter):
         self.name = properties.name
         pynvml.nvmlInit()
         self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
-        torch.zeros(1, device=device)  # creates the context, so that it counts from the first sample on
+        torch.zeros(1, device=device)  # creates the context, so that the first sample includes it
         self._reset_peak()
         self.source = "nvml process" if self._own_bytes() is not None else "allocator pool, NVML hides processes"
         super().__init__(budget_bytes, headroom_bytes)
@@ -235,7 +235,7 @@ class CudaMemory(MemoryMeter):
         self._enforce(reserve_bytes=LAZY_LOADING_BYTES)
 
     def trim(self) -> None:
-        """Gives the allocator's unused blocks back to the driver."""
+        """Returns the allocator's unused blocks to the driver."""
         torch.cuda.empty_cache()
 
     def _total_and_free_bytes(self) -> tuple[int, int]:
@@ -250,7 +250,7 @@ class CudaMemory(MemoryMeter):
         return torch.cuda.memory_reserved(self._device) if own is None else own
 
     def _own_bytes(self) -> int | None:
-        """Returns the driver's figure for this process; None in a container that numbers processes otherwise."""
+        """Returns the driver's figure for this process; None in a container with process IDs of its own."""
         processes = pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
         own = [p.usedGpuMemory for p in processes if p.pid == os.getpid() and p.usedGpuMemory]
         return int(own[0]) if own else None
@@ -259,9 +259,9 @@ class CudaMemory(MemoryMeter):
         return max(used - torch.cuda.memory_reserved(self._device), 0)
 
     def _peak_bytes(self, used: int) -> int:
-        """Returns the allocator's largest pool, plus what the process holds outside it.
+        """Returns the peak of the memory that the allocator reserved, plus what the process holds outside it.
 
-        The pool is what the driver sees, and it may have been given back between two samples.
+        The driver sees reserved memory, which may have been freed between two samples.
         """
         self.allocated_peak_bytes = max(self.allocated_peak_bytes, torch.cuda.max_memory_allocated(self._device))
         return torch.cuda.max_memory_reserved(self._device) + self._outside_bytes(used)
@@ -270,14 +270,14 @@ class CudaMemory(MemoryMeter):
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def _adjust(self, used: int) -> None:
-        """Corrects the cap for libraries and graphs loaded since, which take memory outside the allocator."""
+        """Corrects the cap for libraries and graphs loaded since then, which take memory outside the allocator."""
         if self.has_budget and self._outside_bytes(used) < self.limit_bytes:
             self._enforce()
 
     def _enforce(self, *, reserve_bytes: int = 0) -> None:
-        """Limits the allocator to the budget less what the process holds outside it.
+        """Caps the allocator at the budget minus what the process holds outside it.
 
-        Up to half of what is left, `reserve_bytes` are kept for what will be loaded beside tensors.
+        `reserve_bytes`, at most half of the free rest, are kept back for code and buffers loaded outside the allocator.
         """
         share = 1.0
         if self.has_budget:
@@ -304,12 +304,12 @@ def memory_meter(
 
 
 def mib(num_bytes: int) -> str:
-    """Returns an amount for messages, in the unit in which budgets can be told apart."""
+    """Returns the amount in whole MiB, as text for messages."""
     return f"{num_bytes / MIB:.0f} MiB"
 
 
 def _load_libc() -> ctypes.CDLL | None:
-    """Returns glibc where it offers malloc_trim, else None."""
+    """Returns the C library if it has `malloc_trim`, as glibc does; else None."""
     try:
         libc = ctypes.CDLL(None)
         return libc if hasattr(libc, "malloc_trim") else None
@@ -327,7 +327,7 @@ _LIBC = _load_libc()
 
 
 def _heap_bytes() -> int:
-    """Returns the bytes that are allocated on the heap, 0 where the C library does not say."""
+    """Returns the bytes allocated on the heap; 0 if the C library does not report them."""
     if _LIBC is None or not hasattr(_LIBC, "mallinfo2"):
         return 0
     _LIBC.mallinfo2.restype = _Mallinfo

@@ -1,4 +1,4 @@
-"""Rule 1: the variance of each layer's gradient, smoothed on the device."""
+"""The gradient variance of each layer, smoothed on the device: the input of the precision rule."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class GradientMoments:
         beta: float,
         buckets: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Watches the weights of `layers` for variance, and all `watched` parameters for non-finite gradients.
+        """Tracks the variance of the weights of `layers`, and non-finite gradients of all `watched` parameters.
 
-        `buckets` are the indices of those whose gradients arrive together; all in one by default.
+        `buckets` groups the indices of parameters whose gradients arrive together; by default all are in one bucket.
         """
         layer_of = {id(weight): index for index, layer in enumerate(layers) for weight in layer.weights}
         self._beta, self._num_layers = beta, len(layers)
         self.last_norm = torch.full((), math.inf, dtype=torch.float64, device=watched[0].device)
-        """The norm of the last step that had a finite one, where `remember_norm` is called; infinite before. fp64."""
+        """fp64 scalar: the last finite gradient norm that `remember_norm` has kept; infinite before."""
         self.stats = GradStats(
             [p.numel() for p in watched],
             [layer_of.get(id(p), len(layers)) for p in watched],
@@ -43,37 +43,37 @@ class GradientMoments:
             buckets=buckets,
             device=watched[0].device,
         )
-        """By layer; what belongs to none is a group of its own, for the global norm."""
+        """One group per layer, and a last one for parameters of no layer, which the global norm includes."""
 
     def update(self, gradients: Gradients, loss_scale: Tensor) -> Tensor:
-        """Takes in the gradients of one step and returns whether any is not finite: fp32 scalar, 0 or 1.
+        """Adds one step's gradients to the averages; returns whether any is not finite: fp32 scalar, 0 or 1.
 
-        Gradients carry the factor `loss_scale` (scalar tensor); their variance is divided by its square. A layer
-        without a gradient, or with a non-finite one, keeps its average.
+        Gradients are scaled by `loss_scale` (scalar tensor); their variance is divided by its square. A layer without a
+        gradient, or with a non-finite one, keeps its average.
         """
         return self.stats.update(gradients.table, loss_scale)
 
     def read(self) -> Tensor:
-        """Returns v_l with its bias towards the initial zero corrected, fp64 [num_layers]; NaN before any statistic."""
+        """Returns the bias-corrected averages v_l, fp64 [num_layers]; NaN before a layer's first finite gradient."""
         average, count = self.stats.average[: self._num_layers], self.stats.count[: self._num_layers]
         return average / (1.0 - self._beta**count)
 
     def norm(self, loss_scale: Tensor) -> Tensor:
-        """Returns the global L2 norm of the last update's gradients without the factor `loss_scale`, fp64 scalar.
+        """Returns the global L2 norm of the last update's unscaled gradients, fp64 scalar.
 
-        Not finite where a gradient was not.
+        Not finite if a gradient was not.
         """
         stats = self.stats
         squares = stats.sum_squares_about_mean + stats.sum**2 / stats.num_elements.clamp(min=1)
         return squares.sum().sqrt() / loss_scale
 
     def remember_norm(self, loss_scale: Tensor) -> None:
-        """Keeps the last update's `norm` for the next step, if it is finite."""
+        """Stores the last update's `norm` in `last_norm` for the next step, if it is finite."""
         norm = self.norm(loss_scale)
         self.last_norm.copy_(torch.where(norm.isfinite(), norm, self.last_norm))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the averages and counts, and the norm that the next step may be clipped by."""
+        """Returns the averages and counts, and the norm by which the next step may be clipped."""
         kept = {"average": self.stats.average, "count": self.stats.count, "last_norm": self.last_norm}
         return {name: tensor.clone() for name, tensor in kept.items()}
 

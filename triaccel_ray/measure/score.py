@@ -13,22 +13,22 @@ BYTES_PER_GB = 1e9
 """Decimal: 1 GB of the score is 10^9 bytes."""
 
 TIMED_EPOCHS = 5
-"""Seconds per epoch are the mean over this many last epochs (section 4.2), the run's first left out."""
+"""Number of last epochs over which seconds per epoch are averaged (section 4.2); the run's first is left out."""
 
 ACCURACY = Goal()
 _LEAST = 1e-6
-"""What a metric to be minimised counts as at least, so that the score of a perfect model is finite."""
+"""Lower bound for a metric to be minimized, so that the score of a perfect model is finite."""
 
 
 def quality(value: float, goal: Goal) -> float:
-    """Returns what stands in the place of accuracy % in the score, for any metric: >= 0, more is better.
+    """Returns the numerator of the score for any metric, accuracy % for a classifier: >= 0, higher is better.
 
-    Accuracy, and whatever else is to be maximised, stands for itself. A metric to be minimised counts as 100 / metric:
-    half of it is worth as much as twice the accuracy, and which of two methods scores how many times more does not
-    depend on the unit, bits or nats. It orders methods of one task; across tasks it says nothing.
+    A metric to be maximized, such as accuracy, is its own quality. One to be minimized has quality 100 / metric: half
+    the metric is worth as much as twice the accuracy. So the ratio of two methods' scores does not depend on the unit,
+    bits or nats. Quality compares methods on one task only.
 
     Raises:
-        ValueError: a percentage is outside [0, 100], a metric to be minimised is negative, or the value is NaN.
+        ValueError: a percentage is outside [0, 100], a metric to be minimized is negative, or the value is NaN.
     """
     if goal.unit == "%" and not 0.0 <= value <= 100.0:
         raise ValueError(f"{goal.words} = {value!r}: must lie in [0, 100] percent")
@@ -40,20 +40,20 @@ def quality(value: float, goal: Goal) -> float:
 
 
 def quality_text(goal: Goal) -> str:
-    """Returns the formula of `quality`, for people."""
+    """Returns the formula of `quality` as text."""
     return goal.words if goal.maximize else f"(100 / {goal.words})"
 
 
 def efficiency_score(value: float, seconds_per_epoch: float, memory_gb: float, goal: Goal = ACCURACY) -> float:
     """Returns quality / (seconds per epoch x memory in GB), where the quality of a classifier is its accuracy %.
 
-    The paper's formula (section 4.2) has memory in percent and a factor 100; with memory in GB as its Table 1 prints
-    it, and no factor, eleven of the twelve published scores come out to the last digit, two of them (17.59 and 18.17)
-    cut off where the others are rounded. The twelfth, CIFAR-10 ResNet-18 under AMP, computes to 12.44 where 12.25 is
-    printed.
+    The paper's formula (section 4.2) has memory in percent and a factor of 100. With memory in GB, as printed in its
+    Table 1, and no factor, eleven of the twelve published scores are reproduced to the last digit. Two of these (17.59
+    and 18.17) are truncated and the others rounded. The twelfth, CIFAR-10 ResNet-18 under AMP, computes to 12.44 but is
+    printed as 12.25.
 
     Raises:
-        ValueError: the value has no `quality`, or time or memory are not positive.
+        ValueError: `quality` rejects the value, or time or memory is not positive.
     """
     if not (seconds_per_epoch > 0.0 and memory_gb > 0.0):
         raise ValueError(f"seconds, memory = {(seconds_per_epoch, memory_gb)!r}: must both be positive")
@@ -61,12 +61,12 @@ def efficiency_score(value: float, seconds_per_epoch: float, memory_gb: float, g
 
 
 def mean_epoch_seconds(seconds: Sequence[float]) -> float:
-    """Returns the mean of the last five epochs' seconds, or of as many as there are.
+    """Returns the mean seconds of the last five epochs, or of as many as there are.
 
-    The first of them is left out where there are others: libraries load in it, kernels compile, steps are captured.
+    The first entry is left out unless it is the only one: libraries load, kernels compile and steps are captured then.
 
     Args:
-        seconds: of a run's epochs in their order, from the first on; of a long run its last six will do.
+        seconds: of each epoch in order, starting with the run's first; of a long run the last six suffice.
 
     Raises:
         ValueError: no epoch was timed.
@@ -78,19 +78,19 @@ def mean_epoch_seconds(seconds: Sequence[float]) -> float:
 
 
 class EpochTimes:
-    """Seconds of a run's last epochs, and of those under the plan in force."""
+    """Seconds of a run's last epochs, and of the last ones under the current plan."""
 
     def __init__(self) -> None:
-        """Has seen no epoch."""
-        self._last: deque[float] = deque(maxlen=TIMED_EPOCHS + 1)  # with the first of all, not timed
+        """Starts without an epoch."""
+        self._last: deque[float] = deque(maxlen=TIMED_EPOCHS + 1)  # one more, since the first does not count
         self._settled: deque[float] = deque(maxlen=TIMED_EPOCHS)
         self._has_changed_plan = False
 
     def add(self, epoch: int, seconds: float, computing_seconds: float, *, has_changed_plan: bool) -> None:
-        """Takes in an epoch, counted from 1, by the clock and by the device's own time, and whether the plan changed.
+        """Adds an epoch, counted from 1: wall-clock seconds, the device's own seconds, and whether the plan changed.
 
-        Under the plan in force are the epochs since it last changed; one in which it changed alone, where no other is.
-        The run's first is none of them: libraries load in it, kernels compile, steps are captured.
+        Epochs since the plan last changed count for `typical`. The one in which it changed counts only until the next,
+        and so does the run's first, in which libraries load, kernels compile and steps are captured.
         """
         if has_changed_plan or self._has_changed_plan or epoch == 2:
             self._settled.clear()
@@ -105,9 +105,9 @@ class EpochTimes:
 
     @property
     def typical(self) -> float:
-        """The shortest of the last five epochs, at most, under the plan in force.
+        """The shortest of up to five last epochs under the current plan, in the device's own seconds.
 
-        Other work on the machine lengthens epochs and never shortens them: of equal work the shortest time says most.
+        Other work on the machine only lengthens epochs, so the shortest is the best estimate for equal work.
         """
         return min(self._settled)
 

@@ -1,4 +1,4 @@
-"""One reading of everything the policy looks at: one copy from the device, one frozen value."""
+"""Reads everything that the rules depend on: one copy from the device, one frozen `Observation`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from triaccel_ray.records.signals import LayerSignal, NoiseSignal, Observation
 
 
 def copied_to_host(values: Tensor) -> Callable[[], Tensor]:
-    """Starts the copy of `values`, and returns what waits for it: the host may launch more work before it looks."""
+    """Starts a copy of `values` to the host; returns a function that waits for it. Meanwhile more work can launch."""
     if values.device.type == "cpu":
         return lambda: values
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
     copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(values.device))  # which need not be the current device
+    copied.record(torch.cuda.current_stream(values.device))  # not necessarily the current device
 
     def wait() -> Tensor:
         copied.synchronize()
@@ -45,9 +45,9 @@ class Sensors:
         timer: StepTimer,
         losses: Tensor,
     ) -> None:
-        """Takes the layers' names with what they support, and the instruments.
+        """Takes the layers' names with the precisions that each supports, and the instruments.
 
-        `losses` (fp64 [2]: sum over the samples, and their number) is added to by every step, and reset here.
+        Every step adds to `losses` (fp64 [2]: sum over the samples, number of samples); `read` resets it.
         """
         self._layers, self.moments, self.memory, self.timer = layers, moments, memory, timer
         self.losses = losses
@@ -55,17 +55,17 @@ class Sensors:
         self._faults: list[Fault] = []
 
     def record_faults(self, faults: Sequence[Fault]) -> None:
-        """Takes in what was survived."""
+        """Adds faults to the next reading."""
         self._faults.extend(faults)
 
     def take_faults(self) -> tuple[Fault, ...]:
-        """Returns what was survived since the last reading, and forgets it: the next reading will not have it."""
+        """Returns the faults since the last reading, and removes them from the next one."""
         faults = tuple(self._faults)
         self._faults.clear()
         return faults
 
     def begin_interval(self, before: Plan, applied: Applied) -> None:
-        """Begins to measure under a plan that has just been applied in place of `before`."""
+        """Starts to measure under a plan that has just replaced `before`."""
         if not applied.plan.steps_as(before):
             self.timer.restart()
         if applied.plan.needs_less_than(before):
@@ -79,9 +79,9 @@ class Sensors:
         self._curvature = estimate
 
     def read(self, plan: Plan, loss_scale: Tensor, *, step: int, tick: int, epoch: float) -> Callable[[], Observation]:
-        """Returns what waits for the device and gives what was seen since the last reading. One copy from the device.
+        """Returns a function that waits for the device and gives the observation since the last reading.
 
-        `loss_scale` is the scale, the steps skipped so far, and those of them since the last one made: fp64 [3].
+        Makes one copy from the device. `loss_scale`, fp64 [3]: the scale, all steps skipped, steps skipped in a row.
         """
         packed = [self.moments.read(), self.losses, loss_scale]
         counts: tuple[int, ...] = ()
@@ -103,13 +103,13 @@ class Sensors:
         self._curvature = None
 
         def observation() -> Observation:
-            arrived = values()  # by now the steps that `step_ms` times have ended
+            arrived = values()  # so the steps timed by `step_ms` have ended
             return self._completed(replace(known, step_ms=step_ms()), arrived, counts)
 
         return observation
 
     def _completed(self, known: Observation, values: Tensor, counts: Sequence[int]) -> Observation:
-        """Returns `known` with what came from the device: variances, losses, loss scale and, with `counts`, spectra."""
+        """Returns `known` with the device's values: variances, losses, loss scale and, with `counts`, spectra."""
         num_layers = len(self._layers)
         variances, figures, curvature = values.split([num_layers, 5, len(values) - num_layers - 5])
         loss_sum, num_samples, scale, skipped, in_row = figures.tolist()
@@ -142,7 +142,7 @@ class Sensors:
         )
 
     def state_dict(self) -> dict[str, object]:
-        """Returns what was collected since the last reading, curvature and faults as plain values."""
+        """Returns the statistics since the last reading, with curvature and faults as plain values."""
         return {
             "moments": self.moments.state_dict(),
             "losses": self.losses.clone(),
@@ -164,7 +164,7 @@ class Sensors:
 
 
 def _packed(estimate: CurvatureEstimate) -> Tensor:
-    """Returns matrices and noise in one fp64 vector, NaN where there is no noise estimate."""
+    """Returns matrices and noise as one fp64 vector; NaN stands for a missing noise estimate."""
     matrices, noise = estimate.matrices, estimate.noise
     return torch.cat([matrices.flatten(), matrices.new_full((2,), math.nan) if noise is None else noise])
 

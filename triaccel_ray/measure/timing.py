@@ -1,4 +1,4 @@
-"""Time of single steps, and of work beside the training."""
+"""Timing of single training steps, and a time limit for work beside training."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ import torch
 
 _NUM_FIRST_STEPS = 2
 _MIN_STEPS = 4
-"""Of fewer steps a median is one of chance."""
+"""Fewest steps for a median; that of fewer is too noisy."""
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for a GPU."""
+    """Waits for a GPU to finish its work; returns at once on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class StepTimer:
-    """Times steps between two ticks: on a CPU each by itself, on a GPU from one step's end to the next one's.
+    """Times the steps between two ticks: on a CPU each by itself, on a GPU from one step's end to the next one's.
 
-    On a CPU it is the computing thread's processor time, which other processes on the same cores do not lengthen. The
-    first steps of a plan do not count: libraries prepare in them for its shapes.
-    Nothing waits for a GPU: events are recorded, and read once the device has come that far.
+    On a CPU it measures the calling thread's processor time, which other processes on the same cores do not lengthen.
+    The first steps of a plan do not count: libraries prepare for its shapes in them. Timing does not wait for a GPU:
+    events are recorded, and read once the device has reached them.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Has timed nothing yet."""
+        """Starts without timed steps."""
         self._device = device
         self._last: Any = None  # seconds on a CPU, an event on a GPU
         self._spans: list[tuple[Any, Any]] = []
         self._num_to_skip = _NUM_FIRST_STEPS
 
     def begin(self) -> None:
-        """Notes that a step begins."""
+        """Marks the start of a step."""
         if self._last is None or self._device.type == "cpu":
             self._last = self._mark()
 
     def end(self, *, counts: bool) -> None:
-        """Notes that a step has ended; `counts` where it was one of a whole batch."""
+        """Marks the end of a step; `counts` is True for a step on a whole batch, the only kind that is timed."""
         now = self._mark()
         if counts and self._num_to_skip:
             self._num_to_skip -= 1
@@ -51,17 +51,17 @@ class StepTimer:
         self._last = now
 
     def interrupt(self) -> None:
-        """Notes that other work comes before the next step."""
+        """Marks that other work precedes the next step, so that it does not count as part of it."""
         self._last = None
 
     def restart(self) -> None:
-        """Forgets the steps so far: those that follow are of another kind, after other work."""
+        """Discards the steps so far: later ones are of another kind, and other work precedes them."""
         self._last, self._spans, self._num_to_skip = None, [], _NUM_FIRST_STEPS
 
     def read(self) -> Callable[[], float | None]:
-        """Returns what gives the median step in milliseconds once the steps are done, and begins anew.
+        """Returns a function that gives the median step in milliseconds once the steps are done; then starts over.
 
-        With too few steps it gives None, and they count towards the next reading.
+        With too few steps the function gives None, and they count towards the next reading.
         """
         if len(self._spans) < _MIN_STEPS:
             return lambda: None
@@ -79,9 +79,9 @@ class StepTimer:
 
 
 class TimeShare:
-    """Keeps work beside the training within a share of the time since it began; without a share all is allowed.
+    """Limits work beside training to a share of the elapsed time; without a share there is no limit.
 
-    The next piece is taken to last as long as the last one, where `expect` says nothing else.
+    The next piece of work is assumed to take as long as the last one, unless `expect` gives another estimate.
     """
 
     def __init__(self, device: torch.device, share: float | None) -> None:
@@ -92,19 +92,19 @@ class TimeShare:
 
     @property
     def seconds_to_wait(self) -> float:
-        """Seconds after which another piece would be within the share; 0 where it is so now."""
+        """Seconds until another piece of work fits the share; 0 if it fits now."""
         if self._share is None:
             return 0.0
         due = (self._spent_seconds + self._last_seconds) / self._share
         return max(due - (time.perf_counter() - self._began), 0.0)
 
     def expect(self, seconds: float) -> None:
-        """Expects the next piece to take this long."""
+        """Sets how long the next piece of work is expected to take."""
         self._last_seconds = seconds
 
     @contextlib.contextmanager
     def timed(self, *, counts: bool = True) -> Iterator[None]:
-        """Times the piece of work inside, and waits for the device to do so; one that does not count is a sample."""
+        """Times the work inside, waiting for the device; without `counts` only as an estimate of the next piece."""
         if self._share is None:
             yield
             return

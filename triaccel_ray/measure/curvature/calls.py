@@ -1,4 +1,4 @@
-"""What a forward pass computed: calls of linear maps, where samples lie in them, who used which weights."""
+"""Structure of a forward pass: calls of linear maps, their batch dimensions, and the weights that each uses."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from triaccel_ray.model.pytree import tensors_in
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a linear map, seen between its own hooks: what `forward` received and what it returned."""
+    """One call of a linear map: what its own `forward` received and returned, before hooks change the output."""
 
     module: nn.Module
     argument: Tensor | None
-    """None where it received anything else than one positional tensor."""
+    """The only argument; None unless `forward` received exactly one positional tensor."""
     output: torch.Size
-    """Its shape."""
+    """Shape of the output; empty if it is not a tensor."""
     edge: GradientEdge | None
-    """Where the gradient with respect to the output arrives. An edge, unlike the tensor, still means the module's own
-    output after the model has changed that in place (`nn.ReLU(inplace=True)`)."""
+    """Gradient edge of the output; None if it requires no gradient. Unlike the tensor, the edge still refers to the
+    module's own output after the model has changed that in place (`nn.ReLU(inplace=True)`)."""
     sources: tuple[Node, ...]
-    """The graph's nodes that made the arguments."""
+    """Autograd nodes that produced the arguments."""
 
     @property
     def shape(self) -> torch.Size:
@@ -37,9 +37,9 @@ class Call:
 
 
 def record_calls(run: Callable[[], Any], modules: Sequence[nn.Module]) -> tuple[Any, list[Call]]:
-    """Returns what `run` returns, and the calls that it made of `modules` with gradients on, in order.
+    """Returns the result of `run`, and the calls of `modules` that it made with gradients enabled, in order.
 
-    No hook of its own outlasts it, whether it returns or raises.
+    Its hooks are removed afterwards, also after an error.
     """
     calls: list[Call] = []
 
@@ -70,10 +70,10 @@ def record_calls(run: Callable[[], Any], modules: Sequence[nn.Module]) -> tuple[
 def used_parameters(root: Tensor, calls: Sequence[Call]) -> tuple[dict[Call, set[int]], set[int]]:
     """Returns the ids of the parameters that the graph of `root` uses inside each of `calls`, and outside all of them.
 
-    Inside is what lies between a call's arguments and its output.
+    Inside a call are the autograd nodes between its arguments and its output.
 
     Raises:
-        ValueError: a part of the graph is hidden in a reentrant checkpoint, whose weights would seem to have no part.
+        ValueError: the model uses reentrant checkpointing, which hides a part of the graph and the weights in it.
     """
     inside: dict[Call, set[int]] = {call: set() for call in calls}
     outside: set[int] = set()
@@ -99,7 +99,7 @@ def used_parameters(root: Tensor, calls: Sequence[Call]) -> tuple[dict[Call, set
 
 
 class Strategy(Enum):
-    """How a layer's Gram matrix is computed, from the cheapest way to the one that is always right."""
+    """How a layer's Gram matrix is computed, from the cheapest way to the one that works for any model."""
 
     NONE = "zero: the layer has no part in what is differentiated"
     FACTORS = "from the inputs and output gradients of its calls: `nn.Linear`, `nn.Conv2d`, `nn.Embedding`"
@@ -108,7 +108,7 @@ class Strategy(Enum):
 
 
 class StructureChangedError(Exception):
-    """The model did not run the same course as when its structure was found."""
+    """A forward pass made other calls than the known structure."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,18 +117,18 @@ class KnownCall:
 
     module: nn.Module
     argument: tuple[int, ...]
-    """Its shape without the dimension of the samples; likewise of the output."""
+    """Shape of the argument without the batch dimension; likewise of the output."""
     output: tuple[int, ...]
     argument_dim: int | None
-    """Which dimension is the samples; None where that is unclear, or it is shared by all samples."""
+    """Batch dimension of the argument; None if that is unclear, or if all samples share the argument."""
     output_dim: int | None
 
     @classmethod
     def of(cls, call: Call, single: Call, num_samples: int) -> KnownCall:
-        """Returns what stays the same of a call made with `num_samples` samples, and with a single one.
+        """Returns the part of a call that holds for any batch size, given it for `num_samples` samples and for one.
 
-        The dimension whose size went from `num_samples` to 1 is the samples'. No rule that looks at one shape alone
-        can tell a batch of 32 from a sequence of 32.
+        The batch dimension is the one whose size went from `num_samples` to 1. One shape alone cannot tell a batch of
+        32 from a sequence of 32.
         """
         argument_dim = output_dim = None
         if call.edge is not None:
@@ -139,12 +139,12 @@ class KnownCall:
 
     @property
     def is_factorizable(self) -> bool:
-        """Whether its argument and output gradient tell each sample's part of the weight's gradient."""
+        """Whether its argument and output gradient determine each sample's gradient of the weight."""
         is_image = not isinstance(self.module, nn.Conv2d) or len(self.argument) == 3
         return self.argument_dim is not None and self.output_dim is not None and is_image
 
     def is_same(self, call: Call, num_samples: int) -> bool:
-        """Whether `call` is this one, made with `num_samples` samples, all of which take part in it."""
+        """Whether `call` is this call, made with all of `num_samples` samples."""
         if call.module is not self.module or self.argument_dim is None or self.output_dim is None:
             return call.module is self.module
         sizes = (call.shape, self.argument_dim, self.argument), (call.output, self.output_dim, self.output)
@@ -155,7 +155,7 @@ class KnownCall:
 
 
 def _sample_dim(shape: torch.Size, single: torch.Size, num_samples: int) -> int | None:
-    """Returns the one dimension that is `num_samples` in `shape` and 1 in `single`; None if there is no such one."""
+    """Returns the only differing dimension, if it is `num_samples` in `shape` and 1 in `single`; else None."""
     if len(shape) != len(single):
         return None
     differing = [dim for dim, (many, one) in enumerate(zip(shape, single, strict=True)) if many != one]
@@ -170,32 +170,32 @@ def _without(shape: torch.Size, dim: int | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Structure:
-    """The course of one forward pass, found once from few samples and valid while the model takes it."""
+    """Structure of a forward pass, found once from few samples and valid while the model makes the same calls."""
 
     calls: tuple[KnownCall, ...]
-    """Of all linear maps, in the order in which they were made."""
+    """Calls of all linear maps, in the order in which they were made."""
     own: Mapping[Layer, tuple[int, ...]]
-    """Which of the calls are a layer's own."""
+    """Layer -> indices in `calls` of its own calls."""
     strategies: Mapping[Layer, Strategy]
     num_columns: int
     """Columns per sample, q."""
     slow_because: str = ""
-    """Why layers are measured by samples."""
+    """Why layers use `Strategy.SAMPLES`; empty if none does."""
     varies: bool = False
-    """Whether the course depends on the samples, so that a replay of it would be that of others."""
+    """Whether the calls depend on the samples, so that a captured graph would be wrong for other samples."""
     batched_columns: bool = True
-    """Whether all cotangents pass backwards side by side: every operation of the model then has a batching rule, or
-    is at least run one by one by the rule for those that have none."""
+    """Whether cotangents can be backpropagated in a batch: every operation of the model has a batching rule, or works
+    with the fallback that runs it one by one."""
 
     def layers_by(self, strategy: Strategy) -> list[Layer]:
-        """Returns the layers that are measured so, in the model's order."""
+        """Returns the layers with this strategy, in the model's order."""
         return [layer for layer, own in self.strategies.items() if own is strategy]
 
     def require_same(self, calls: Sequence[Call], num_samples: int) -> None:
-        """Returns if `calls`, made with `num_samples` samples, are those that are known.
+        """Checks that `calls`, made with `num_samples` samples, match the known calls.
 
         Raises:
-            StructureChangedError: these are other calls, or some of the samples take no part in one.
+            StructureChangedError: they differ, or a call does not receive all samples.
         """
         if len(calls) != len(self.calls):
             raise StructureChangedError(f"the model makes {len(calls)} calls where it made {len(self.calls)}")
@@ -205,7 +205,7 @@ class Structure:
                 raise StructureChangedError(f"{name} receives or returns other shapes for other samples, or is another")
 
     def by_samples(self, layers: Sequence[Layer], reason: str, *, varies: bool = False) -> Structure:
-        """Returns the structure in which these layers take one pass of the model per sample, for this reason."""
+        """Returns a structure in which these layers take one pass of the model per sample, for this reason."""
         strategies = {**self.strategies, **dict.fromkeys(layers, Strategy.SAMPLES)}
         return replace(self, strategies=strategies, slow_because=reason, varies=varies)
 
@@ -213,15 +213,15 @@ class Structure:
 def find_structure(
     root: Tensor, calls: Sequence[Call], single: Sequence[Call], layers: Sequence[Layer], num_columns: int
 ) -> Structure:
-    """Returns the structure of the pass that made `calls` with two samples and `single` with one.
+    """Returns the structure of the forward pass that made `calls` with two samples and `single` with one.
 
-    Each layer has the cheapest strategy that may work; whether `MODEL` does turns out when it is tried.
+    Each layer gets the cheapest strategy that may work. The caller has to try whether `MODEL` does.
 
     Raises:
-        ValueError: a part of the graph is hidden in a reentrant checkpoint.
+        ValueError: the model uses reentrant checkpointing, which hides a part of the graph.
     """
     same_course = [call.module for call in calls] == [call.module for call in single]
-    pairs = zip(calls, single if same_course else calls, strict=True)  # beside itself a call has no samples to find
+    pairs = zip(calls, single if same_course else calls, strict=True)  # paired with itself: no batch dimension
     known = tuple(KnownCall.of(call, one, 2) for call, one in pairs)
     own = {layer: tuple(i for i, call in enumerate(calls) if call.module in layer.modules) for layer in layers}
     inside, outside = used_parameters(root, calls)
@@ -241,7 +241,7 @@ def find_structure(
 def linear_maps(layers: Sequence[Layer]) -> list[nn.Module]:
     """Returns the modules of layers that are linear maps of one argument, whose gradient has a closed form.
 
-    A `forward` put on the instance counts as a wrapper around the class's own (it casts, or moves to a device).
+    A `forward` set on the instance is assumed to wrap the class's own, to cast or to move tensors to a device.
     """
     linear = [layer for layer in layers if all(_is_linear_map(layer, module) for module in layer.modules)]
     return [module for layer in linear for module in layer.modules]
@@ -252,7 +252,7 @@ def _is_linear_map(layer: Layer, module: nn.Module) -> bool:
     if len(layer.weights) != 1 or getattr(module, "weight", None) is not layer.weights[0]:
         return False
     if isinstance(module, nn.Embedding):
-        # max_norm changes the weight, scale_grad_by_freq weighs a row by how often the whole batch names it.
+        # max_norm changes the weight; scale_grad_by_freq scales a row's gradient by 1 / its count in the whole batch.
         return kind.forward is nn.Embedding.forward and module.max_norm is None and not module.scale_grad_by_freq
     if isinstance(module, nn.Conv2d):
         is_stock = kind.forward is nn.Conv2d.forward and type(module)._conv_forward is nn.Conv2d._conv_forward
@@ -261,6 +261,6 @@ def _is_linear_map(layer: Layer, module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether it is the linear layer of Hugging Face's GPT-2, whose weight is [inputs, outputs]."""
+    """Returns whether this is the linear layer of Hugging Face's GPT-2, whose weight is [inputs, outputs]."""
     kind = type(module)
     return (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")

@@ -1,4 +1,4 @@
-"""The columns of layers: from their factors, or from the whole model, by `torch.func` or by one pass per sample."""
+"""Per-sample gradient columns of layers: from factors, by `torch.func`, or by one pass of the model per sample."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from triaccel_ray.model.layers import Layer
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 
 Part = tuple[Layer, slice]
-"""Some elements of a layer's weights, which count one after the other; of a factored layer rows of the weight in each
-of its groups."""
+"""A layer and a slice of its weights' elements, flattened and concatenated; for a factored layer, a slice of the
+weight's rows in each group."""
 
 
 def layer_factors(
     objective: Objective, head: Head, structure: Structure, layers: Sequence[Layer]
 ) -> dict[Layer, list[tuple[nn.Module, Tensor, Tensor]]]:
-    """Returns what columns of factored layers are made of, from one forward and one backward pass.
+    """Returns the inputs and output gradients of factored layers, from one forward and one backward pass.
 
-    For each call that was reached its module, input [b, ...] and output gradient [b, q, ...].
+    For each call that a gradient reaches: its module, input [b, ...] and output gradient [b, q, ...].
     """
     with FoldedNorms():
         outputs, calls = record_calls(objective.outputs, linear_maps(list(structure.strategies)))
@@ -57,7 +57,7 @@ def layer_factors(
 
 
 def factored_columns(objective: Objective, head: Head, wanted: Sequence[Part], *, structure: Structure) -> list[Tensor]:
-    """Returns for each part, rows of the weight in each group, the columns [b q, elements] from a layer's factors."""
+    """Returns the columns [b q, elements] of each part, rows of the weight in each group, from a layer's factors."""
     b, q = objective.num_samples, structure.num_columns
     factors = layer_factors(objective, head, structure, list(dict.fromkeys(layer for layer, _ in wanted)))
     found = []
@@ -74,14 +74,14 @@ def factored_columns(objective: Objective, head: Head, wanted: Sequence[Part], *
 
 
 def model_columns(objective: Objective, head: Head, wanted: Sequence[Part], *, batched: bool) -> list[Tensor]:
-    """Returns for each part the columns [b q, elements], from the model run again with all samples side by side.
+    """Returns the columns [b q, elements] of each part, by a `vmap` of the whole model over samples.
 
-    The cotangents are pulled back to the model's outputs, `batched` as in a `Structure`, and from there to the weights
-    by `torch.func`, in blocks of samples.
+    Cotangents are backpropagated to the model's outputs (`batched` as in `Structure.batched_columns`), and from there
+    to the weights by `torch.func`, in blocks of samples.
 
     Raises:
-        LookupError: dimension 0 of an output is not the samples.
-        Exception: whatever a model raises that does not work with `torch.func`.
+        LookupError: dimension 0 of an output is not the batch dimension.
+        Exception: any error of a model that does not work with `torch.func`.
     """
     layers = list(dict.fromkeys(layer for layer, _ in wanted))
     tangents = _output_tangents(objective, head, batched=batched)
@@ -115,10 +115,10 @@ def model_columns(objective: Objective, head: Head, wanted: Sequence[Part], *, b
 
 
 def require_replaceable(objective: Objective, head: Head, layers: Sequence[Layer]) -> None:
-    """Returns if the model, run with other weights in place of its own, is the same function of them.
+    """Checks that the model computes with the weights that `functional_call` puts in place of its own.
 
     Raises:
-        LookupError: it computes with a weight that nobody can replace, or the loss does.
+        LookupError: a weight cannot be replaced in this way, or the loss computes with weights.
     """
     with _for_functions():
         leaves = [weight.requires_grad_() for weight in _detached(layers)]
@@ -132,7 +132,7 @@ def require_replaceable(objective: Objective, head: Head, layers: Sequence[Layer
 
 
 def sample_columns(objective: Objective, head: Head, wanted: Sequence[Part]) -> list[Tensor]:
-    """Returns for each part the columns [b q, elements] from one pass of the whole model per sample: always right."""
+    """Returns the columns [b q, elements] of each part from one pass of the model per sample; works for any model."""
     layers = list(dict.fromkeys(layer for layer, _ in wanted))
     rows: list[list[Tensor]] = [[] for _ in wanted]
     for i in range(objective.num_samples):
@@ -144,17 +144,17 @@ def sample_columns(objective: Objective, head: Head, wanted: Sequence[Part]) -> 
 
 
 def fast(objective: Objective) -> contextlib.AbstractContextManager[None]:
-    """Returns the context for what comes after the forward pass."""
+    """Returns the context for all work after the forward pass: TF32 if `objective` allows it."""
     return tensor_cores() if objective.allow_tf32 else contextlib.nullcontext()
 
 
 def alone(part: Tensor) -> Tensor:
-    """Returns the tensor, copied where it lies in a larger one, which would be kept with it."""
+    """Returns the tensor, copied if it is a view of a larger one, whose memory it would keep alive."""
     return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
 
 
 def joined(chunks: Sequence[Tensor]) -> Tensor:
-    """Returns the chunks one after the other; a single one as it is."""
+    """Returns the chunks concatenated along dimension 0; a single one is not copied."""
     return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks))
 
 
@@ -186,7 +186,7 @@ def _output_tangents(objective: Objective, head: Head, *, batched: bool) -> Mapp
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """Returns an output as a leaf of its own, without the graph that made it."""
+    """Returns an output as a leaf, detached from its autograd graph."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -200,7 +200,7 @@ def _refilled(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _run(model: nn.Module, layers: Sequence[Layer], weights: Sequence[Tensor], inputs: Any) -> Any:
-    """Returns the model's outputs with other weights in place of the layers' own."""
+    """Returns the model's outputs with `weights` in place of the layers' own."""
     own = [weight for layer in layers for weight in layer.weights]
     replaced = {id(mine): weight for mine, weight in zip(own, weights, strict=True)}
     parameters = model.named_parameters(remove_duplicate=False)
@@ -212,7 +212,7 @@ def _run(model: nn.Module, layers: Sequence[Layer], weights: Sequence[Tensor], i
 
 @contextlib.contextmanager
 def _for_functions() -> Iterator[None]:
-    """The fused attention kernels have no batching rule; what else has none runs one by one, as is fitting here."""
+    """Selects unfused attention, since fused kernels have no batching rule, and mutes warnings of slow fallbacks."""
     with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")
         yield

@@ -1,4 +1,4 @@
-"""The columns of one layer whose gradient is known in closed form: sums of outer products."""
+"""Gradient columns of a layer whose gradient has a closed form, as sums of outer products."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from triaccel_ray.measure.curvature.calls import is_transposed
 from triaccel_ray.model.layers import Layer
 
 _TRAFFIC = 16
-"""Multiply-adds in the time that one element takes to be written and read again: the order of magnitude on GPUs and
-CPUs alike. It only moves the choice between two ways of like cost."""
+"""Multiply-adds in the time that one element takes to be written and read again: an order of magnitude for GPUs and
+CPUs. It matters only for the choice between two ways of similar cost."""
 
 _PIECE_BYTES = 20 * 2**20
-"""Of patches or columns held at once where a sample has a single column: as large as PyTorch's own segments, so that a
-measurement finds room in what the tensors of a training step, which are smaller than patches, leave free."""
+"""Bytes of patches or columns held at once if samples have a single column each. As large as PyTorch's allocator
+segments, so that they fit into memory freed by a training step, whose tensors are smaller than patches."""
 _MAX_PIECES = 4
-"""Into which all columns are cut for that: each further one forms all patches anew."""
+"""Most pieces into which columns are split to that end; each piece forms all patches again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +50,19 @@ class Factors:
 
         column[i, c] = sum_t left[i, c, t] (x) right[i, c, t]
 
-    One factor comes from the call's input and is the same for all columns c of a sample i, the other is the gradient
-    with respect to the call's output. Both are made for a slice of s samples when asked for, since an unfolded image
-    is many times the image.
+    One factor comes from the call's input and is the same for all columns c of a sample i. The other is the gradient
+    with respect to the call's output. Both are computed on demand for a slice of s samples, since an unfolded image is
+    many times larger than the image.
     """
 
     num_positions: int
     """T."""
     left: Callable[[slice], Tensor]
-    """The factor along the weight's rows: [s, g, q, T, o]; or int64 row numbers [s, T], where it is one-hot."""
+    """The factor along the weight's rows: [s, g, q, T, o]; int64 row indices [s, T] if it is one-hot."""
     right: Callable[[slice], Tensor]
     """The factor along the rest of the weight: [s, g, q or 1, T, k]."""
     is_one_hot: bool = False
-    """Whether `left` gives row numbers."""
+    """Whether `left` returns row indices."""
 
 
 def factorize(module: nn.Module, inputs: Tensor, gradients: Tensor, dtype: torch.dtype) -> Factors:
@@ -78,9 +78,9 @@ def factorize(module: nn.Module, inputs: Tensor, gradients: Tensor, dtype: torch
 def factor_gram(factors: Sequence[Factors], shape: Shape, block_bytes: int) -> Tensor:
     """Returns the Gram matrix [b q, b q] of the columns summed over calls; the index is i q + c.
 
-    In one of two ways, whichever costs less: from the columns themselves, formed for some rows of the weight at a
-    time; or without forming them, as <l (x) r, l' (x) r'> = <l, l'> <r, r'>, summed over all pairs of positions. The
-    second suits few positions (a linear layer without a sequence, late convolutions) and large vocabularies.
+    Chooses the cheaper of two ways. One forms the columns, for some rows of the weight at a time. The other does not:
+    <l (x) r, l' (x) r'> = <l, l'> <r, r'>, summed over all pairs of positions. The second suits few positions (linear
+    layers without a sequence, late convolutions) and large vocabularies.
     """
     if _is_pairing_cheaper(factors, shape):
         return _gram_by_pairs(factors, shape, block_bytes)
@@ -127,12 +127,12 @@ def _conv2d(module: nn.Conv2d, inputs: Tensor, gradients: Tensor) -> Factors:
 def _patches(module: nn.Conv2d, inputs: Tensor, image: torch.Size) -> Tensor:
     """Returns the patches [s, g, 1, T, k] of images, each in the order row, column, channel.
 
-    All in one view, copied once: F.unfold starts a kernel for every sample. In channels_last every pixel is one run.
+    One strided view, copied once: F.unfold launches a kernel for every sample. In channels_last a pixel is contiguous.
     """
-    padded = F.pad(inputs, module._reversed_padding_repeated_twice)  # of "same", too: no public name has these
+    padded = F.pad(inputs, module._reversed_padding_repeated_twice)  # private: nothing public covers padding="same"
     g, dtype, pixels = module.groups, padded.dtype, padded.permute(0, 2, 3, 1)
     if pixels.is_contiguous() and padded.shape[1] // g % 4 == 0 and dtype is torch.float32:
-        # Four elements moved as one: the copy is bound by its index arithmetic. Flat: strides of size 1 may be odd.
+        # Four elements move as one: index arithmetic bounds the copy. Flat: dimensions of size 1 may have odd strides.
         pixels = pixels.reshape(-1).view(torch.complex128).view(*pixels.shape[:3], -1)
     channels = pixels.shape[3] // g
     sample, *pixel, channel = pixels.stride()
@@ -144,7 +144,7 @@ def _patches(module: nn.Conv2d, inputs: Tensor, image: torch.Size) -> Tensor:
 
 
 def _is_pairing_cheaper(factors: Sequence[Factors], shape: Shape) -> bool:
-    """Compares multiply-adds, and elements moved at their price in multiply-adds."""
+    """Compares both ways by multiply-adds, counting each element moved as `_TRAFFIC` of these."""
     if len({f.is_one_hot for f in factors}) > 1:
         return False  # an embedding tied to a linear layer: their products do not separate into pairs of one kind
     columns, positions = shape.b * shape.q, sum(f.num_positions for f in factors)
@@ -176,7 +176,7 @@ def _gram_by_columns(factors: Sequence[Factors], shape: Shape, block_bytes: int)
 def factor_columns(factors: Sequence[Factors], samples: slice, rows: slice, shape: Shape) -> Tensor:
     """Returns the columns of some samples, summed over calls, restricted to some rows of the weight in each group.
 
-    [s q, g * rows * k], made by one call after the other.
+    Shape [s q, g * rows * k]; calls are added one after the other.
     """
     columns = _columns(factors[0], samples, rows, shape)
     for other in factors[1:]:
@@ -195,7 +195,7 @@ def _columns(factors: Factors, samples: slice, rows: slice, shape: Shape) -> Ten
         )
         return product.transpose(1, 2).reshape(num_samples * shape.q, -1)
     num_columns = num_samples * shape.q
-    # One row more than asked for takes in what belongs to other rows: a boolean index would wait for the device.
+    # An extra row collects the entries of all other rows: a boolean index would wait for the device.
     is_inside = (left >= rows.start) & (left < rows.stop)
     row = torch.where(is_inside, left - rows.start, num_rows).repeat_interleave(shape.q, dim=0)
     offset = torch.arange(num_columns, device=row.device).unsqueeze(1) * (num_rows + 1)
@@ -213,7 +213,7 @@ def _stacked_rows(left: Tensor) -> Tensor:
 
 
 def _gram_by_pairs(factors: Sequence[Factors], shape: Shape, block_bytes: int) -> Tensor:
-    # Calls of one layer sum into one column, as positions do: they are further positions.
+    # Calls of one layer add up to one column, as positions do, so they count as further positions.
     everything = slice(0, shape.b)
     left = torch.cat([f.left(everything) for f in factors], dim=-1 if factors[0].is_one_hot else -2)
     right = torch.cat([f.right(everything) for f in factors], dim=-2)
@@ -229,7 +229,7 @@ def _gram_by_pairs(factors: Sequence[Factors], shape: Shape, block_bytes: int) -
 def _inner(some: Tensor, others: Tensor) -> Tensor:
     """Returns all inner products of factors [s, g, p, T, d] with [b, g, p, T, d]: [g, s, p, T, b, p, T].
 
-    Row numbers [s, T] and [b, T] have product 1 where they are equal, 0 elsewhere.
+    For row indices [s, T] and [b, T] the product is 1 where they are equal, 0 elsewhere.
     """
     if some.dim() == 2:
         return some[None, :, None, :, None, None, None] == others[None, None, None, None, :, None, :]
@@ -246,5 +246,5 @@ def slices(stop: int, size: int) -> Iterator[slice]:
 
 
 def compute_dtype(layer: Layer) -> torch.dtype:
-    """Returns what Gram matrices of `layer` are computed in: its weights' dtype, at least FP32."""
+    """Returns the dtype for Gram matrices of `layer`: that of its weights, at least FP32."""
     return torch.promote_types(layer.weights[0].dtype, torch.float32)

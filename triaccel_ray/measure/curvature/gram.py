@@ -1,8 +1,8 @@
-"""fisher and ggn: each layer's Gram matrix of backpropagated columns, from chunks of samples.
+"""The methods fisher and ggn: each layer's Gram matrix of backpropagated columns, from chunks of samples.
 
 A block (1/b) sum_r a_r a_r^T of m columns a_r with n elements has the non-zero eigenvalues of the m x m matrix
-(1/b) <a_r, a_s>, and m is hundreds where n is millions (Dangel et al. 2022, "ViViT": there for a list of module types,
-here for any module, by falling back on more general ways to the same matrix).
+(1/b) <a_r, a_s>. Here m is in the hundreds and n in the millions (Dangel et al. 2022, "ViViT"). ViViT supports a list
+of module types; this code supports any module, with slower and more general ways to the same matrix as fallbacks.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from triaccel_ray.measure.curvature.spectrum import CurvatureEstimate, gradient_
 from triaccel_ray.model.layers import Layer
 
 _TOGETHER = 512
-"""Order up to which the matrices of all layers are reduced at once; larger ones one by one, for their memory."""
+"""Largest order at which the matrices of all layers are reduced at once; larger ones go one by one to save memory."""
 _MAX_CAPTURED_PASSES = 64
-"""Of the model in one CUDA graph: each further one is a few thousand kernels more."""
+"""Most passes of the model in one CUDA graph; each adds a few thousand kernels."""
 
 
 class GramMethod(Method):
-    """Forward and backward passes of the chunks of samples, and the Gram matrices that they allow."""
+    """Measures fisher or ggn curvature by Gram matrices, passing the samples in chunks."""
 
     def __init__(self, layers: Sequence[Layer], method: Literal["fisher", "ggn"], top_k: int) -> None:
         self._layers, self._top_k = tuple(layers), top_k
@@ -65,11 +65,11 @@ class GramMethod(Method):
     def measure(
         self, objective: Objective, generator: torch.Generator, num_iterations: int | None = None
     ) -> CurvatureEstimate:
-        """Returns the reduced Gram matrices, by the structure that is known; where none is, finds out first how.
+        """Returns the reduced Gram matrices; explores the model first if its structure is unknown.
 
         Raises:
-            StructureChangedError: the model takes another course than the known one.
-            Exception: whatever a module raises that works with `torch.func` no longer.
+            StructureChangedError: the forward pass differs from the known structure.
+            Exception: any error of a module that no longer works with `torch.func`.
         """
         if (structure := self.structure) is None:
             structure = self.structure = explore_structure(objective, self._layers, self._head)
@@ -81,7 +81,7 @@ class GramMethod(Method):
         return self._measure(objective, structure)
 
     def num_passes(self, objective: Objective, num_iterations: int | None = None) -> int:
-        """Returns how often the model passes in a measurement, by the structure that is known."""
+        """Returns the number of passes of the model in a measurement with the known structure."""
         assert self.structure is not None
         num_parts = len(objective.parts())
         return sum(
@@ -118,10 +118,10 @@ class GramMethod(Method):
 
 
 def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head) -> Structure:
-    """Returns the structure of the model's course, found with two samples and one, and strategies that work with two.
+    """Returns the structure of the forward pass, from runs of two samples and of one; strategies are tried on two.
 
     Raises:
-        ValueError: a part of the graph is hidden in a reentrant checkpoint.
+        ValueError: the model uses reentrant checkpointing, which hides a part of the graph.
     """
     two = replace(objective.part(slice(0, 2)), limits=replace(objective.limits, chunk_samples=None))
     watched = linear_maps(layers)
@@ -135,7 +135,7 @@ def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head)
     if len(cotangents) > 1 and edges:
         try:
             pull_back(root, cotangents[:2], edges, step=2)
-        except Exception as error:  # an operation may have no batching rule, and raise whatever it likes
+        except Exception as error:  # an operation without a batching rule may raise anything
             if is_out_of_memory(error):
                 raise
             structure = replace(structure, batched_columns=False)
@@ -145,7 +145,7 @@ def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head)
     try:
         require_replaceable(two.part(slice(0, 1)), head, by_model)
         model_columns(two, head, [(layer, slice(0, 1)) for layer in by_model], batched=structure.batched_columns)
-    except Exception as error:  # foreign code under a transformation that it need not support
+    except Exception as error:  # code that does not support `torch.func` may raise anything
         if is_out_of_memory(error):
             raise
         return structure.by_samples(by_model, f"torch.func cannot run the model: {first_line(error)}")
@@ -155,13 +155,12 @@ def explore_structure(objective: Objective, layers: Sequence[Layer], head: Head)
 def layer_grams(objective: Objective, head: Head, structure: Structure) -> Iterator[tuple[Layer, Tensor]]:
     """Yields each layer's Gram matrix [b q, b q] of the columns that `head` defines, at least FP32.
 
-    The index is i q + c for column c of sample i. In chunks, what a layer's matrix is made of is kept from every chunk:
-    the factors of its columns or the columns themselves, whichever are fewer bytes. Where they exceed `kept_bytes`
-    altogether, the passes are made again for the next layers, or for the next part of a layer's columns. So time grows
-    with the bytes, not with pairs of chunks.
+    The index is i q + c for column c of sample i. If samples pass in chunks, each chunk's factors or columns of a layer
+    are kept, whichever take fewer bytes. If all of them exceed `kept_bytes`, the passes are repeated for the next
+    layers, or for the next part of a layer's columns. So time grows with the bytes, not with pairs of chunks.
 
     Raises:
-        StructureChangedError: the model did not take the course that is known.
+        StructureChangedError: the forward pass differs from the known structure.
     """
     b, q = objective.num_samples, structure.num_columns
     for layer in structure.layers_by(Strategy.NONE):
@@ -188,30 +187,30 @@ class _Unit:
 
     layer: Layer
     elements: slice
-    """Which of them: rows of a factored layer's weight in each of its groups, elements of any other."""
+    """Slice of them: rows of the weight in each group for a factored layer, elements of the weights for any other."""
     num_bytes: int
-    """What is kept of them."""
+    """Bytes kept of them."""
     is_last: bool = True
     """Whether they are the layer's last."""
 
     @property
     def part(self) -> Part:
-        """What is asked for."""
+        """The layer and the slice."""
         return self.layer, self.elements
 
 
 @dataclass(frozen=True, eq=False)
 class _Passage:
-    """What is collected while the chunks pass once."""
+    """One pass over all chunks, and the units that it collects."""
 
     strategy: Strategy
     units: list[_Unit]
     as_factors: bool = False
-    """Whether factors of columns are collected, of whole layers."""
+    """Whether it collects the factors of whole layers in place of columns."""
 
 
 def _passages(objective: Objective, structure: Structure) -> Iterator[_Passage]:
-    """Yields how often the chunks pass, and for what: no more than `kept_bytes` of all samples each time, or a unit."""
+    """Yields the passes over the chunks: each keeps at most `kept_bytes` of all samples, or a single unit."""
     factored, kept_bytes = list(_factored_units(objective, structure)), objective.limits.kept_bytes
     for group in _groups(factored, kept_bytes):
         yield _Passage(Strategy.FACTORS, group, as_factors=True)
@@ -235,7 +234,7 @@ def _groups(units: Sequence[_Unit], kept_bytes: int) -> Iterator[list[_Unit]]:
 
 
 def _units(layer: Layer, objective: Objective, structure: Structure) -> Iterator[_Unit]:
-    """Yields a layer's columns, in parts where they are many."""
+    """Yields a layer's columns, split into parts that fit `kept_bytes`."""
     b, q = objective.num_samples, structure.num_columns
     is_factored = structure.strategies[layer] is Strategy.FACTORS
     num_slices = Shape.of(layer, b, q).o if is_factored else layer.num_elements
@@ -245,21 +244,21 @@ def _units(layer: Layer, objective: Objective, structure: Structure) -> Iterator
 
 
 def _factored_units(objective: Objective, structure: Structure) -> Iterator[_Unit]:
-    """Yields the factored layers of which factors are kept, not columns: in chunks, where they are fewer bytes."""
+    """Yields the layers that keep factors, not columns: in chunks, only if factors are smaller and fit `kept_bytes`."""
     b, q, is_whole = objective.num_samples, structure.num_columns, len(objective.parts()) == 1
     for layer in structure.layers_by(Strategy.FACTORS):
         calls, itemsize = [structure.calls[index] for index in structure.own[layer]], compute_dtype(layer).itemsize
-        inputs = 0 if is_whole else sum(math.prod(call.argument) for call in calls)  # which the graph holds then
+        inputs = 0 if is_whole else sum(math.prod(call.argument) for call in calls)  # a single chunk's graph has them
         num_bytes = itemsize * b * (inputs + q * sum(math.prod(call.output) for call in calls))
         if is_whole or num_bytes <= min(objective.limits.kept_bytes, itemsize * b * q * layer.num_elements):
-            # A single cotangent asks for no more than training does.
+            # A single cotangent takes no more memory than training does.
             yield _Unit(layer, slice(None), 0 if is_whole and q == 1 else num_bytes)
 
 
 def _grams_of_columns(
     objective: Objective, head: Head, columns_of: ColumnsOf, units: Sequence[_Unit], sums: dict[Layer, Tensor]
 ) -> Iterator[tuple[Layer, Tensor]]:
-    """Yields the Gram matrices that these columns complete; `sums` holds those of the layers that wait for more."""
+    """Yields the Gram matrices that these units complete; `sums` holds those of layers with units still to come."""
     kept: list[list[Tensor]] = [[] for _ in units]
     for part in objective.parts():
         for of_unit, columns in zip(kept, columns_of(part, head, [unit.part for unit in units]), strict=True):

@@ -1,4 +1,4 @@
-"""hessian: the paper's power iteration on Hessian-vector products, all vectors of all layers at once."""
+"""The method hessian: the paper's power iteration on Hessian-vector products, for all vectors of all layers at once."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from triaccel_ray.model.layers import Layer
 
 COLD_ITERATIONS = 20
 WARM_ITERATIONS = 5
-"""On ResNet-18 with other samples at each measurement, 5 iterations from the last vectors leave the same median error
-(0.3%, that of TF32 convolutions) as 10 or 20; a layer whose two largest eigenvalues are close may be off by 10%."""
+"""On ResNet-18 with new samples at each measurement, 5 iterations from the last vectors leave the same median error
+(0.3%, that of TF32 convolutions) as 10 or 20. A layer whose two largest eigenvalues are close may be off by 10%."""
 OVERSAMPLING = 2
-"""Vectors beyond the k wanted: the k-th eigenvalue converges by the ratio to the (k + 3)-th, so that a pair of nearly
-equal magnitude, +-lambda above all, does not keep it from converging."""
+"""Vectors beyond the k wanted. The k-th eigenvalue converges by its ratio to the (k + 3)-th, so that a pair of nearly
+equal magnitude, such as +-lambda, does not stall convergence."""
 _BLOCK_ELEMENTS = 2**20
-"""Of a vector that are in FP64 at once."""
+"""Elements of a vector converted to FP64 at once."""
 
 
 class BlockPower(Method):
@@ -32,11 +32,11 @@ class BlockPower(Method):
         U <- orth(H U),   T = U^T H U        (Tri-Accel, section 3.2, for one vector: u <- H u / |H u|)
 
     H u is the gradient of g^T u with respect to the layer's weights, g the gradient of the mean loss. The eigenvalues
-    of T are those of H of largest magnitude: found together, where deflation finds one after the other, hence in as
-    many products per vector as the last one alone takes. U has k + OVERSAMPLING columns. Started from the vectors of
-    the measurement before: weights and samples have changed, the steepest directions less so.
+    of T are those of H of largest magnitude. All are found together, in as many products per vector as the last one
+    alone takes; deflation would find one after the other. U has k + OVERSAMPLING columns. It starts from the vectors of
+    the last measurement: weights and samples have changed since, the steepest directions less so.
 
-    In chunks of samples, every iteration makes their gradients anew, since the graph of all would be as large as ever.
+    With chunks of samples, every iteration recomputes their gradients: keeping the graphs of all would save no memory.
     """
 
     def __init__(self, layers: Sequence[Layer], top_k: int) -> None:
@@ -45,14 +45,14 @@ class BlockPower(Method):
         sizes = zip(self._layers, self._sizes, strict=True)
         self.kept_bytes = sum(size * layer.num_elements * layer.weights[0].element_size() for layer, size in sizes)
         self.vectors = None
-        """For each layer its vectors [min(k + 2, n), n], in its weights' dtype; written in place from then on."""
+        """For each layer its vectors [min(k + 2, n), n], in its weights' dtype; updated in place once they exist."""
 
     def measure(
         self, objective: Objective, generator: torch.Generator, num_iterations: int | None = None
     ) -> CurvatureEstimate:
-        """Returns T of the last iteration, after 20 of them from vectors that are drawn, or 5 from the last ones.
+        """Returns T of the last iteration: the 20th from random vectors, or the 5th from those of the last measurement.
 
-        A vector that has come to nothing, since its layer had no curvature or no finite gradient, starts anew.
+        A vector that is zero or not finite, because its layer had no curvature or no finite gradient, is replaced.
         """
         num_iterations = num_iterations or self._planned_iterations
         if self.vectors is None:
@@ -78,7 +78,7 @@ class BlockPower(Method):
         )
 
     def num_passes(self, objective: Objective, num_iterations: int | None = None) -> int:
-        """Returns how often the chunks pass, once in each iteration."""
+        """Returns the number of passes: one per chunk and iteration."""
         return (num_iterations or self._planned_iterations) * len(objective.parts())
 
     @property
@@ -86,7 +86,7 @@ class BlockPower(Method):
         return COLD_ITERATIONS if self.vectors is None else WARM_ITERATIONS
 
     def _drawn(self, generator: torch.Generator) -> list[Tensor]:
-        """Returns orthonormal vectors for each layer, drawn where the generator lives."""
+        """Returns random orthonormal vectors for each layer, drawn on the generator's device."""
         drawn = []
         for layer, size in zip(self._layers, self._sizes, strict=True):
             like = layer.weights[0]
@@ -110,26 +110,26 @@ class BlockPower(Method):
 
 
 class LossGradient:
-    """The gradient of the mean loss with the graph that made it, to be differentiated once more."""
+    """The gradient of the mean loss with its autograd graph, for Hessian-vector products."""
 
     def __init__(self, objective: Objective, layers: Sequence[Layer]) -> None:
-        """Makes a forward and a backward pass.
+        """Runs a forward and a backward pass.
 
         Raises:
-            ValueError: a part of the graph is hidden in a reentrant checkpoint.
+            ValueError: the model uses reentrant checkpointing, which hides a part of the graph.
         """
         weights = [weight for layer in layers for weight in layer.weights if weight.requires_grad]
         # The fused attention kernels have no second derivative.
         with sdpa_kernel(SDPBackend.MATH), FoldedNorms():
             value = objective.value(objective.outputs())
-            used_parameters(value, [])  # for its refusal of graphs that hide weights
+            used_parameters(value, [])  # raises for graphs that hide weights
             gradients: Sequence[Tensor | None] = [None] * len(weights)
             if value.requires_grad:
                 gradients = torch.autograd.grad(value, weights, create_graph=True, allow_unused=True)
         self._of = dict(zip(weights, gradients, strict=True))
 
     def products(self, layer: Layer, vectors: Tensor) -> Tensor:
-        """Returns H_l u for each of the vectors u [p, n]; zero in the places of weights that the loss is linear in."""
+        """Returns H_l u for each of the vectors u [p, n]; zero for weights in which the loss is linear."""
         return torch.stack([self._product(layer, vector) for vector in vectors])
 
     def _product(self, layer: Layer, u: Tensor) -> Tensor:
@@ -145,9 +145,9 @@ class LossGradient:
 
 
 def _products(some: Tensor, others: Tensor) -> Tensor:
-    """Returns some others^T [p, p] of vectors [p, n], added up in FP64, a block of them at a time.
+    """Returns some @ others^T [p, p] of vectors [p, n], accumulated in FP64, `_BLOCK_ELEMENTS` of each at a time.
 
-    Their FP32 may be TF32 on a GPU; all of them in FP64 would be twice as large as they are.
+    FP32 products may be TF32 on a GPU, and an FP64 copy of whole vectors would be twice as large as they are.
     """
     total = some.new_zeros(len(some), len(others), dtype=torch.float64)
     for one, other in zip(some.split(_BLOCK_ELEMENTS, dim=1), others.split(_BLOCK_ELEMENTS, dim=1), strict=True):
@@ -163,5 +163,5 @@ def _orthonormalize(vectors: Tensor, out: Tensor) -> None:
 
 
 def _laid_out(flat: Tensor, weight: Tensor) -> Tensor:
-    """Returns the vector in the weight's shape and memory format: a convolution meeting two formats converts one."""
+    """Returns the vector in the weight's shape and memory format; with two formats a convolution would convert one."""
     return torch.empty_like(weight, requires_grad=False).copy_(flat.view_as(weight))

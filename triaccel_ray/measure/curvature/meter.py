@@ -1,4 +1,4 @@
-"""The instrument that the control loop keeps: measures one model again and again, at the least cost to the host."""
+"""Repeated curvature measurement of one model, captured as a CUDA graph so that the host does little work."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ from triaccel_ray.model.layers import Layer, Loss, without_cudnn
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 
 _LEAST_BUDGET = 32 * 2**20
-"""Below it chunks cost more than they save: the allocator's own segments are as large."""
+"""Smallest budget in bytes. Below it chunks cost more than they save: the allocator's segments are as large."""
 _LEAST_BLOCK = 8 * 2**20
-"""Bytes below which a block of per-sample gradients costs more time than it saves memory."""
+"""Smallest block of per-sample gradients in bytes; smaller ones cost more time than they save memory."""
 
 
 class Stage(Enum):
-    """What the next measurement of the same shapes will be."""
+    """How the next measurement of samples of the same shapes runs."""
 
     EXPLORE = auto()
-    """Eager; finds out which dimensions are samples, how each layer can be measured."""
+    """Eager; finds the batch dimensions and how each layer can be measured."""
     WATCH = auto()
-    """Eager; finds out what a replay could not do again."""
+    """Eager; looks for operations that a replay could not repeat, such as synchronization with the host."""
     CAPTURE = auto()
-    """Captured, with the memory that other graphs of the pool leave free, and replayed."""
+    """Captured in the memory that the pool's other graphs leave free, then replayed."""
     CAPTURE_ALONE = auto()
-    """Captured once more after that memory was too little, with no other graph beside it."""
+    """Captured with no other graph in the pool, after `CAPTURE` has run out of memory."""
     REPLAY = auto()
     EAGER = auto()
-    """Eager, like all that follow."""
+    """Eager, as are all later measurements of these shapes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Probe:
-    """A measurement of a few samples."""
+    """Cost of measuring a few samples."""
 
     num_bytes: int
-    """That tensors took at their peak."""
+    """Peak bytes of the tensors."""
     seconds: float | None = None
     num_passes: int = 1
 
 
 class _Recording:
-    """A captured measurement; it reads the model's weights where they are, so that it sees them change."""
+    """A measurement captured as a CUDA graph; it reads the weights in place, so that replays see their updates."""
 
     def __init__(self, measure: Callable[[Any, Any], CurvatureEstimate], samples: Any, pool: GraphPool) -> None:
-        """Captures `measure` with copies of the samples; see `GraphPool.capture` for what it raises."""
+        """Captures `measure` on copies of the samples; raises what `GraphPool.capture` raises."""
         static = map_tensors(torch.clone, samples)
         self._tensors = tensors_in(static)
         estimates: list[CurvatureEstimate] = []
@@ -70,7 +70,7 @@ class _Recording:
         self._estimate = estimates[0]
 
     def replay(self, samples: Any) -> CurvatureEstimate:
-        """Returns the measurement of other samples, in memory of its own: the graph's may be shared."""
+        """Returns the measurement of new samples, copied out of the graph's memory, which other graphs may share."""
         for static, given in zip(self._tensors, tensors_in(samples), strict=True):
             static.copy_(given, non_blocking=True)
         self._graph.replay()
@@ -81,21 +81,21 @@ class _Recording:
 class CurvatureMeter:
     """Measures the largest eigenvalues of each layer's diagonal curvature block (Tri-Accel, section 3.2).
 
-    - `hessian`: of the Hessian of the mean loss, largest in magnitude, signed, by the paper's power iteration on
-      several vectors at once (`BlockPower`): 20 iterations the first time, 5 from then on, from the last vectors.
-    - `ggn`: of the generalised Gauss-Newton block, all k at once, exact for this batch. In piecewise-linear networks
-      the same as the Hessian's.
-    - `fisher`: of the empirical Fisher block, from one backward pass; with the first two moments of the gradient.
+    - `hessian`: eigenvalues of the mean loss's Hessian, the largest in magnitude, signed. Uses the paper's power
+      iteration on several vectors at once (`BlockPower`): 20 iterations at first, then 5 from the last vectors.
+    - `ggn`: eigenvalues of the generalized Gauss-Newton block, all k at once, exact for this batch. In piecewise-linear
+      networks they equal the Hessian's.
+    - `fisher`: eigenvalues of the empirical Fisher block, and the gradient's first two moments, from one backward pass.
 
-    The model is measured in eval mode without autocast and left as it was found, whether it succeeds or raises; hooks
-    that others have put on parameter tensors may see gradients pass. For fisher and ggn on a GPU the forward pass is
-    made without TF32 and what follows it with TF32 (`tensor_cores`), whatever PyTorch's flags say.
+    The model is measured in eval mode without autocast. Its state is restored afterwards, also after an error. Hooks on
+    parameter tensors may fire. For fisher and ggn on a GPU, the forward pass runs without TF32 and everything after it
+    with TF32 (`tensor_cores`), whatever PyTorch's flags say.
 
-    On a GPU the first measurement explores, the second is watched, the third is captured as a CUDA graph, which it and
-    the later ones replay: the host then neither works nor waits. Where memory for that is too little, all graphs of the
-    pool are dropped, it measures eagerly, and captures the next time without others beside it. What cannot be captured
-    stays as it is, and `not_captured_because` says why. Everything is found out anew when the shapes of the samples
-    change, or when weights move.
+    On a GPU the first measurement explores the model, and the second checks whether it can be captured. The third
+    captures a CUDA graph, which it and later ones replay without work or waiting on the host. If the capture runs out
+    of memory, all graphs of the pool are dropped. This measurement is then eager, and the next one captures alone. If
+    capture is impossible, measurements stay eager and `not_captured_because` says why. All of this starts over when
+    the shapes of the samples change or weights move in memory.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class CurvatureMeter:
         pool: GraphPool | None = None,
         capture: bool = True,
     ) -> None:
-        """Borrows the model, on `device` like the samples; measures nothing yet.
+        """Keeps a reference to the model, which is on `device` like the samples; measures nothing yet.
 
-        Graphs share the memory of `pool` with those of others, captured on the same stream, of which none may run
-        during a measurement; None: memory of its own, held until `release`.
+        Graphs share the memory of `pool` with other graphs captured on the same stream, none of which may run during a
+        measurement. None creates a pool of its own, whose memory is held until `release`.
         """
         self._model, self._loss, self._device = model, loss, device
         self._pool = pool or GraphPool(device)
@@ -125,13 +125,13 @@ class CurvatureMeter:
             else GramMethod(layers, config.method, config.top_k)
         )
         self.fallbacks: Mapping[str, str] = {}
-        """Names of the layers that take one pass of the whole model per sample, and why; known after the first."""
+        """Layer name -> why it takes one pass of the whole model per sample; known after the first measurement."""
         self.off_because = ""
         """Why curvature is not measured; empty while it is. `dry_run` and `switch_off` set it."""
         self.not_captured_because = ""
-        """What keeps measurements from being replayed from a CUDA graph; empty where nothing has been found."""
+        """Why measurements cannot be replayed from a CUDA graph; empty while no reason is known."""
         self._bytes_of_two = 0
-        """Tensors that two samples take at their peak, as `dry_run` saw it on a GPU; 0 where it was not called."""
+        """Peak bytes of measuring two samples, as measured by `dry_run` on a GPU; 0 if it was not called."""
         self._largest_chunk: int | None = None
         self._limits: Limits | None = None
         self._signature: Any = None
@@ -140,23 +140,23 @@ class CurvatureMeter:
 
     @property
     def is_captured(self) -> bool:
-        """Whether the next measurement of the same shapes is a replay."""
+        """Whether the next measurement of the same shapes replays a CUDA graph."""
         return self._stage is Stage.REPLAY
 
     @property
     def needs_room(self) -> bool:
-        """Whether the next measurement of the same shapes needs memory that graphs of others would withhold."""
+        """Whether the next measurement of the same shapes needs the memory that other graphs of the pool hold."""
         return self._stage not in (Stage.CAPTURE, Stage.REPLAY)
 
     @property
     def stays_eager(self) -> bool:
-        """Whether measurements that were to be captured never will; `not_captured_because` says why."""
+        """Whether capture is enabled but impossible; `not_captured_because` says why."""
         return self._may_capture and self._stage is Stage.EAGER
 
     def dry_run(self, inputs: Any, targets: Any) -> None:
-        """Measures these few samples for its errors alone, and switches curvature off where there is one.
+        """Measures a few samples to find errors early; switches curvature off if one occurs.
 
-        Random states are put back. A lack of memory is left to `measure`.
+        Restores random states. Ignores out-of-memory errors, which are left to `measure`.
         """
         objective = self._objective(inputs, targets)
         try:
@@ -164,22 +164,23 @@ class CurvatureMeter:
             with preserved_random_states(), self._peak_of_tensors() as peak:
                 self._measure_apart(objective)
             self._bytes_of_two = peak[0] * 2 // objective.num_samples
-        except Exception as error:  # of the model's code or the loss's, run as training never runs it
+        except Exception as error:  # from the model or the loss, which run here as they never do in training
             if not is_out_of_memory(error):
                 self.switch_off(error)
 
     def switch_off(self, error: Exception) -> None:
-        """Gives up measuring for this reason, and what was kept for it."""
+        """Turns curvature off because of `error`, and drops the captured graph."""
         self.off_because = f"{self._name} cannot be measured: {first_line(error)}"
         self._forget()
 
     def prepare(self, inputs: Any, targets: Any, *, budget_bytes: int | None = None) -> float | None:
-        """Decides how samples of these shapes pass within the budget; returns how many seconds measuring them takes.
+        """Sets chunk sizes that fit samples of these shapes into the budget; returns the estimated seconds to measure.
 
-        Takes the arguments of `measure`, and raises what that raises. None: nothing was to be decided, or nobody knows.
+        Takes the arguments of `measure` and raises the same errors. Returns None if the sizes are set already, or if no
+        probe was timed.
         """
         shapes = map_tensors(lambda tensor: (tensor.shape, tensor.dtype), (inputs, targets))
-        # A graph reads the weights where they are.
+        # A graph reads the weights at the addresses that they had when it was captured.
         signature = shapes, [tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers())]
         if signature != self._signature:
             self._forget()
@@ -199,20 +200,19 @@ class CurvatureMeter:
     ) -> CurvatureEstimate:
         """Returns the measurement on these samples, still on the device.
 
-        Waits for the device at the first three calls at most, where a capture fails, and where a model itself has the
-        host wait.
+        Waits for the device in the first three calls at most, after a failed capture, and if the model synchronizes.
 
         Args:
             inputs: the samples along dimension 0 of every tensor.
             targets: likewise.
             generator: draws the starting vectors of the first `hessian` measurement.
-            budget_bytes: what the measurement's tensors may take at their peak. Looked at when shapes are new and
-                after memory has run out; samples then pass in chunks. None: no bound.
+            budget_bytes: peak bytes that the measurement's tensors may take; samples pass in chunks to stay within
+                it. Used when shapes are new and after memory has run out. None: no bound.
 
         Raises:
             ValueError: fewer than 2 samples for fisher and ggn, a loss that is no scalar, outputs that ggn refuses
                 (`ggn_head`), or inputs and targets that disagree about the number of samples.
-            torch.OutOfMemoryError: also what the measurement itself does not survive; `release` makes room.
+            torch.OutOfMemoryError: an eager measurement ran out of memory; `release` makes room.
         """
         self.prepare(inputs, targets, budget_bytes=budget_bytes)
         if self._stage in (Stage.CAPTURE, Stage.CAPTURE_ALONE):
@@ -224,31 +224,31 @@ class CurvatureMeter:
         return estimate
 
     def release(self) -> None:
-        """Drops the graphs, so that their memory can be given back; the next measurement captures anew."""
+        """Drops the captured graph, so that its memory can be freed; the next measurement captures again."""
         if self._stage is Stage.REPLAY:
             self._enter(Stage.CAPTURE, "released")
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns why curvature is off, and the vectors from which `hessian` goes on, k n elements a layer."""
+        """Returns why curvature is off, and the starting vectors of the next `hessian` measurement (`BlockPower`)."""
         vectors = self._method.vectors
         copies = None if vectors is None else [vector.clone() for vector in vectors]
         return {"vectors": copies, "off_because": self.off_because}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from where `state_dict` was taken."""
+        """Restores what `state_dict` returned."""
         self.off_because = state["off_because"]
         if state["vectors"] is not None:
             self._method.vectors = [vector.to(self._device) for vector in state["vectors"]]
-            self._forget()  # a graph would go on from the vectors that were there before
+            self._forget()  # a graph would start from the vectors that these replace
 
     def _enter(self, stage: Stage, because: str = "", recording: _Recording | None = None) -> None:
-        """Goes to another stage; the only place where it changes, and with it the recording and the reason."""
+        """Changes the stage, the recording and the reason; nothing else changes them."""
         if self._recording is not None:
             self._pool.synchronize()  # it may be replaying
         self._stage, self._recording, self.not_captured_because = stage, recording, because
 
     def _forget(self) -> None:
-        """Drops what was found out about other shapes; the structure of the model's course holds for all."""
+        """Drops the limits and the graph of the last shapes; the structure of the model holds for all shapes."""
         self._limits = None
         if self._may_capture:
             self._enter(Stage.EXPLORE)
@@ -256,7 +256,7 @@ class CurvatureMeter:
             self._enter(Stage.EAGER, "capture is off" if self._pool.can_capture else "there is no CUDA device")
 
     def _capture(self, samples: tuple[Any, Any], generator: torch.Generator) -> None:
-        """Captures the measurement, without making it; where it fails, the next stage is an eager one."""
+        """Captures the measurement without running it; if that fails, the caller has to measure eagerly."""
 
         def measure(inputs: Any, targets: Any) -> CurvatureEstimate:
             return self._method.measure(self._objective(inputs, targets), generator)
@@ -264,7 +264,7 @@ class CurvatureMeter:
         try:
             with self._measuring():
                 recording = _Recording(measure, samples, self._pool)
-        except Exception as error:  # CUDA, PyTorch and the model's own code may all refuse, each in its way
+        except Exception as error:  # CUDA, PyTorch and the model may each raise errors of their own
             reason, is_too_large = first_line(error), is_out_of_memory(error)
         else:
             self._enter(Stage.REPLAY, recording=recording)
@@ -274,9 +274,9 @@ class CurvatureMeter:
         self._enter(Stage.CAPTURE_ALONE if is_too_large else Stage.EAGER, reason)
 
     def _measure_eagerly(self, objective: Objective, generator: torch.Generator) -> CurvatureEstimate:
-        """Measures without a graph, and goes on to the stage that what was seen allows.
+        """Measures without a graph, then moves to the next stage, or to `EAGER` if an obstacle to capture was found.
 
-        Where memory runs out, the next measurement takes half as many samples at once.
+        If memory runs out, the next measurement passes half as many samples at once.
         """
         obstacles: list[str] = []
         is_watched = self._stage is Stage.WATCH
@@ -298,24 +298,24 @@ class CurvatureMeter:
     def _run(
         self, objective: Objective, generator: torch.Generator, num_iterations: int | None = None
     ) -> CurvatureEstimate:
-        """Measures; finds the structure anew if what is known of it no longer works."""
+        """Measures; explores the model again if its known structure no longer works."""
         with self._measuring():
             if self._method.structure is not None:
                 try:
                     return self._method.measure(objective, generator, num_iterations)
-                except Exception as error:  # what a module raised that worked before, or a StructureChangedError
+                except Exception as error:  # StructureChangedError, or from a module that worked before
                     if is_out_of_memory(error):
                         raise
-                # What follows runs outside the handler, whose traceback holds the attempt's activations.
+                # Measured again outside the handler, whose traceback holds the attempt's activations.
                 self._method.structure = None
                 if self._stage is not Stage.EAGER:
                     self._enter(Stage.EXPLORE)
             return self._method.measure(objective, generator, num_iterations)
 
     def _limits_within(self, budget_bytes: int | None, objective: Objective) -> tuple[Limits, _Probe | None]:
-        """Returns how many samples pass at once within the budget, and the measurement of a few that says so.
+        """Returns the limits that fit the budget, and the probe behind them, None if none was needed.
 
-        Extrapolated from the peaks of two and of four; of one alone, where four would not fit.
+        Memory is extrapolated from the peaks of two and of four samples, or of one if four would not fit.
         """
         b = objective.num_samples
         most = min(self._largest_chunk or b, b)
@@ -339,9 +339,9 @@ class CurvatureMeter:
         return limits, probe
 
     def _probe(self, objective: Objective) -> _Probe:
-        """Returns what measuring these samples takes at its peak, by the allocator and the clock on a GPU.
+        """Returns the peak memory of measuring these samples and, on a GPU, the time.
 
-        Elsewhere twice what the forward pass keeps: the gradients that the backward pass holds are about as large.
+        On a CPU the peak is taken as twice the tensors saved by the forward pass: gradients are about as large.
         """
         if self._device.type != "cuda":
             kept: dict[int, int] = {}
@@ -353,7 +353,7 @@ class CurvatureMeter:
             with self._measuring(), saved_tensors_hooks(pack, lambda tensor: tensor):
                 objective.value(objective.outputs())
             return _Probe(num_bytes=2 * sum(kept.values()))
-        self._measure_apart(objective)  # libraries take workspaces at their first call
+        self._measure_apart(objective)  # warm-up: libraries allocate workspaces at their first call
         synchronize(self._device)
         began = time.perf_counter()
         with self._peak_of_tensors() as peak:
@@ -364,7 +364,7 @@ class CurvatureMeter:
 
     @contextlib.contextmanager
     def _peak_of_tensors(self) -> Iterator[list[int]]:
-        """Returns a context that gives the bytes which tensors made inside take at their peak; 0 without a GPU."""
+        """Returns a context that gives the peak bytes of tensors created inside, as a list of one; 0 without a GPU."""
         peak = [0]
         if self._device.type != "cuda":
             yield peak
@@ -375,7 +375,7 @@ class CurvatureMeter:
         peak[0] = torch.cuda.max_memory_allocated(self._device) - before
 
     def _measure_apart(self, objective: Objective) -> None:
-        """Makes a measurement with one iteration, of which nothing is kept but the model's structure and fallbacks."""
+        """Makes a measurement of one iteration that keeps only the model's structure and fallbacks."""
         vectors, self._method.vectors = self._method.vectors, None
         try:
             with without_cudnn():

@@ -1,4 +1,4 @@
-"""The function whose curvature is measured, what of it is differentiated, and the state a model is in meanwhile."""
+"""The loss whose curvature is measured, how it is differentiated, and the state of the model meanwhile."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from triaccel_ray.model.layers import Loss, forward, is_depthwise, preserved_mod
 from triaccel_ray.model.pytree import map_tensors, tensors_in
 
 Head = Callable[[Any, "Objective"], tuple[Tensor, Sequence[Tensor | None]]]
-"""Maps the model's outputs to the tensor to differentiate and the q cotangents that make the columns: column (i, c) is
-what sample i contributes to the gradient under cotangent c. A single cotangent None says that the tensor is scalar."""
+"""Maps the model's outputs to the tensor to differentiate and its q cotangents. Column (i, c) is the contribution of
+sample i to the gradient under cotangent c. A single cotangent None means that the tensor is a scalar."""
 
 MAX_COLUMNS = 4096
-"""Columns b C up to which a Gram matrix is made: 64 MB a layer in FP32, and C backward passes."""
+"""Most columns b C of a Gram matrix, which then takes 64 MB a layer in FP32, and C backward passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much of a measurement exists at once; every choice gives the same results up to rounding."""
+    """Memory limits of a measurement; results are the same under any limits, up to rounding."""
 
     chunk_samples: int | None = None
     """Samples that pass through the model at once; None: all."""
     kept_bytes: int = 512 * 2**20
-    """Bytes of what is kept from one chunk of samples for the next ones; more takes further passes."""
+    """Most bytes kept from chunk to chunk; if more are needed, the chunks pass again."""
     block_bytes: int = 128 * 2**20
-    """Bytes that one block of per-sample gradients may take; larger ones are formed and used up in pieces."""
+    """Most bytes of one block of per-sample gradients; larger ones are formed and consumed in pieces."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Objective:
     """L(W) = (1/b) sum_i l_i(W): the mean loss of a model over b samples, as a function of its weights.
 
-    The samples lie along dimension 0 of every tensor in `inputs` and `targets` and do not see each other.
+    The samples lie along dimension 0 of every tensor in `inputs` and `targets`, and are independent of each other.
     """
 
     model: nn.Module
@@ -54,7 +54,7 @@ class Objective:
     inputs: Any
     targets: Any
     planned_samples: int = 0
-    """How many samples a measurement will have, where these are a part of them."""
+    """Number of samples of the whole measurement, if these may be a part of them."""
     limits: Limits = field(default_factory=Limits)
     allow_tf32: bool = False
     """Whether everything after the forward pass may use `tensor_cores`."""
@@ -87,7 +87,7 @@ class Objective:
         return replace(self, inputs=inputs, targets=targets, planned_samples=planned)
 
     def parts(self) -> list[Objective]:
-        """Returns the objectives of the chunks, which are views."""
+        """Returns one objective per chunk; its tensors are views."""
         b, size = self.num_samples, self.limits.chunk_samples
         if size is None or size >= b:
             return [self]
@@ -110,38 +110,38 @@ class Objective:
 
 
 class Method(ABC):
-    """One way to measure curvature, and what it keeps between measurements."""
+    """A way to measure curvature, with the state that it keeps between measurements."""
 
     vectors: list[Tensor] | None = None
-    """From which the next measurement goes on."""
+    """Starting vectors of the next measurement; None if there are none."""
     structure: Structure | None = None
-    """What was found out about the model; None where it shall be found anew."""
+    """Known structure of the model's forward pass; None if the model has yet to be explored."""
     kept_bytes: int | None = None
-    """What measuring in chunks cannot do without."""
+    """Bytes that measuring in chunks has to keep; None if the method adapts to `Limits.kept_bytes`."""
     not_capturable_because = ""
-    """Why a graph of a measurement would not be worth its memory, or not be right for other samples."""
+    """Why a captured graph would take too much memory, or be wrong for other samples; empty if it would not."""
 
     @abstractmethod
     def measure(
         self, objective: Objective, generator: torch.Generator, num_iterations: int | None = None
     ) -> CurvatureEstimate:
-        """Returns one measurement; the generator draws the first vectors. None: as many iterations as fit the method.
+        """Returns one measurement; `generator` draws the first vectors. `num_iterations` None: the method's default.
 
         Raises:
-            StructureChangedError: the model takes another course than the known one.
-            Exception: whatever the model or the loss raises.
+            StructureChangedError: the forward pass differs from the known structure.
+            Exception: any error of the model or the loss.
         """
 
     @abstractmethod
     def num_passes(self, objective: Objective, num_iterations: int | None = None) -> int:
-        """Returns how often the model passes, forwards and backwards, in such a measurement."""
+        """Returns the number of forward and backward passes of the model in such a measurement."""
 
 
 def fisher_head(outputs: Any, objective: Objective) -> tuple[Tensor, Sequence[Tensor | None]]:
     """Returns the sum of the samples' losses, each of which makes one column: its gradient g_i.
 
-    The block is F_l = (1/b) sum_i g_i g_i^T, the uncentred second moment of the gradient: the true labels stand in
-    for labels drawn from the model, so that F is the Fisher matrix, hence near the Hessian, only as far as the model
+    The block is F_l = (1/b) sum_i g_i g_i^T, the uncentered second moment of the gradient. It uses the true labels in
+    place of labels drawn from the model. So F is the Fisher matrix, and near the Hessian, only as far as the model
     fits (Martens 2020, section 11).
     """
     return objective.value(outputs) * objective.num_samples, [None]
@@ -150,14 +150,14 @@ def fisher_head(outputs: Any, objective: Objective) -> tuple[Tensor, Sequence[Te
 def ggn_head(outputs: Any, objective: Objective) -> tuple[Tensor, Sequence[Tensor | None]]:
     """Returns the outputs [b, C], and C cotangents [b, C] which make the columns J_i^T S_i e_c.
 
-    The block is G_l = (1/b) sum_i J_i^T H_i J_i: J_i [C, n] the Jacobian of sample i's C outputs with respect to the
-    layer's weights, H_i = S_i S_i^T [C, C] the Hessian of its loss with respect to its outputs (Martens 2020, section
-    8), here exact, whatever the loss, with its negative part cut off. In a network of linear maps, ReLU, pooling and
-    eval-mode normalisation the outputs are piecewise linear in one layer's weights: where H_i has no negative part,
-    as with every convex loss, the layer's Hessian block *is* G_l. C counts all numbers that a sample puts out.
+    The block is G_l = (1/b) sum_i J_i^T H_i J_i (Martens 2020, section 8). J_i [C, n] is the Jacobian of sample i's C
+    outputs, counting all elements, with respect to the layer's weights. H_i = S_i S_i^T [C, C] is the Hessian of its
+    loss with respect to its outputs, exact for any loss, with its negative part cut off. In a network of linear maps,
+    ReLU, pooling and eval-mode normalization, outputs are piecewise linear in one layer's weights. If H_i has no
+    negative part, as with every convex loss, the layer's Hessian block then *is* G_l.
 
     Raises:
-        ValueError: dimension 0 of an output is not the samples, or there would be more than `MAX_COLUMNS` columns.
+        ValueError: dimension 0 of an output is not the batch dimension, or columns would exceed `MAX_COLUMNS`.
     """
     b = objective.num_samples
     parts = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad] or tensors_in(outputs)
@@ -194,7 +194,7 @@ def output_hessians(mean_loss: Callable[[Tensor], Tensor], outputs: Tensor) -> T
         (slope,) = torch.autograd.grad(value, at, create_graph=True, allow_unused=True)
     if slope is None or not slope.requires_grad:
         return at.new_zeros(*at.shape, at.shape[1])
-    # Samples are independent, so that the sum over them gives each one's own row of second derivatives.
+    # Samples are independent, so the gradient of the sum over them holds each one's own row of second derivatives.
     rows = [
         torch.autograd.grad(column.sum(), at, retain_graph=True, allow_unused=True, materialize_grads=True)[0]
         for column in slope.unbind(dim=1)
@@ -205,10 +205,10 @@ def output_hessians(mean_loss: Callable[[Tensor], Tensor], outputs: Tensor) -> T
 def pull_back(
     root: Tensor, cotangents: Sequence[Tensor | None], edges: Sequence[GradientEdge] | Sequence[Tensor], *, step: int
 ) -> list[Tensor | None]:
-    """Returns the gradients of `root` at each edge under all q cotangents, [q, ...]; None: does not depend on it.
+    """Returns the gradients of `root` at each edge for all q cotangents, [q, ...]; None if it does not depend on it.
 
-    Samples do not see each other, so that the columns of one sample are those of a larger batch: `step` of them side by
-    side fill a device that a batch of 32 leaves idle. With a step of 1 no operation needs a batching rule.
+    `step` cotangents are backpropagated at once. Samples are independent, so this acts like a larger batch and fills a
+    device that a batch of 32 leaves idle. With a step of 1 no operation needs a batching rule.
     """
     if len(cotangents) == 1:
         only = torch.autograd.grad(root, edges, cotangents[0], allow_unused=True)
@@ -217,7 +217,7 @@ def pull_back(
     stacks: list[Tensor | None] = [None] * len(edges)
     for some in slices(q, step):
         with warnings.catch_warnings():
-            # What has no batching rule runs column by column, as it would otherwise.
+            # Operations without a batching rule run column by column, as they would with a step of 1.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             options: Any = {"retain_graph": some.stop < q, "allow_unused": True, "is_grads_batched": step > 1}
             arrived = torch.autograd.grad(root, edges, stacked[some] if step > 1 else stacked[some.start], **options)
@@ -233,20 +233,20 @@ def pull_back(
 
 @contextlib.contextmanager
 def measuring(model: nn.Module, *, strict_fp32: bool = False) -> Iterator[None]:
-    """Holds the model in the state it is measured in: eval mode, no autocast, gradients on; restored after.
+    """Holds the model in eval mode, without autocast and with gradients enabled; restores its state afterwards.
 
-    Backward passes run in the calling thread: one of PyTorch's own would have workspaces of its own (see `LentStream`).
-    With `strict_fp32`, FP32 on a GPU is TF32 only where `tensor_cores` says so; without, where PyTorch's flags do.
+    Backward passes run in the calling thread: PyTorch's own threads would allocate more workspaces (see `LentStream`).
+    With `strict_fp32`, FP32 on a GPU is TF32 only inside `tensor_cores`; without it, PyTorch's flags decide.
 
     Two kinds of models are measured without cuDNN. Its recurrent kernels refuse a backward pass in eval mode, and any
-    second one. Its depthwise convolutions take seconds to prepare. Compiled modules run as they are written: hooks and
-    a second derivative need that.
+    second one. Its depthwise convolutions take seconds to prepare. Compiled modules run uncompiled, which hooks and
+    second derivatives need.
     """
     device_types = {p.device.type for p in model.parameters()}
     modules = list(model.modules())
     contexts = [
         uncompiled(),
-        # Whether or not inference mode is on: autograd may be excluded otherwise, too, inside a custom operator, say.
+        # Entered even if inference mode is off: autograd may be disabled otherwise, as inside a custom operator.
         torch.inference_mode(False),
         *(torch.autocast(device_type, enabled=False) for device_type in device_types),
         preserved_modes(model),
@@ -261,15 +261,15 @@ def measuring(model: nn.Module, *, strict_fp32: bool = False) -> Iterator[None]:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # which `inference_mode` has switched on
         stack.enter_context(torch.enable_grad())
         for module in modules:
-            module.training = False  # rather than through `eval()`, which some models override to act
+            module.training = False  # not by `eval()`, which some models override with side effects
         yield
 
 
 def tensor_cores() -> contextlib.AbstractContextManager[None]:
     """Returns a context in which FP32 products and convolutions on a GPU round their inputs to TF32, 11 bits.
 
-    For what comes after the forward pass, where sums of thousands of products average the rounding out: all of the
-    five largest eigenvalues of 21 layers (ResNet-18, trained for 100 steps) stay within 1.5e-3 of FP64's, the largest
+    Meant for work after the forward pass, where sums of thousands of products average the rounding out. The five
+    largest eigenvalues of 21 layers (ResNet-18, trained for 100 steps) stay within 1.5e-3 of FP64's, the largest
     within 6e-4. In the forward pass the same rounding decides which ReLUs are on, and moves some by 1 to 3%.
     """
     return _fp32_as("tf32")
@@ -289,16 +289,15 @@ def _fp32_as(precision: str) -> Iterator[None]:
 
 
 class FoldedNorms(TorchFunctionMode):
-    """Has `F.batch_norm` in evaluation mode computed as x scale + shift, one multiply-add.
+    """Computes `F.batch_norm` in eval mode as x * scale + shift, one multiply-add; equal up to rounding.
 
-    The same function up to rounding. Its gradient with respect to x needs the scale alone, where PyTorch's own keeps x:
-    in a network of convolutions, norms and ReLU that halves what a backward pass has to keep. Its second derivative is
-    nothing, where PyTorch's is written for training mode. Gradients with respect to the norm's own weight and bias,
-    which belong to no layer, are not formed.
+    The gradient with respect to x needs only the scale, while PyTorch's keeps x. In a network of convolutions, norms
+    and ReLU that halves the memory kept for the backward pass. The second derivative is zero, while PyTorch's is
+    written for training mode. Gradients of the norm's own weight and bias, which belong to no layer, are not formed.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Returns what `func` does."""
+        """Returns the result of `func`, with `F.batch_norm` replaced."""
         return (_batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
 
 

@@ -1,8 +1,8 @@
-"""From matrices to eigenvalues, without waiting for the device: what is left of the problem is solved by the host.
+"""Eigenvalues of matrices on a device without synchronization: the device reduces them, and the host solves the rest.
 
-PyTorch's eigenvalue solvers read a status back, so that the host waits for everything before them. Here the device
-reduces each m x m matrix to one of order p, at most 32, which travels in the next copy to the host; LAPACK solves 21
-of them in about a millisecond.
+PyTorch's eigenvalue solvers read a status back, so that the host waits for all earlier work. Here the device reduces
+each m x m matrix to one of order p <= max(32, 2 top_k), which is part of the next copy to the host. LAPACK solves 21
+of them of order 32 in about a millisecond.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 _ORDER = 32
-"""Matrices up to this order are handed over as they are."""
+"""Matrices up to this order go to the host without being reduced."""
 _NUM_ITERATIONS = 12
 _SHIFT = 1e-13
-"""Added to the diagonal of the correlations before Cholesky: above their rounding in FP64 at order 32, so that columns
-that have become dependent (a layer with fewer directions than columns) come out as almost zero."""
+"""Added to the diagonal of the correlations before Cholesky. It exceeds their rounding in FP64 at order 32, so that
+linearly dependent columns (a layer with fewer directions than columns) come out as almost zero."""
 _SMALLEST_NORM = 1e-150
-"""Of a column, so that its square is no zero to divide by."""
+"""Lower bound for a column's norm; its square, a divisor, does not underflow to zero."""
 _SIGN_STEPS = [(3.4445, -4.7750, 2.0315)] * 16 + [(1.875, -1.25, 0.375)] * 6
-"""Odd polynomials of degree 5 that drive eigenvalues in [-1, 1] to -1 and 1: steep at 0 first, to bring the small ones
-up to size, then with three derivatives zero at 1."""
+"""Odd polynomials of degree 5 that drive eigenvalues in [-1, 1] to -1 and 1. The first 16 are steep at 0, to enlarge
+small eigenvalues. In the last 6, the first and second derivatives are zero at 1."""
 _ROOT_SHIFT = 1e-10
 
 
@@ -33,20 +33,20 @@ class CurvatureEstimate:
     """One measurement, still on the device."""
 
     matrices: Tensor
-    """fp64 [num_layers, p, p]: symmetric, with the largest eigenvalues of each layer's block among their own."""
+    """fp64 [num_layers, p, p], symmetric; their eigenvalues include the largest ones of each layer's block."""
     counts: tuple[int, ...]
-    """For each layer, how many of its eigenvalues are wanted; any others of its matrix are padding."""
+    """Number of eigenvalues to take for each layer; any others of its matrix are padding."""
     noise: Tensor | None = None
     """fp64 [2]: |E g|^2 and tr Cov[g_i] over all layers' weights (fisher only)."""
     fallbacks: Mapping[str, str] = field(default_factory=dict)
-    """Names of the layers for which fisher or ggn pass the samples through the whole model one by one, and why."""
+    """Layer name -> why fisher or ggn pass its samples through the whole model one by one."""
 
     @property
     def eigenvalues(self) -> Tensor:
-        """fp32 [num_layers, k] where the matrices are, descending; waits for the device.
+        """The largest eigenvalues, fp32 [num_layers, k], descending, on the matrices' device; waits for the device.
 
-        NaN in the places beyond what the samples or the layer's weights can fill (fisher: b, ggn: b C), and throughout
-        the row of a layer whose gradients are not finite.
+        NaN in positions that the layer's weights or the samples (fisher: b, ggn: b C) cannot fill, and in the whole row
+        of a layer whose gradients are not finite.
         """
         return largest_eigenvalues(self.matrices.cpu(), self.counts).float().to(self.matrices.device)
 
@@ -54,7 +54,7 @@ class CurvatureEstimate:
 def largest_eigenvalues(matrices: Tensor, counts: Sequence[int]) -> Tensor:
     """Returns the largest eigenvalues, by magnitude, of matrices [num_layers, p, p]: [num_layers, k], descending.
 
-    On the CPU, whose solver it uses. NaN beyond a layer's count, and in the whole row of a matrix that is not finite.
+    For matrices on the CPU. NaN beyond a layer's count, and in the whole row of a matrix that is not finite.
     """
     is_finite = matrices.isfinite().flatten(1).all(dim=1)[:, None]
     # The solver raises on NaN and infinity, which a diverging training produces and a policy should see.
@@ -69,8 +69,8 @@ def largest_eigenvalues(matrices: Tensor, counts: Sequence[int]) -> Tensor:
 def reduce_matrices(matrices: Sequence[Tensor], num_samples: int, top_k: int) -> Tensor:
     """Returns matrices [num_layers, p, p], p <= max(32, 2 top_k), with the top_k largest eigenvalues of `matrices` / b.
 
-    FP64; NaN throughout where a matrix is not finite. Matrices of order p or less are handed over as they are. Larger
-    ones are reduced to eigenvalues on a CPU, whose solver makes nobody wait, elsewhere by `ritz_matrices`.
+    FP64; all NaN for a matrix that is not finite. Matrices of order p or less are only divided by b = `num_samples`.
+    Larger ones are reduced to eigenvalues on a CPU, whose solver does not synchronize, elsewhere by `ritz_matrices`.
     """
     first = matrices[0]
     stacked = torch.stack([matrix.to(first.device, torch.float64) for matrix in matrices]) / num_samples
@@ -91,11 +91,11 @@ def ritz_matrices(matrices: Tensor, order: int) -> Tensor:
 
         Q <- orth(K Q),  12 times, from a fixed start of p columns
 
-    Without a status read back: batched products, Cholesky factors and triangular solves. An eigenvalue theta_i of the
-    result lies below lambda_i, by at most tan^2(angle of the starts) (lambda_(p+1) / lambda_i)^24
-    lambda_i (Saad 2011, "Numerical methods for large eigenvalue problems", theorem 5.2): with p = 32
-    the five largest are exact to 1e-3 where lambda_33 < 0.7 lambda_5, however close the five are to each other. Where
-    the spectrum is flatter they come out lower: by 1% where 320 eigenvalues are spread evenly between 0 and 1.
+    Reads back no status: uses only batched products, Cholesky factors and triangular solves. An eigenvalue theta_i of
+    the result lies below lambda_i by at most tan^2(angle of the starts) (lambda_(p+1) / lambda_i)^24 lambda_i
+    (Saad 2011, "Numerical methods for large eigenvalue problems", theorem 5.2). With p = 32 the five largest are exact
+    to 1e-3 if lambda_33 < 0.7 lambda_5, however close the five are to each other. In a flatter spectrum they come out
+    lower: by 1% if 320 eigenvalues are spread evenly between 0 and 1.
     """
     q = orthonormal(matrices @ pseudo_random(matrices.shape[1], order, like=matrices))
     for _ in range(_NUM_ITERATIONS - 1):
@@ -112,7 +112,7 @@ def orthonormal(columns: Tensor) -> Tensor:
 
 
 def orthonormalizing(products: Tensor) -> Tensor:
-    """Returns W [..., p, p] with which V W is orthonormal, from the products V^T V of p columns in FP64."""
+    """Returns W [..., p, p] such that V W is orthonormal, from the products V^T V of p columns in FP64."""
     norms = products.diagonal(dim1=-2, dim2=-1).sqrt().clamp(min=_SMALLEST_NORM)
     correlations = products / (norms.unsqueeze(-1) * norms.unsqueeze(-2))
     correlations.diagonal(dim1=-2, dim2=-1).add_(_SHIFT)
@@ -123,7 +123,7 @@ def orthonormalizing(products: Tensor) -> Tensor:
 
 
 def pseudo_random(num_rows: int, num_columns: int, *, like: Tensor) -> Tensor:
-    """Returns a matrix like any drawn at random, made where `like` is: a generator would be one more state."""
+    """Returns a deterministic, random-looking matrix on the device of `like`: a generator would be further state."""
     rows = torch.arange(num_rows, device=like.device, dtype=torch.float64)
     columns = torch.arange(num_columns, device=like.device, dtype=torch.float64)
     values: Tensor = torch.frac(torch.sin(rows[:, None] * 12.9898 + columns * 78.233 + 1.0) * 43758.5453)
@@ -133,11 +133,11 @@ def pseudo_random(num_rows: int, num_columns: int, *, like: Tensor) -> Tensor:
 def positive_roots(matrices: Tensor) -> Tensor:
     """Returns S with S S^T = the positive part of each symmetric matrix [b, C, C], in FP64; NaN where not finite.
 
-    By products and a Cholesky factor alone, since an eigenvalue solver would have the host wait:
+    Uses only products and a Cholesky factor, since an eigenvalue solver would make the host wait:
 
-        P = (H + H sign(H)) / 2,   sign(H) by X <- (3 X - X^3) / 2 from H / |H|_F, faster at first
+        P = (H + H sign(H)) / 2,   sign(H) by iterating the polynomials `_SIGN_STEPS` from H / |H|_F
 
-    Eigenvalues below 1e-9 |H|_F may keep a wrong sign: the shift of the factor covers them.
+    Eigenvalues below 1e-9 |H|_F may keep a wrong sign: `_ROOT_SHIFT`, added before factorization, covers them.
     """
     doubled = matrices.double()
     is_finite = doubled.isfinite().flatten(1).all(dim=1)[:, None, None]
@@ -163,10 +163,10 @@ def gradient_noise(total: Tensor) -> Tensor:
         tr Cov[g]  = (tr S - sum_ij S_ij / b) / (b - 1)
 
     with S = `total` [b, b] the sum of the layers' Gram matrices (McCandlish et al. 2018, appendix A, from two batch
-    sizes; here from all pairs of samples). Where noise drowns the gradient the first can come out below 0: averages
-    over measurements need that, and whoever divides by it has to cut it off.
+    sizes; here from all pairs of samples). If noise dominates the gradient, the first can be negative. Averages over
+    measurements need that, and code that divides by it has to clamp it.
     """
     b, trace = len(total), total.diagonal().sum()
-    # Not sum - trace: where the noise is large, that is a small difference of large numbers.
+    # Not sum - trace: if the noise is large, that is a small difference of large numbers.
     across = (total - torch.diag(total.diagonal())).sum()
     return torch.stack([across / (b * (b - 1)), (trace - (trace + across) / b) / (b - 1)]).double()
