@@ -56,7 +56,7 @@ class Worker:
         """
         self.spec, self.folder, self.log = spec, folder, RunLog(folder, spec)
         self.device = spec.torch_device
-        # Both before the first tensor: they leave existing tensors as they are, and the cap must hold for the model, too.
+        # Both before the first tensor: existing ones would stay as they are, and the cap must hold for the model, too.
         if spec.lean_memory and not spec.is_baseline:
             hold_less(self.device)
         self._budget_bytes = hold_to_part(self.device, spec.trials_per_gpu, spec.memory_budget_bytes)
