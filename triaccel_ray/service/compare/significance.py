@@ -25,7 +25,7 @@ class Difference:
     high: float = math.nan
     p_value: float = math.nan
     """Of the two-sided paired t-test; nan with fewer than MIN_PAIRS pairs, and for differences that are all the same
-    but not zero: the t-statistic needs a spread."""
+    but not zero: without a spread the t-statistic is undefined."""
 
 
 def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Difference:

@@ -42,7 +42,8 @@ def build_loop(
     """Returns the loop that trains `task` as `spec` and `control` say; the run's seed initializes its model.
 
     Two loops of one spec are equal, whatever random numbers were drawn before. All methods refuse the same tasks. Two
-    training samples are tried first, and two validation samples. Test samples are read only at the end of a run.
+    training samples are tried first, and two validation samples unless the run is final. Test samples are read only at
+    the end of a run.
 
     Raises:
         UserCodeError: the task's own code raised.

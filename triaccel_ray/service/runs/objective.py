@@ -19,7 +19,7 @@ class Figures:
     metric: float
     """The task's metric (`Goal`) on the validation samples."""
     seconds: float
-    """Per epoch: typical, or the mean of the last five."""
+    """Seconds per epoch: the typical ones, or the mean of the last five epochs."""
     peak_gb: float
     """Process peak on the device, 10^9 bytes."""
     score: float
@@ -43,7 +43,7 @@ _CHANCE: Final = 1.0
 def grace_epochs(num_epochs: int) -> int:
     """Returns the number of epochs before a trial may be pruned: half of them, at least two.
 
-    Variances fall over the epochs and thresholds act late: figures after a quarter were up to 20 times off the final.
+    Variances fall over the epochs and thresholds act late: figures after a quarter of a run were up to 20 times off.
     """
     return min(max(num_epochs // 2, 2), num_epochs)
 
@@ -72,7 +72,7 @@ class Objective:
 
     @classmethod
     def against(cls, amp: Sequence[Epoch], goal: Goal, *, name: ObjectiveName = "score", margin: float = 1.0) -> Self:
-        """Returns the objective that is constrained by the epochs of the AMP baseline.
+        """Returns the objective that is constrained by the AMP baseline's metric after each epoch.
 
         Raises:
             ValueError: an epoch was not evaluated on validation samples.
@@ -104,7 +104,7 @@ class Objective:
         return f"{self.margin:g} {'points' if self.goal.unit == '%' else 'percent'}"
 
     def shortfall(self, epoch: int, metric: float) -> float:
-        """Returns how many points the metric lacks to the baseline at the same epoch less the margin; 0 if feasible."""
+        """Returns by how many points the metric misses the baseline at that epoch less the margin; 0 if feasible."""
         if not self.reference:
             return 0.0
         baseline = self.reference[min(epoch, len(self.reference)) - 1]
@@ -115,7 +115,7 @@ class Objective:
         return 1.0 if self.goal.unit == "%" else max(abs(baseline) / 100.0, 1e-12)
 
     def is_hopeless(self, epoch: int, figures: Figures) -> bool:
-        """Returns whether the shortfall is larger than another margin and than one point; never for `pareto`.
+        """Returns whether the shortfall exceeds both the margin and one point; never for `pareto`.
 
         A smaller shortfall may be the noise of one epoch.
         """

@@ -162,7 +162,7 @@ class RunLog:
         return self._log is not None
 
     def take_over(self) -> tuple[list[tuple[int, Interruption]], Interruption | None]:
-        """Sets a damaged log aside, and fences off a process that still writes it: that ends at its next record.
+        """Sets a damaged log aside, and fences off a process that still writes it, which ends at its next record.
 
         Returns the log's interruptions with their positions, and the one to record now; None if nothing had begun.
         """

@@ -290,7 +290,7 @@ def _result(run: RunRecord) -> Result:
 def _headroom_bytes(base: RunSpec, run: RunRecord) -> int:
     """Returns the memory that the ladder's largest batch needs, scaled up from the starting batch size in `run`.
 
-    With the whole of a large device, usage would never reach a rho threshold. Here, rho chooses among all batch sizes.
+    With the whole of a large device, usage would never reach a rho threshold. Within this, rho chooses among all rungs.
     """
     idle_bytes = int(run.end.results["idle_gb"] * 1e9) if run.end else 0
     taken, batch = run.epochs[-1].peak_bytes - idle_bytes, base.control.batch

@@ -92,7 +92,7 @@ class JournaledSearch(Searcher):
         return {**trial.params, NAME: name, ENDED: name in self._ended}
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        """Reports a trial's intermediate result to Optuna, which samples by it if the trial is pruned."""
+        """Reports a trial's intermediate result to Optuna, which uses it for sampling if the trial is pruned."""
         _, trial = self._trials[trial_id]
         step = result["epoch"]
         # A trial that was lost reports its earlier results again.
