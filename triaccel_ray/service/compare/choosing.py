@@ -1,4 +1,4 @@
-"""What a comparison chooses before its final runs, on validation samples alone: fixed setting and recipes."""
+"""Chooses a comparison's fixed setting and recipes on validation samples alone, before its final runs."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.trainables.task import Purpose
 
 WIDEST = 4.0
-"""Samples of the recipe lie within this factor of its values, both ways."""
+"""Sampled learning rates and weight decays lie between the recipe's values divided and multiplied by this factor."""
 
 
 def choose(spec: ComparisonSpec, place: StoragePath, *, num_gpus: float, shared: SharedSplits | None = None) -> None:
-    """Chooses what the final runs are to use, and writes it down; trials that have ended are not run again.
+    """Chooses the settings of the final runs and writes them to `CHOICES`; trials that have ended are not run again.
 
-    The fixed setting is chosen first, with the recipe as it is; then every method, the fixed one too, gets the same
-    samples of learning rate and weight decay. Training and validation samples come from `shared`, where given.
+    The fixed setting is chosen first, with the recipe as it is. Then every method, `fixed` included, tries the same
+    samples of learning rate and weight decay. Training and validation samples come from `shared`, if given.
 
     Raises:
         RunFailedError: a trial failed for another reason than its setting; the message says how.
         ValueError: no fixed setting could be trained.
-        Exception: what a trial that could not be set up, or found no room on the disk, has raised.
+        Exception: the error of a trial that could not be set up, or found no room on the disk.
     """
     root, fixed, tuned = place / TRIALS, None, {}
     if spec.num_fixed:
@@ -64,7 +64,7 @@ def choose(spec: ComparisonSpec, place: StoragePath, *, num_gpus: float, shared:
 
 
 def fixed_trials(spec: ComparisonSpec, settings: Sequence[FixedSetting]) -> dict[str, RunSpec]:
-    """Returns the trials of fixed settings by name, and that of AMP, by which they are judged."""
+    """Returns the trials of the fixed settings by name, and the AMP trial that they are judged against."""
     reference = {_trial_name(REFERENCE, 0, None): trial_of(replace(spec.base, method=REFERENCE))}
     return {**reference, **{setting.name: trial_of(setting.onto(spec.base)) for setting in settings}}
 
@@ -81,7 +81,7 @@ def tuning_trials(spec: ComparisonSpec, fixed: FixedSetting | None) -> dict[str,
 
 
 def trial_of(spec: RunSpec) -> RunSpec:
-    """Returns `spec` as a trial: whatever it was for, test samples are not at hand."""
+    """Returns `spec` as a trial, which has no access to test samples."""
     return replace(spec, purpose=Purpose.SEARCH)
 
 
@@ -93,9 +93,9 @@ def recipe_samples(count: int, seed: int) -> list[RecipeSample]:
 
 
 def sampled_settings(spec: RunSpec, precisions: Sequence[Precision], count: int) -> list[FixedSetting]:
-    """Returns `count` settings of `precisions` and the batch sizes of the ladder, or all where there are fewer.
+    """Returns `count` pairs of a precision and a batch size of the ladder, or all pairs if there are fewer.
 
-    The task's own comes first; the others are drawn without repetition, by the seed of `spec`.
+    The task's own setting comes first; the others are drawn without replacement, by the seed of `spec`.
     """
     own = (spec.control.precision.initial, spec.control.batch.start)
     grid = list(itertools.product(precisions, ladder(spec.control.batch)))
@@ -106,8 +106,8 @@ def sampled_settings(spec: RunSpec, precisions: Sequence[Precision], count: int)
 
 
 def precisions_where_it_runs(spec: RunSpec, *, num_gpus: float) -> tuple[Precision, ...]:
-    """Returns the precisions that the task's layers can compute in, asked of a machine that would train them."""
-    task: Any = ray.remote(max_calls=1)(_precisions)  # its process, and with it a CUDA context, ends at once
+    """Returns the precisions that the task's layers can compute in, as found on a machine that would train them."""
+    task: Any = ray.remote(max_calls=1)(_precisions)  # its process ends at once, and its CUDA context with it
     found: list[str] = ray.get(task.options(num_cpus=1, num_gpus=num_gpus).remote(spec))
     return tuple(Precision(value) for value in found)
 
@@ -120,12 +120,12 @@ def _precisions(spec: RunSpec) -> list[str]:
 
 
 def best_setting(settings: Sequence[FixedSetting], runs: Mapping[str, RunRecord]) -> FixedSetting:
-    """Returns the setting of the best score among those within the margin of AMP's metric, as a search would.
+    """Returns the setting with the best score within the margin of AMP's metric, as a search would.
 
-    Where none is within the margin, the one that lacks least.
+    If none is within the margin, it returns the one with the smallest shortfall.
 
     Raises:
-        ValueError: AMP's trial, or every setting's, did not run to its end.
+        ValueError: AMP's trial, or every setting's, did not finish.
     """
     amp = runs[_trial_name(REFERENCE, 0, None)]
     require(
@@ -145,9 +145,9 @@ def best_setting(settings: Sequence[FixedSetting], runs: Mapping[str, RunRecord]
 
 
 def best_sample(spec: ComparisonSpec, method: str, fixed: FixedSetting | None, runs: Mapping[str, RunRecord]) -> Tuned:
-    """Returns the sample of the best validation metric, among equals of the lowest validation loss.
+    """Returns the sample with the best validation metric; the lower validation loss breaks ties.
 
-    Where no trial ran to its end, the recipe as it is.
+    If no trial finished, it returns the sample that leaves the recipe as it is.
     """
     samples = recipe_samples(spec.num_tuned, spec.base.seed)
     names = [_trial_name(method, index, fixed) for index in range(len(samples))]
@@ -162,7 +162,7 @@ def best_sample(spec: ComparisonSpec, method: str, fixed: FixedSetting | None, r
 
 
 def _trial_name(method: str, index: int, fixed: FixedSetting | None) -> str:
-    """Returns the name of a method's trial of one sample; what has been tried as a fixed setting is not tried again."""
+    """Returns the name of a method's trial of one sample; the chosen fixed setting reuses the trial that it won by."""
     if index:
         return f"{method}-recipe{index}"
     return fixed.name if method == FIXED and fixed is not None else f"{method}-recipe"
@@ -171,7 +171,7 @@ def _trial_name(method: str, index: int, fixed: FixedSetting | None) -> str:
 def _ended(
     specs: Mapping[str, RunSpec], place: StoragePath, *, num_gpus: float, shared: SharedSplits | None
 ) -> dict[str, RunRecord]:
-    """Returns the records of all these trials, after running those that have not ended."""
+    """Runs the trials that have not ended, and returns the records of all."""
     root = place.folder
     before = {name: read_if_begun(root / name) for name in specs}
     done = {name: run for name, run in before.items() if run is not None and run.has_outcome}

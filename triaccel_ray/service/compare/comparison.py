@@ -1,4 +1,4 @@
-"""Methods against each other over seeds, as in the paper's tables: final runs, each reading the test set once."""
+"""Compares methods over seeds, as in the paper's tables, by final runs that each read the test set once."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class FixedSetting:
 
     @property
     def name(self) -> str:
-        """Name of the trial that judges it."""
+        """Name of the trial that evaluates it."""
         return f"{FIXED}-{self.precision.value}-{self.batch_size}"
 
     def onto(self, spec: RunSpec) -> RunSpec:
         """Returns `spec` as a run of this setting.
 
-        The learning rate follows the batch size by the rule that the elastic batch would follow; AdaScale, which needs
-        measurements, becomes the square root.
+        The learning rate follows the batch size by the rule of the elastic batch size. AdaScale, which needs
+        measurements, becomes the square root rule.
         """
         control, batch = spec.control, spec.control.batch
         rule = replace(batch, lr_rule="sqrt" if batch.lr_rule == "adascale" else batch.lr_rule)
@@ -84,19 +84,19 @@ class Tuned:
     """The sample of learning rate and weight decay that a method trains with."""
 
     trial: str
-    """Name of the trial that won; empty when none ran to its end and the recipe stayed as it is."""
+    """Name of the trial that won; empty if none finished, which leaves the recipe as it is."""
     sample: RecipeSample
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What was chosen on the validation samples; nothing of it where nothing was to be chosen."""
+    """Settings that were chosen on the validation samples; empty if there was nothing to choose."""
 
     fixed: FixedSetting | None = None
     tuned: Mapping[str, Tuned] = field(default_factory=dict)
 
     def onto(self, base: RunSpec, method: str) -> RunSpec:
-        """Returns `base` as a run of `method`, with what was chosen for it."""
+        """Returns `base` as a run of `method`, with the settings chosen for it."""
         spec = replace(base, method=method)
         if method == FIXED and self.fixed is not None:
             spec = self.fixed.onto(spec)
@@ -126,31 +126,31 @@ class MethodResults:
         return replace(self, by_seed=scored)
 
     def mean(self, figure: str) -> float:
-        """Returns the mean over seeds; nan without any, or where a run lacks the figure."""
+        """Returns the mean over seeds; nan without any, or if a run lacks the figure."""
         values = self.values(figure).values()
         return statistics.fmean(values) if values and len(values) == len(self.by_seed) else math.nan
 
     def deviation(self, figure: str) -> float:
-        """Returns the standard deviation over seeds; nan for fewer than two, or where a run lacks the figure."""
+        """Returns the standard deviation over seeds; nan for fewer than two, or if a run lacks the figure."""
         values = self.values(figure).values()
         return statistics.stdev(values) if len(values) > 1 and len(values) == len(self.by_seed) else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A comparison read back from its folder, as far as it has come."""
+    """The current state of a comparison, read back from its folder."""
 
     folder: Path
     spec: ComparisonSpec
     choices: Choices | None
-    """None while what is to be chosen has not been."""
+    """None until the settings have been chosen."""
     trials: Mapping[str, RunRecord] = field(default_factory=dict)
     """Runs on the validation samples, by name."""
     runs: Mapping[str, RunRecord] = field(default_factory=dict)
     """Final runs that have begun, by name."""
 
     def unfinished(self) -> dict[str, RunSpec]:
-        """Returns the final runs still to be done; one that failed by what was tried has its outcome."""
+        """Returns the final runs still to be done; a run that failed because of its configuration counts as done."""
         return {
             name: spec
             for name, spec in final_runs(self.spec, self.choices or Choices()).items()
@@ -185,7 +185,7 @@ def read_comparison(folder: Path) -> Comparison:
     """Returns the comparison in `folder`.
 
     Raises:
-        LogError: the folder holds none, or its files are damaged.
+        LogError: the folder holds no comparison, or its files are damaged.
     """
     if not (folder / COMPARISON).exists():
         raise LogError(f"folder {folder} holds no comparison ({COMPARISON} is missing)")
@@ -205,9 +205,9 @@ def read_comparison(folder: Path) -> Comparison:
 
 
 def summary_metrics(record: Comparison) -> dict[str, float]:
-    """Returns the few figures that stand for a comparison in MLflow: `METHOD/accuracy_mean`, ...
+    """Returns the figures that summarize a comparison in MLflow: `METHOD/accuracy_mean`, ...
 
-    Seven a method, so that all methods together stay below 60 keys; everything else is in the tables.
+    Each method has seven, so that all methods together stay below 60 keys. Everything else is in the tables.
     """
     judged, metrics = record.spec.base.goal.name, {}
     for method, results in ((method, record.results(method)) for method in record.spec.all_methods):

@@ -1,4 +1,4 @@
-"""Whether two methods differ by more than their seeds do: paired differences, and Holm's correction."""
+"""Tests whether methods differ by more than their seeds do, with paired t-tests and Holm's correction."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MIN_PAIRS = 3
-"""Below this a test would rest on one difference of differences."""
+"""Fewest pairs for a test: two differences leave a single degree of freedom."""
 LEVEL = 0.95
-"""Of the confidence intervals."""
+"""Level of the confidence intervals."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A figure of one method less the same figure of another, over the seeds that both have."""
+    """A figure of one method minus the same figure of another, over the seeds that both have."""
 
     num_pairs: int
     mean: float
@@ -25,7 +25,7 @@ class Difference:
     high: float = math.nan
     p_value: float = math.nan
     """Of the two-sided paired t-test; nan with fewer than MIN_PAIRS pairs, and for differences that are all the same
-    but not zero: without any spread there is nothing to measure them by."""
+    but not zero: without a spread the t-statistic is undefined."""
 
 
 def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Difference:
@@ -42,7 +42,7 @@ def paired_difference(values: Mapping[int, float], reference: Mapping[int, float
     if statistics.stdev(differences) <= rounding * math.sqrt(count):
         p_value = 1.0 if mean == 0.0 else math.nan
         return Difference(num_pairs=count, mean=mean, low=mean, high=mean, p_value=p_value)
-    from scipy import stats  # here: it takes most of a second, which other commands need not spend
+    from scipy import stats  # here: the import takes most of a second, which other commands save
 
     test = stats.ttest_1samp(differences, 0.0)
     low, high = test.confidence_interval(LEVEL)
@@ -50,9 +50,9 @@ def paired_difference(values: Mapping[int, float], reference: Mapping[int, float
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Returns the p-values corrected for being several (Holm 1979); nan stays nan and counts as no test.
+    """Returns the p-values corrected for multiple testing (Holm 1979); nan stays nan and does not count as a test.
 
-    In ascending order the i-th of m, from 0, is multiplied by m - i; none is smaller than the one before, or above 1.
+    In ascending order the i-th of m, from 0, is multiplied by m - i. Results are at most 1, and never decrease.
     """
     order = sorted((index for index, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])
     adjusted, largest = [math.nan] * len(p_values), 0.0

@@ -1,4 +1,4 @@
-"""What a comparison is asked to do, as a value."""
+"""The specification of a comparison."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ ABLATION: Mapping[str, str] = {
     "dynamic-both": "+ both",
     "triaccel": "+ curvature (triaccel)",
 }
-"""Methods of the ablation, in the order of the paper's Table 2 -> row; its "standard" is the FP32 baseline."""
+"""Method of the ablation -> name of its row, in the order of the paper's Table 2, whose "standard" is FP32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonSpec:
-    """One comparison, as asked for."""
+    """Settings of one comparison."""
 
     base: RunSpec
-    """Everything that the runs have in common."""
+    """Settings shared by all runs."""
     methods: tuple[str, ...] = ("fp32", "amp", "engine-amp", "triaccel")
-    """Methods to compare, the best fixed setting apart; `triaccel run --help` explains them."""
+    """Methods to compare, besides the best fixed setting; `triaccel run --help` explains them."""
     num_seeds: int = knob(3, "[1, 1000]", option="seeds")
     """Runs of each method; seeds count from 0."""
     ablation: bool = False
@@ -64,5 +64,5 @@ class ComparisonSpec:
 
     @property
     def needs_trials(self) -> bool:
-        """Whether something is chosen on validation samples before the final runs."""
+        """Whether trials on validation samples choose settings before the final runs."""
         return self.num_fixed > 0 or self.num_tuned > 0

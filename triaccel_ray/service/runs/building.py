@@ -1,4 +1,4 @@
-"""Model, optimizer and loop of a run, from its spec."""
+"""Builds the model, optimizer and training loop of a run from its spec."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ def build_loop(
     budget_bytes: int | None,
     on_tick: Callable[[Tick], None],
 ) -> ControlLoop | BaselineLoop:
-    """Returns the loop that trains `task` as `spec` and `control` say, its model drawn from the run's seed.
+    """Returns the loop that trains `task` as `spec` and `control` say; the run's seed initializes its model.
 
-    Whatever was drawn before, two loops of one spec are the same. What one method could not train, no method begins.
-    Of validation samples, too, two are tried beforehand; test samples are read at the run's end alone.
+    Two loops of one spec are equal, whatever random numbers were drawn before. All methods refuse the same tasks. Two
+    training samples are tried first, and two validation samples unless the run is final. Test samples are read only at
+    the end of a run.
 
     Raises:
         UserCodeError: the task's own code raised.
@@ -66,7 +67,7 @@ def build_loop(
         if on_gpu:
             _warm_up(model, loss, train, device)
     if on_gpu:
-        torch.cuda.empty_cache()  # or what the loop keeps for good would take a corner of each block left behind
+        torch.cuda.empty_cache()  # else long-lived tensors of the loop would fragment the cached blocks
     seed_everything(spec.seed)
     return _loop_of(
         spec,
@@ -129,8 +130,8 @@ def _loop_of(
 def fitted_control(spec: RunSpec, num_samples: int) -> ControlConfig:
     """Returns the run's control configuration, fitted to a short run or a small data set.
 
-    A run has at least twenty control intervals and five between measurements of curvature, or one a step. The batch
-    does not grow so far that an epoch has fewer than four steps.
+    Intervals shrink so that a run at the starting batch size has at least twenty ticks and five curvature measurements,
+    or one each step. The largest batch size leaves an epoch at least four steps, unless the starting size is larger.
     """
     control = spec.method_control
     largest = min(control.batch.maximum, max(num_samples // 4, control.batch.start))
@@ -147,8 +148,8 @@ def splits_of(task: Task, purpose: Purpose) -> Splits:
     """Returns the task's samples.
 
     Raises:
-        UserCodeError: its `data` raised something else than FileNotFoundError.
-        TypeError: it returned something else.
+        UserCodeError: `data` raised an error other than FileNotFoundError.
+        TypeError: `data` did not return `Splits`.
     """
     what = f"{type(task).__name__}.data()"
     with blaming(what):
@@ -176,7 +177,7 @@ def seed_everything(seed: int) -> None:
 
 
 class _FirstSamples(DataSource):
-    """The first samples of a source, plain, each time."""
+    """The first samples of a source, without augmentation."""
 
     def __init__(self, source: DataSource, num_samples: int) -> None:
         self._source, self._num_samples = source, min(num_samples, len(source))
@@ -192,10 +193,10 @@ class _FirstSamples(DataSource):
 
 
 def _rehearse(spec: RunSpec, control: ControlConfig, task: Task, train: DataSource) -> None:
-    """Trains a model of its own for two steps in each precision, measures its curvature, judges it, and drops it.
+    """Warms up a CPU process: trains and evaluates a throwaway model for two steps in each precision, with curvature.
 
-    A process's resident set grows by tens of MiB when the libraries' code is first used. Loaded before the run's first
-    batch, that counts as the idle process's; loaded after it, as the batches'. A run's decisions would then depend on
+    The resident set grows by tens of MiB when code of the libraries is first used. Before the run's first batch this
+    counts as idle memory, afterwards as memory of the batches. Without the warm-up, a run's decisions would depend on
     what its process has done before.
     """
     precision, size = control.precision, control.batch.start if spec.is_baseline else control.batch.minimum
@@ -204,7 +205,7 @@ def _rehearse(spec: RunSpec, control: ControlConfig, task: Task, train: DataSour
         useless = useless_precisions("cpu", is_compiled=control.execution.compile == "on")
         levels = [level for level in Precision if precision.allow_slow_precisions or level not in useless]
     source = _FirstSamples(train, 2 * size)
-    # What goes wrong here goes wrong in the run, too, which then has a log to say so.
+    # An error here will occur in the run, too, which then has a log to record it.
     with contextlib.suppress(Exception), refusing_exits():
         for level in levels:
             short = replace(
@@ -227,11 +228,11 @@ def _rehearse(spec: RunSpec, control: ControlConfig, task: Task, train: DataSour
 
 
 def _warm_up(model: nn.Module, loss: Loss, train: DataSource, device: torch.device) -> None:
-    """Loads everything that loads lazily.
+    """Triggers lazy initialization on a GPU by passing two samples through a copy of the model.
 
-    Two samples pass through a copy of the model: libraries, handles and workspaces take hundreds of MiB at the first
-    operation, which would otherwise pass for the memory of the first batch. Workspaces belong to the stream that is
-    current and the thread that computes, and are there first: what stays must not lie behind what goes.
+    Libraries, handles and workspaces take hundreds of MiB at the first operation, which would otherwise count as memory
+    of the first batch. Workspaces belong to the current stream and the computing thread. They are allocated first, so
+    that memory that stays does not lie behind memory that is freed.
     """
     square = torch.ones(2, 2, device=device, requires_grad=True)
     (square @ square).sum().backward()

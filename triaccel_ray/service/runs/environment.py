@@ -1,4 +1,4 @@
-"""Where a run trains: its share of the device, whether a budget can be enough, and what its first record says of it."""
+"""The device of a run: the run's share of it, a check of its memory budget, and its entry in the first record."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.units import format_bytes
 
 CUDA_CONTEXT_BYTES = 100 * 2**20
-"""What a process holds of a GPU at least before its first tensor; 200 to 500 MiB on most."""
+"""Least GPU memory that a process holds before its first tensor; 200 to 500 MiB on most GPUs."""
 RESERVE_BYTES = 512 * MIB
-"""Left free by each process that shares a device: CUDA modules are loaded between two enforcements of a cap, and a
-driver that hides processes hides their contexts too."""
+"""Memory that each process sharing a device leaves free: CUDA modules may load between two updates of the memory cap,
+and a driver that hides processes also hides their CUDA contexts."""
 COMMIT = "commit"
-"""Name, in a run's first record, of the git commit of the user's working directory."""
+"""Key in a run's first record for the git commit of the user's working directory."""
 COMMIT_VARIABLE = "TRIACCEL_COMMIT"
-"""Environment variable by which workers, which may be elsewhere, know it."""
+"""Environment variable that tells workers, possibly on other machines, this commit."""
 
 
 def require_budget(spec: RunSpec) -> None:
-    """Returns if the memory budget of a run on this machine may be enough: before Ray starts, which takes seconds.
+    """Checks that a run's memory budget may suffice on this machine, before Ray starts, which takes seconds.
 
-    On a CPU this process, with PyTorch and Ray loaded, holds less than a worker will. A CUDA context is not made here.
+    On a CPU this process, with PyTorch and Ray loaded, holds less than a worker will. No CUDA context is created here.
 
     Raises:
-        ValueError: the budget is smaller; on a CPU also if it is larger than the machine's memory.
+        ValueError: the budget is too small; on a CPU also if it is larger than the machine's memory.
     """
     budget = spec.memory_budget_bytes
     if budget is None:
@@ -51,12 +51,12 @@ def require_budget(spec: RunSpec) -> None:
 
 
 def part_of_device(total_bytes: int, num_sharing: int, budget_bytes: int | None = None) -> int:
-    """Returns what one of `num_sharing` processes may hold of a device of `total_bytes`: its part, less a reserve.
+    """Returns the bytes each of `num_sharing` processes may hold on a device: an equal part less `RESERVE_BYTES`.
 
-    A smaller budget that is given stays as it is.
+    If `budget_bytes` is given and fits into this part, it is returned instead.
 
     Raises:
-        ValueError: the budget is larger than the part, or the part less the reserve is nothing.
+        ValueError: the budget is larger than the part, or the reserve leaves nothing of the part.
     """
     part = total_bytes // num_sharing - RESERVE_BYTES
     if part <= 0:
@@ -73,9 +73,9 @@ def part_of_device(total_bytes: int, num_sharing: int, budget_bytes: int | None 
 
 
 def hold_to_part(device: torch.device, num_sharing: int, budget_bytes: int | None = None) -> int | None:
-    """Returns the budget of a process that shares `device` with others, and has the device enforce it from now on.
+    """Returns the memory budget of a process that shares a GPU with others, and caps its memory there from now on.
 
-    One that has the device to itself, or a CPU, keeps the budget that it was given.
+    A process on a CPU, or with a GPU of its own, is not capped and gets `budget_bytes` back.
 
     Raises:
         ValueError: see `part_of_device`; or the CUDA context alone takes more.
@@ -88,7 +88,7 @@ def hold_to_part(device: torch.device, num_sharing: int, budget_bytes: int | Non
 
 
 def start_record(spec: RunSpec, control: ControlConfig, device: torch.device, memory: MemoryMeter) -> Start:
-    """Returns what was asked for, and where the run trains: on `device`, by `control`, within the limit of `memory`."""
+    """Returns the first record of a run: its settings, the hardware and versions, and the limit of `memory`."""
     info = {"task": spec.task, "method": spec.method, "seed": str(spec.seed), "purpose": spec.purpose.value}
     if spec.trials_per_gpu > 1:
         info["trials_per_gpu"] = str(spec.trials_per_gpu)
@@ -104,7 +104,7 @@ def start_record(spec: RunSpec, control: ControlConfig, device: torch.device, me
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Returns hardware and versions, for the record."""
+    """Returns the hardware and versions for a run's first record."""
     cpu = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
     info = {
         "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
@@ -123,7 +123,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def commit_of(folder: Path) -> str:
-    """Returns the git commit checked out in `folder`, `-dirty` where files differ from it; empty where none is."""
+    """Returns the git commit checked out in `folder`, with `-dirty` if files differ from it; empty if unknown."""
     words = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=5.0, check=True)

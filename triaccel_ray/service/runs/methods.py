@@ -1,4 +1,4 @@
-"""The methods of training by name; what `--help` says of them must not wait for torch to load."""
+"""Training methods and their descriptions, without importing torch, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Final
 
 FIXED: Final = "fixed"
-"""Name of the method, and of a comparison's row of the best setting."""
+"""Name of the method with fixed settings, and of a comparison's row for the best of these."""
 PROBE: Final = "probe"
-"""The method of searches alone."""
+"""Name of the method that only searches use."""
 METHODS: Mapping[str, str] = {
     "fp32": "FP32, as a tutorial writes it",
     "amp": "automatic mixed precision, as a tutorial writes it",
@@ -20,4 +20,4 @@ METHODS: Mapping[str, str] = {
     "fixed": "one precision and batch size on this product's engine, nothing adapted",
     "probe": "one low precision, statistics and curvature recorded, batch size and precision kept",
 }
-"""Name of a training method -> what it is."""
+"""Name of a training method -> its description."""

@@ -14,12 +14,12 @@ from triaccel_ray.records.goal import Goal
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What is known of a configuration after an epoch."""
+    """Measured figures of a configuration after an epoch."""
 
     metric: float
-    """What the task is judged by (`Goal`), on the validation samples."""
+    """The task's metric (`Goal`) on the validation samples."""
     seconds: float
-    """Per epoch, mean of the last five."""
+    """Seconds per epoch: the typical ones, or the mean of the last five epochs."""
     peak_gb: float
     """Process peak on the device, 10^9 bytes."""
     score: float
@@ -30,39 +30,39 @@ ObjectiveName = Literal["score", "metric", "accuracy", "time", "memory", "pareto
 _VALUES: Final[Mapping[ObjectiveName, Callable[[Figures, Goal], float]]] = {
     "score": lambda figures, goal: figures.score,
     "metric": lambda figures, goal: quality(figures.metric, goal),
-    "accuracy": lambda figures, goal: quality(figures.metric, goal),  # the metric's name where that is what it is
+    "accuracy": lambda figures, goal: quality(figures.metric, goal),  # an alias for tasks whose metric is accuracy
     "time": lambda figures, goal: 1.0 / figures.seconds,
     "memory": lambda figures, goal: 1.0 / figures.peak_gb,
     "pareto": lambda figures, goal: figures.score,
 }
 
 _CHANCE: Final = 1.0
-"""Points by which the metric on a few hundred samples differs from epoch to epoch."""
+"""Points by which the metric on a few hundred samples fluctuates from epoch to epoch."""
 
 
 def grace_epochs(num_epochs: int) -> int:
-    """Returns after how many epochs a trial may be stopped: half, two at least.
+    """Returns the number of epochs before a trial may be pruned: half of them, at least two.
 
-    Variances fall over the epochs and thresholds act late: what a quarter showed was up to 20 times off in the end.
+    Variances fall over the epochs and thresholds act late: figures after a quarter of a run were up to 20 times off.
     """
     return min(max(num_epochs // 2, 2), num_epochs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """A figure to maximise under the condition that the task's metric is within `margin` of the AMP baseline's.
+    """The figure to maximize, under the constraint that the task's metric is within `margin` of the AMP baseline's.
 
-    Without the condition the score could be won by a fast model that learned nothing. A point is a percentage point
+    Without this constraint, a fast model that learned nothing could have the best score. A point is a percentage point
     for metrics in percent, and one percent of AMP's figure for any other.
     """
 
     name: ObjectiveName = "score"
-    """With `pareto` trials are drawn for metric, time and memory at once, whatever the margin, and
-    ranked by the score under it."""
+    """`pareto` samples trials for metric, time and memory at once, regardless of the margin, and ranks them by score
+    within it."""
     margin: float = knob(1.0, "[0, 100]")
-    """Points of the metric that may be given up."""
+    """Points of the metric that a trial may lose against AMP."""
     reference: tuple[float, ...] = ()
-    """The AMP baseline's metric on the validation samples after each epoch; empty: no condition."""
+    """The AMP baseline's metric on the validation samples after each epoch; empty: no constraint."""
     goal: Goal = field(default_factory=Goal)
 
     def __post_init__(self) -> None:
@@ -72,10 +72,10 @@ class Objective:
 
     @classmethod
     def against(cls, amp: Sequence[Epoch], goal: Goal, *, name: ObjectiveName = "score", margin: float = 1.0) -> Self:
-        """Returns the objective whose condition are the epochs of the AMP baseline.
+        """Returns the objective that is constrained by the AMP baseline's metric after each epoch.
 
         Raises:
-            ValueError: one of them was not judged on validation samples.
+            ValueError: an epoch was not evaluated on validation samples.
         """
         reference = []
         for epoch in amp:
@@ -89,22 +89,22 @@ class Objective:
 
     @property
     def limit(self) -> float:
-        """What is feasible at the last epoch: AMP's metric less the margin, or more it where little is wanted."""
+        """Worst feasible metric at the last epoch: AMP's minus the margin, or plus it for a metric to be minimized."""
         baseline, sign = self.reference[-1], -1.0 if self.goal.maximize else 1.0
         return baseline + sign * self.margin * self._point(baseline)
 
     @property
     def limit_text(self) -> str:
-        """The limit for people."""
+        """The limit as text for a sentence."""
         return f"at {'least' if self.goal.maximize else 'most'} {self.goal.text(self.limit)}"
 
     @property
     def margin_text(self) -> str:
-        """The margin for people."""
+        """The margin as text with its unit."""
         return f"{self.margin:g} {'points' if self.goal.unit == '%' else 'percent'}"
 
     def shortfall(self, epoch: int, metric: float) -> float:
-        """Returns the points missing to the baseline at the same epoch less the margin; 0 when feasible."""
+        """Returns by how many points the metric misses the baseline at that epoch less the margin; 0 if feasible."""
         if not self.reference:
             return 0.0
         baseline = self.reference[min(epoch, len(self.reference)) - 1]
@@ -115,16 +115,16 @@ class Objective:
         return 1.0 if self.goal.unit == "%" else max(abs(baseline) / 100.0, 1e-12)
 
     def is_hopeless(self, epoch: int, figures: Figures) -> bool:
-        """Returns whether the metric misses what is feasible by more than the margin once more.
+        """Returns whether the shortfall exceeds both the margin and one point; never for `pareto`.
 
-        Less than that may be the chance of one epoch.
+        A smaller shortfall may be the noise of one epoch.
         """
         return self.name != "pareto" and self.shortfall(epoch, figures.metric) > max(self.margin, _CHANCE)
 
     def value(self, epoch: int, figures: Figures) -> float:
-        """Returns what the search maximises: the figure, positive; or minus the shortfall, which is below every figure.
+        """Returns the value that the search maximizes: the figure (positive) if feasible, else minus the shortfall.
 
-        So infeasible configurations are ordered too, by how much they lack, and early epochs can be compared.
+        So infeasible configurations rank below all others, ordered by shortfall, and early epochs can be compared.
         """
         shortfall = self.shortfall(epoch, figures.metric)
         return -shortfall if shortfall > 0.0 else _VALUES[self.name](figures, self.goal)

@@ -1,4 +1,4 @@
-"""The log of a run in its folder: written by one process, and the only source when the run is read back."""
+"""The event log in a run's folder: written by one process, and the only source when the run is read back."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from triaccel_ray.service.runs.spec import RunSpec
 from triaccel_ray.service.storage.layout import EVENTS, SPEC, read_value, write_value
 
 OWN_CODE = "code of your own"
-"""Stands for the task of a run that a `ControlLoop` outside the service has logged."""
+"""Task name of a run that was logged by a `ControlLoop` outside the service."""
 ONE_VIEW = "one_view_"
-"""Begins the results of runs judged by the mean output over several views of each sample: a metric by the first."""
+"""Prefix of metrics by each sample's first view, for runs evaluated by the mean output over several views."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +44,9 @@ class RunRecord:
     ticks: tuple[Tick, ...]
     epochs: tuple[Epoch, ...]
     end: End | None
-    """None while the run goes on, or when it was cut off."""
+    """None while the run trains, or if it was cut off."""
     interruptions: tuple[Interruption, ...] = ()
-    """Where it was broken off and went on."""
+    """The points where it was interrupted and resumed."""
 
     @property
     def name(self) -> str:
@@ -62,23 +62,23 @@ class RunRecord:
 
     @property
     def has_outcome(self) -> bool:
-        """Whether the run finished, or failed by what was tried: the same again would end the same way."""
+        """Whether the run finished, or failed because of its configuration, so that a retry would fail again."""
         return self.end is not None and (self.end.status == "finished" or self.end.cause in RESULTS)
 
     @property
     def figures(self) -> Figures | None:
-        """The figures of the whole run, with the metric that it ended with; None before it was first judged."""
+        """The figures of the whole run, with its final metric; None before the first evaluation."""
         return figures_of(self.epochs, self.start.goal, self.end.results if self.end else {})
 
     def figures_after(self, epoch: int) -> Figures | None:
-        """Returns the figures as they were after `epoch` epochs; None where the run was not judged then."""
+        """Returns the figures as they were after `epoch` epochs; None if the run was not evaluated then."""
         return figures_of([each for each in self.epochs if each.epoch <= epoch], self.start.goal)
 
 
 def figures_of(
     epochs: Sequence[Epoch], goal: Goal, results: Mapping[str, float] = MappingProxyType({})
 ) -> Figures | None:
-    """Returns the figures after these epochs; metric and seconds as the run's results have them, where there are."""
+    """Returns the figures after these epochs, metric and seconds from `results` if present; None if not evaluated."""
     if not epochs or (metric := results.get(goal.name, epochs[-1].held_out(goal))) is None:
         return None
     seconds = results.get("seconds_per_epoch") or epochs[-1].typical_seconds
@@ -89,7 +89,7 @@ def figures_of(
 
 
 def has_begun(folder: Path) -> bool:
-    """Returns whether the log in `folder` holds a record: a run that was lost at once may have left it empty."""
+    """Returns whether the log in `folder` holds a record: a run that was lost at once may leave an empty log."""
     try:
         with (folder / EVENTS).open("rb") as file:
             return file.readline().endswith(b"\n")
@@ -98,7 +98,7 @@ def has_begun(folder: Path) -> bool:
 
 
 def read_if_begun(folder: Path) -> RunRecord | None:
-    """Returns the run in `folder`; None where it has not begun.
+    """Returns the run in `folder`; None if it has not begun.
 
     Raises:
         LogError: its log or spec is damaged.
@@ -107,7 +107,7 @@ def read_if_begun(folder: Path) -> RunRecord | None:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Returns the run in `folder`; of a log that a `ControlLoop` of a user's own has written there need be no spec.
+    """Returns the run in `folder`; a log written by a `ControlLoop` in a user's own code needs no spec.
 
     Raises:
         LogError: the folder holds no run, or its log or spec is damaged.
@@ -143,28 +143,28 @@ def read_spec(folder: Path) -> RunSpec:
 
 
 class RunLog:
-    """The event log of a run that is trained here; records may come from several threads.
+    """The event log of a run that this process trains; several threads may append records.
 
-    Where there is no room for records, methods raise DiskFullError.
+    Methods raise DiskFullError if there is no room for records.
     """
 
     def __init__(self, folder: Path, spec: RunSpec) -> None:
-        """Nothing is written, and whatever is appended is lost, before `open`."""
+        """Writes nothing; records appended before `open` are dropped."""
         self._folder, self._spec = folder, spec
         self._writing = threading.Lock()
         self._log: EventLog | None = None
         self.ended = False
-        """Whether it takes no more records: it has its last one, or another process has taken the run over."""
+        """Whether it takes no more records: it has its last one, or another process has taken over the run."""
 
     @property
     def is_open(self) -> bool:
-        """Whether records are written, or were until the log ended."""
+        """Whether the log is open; an ended log stays open until `close`."""
         return self._log is not None
 
     def take_over(self) -> tuple[list[tuple[int, Interruption]], Interruption | None]:
-        """Sets a damaged log aside, and has a process that still writes it end at its next record.
+        """Sets a damaged log aside, and fences off a process that still writes it, which ends at its next record.
 
-        Returns the log's interruptions with their places, and the one that now follows; None where nothing had begun.
+        Returns the log's interruptions with their positions, and the one to record now; None if nothing had begun.
         """
         path = self._folder / EVENTS
         damage = set_damage_aside(path)
@@ -175,14 +175,14 @@ class RunLog:
         return earlier, Interruption(cause="damaged", message=damage, epoch=0) if damage else latest
 
     def open(self, *, keep: int = 0, checksum: int | None = None) -> None:
-        """Opens it after its first `keep` records, as `EventLog` does, and writes the spec beside it."""
+        """Opens the log, cut back to its first `keep` records as by `EventLog`, and writes the spec beside it."""
         with needing_room(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_value(self._folder / SPEC, self._spec)  # perhaps as damaged as the log
+            write_value(self._folder / SPEC, self._spec)  # the old one may be damaged, too
             self._log = EventLog(self._folder / EVENTS, keep=keep, checksum=checksum)
 
     def append(self, record: Record) -> None:
-        """Writes a record, unless the log has ended; raises TakenOverError as `confirm`."""
+        """Writes a record, unless the log has ended; raises TakenOverError like `confirm`."""
         with self._writing, needing_room(self._folder):
             if self._log is not None and not self.ended:
                 try:
@@ -193,9 +193,9 @@ class RunLog:
                     raise
 
     def synced(self) -> tuple[int, int] | None:
-        """Returns number and checksum of the records, all on the disk; None where none are written or it has ended.
+        """Syncs the log to disk; returns number and checksum of its records, None if it is not open or has ended.
 
-        Raises TakenOverError as `confirm`.
+        Raises TakenOverError like `confirm`.
         """
         with self._writing, needing_room(self._folder):
             if self._log is None or self.ended:
@@ -204,12 +204,12 @@ class RunLog:
             return self._log.num_records, self._log.checksum
 
     def confirm(self) -> None:
-        """Raises TakenOverError where another process goes on with the run."""
+        """Raises TakenOverError if another process has taken over the run."""
         if self._log is not None:
             self._log.claim.require()
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the log."""
         log, self._log = self._log, None
         if log is not None:
             with needing_room(self._folder):
@@ -217,9 +217,9 @@ class RunLog:
 
 
 def end_run(folder: Path, spec: RunSpec | None, end: End) -> None:
-    """Writes a run's last record where no process trains it, in place of one that is there.
+    """Writes the last record of a run that no process trains, replacing an existing one.
 
-    A run of which there is nothing yet gets `spec` and a beginning.
+    A run without records first gets `spec` and a start record.
 
     Raises:
         DiskFullError: there is no room.

@@ -1,4 +1,4 @@
-"""Training sets of runs as Ray Tune trials: placement, concurrency and what follows a lost process are Tune's."""
+"""Trains sets of runs as Ray Tune trials; Tune handles placement, concurrency and lost processes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from triaccel_ray.service.storage.storage_path import StoragePath
 from triaccel_ray.service.storage.training_folder import edited
 
 _ENDS_ALL: Mapping[str, type[ValueError]] = {"disk_full": DiskFullError, "taken_over": TakenOverError}
-"""Why a trial did not go on -> what all of them then end with."""
+"""Cause that stops all trials once one of them reports it -> the exception that `fit` then raises."""
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN")
 _TUNE_SETTINGS = {
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a task's relative paths are those of the command's folder
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the event log has it all
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a task's relative paths start at the command's folder
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the event log has everything
 }
 
 
@@ -54,10 +54,10 @@ def run_all(
     shared: SharedSplits | None = None,
     reuse_actors: bool = False,
 ) -> dict[str, Exception]:
-    """Trains every run, from its checkpoint where it has begun, and returns how those that failed did, by name.
+    """Trains or resumes every run, and returns the exceptions of those that failed, by name.
 
-    Each has the place `root / name`, its samples from `shared` where given, and a process of its own unless
-    `reuse_actors`. Those that had begun have a RunFailedError, others what was raised, StoreError as it is.
+    Each run trains in `root / name`, with samples from `shared` if given, in its own process unless `reuse_actors`.
+    Failures are wrapped in RunFailedError, except a StoreError and the error of a run that never began.
 
     Raises:
         DiskFullError, TakenOverError, KeyboardInterrupt: see `fit`.
@@ -75,16 +75,16 @@ def run_all(
 def fit(
     context: RunContext, config: tune.TuneConfig, *, num_gpus: float, space: dict[str, Any] | None = None
 ) -> dict[str, Mapping[str, Any]]:
-    """Has Ray Tune train the trials of `config`, or those that `space` lists, and returns their last results, by name.
+    """Trains the trials of `config`, or those listed in `space`, with Ray Tune; returns their last results by name.
 
-    That of a trial that was lost too often, or could not reach its store, is the exception as `error`; it is on record
-    then. Nothing is read from Tune's own state, in a temporary folder.
+    If a trial was lost too often or could not reach its store, its result is the exception under `error`, which is
+    also written to its log. Tune keeps its own state in a temporary folder, and nothing is read from it.
 
     Raises:
-        DiskFullError: a trial found no room for its files; the others were stopped.
-        TakenOverError: another process goes on with one of the trials, or with their search; likewise.
+        DiskFullError: the disk was full for one trial; the others were stopped.
+        TakenOverError: another process has taken over one of the trials, or their search; likewise.
         StoreError: the store cannot be reached.
-        KeyboardInterrupt: the user broke the trials off; they have ended their logs.
+        KeyboardInterrupt: the user interrupted the trials; they have ended their logs.
     """
     reserved = {"cpu": cpus_of_a_run(num_gpus), "gpu": num_gpus}
     trainable = tune.with_resources(tune.with_parameters(RunTrial, context=context), reserved)
@@ -98,10 +98,10 @@ def fit(
                 name="trials",
                 storage_path=own,
                 verbose=0,
-                progress_reporter=tune.CLIReporter(),  # silent then; a notebook's own clears what the cell has shown
+                progress_reporter=tune.CLIReporter(),  # silent here; the one for notebooks clears the cell's output
                 callbacks=[trials],
                 stop=_EndOfAll(),
-                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # trials keep their own
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # trials write their own
                 failure_config=tune.FailureConfig(max_failures=MAX_LOSSES),
             ),
         )
@@ -122,20 +122,20 @@ def fit(
             last[name] = {"error": (error := _reason(result.error))}
             with edited(context.place / name) as folder:
                 end_run(folder, context.spec_of(config_of), failed(error))
-    # Tune's cycles hold handles of Ray's: freed by another thread while Ray shuts down, they would end the process.
+    # Reference cycles in Tune hold Ray handles. Freed by another thread during Ray's shutdown, they end the process.
     del tuner, results
     gc.collect()
     return last
 
 
 def cpus_of_a_run(num_gpus: float) -> int:
-    """Returns how many CPUs a run reserves: one beside a GPU; without, most of the cluster's smallest machine.
+    """Returns the number of CPUs a run reserves: one with a GPU, else over half of the cluster's smallest machine.
 
-    Runs that share a machine's cores lengthen each other's steps, by which they are judged. The environment variable
-    `TRIACCEL_CPUS_PER_RUN` sets another number, for large machines without a GPU.
+    Runs that share a machine's cores slow down each other's steps, whose time they are judged by. The environment
+    variable `TRIACCEL_CPUS_PER_RUN` sets another number, for large machines without a GPU.
 
     Raises:
-        ValueError: the variable is no whole number of at least 1.
+        ValueError: the variable is not a whole number of at least 1.
     """
     given = os.environ.get("TRIACCEL_CPUS_PER_RUN")
     if given is not None:
@@ -149,7 +149,7 @@ def cpus_of_a_run(num_gpus: float) -> int:
 
 
 class _Trials(tune.Callback):
-    """Which trials there are, in the order of Tune's results, and which have begun."""
+    """Records the configurations of all trials, in the order of Tune's results, and the names of those begun."""
 
     def __init__(self) -> None:
         self.configs: list[dict[str, Any]] = []
@@ -163,7 +163,7 @@ class _Trials(tune.Callback):
 
 
 class _EndOfAll(tune.Stopper):
-    """Stops all trials once one has found no room on the disk, or another process at its place."""
+    """Stops all trials once one finds the disk full, or its run taken over by another process."""
 
     _found = False
 
@@ -176,11 +176,11 @@ class _EndOfAll(tune.Stopper):
 
 
 def _failure(place: StoragePath, last: Mapping[str, Any]) -> Exception | None:
-    """Returns how a run failed, as its user is told; None where it finished."""
+    """Returns the exception that tells the user how a run failed; None if it finished."""
     error: Exception | None = last.get("error")
     if not isinstance(error, StoreError):
         try:
-            catch_up(place)  # first: the message says what is in the folder
+            catch_up(place)  # first: the message depends on the files in the folder
         except StoreError as unreachable:
             error = unreachable
     if error is None:
@@ -192,7 +192,7 @@ def _failure(place: StoragePath, last: Mapping[str, Any]) -> Exception | None:
 
 
 def _reason(error: Any) -> Exception:
-    """Returns why Tune has given a trial up, without Ray's wrapping."""
+    """Returns the exception that made Tune give up a trial, without Ray's wrapper."""
     if isinstance(error, RayActorError):
         return PreemptedError(f"its process was lost {MAX_LOSSES + 1} times, the last time so: {first_line(error)}")
     cause = getattr(error, "cause", error)
@@ -200,7 +200,7 @@ def _reason(error: Any) -> Exception:
 
 
 def _end_if_cut_off(place: StoragePath) -> None:
-    """Ends the log of a run whose process was not given the time to; in a store it stays as it is, and can go on."""
+    """Ends the log of a run whose process was killed too fast to do so. A run in a remote store is left resumable."""
     with contextlib.suppress(LogError, DiskFullError):
         if place.uri is None and (run := read_if_begun(place.folder)) is not None and run.end is None:
             end_run(place.folder, None, End(status="stopped"))
@@ -208,16 +208,16 @@ def _end_if_cut_off(place: StoragePath) -> None:
 
 @contextlib.contextmanager
 def _quiet_tune() -> Iterator[None]:
-    """Tune says nothing meanwhile, and hands on no keys: what there is to say is in logs and outcomes."""
+    """Silences Tune, since event logs and results say everything, and keeps it from passing on AWS keys."""
     logger = logging.getLogger("ray.tune")
     before, missing = logger.level, [name for name in _TUNE_SETTINGS if name not in os.environ]
-    # Tune would send these to its actors by a runtime environment, which Ray writes to the logs of every machine.
+    # Tune would send these to its actors in a runtime environment, which Ray writes to the logs of every machine.
     class_cache.ENV_VARS_TO_PROPAGATE.difference_update(_KEYS)
     os.environ.update({name: _TUNE_SETTINGS[name] for name in missing})
     logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Tune's own plans
+            warnings.simplefilter("ignore", DeprecationWarning)  # about Tune's own API
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
@@ -228,13 +228,13 @@ def _quiet_tune() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Makes Ctrl-C an exception again, after Tune has ended the trials in good order.
+    """Raises KeyboardInterrupt after Ctrl-C, once Tune has ended the trials cleanly.
 
-    Tune puts a handler of its own in place, which returns from `fit` as if all trials had been run, and takes it away
-    when it has caught the signal, and only then.
+    Tune installs its own SIGINT handler, which makes `fit` return as if all trials had run. It restores the previous
+    handler only after it has caught the signal.
     """
     elsewhere = threading.current_thread() is not threading.main_thread()
-    if elsewhere or os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0") != "0":  # there Tune leaves the handler alone
+    if elsewhere or os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0") != "0":  # Tune installs no handler there
         yield
         return
     before = signal.getsignal(signal.SIGINT)

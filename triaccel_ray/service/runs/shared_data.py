@@ -1,4 +1,4 @@
-"""A search's samples in Ray's object store: read once, copied once to every machine, mapped by all of its trials."""
+"""A search's samples in Ray's object store: read once, copied once to each machine, memory-mapped by all trials."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _PAGE_BYTES = 4096
 
 
 class NotSharedError(ValueError):
-    """The samples stay where they are, and each run reads them itself; the message says why."""
+    """The samples cannot be shared, so each run reads them itself; the message says why."""
 
 
 class SharedSplits:
-    """Training and validation samples in the object store; what travels to a trial is a reference."""
+    """Training and validation samples in the object store; trials receive only a reference."""
 
     def __init__(self, splits: Splits) -> None:
         """Copies the samples into the store.
 
         Raises:
-            NotSharedError: they are not held in tensors on the CPU, or something that they hold cannot travel.
+            NotSharedError: they are not tensors on the CPU, or something in them cannot be pickled.
         """
         for name, source in (("train", splits.train), ("held_out", splits.held_out)):
             if not isinstance(source, TensorSource):
@@ -46,13 +46,13 @@ class SharedSplits:
             ray.util.deregister_serializer(Tensor)
 
     def get(self) -> Splits:
-        """Returns the samples; their tensors are the store's own memory, which all trials of a machine read."""
+        """Returns the samples; their tensors are zero-copy views of the store, shared by all trials of a machine."""
         splits: Splits = ray.get(self._reference)
         return splits
 
 
 def share_splits(spec: RunSpec) -> SharedSplits:
-    """Returns the samples for the runs of a search, read here and put into the object store.
+    """Reads the samples of a search on this machine, puts them into the object store, and returns them.
 
     Raises:
         NotSharedError: they cannot be shared, or their files are not on this machine.
@@ -67,16 +67,16 @@ def share_splits(spec: RunSpec) -> SharedSplits:
 
 
 def _stored(tensor: Tensor) -> tuple[npt.NDArray[np.uint8], torch.Size, torch.dtype]:
-    """Returns a tensor as the object store takes it without a copy: bytes, whatever the type."""
+    """Returns a tensor's bytes, shape and dtype; as bytes, any dtype can be stored without a copy."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
         raise NotSharedError(f"a {tensor.layout} tensor on {tensor.device}: only dense ones on the CPU can be shared")
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy(), tensor.shape, tensor.dtype
 
 
 def _restored(stored: tuple[Any, torch.Size, torch.dtype]) -> Tensor:
-    """Returns the tensor, all of it touched: a page mapped later would pass for the memory of the first batches."""
+    """Returns the tensor after touching all pages: one mapped later would count as memory of the first batches."""
     data, shape, dtype = stored
     data[::_PAGE_BYTES].max(initial=0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the array cannot be written to, as the task's documentation says
+        warnings.simplefilter("ignore")  # the array is read-only, as `Task.data` documents
         return torch.from_numpy(data).view(dtype).reshape(shape)

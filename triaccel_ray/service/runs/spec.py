@@ -1,4 +1,4 @@
-"""What a single run is asked to do, as a value that travels to the machine that does it."""
+"""The specification of a single run, a value that is sent to the machine that trains it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RunSpec:
     method: str = "triaccel"
     """How to train."""
     purpose: Purpose = Purpose.SEARCH
-    """Which data exists for this run."""
+    """Which data the run may use."""
     seed: int = knob(0, "[0, 2147483647]")
     """Seed of initialization, sample order and augmentation. The validation split does not depend on it."""
     recipe: Recipe = field(default_factory=Recipe)
@@ -50,7 +50,7 @@ class RunSpec:
     trials_per_gpu: int = knob(1, f"[1, {MAX_TRIALS_PER_GPU}]")
     """Runs that share a GPU. Each gets an equal part of its memory, and its timings are marked."""
     goal: Goal = field(default_factory=Goal)
-    """What the task is judged by."""
+    """The metric that the task is judged by."""
     keep: Literal["last", "best"] | None = None
     """Weights to keep in model.pt: of the last epoch, or of the one that was best on the validation samples. Trials and
     comparisons keep none."""
@@ -82,7 +82,7 @@ class RunSpec:
         """The device that the run uses.
 
         Raises:
-            ValueError: `cuda` is asked for where there is none.
+            ValueError: `cuda` is requested, and no CUDA device is visible.
         """
         import torch
 
@@ -99,11 +99,11 @@ class RunSpec:
 
     @property
     def method_control(self) -> ControlConfig:
-        """The control configuration with the parts off that the method does without."""
+        """The control configuration, with the parts turned off that the method does not use."""
         if self.method == "triaccel":
             return self.control
         precision, batch = self.control.precision, self.control.batch
-        # Without what needs the curvature's per-sample gradients.
+        # AdaScale and the noise bound need the per-sample gradients of curvature.
         rule: LrRule = "sqrt" if batch.lr_rule == "adascale" else batch.lr_rule
         batch = replace(batch, lr_rule=rule, bound_by_noise_scale=False)
         if self.method not in ("dynamic-precision", "dynamic-both"):
@@ -119,7 +119,7 @@ class RunSpec:
 
 
 def run_spec(task_name: str, *, data_dir: Path | None, recipe: Mapping[str, object], **settings: object) -> RunSpec:
-    """Returns the spec of a run of `task_name`: the task's own recipe and thresholds where nothing else is said.
+    """Returns the spec of a run of `task_name`; the task's own recipe and thresholds apply unless overridden.
 
     Raises:
         ValueError: the task is unknown, or a setting breaks its rule.

@@ -1,4 +1,4 @@
-"""What becomes of a trained model: its weights after the last epoch, or after the best one, in a file of the run."""
+"""Saves a run's trained model to a file: the weights after the last epoch, or after the best one."""
 
 from __future__ import annotations
 
@@ -20,38 +20,37 @@ from triaccel_ray.service.storage.layout import MODEL
 
 
 class TrainedModel:
-    """The file MODEL of one run, and the epoch that it is of.
+    """The file MODEL of one run, and the epoch that its weights are from.
 
-    The best epoch's weights are written at once. A later checkpoint holds them too, and a run that goes on from it
-    writes them anew: whatever epochs were lost, the file is as it was at the checkpoint. (Left as it is, the file could
-    be of an epoch that is no longer on record.)
+    The best epoch's weights are written at once. Later checkpoints hold them too, and a run that resumes from one
+    rewrites the file. So the file matches the checkpoint, and never holds an epoch that is no longer in the log.
     """
 
     def __init__(self, spec: RunSpec, folder: Path, confirm: Callable[[], None]) -> None:
-        """Nothing is written yet.
+        """Writes nothing yet.
 
-        Each method that writes raises DiskFullError where there is no room, and TakenOverError, before it does, where
-        `confirm` has it that another process goes on with the run.
+        Methods that write raise DiskFullError if there is no room. Before they replace the file they call `confirm`,
+        which raises TakenOverError if another process has taken over the run.
         """
         self._confirm = confirm
         self._keep, self._goal, self._path = spec.keep, spec.goal, folder / MODEL
         self._best: Epoch | None = None
 
     def after_epoch(self, epoch: Epoch, model: nn.Module) -> None:
-        """Writes the weights if the epoch is the best so far, and they are wanted."""
+        """Writes the weights if the run keeps the best ones and this epoch is the best so far."""
         if self._keep == "best" and (self._best is None or is_better(epoch, self._best, self._goal)):
             self._write(model.state_dict())
             self._best = epoch
 
     def finish(self, last: Epoch, model: nn.Module) -> int | None:
-        """Returns the epoch whose weights are there, the last one's written now; None where none are wanted."""
+        """Writes the last weights if the run keeps those; returns the epoch of the kept weights, None if none are."""
         if self._keep == "last":
             self._write(model.state_dict())
             return last.epoch
         return None if self._best is None else self._best.epoch
 
     def state_dict(self, last: Epoch | None) -> dict[str, Any] | None:
-        """Returns what a checkpoint after the epoch `last` holds: the best one's weights, unless it was the last."""
+        """Returns the state for a checkpoint after `last`: the best epoch, with its weights unless it is `last`."""
         if self._best is None or last is None:
             return None
         is_last = self._best.epoch == last.epoch
@@ -59,20 +58,20 @@ class TrainedModel:
         return {"epoch": encode(self._best), "weights": weights}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, model: nn.Module) -> None:
-        """Goes on from what `state_dict` returned, with the model of that time; the file is as it was then."""
+        """Restores what `state_dict` returned, and rewrites the file; `model` has the weights of that checkpoint."""
         if state is not None:
             self._write(model.state_dict() if state["weights"] is None else state["weights"])
             self._best = decode(Epoch, state["epoch"])
 
     def _write(self, weights: dict[str, Any]) -> None:
-        for name, value in weights.items():  # in place: the mapping itself knows the versions of its modules
+        for name, value in weights.items():  # in place: the mapping carries the versions of its modules
             weights[name] = value.cpu() if isinstance(value, Tensor) else value
         with needing_room(self._path.parent):
             save_durably(self._path, weights, confirm=self._confirm)
 
 
 def is_better(epoch: Epoch, earlier: Epoch, goal: Goal) -> bool:
-    """Returns whether the figure of `epoch` on the validation samples is better; an equal one, or NaN, is not."""
+    """Returns whether `epoch` has a better validation metric than `earlier`; an equal one, or NaN, is not better."""
 
     def rank(each: Epoch) -> float:
         figure = each.held_out(goal)

@@ -37,47 +37,47 @@ _logger = logging.getLogger(__name__)
 NAME = "trial"
 """Key of a configuration: the name of the trial's folder."""
 ENDED = "ended"
-"""Key of a configuration: whether the trial has ended, as far as its search knew when it was broken off."""
+"""Key of a configuration: whether the trial had ended, as far as its search knew when it was interrupted."""
 FINISHED = "finished"
-"""Key of a result: whether the trial has come to its own end, by its last epoch or by failing."""
+"""Key of a result: whether the trial ended by itself, after its last epoch or with a failure."""
 FAILED_OBJECTIVE = -1e9
-"""Objective of a configuration that diverged or never fitted: below every shortfall in points."""
+"""Objective of a configuration that diverged or did not fit in memory: below that of any other."""
 SAVING_SHARE = 0.05
-"""Of the time, for checkpoints; the last one is always written."""
+"""Largest share of the time spent on checkpoints; the last checkpoint is always written."""
 NEGLIGIBLE_S = 0.25
-"""A checkpoint that took less is written after every epoch."""
+"""If writing a checkpoint takes at most this many seconds, one is written after every epoch."""
 _PARENT_INTERVAL_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """What the trials of a set have in common."""
+    """Settings shared by a set of trials."""
 
     place: StoragePath
-    """Holds one folder a trial."""
+    """Holds one folder per trial."""
     spec_of: Callable[[Mapping[str, Any]], RunSpec]
-    """Configuration -> the run that it stands for."""
+    """Tune configuration -> spec of its run."""
     objective: Objective | None = None
-    """What a search judges its trials by. None: the runs are not judged while they train, and a failure is theirs
+    """Objective of the search. None outside a search: results then have no figures, and a failure concerns its run
     alone."""
     shared: SharedSplits | None = None
-    """The samples; None where each trial reads them itself."""
+    """The samples; None if each trial reads them itself."""
 
 
 class RunTrial(tune.Trainable):
-    """One run, trained one epoch a step.
+    """One run as a trial; each step trains one epoch.
 
-    What its folder's log holds already, from a process that was lost or a search that was broken off, is reported from
-    there: scheduler and sampler see every epoch, and none that a checkpoint holds is trained twice.
+    Epochs already in the log, from a lost process or an interrupted search, are reported from there. So scheduler and
+    sampler see every epoch, and no epoch that a checkpoint holds is trained twice.
     """
 
     _worker: Worker | None = None
     _saved_at, _saving_s = 0.0, 0.0
     _told: deque[dict[str, Any]] | None
-    """Results on record that Tune does not know yet; None before the first step."""
+    """Results from the log still to be reported to Tune; None before the first step."""
 
     def setup(self, config: dict[str, Any], context: RunContext) -> None:  # type: ignore[override]  # with_parameters
-        """Remembers which run the configuration means; the first step that trains builds it."""
+        """Stores the spec of the run; the first step that trains builds its worker."""
         self._context = context
         if ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None:
             _end_with_parent()
@@ -85,30 +85,30 @@ class RunTrial(tune.Trainable):
         self._take(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Makes way for another configuration in the same actor, which keeps its CUDA context."""
+        """Switches the actor to another configuration; it keeps its CUDA context."""
         self.cleanup()
         self._take(new_config)
         return True
 
     def step(self) -> dict[str, Any]:
-        """Trains one epoch, or reports one that is on record; a configuration that cannot train is a result.
+        """Trains one epoch, or reports one from the log; returns a failed configuration as a result.
 
-        So are a full disk and a trial with which another process goes on: they end everything.
+        A full disk, or a run taken over by another process, is also a result: it ends all trials.
         """
         try:
             if self._told is None:
                 self._folder.open()
                 self._told = deque(self._on_record(self._folder.path))
             return self._told.popleft() if self._told else self._train()
-        except StoreError:  # tried again by Tune, wherever there is room: nothing is wrong with the run
+        except StoreError:  # Tune retries it on any machine with room: the run itself is fine
             raise
         except Exception as error:
             return self._failed(error)
 
     def cleanup(self) -> None:
-        """Ends the run's log and lets go of its memory."""
+        """Ends the run's log and frees its memory."""
         worker, self._worker = self._worker, None
-        # What ends the search has been said, and the log can do without.
+        # A full disk or a takeover has been reported already, and need not be in the log.
         if worker is not None:
             with contextlib.suppress(DiskFullError, TakenOverError):
                 if not worker.log.ended and not self._is_broken:
@@ -124,22 +124,22 @@ class RunTrial(tune.Trainable):
         self._told = None
 
     def _on_record(self, folder: Path) -> list[dict[str, Any]]:
-        """Returns the results that the folder's log holds; the last says so where the trial has ended."""
+        """Returns the results of the epochs in the folder's log; the last is marked done if the trial has ended."""
         try:
             run = read_if_begun(folder)
-        except LogError:  # damaged: the run goes on from before the damage, and its log says so
+        except LogError:  # damaged: the run resumes from before the damage, and its log says so
             run = None
         if run is None or run.spec != self._spec:
             return []
         is_finished = run.status == "finished"
-        if self._context.objective is None and not is_finished:  # who runs it again knows how it ended
+        if self._context.objective is None and not is_finished:  # a caller that reruns it knows how it ended
             return []
         told = [self._result(epoch.epoch, run.figures_after(epoch.epoch)) for epoch in run.epochs]
         if run.end is not None and run.end.status == "failed":
             return [*told, _failure(len(told), run.end.cause, run.end.message)]
         if (self._has_ended or is_finished) and told:
             told[-1] |= {"done": True, FINISHED: is_finished}
-            if run.end is None:  # stopped by the scheduler, and lost before it could say so
+            if run.end is None:  # pruned by the scheduler, and lost before it was logged
                 end_run(folder, None, End(status="stopped"))
         return told
 
@@ -182,10 +182,10 @@ class RunTrial(tune.Trainable):
         }
 
     def _failed(self, error: Exception) -> dict[str, Any]:
-        """Puts a failure on record, also one that came before there was a run, and returns the trial's last result.
+        """Logs a failure, also one from before the run began, and returns the trial's last result.
 
-        A bug in a search is raised, for its process is not used again then; the trial that Tune begins in its place
-        finds it on record, and trains nothing.
+        In a search a bug is raised, so that Tune does not reuse the process. The trial that Tune starts in its place
+        finds the failure in the log, and trains nothing.
         """
         cause, worker = cause_of(error), self._worker
         last = None if worker is None else worker.last
@@ -195,7 +195,7 @@ class RunTrial(tune.Trainable):
             return result
         is_alone, has_begun = self._context.objective is None, worker is not None and worker.log.is_open
         is_refused = is_alone and cause == "bug" and not has_begun
-        if not is_refused:  # bad input must not use up the run's name
+        if not is_refused:  # invalid input must not use up the run's name
             if worker is None or not has_begun:
                 write_traceback(self._folder.path, error)
                 end_run(self._folder.path, self._spec, failed(error))
@@ -209,7 +209,7 @@ class RunTrial(tune.Trainable):
         return result
 
     def _bring(self) -> None:
-        """Brings everything to the store; a failure is logged alone: there is more to say or another run to begin."""
+        """Uploads everything to the store; a failure is only logged, so that the actor can report or start a run."""
         try:
             self._folder.close()
         except (StoreError, TakenOverError) as failure:
@@ -217,9 +217,9 @@ class RunTrial(tune.Trainable):
 
 
 def _failure(epoch: int, cause: str, message: str) -> dict[str, Any]:
-    """Returns the last result of a trial that failed after `epoch` epochs; `unfinished` has a cause that is no result.
+    """Returns the last result of a trial that failed after `epoch` epochs.
 
-    Figures are as bad as can be, so that a search avoids such configurations.
+    `unfinished` is the cause, if the configuration is not to blame. Figures are so bad that a search avoids it.
     """
     figures = {"quality": 0.0, "seconds_per_epoch": 1e9, "peak_gb": 1e9, "score": 0.0, "objective": FAILED_OBJECTIVE}
     unfinished = "" if cause in RESULTS else cause
@@ -227,19 +227,19 @@ def _failure(epoch: int, cause: str, message: str) -> dict[str, Any]:
 
 
 def reopen(folder: Path) -> None:
-    """Takes back the end of a run that failed for no fault of its configuration: what was wrong may be mended."""
-    with contextlib.suppress(LogError):  # a damaged log is set aside by who goes on with it
+    """Marks a run as stopped if its configuration is not to blame for its failure, so that it is tried again."""
+    with contextlib.suppress(LogError):  # a damaged log is set aside when its run resumes
         run = read_if_begun(folder)
         if run is not None and run.end is not None and run.end.status == "failed" and not run.has_outcome:
             end_run(folder, None, replace(run.end, status="stopped"))
 
 
 def _portable(error: Exception) -> Exception:
-    """Returns `error` with its traceback as a note, or, where it cannot travel, one that says the same."""
+    """Returns `error` with its traceback as a note; if it cannot be pickled, a RuntimeError with the same message."""
     error.add_note(f"raised in the run's own process:\n{''.join(traceback.format_exception(error))}")
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever its class does when it is made anew
+    except Exception:  # unpickling may raise anything
         told = RuntimeError(f"{type(error).__name__}: {error}")
         told.__notes__ = error.__notes__
         return told
@@ -247,28 +247,28 @@ def _portable(error: Exception) -> Exception:
 
 
 def _end_with_parent() -> None:
-    """Has this process end soon after its machine's raylet, whatever it is at then.
+    """Starts a watchdog that ends this process soon after its parent, the machine's raylet.
 
-    Ray 2.60 leaves an actor alone whose raylet was lost. Its run goes on in another process, which may be on this
-    machine and want its GPU.
+    Ray 2.60 leaves an actor running when its raylet is lost. The run resumes in another process, which may be on this
+    machine and need its GPU.
     """
     parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(_PARENT_INTERVAL_S)
-        os._exit(1)  # no exit that could wait: checkpoints and records are whole at any time
+        os._exit(1)  # skips cleanup, which could block: checkpoints and records are always whole
 
     threading.Thread(target=watch, name="parent-watchdog", daemon=True).start()
 
 
 def _preload() -> None:
-    """Loads what the first trial would load, and takes all that is loaded out of the garbage collector's sight.
+    """Imports what the first trial would import, and exempts all loaded objects from garbage collection.
 
-    A trial collects garbage when it begins and when it ends, so that the next one's memory is measured from zero. To
-    look through the 440,000 objects of the libraries takes 0.3 s a time, through those of a trial a millisecond.
+    A trial collects garbage when it begins and ends, so that the next one's memory is measured from zero. Scanning the
+    libraries' 440,000 objects takes 0.3 s each time, scanning a trial's own a millisecond.
     """
-    importlib.import_module("torch._dynamo")  # which a fused optimizer loads
+    importlib.import_module("torch._dynamo")  # which a fused optimizer imports
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # modules that count what they leave behind would find it all
+    atexit.register(gc.unfreeze)  # else modules that count leaked objects would report them all

@@ -49,26 +49,26 @@ class Worker:
     def __init__(self, spec: RunSpec, folder: Path, splits: Splits | None = None) -> None:
         """Builds model, data and loop; everything the run writes goes below `folder`.
 
-        `splits` are the task's samples for `spec.purpose` where they are at hand already.
+        `splits` are the task's samples for `spec.purpose`, if they are loaded already.
 
         Raises:
             ValueError, FileNotFoundError: the spec cannot be carried out; the message says why.
         """
         self.spec, self.folder, self.log = spec, folder, RunLog(folder, spec)
         self.device = spec.torch_device
-        # Both before the first tensor, which would stay as it is; not even a model may take a neighbour's memory.
+        # Both before the first tensor: existing ones would stay as they are, and the cap must hold for the model, too.
         if spec.lean_memory and not spec.is_baseline:
             hold_less(self.device)
         self._budget_bytes = hold_to_part(self.device, spec.trials_per_gpu, spec.memory_budget_bytes)
         if self.device.type == "cpu":
-            torch.set_num_threads(1)  # a thread that waits for one beside a busy neighbour loses more than it gains
+            torch.set_num_threads(1)  # waiting for threads on busy cores costs more than they gain
         seed_everything(spec.seed)
         self._task = spec.load_task()
         rule = f"the run is judged by {spec.goal.name}: begin a new one"
         require(self._task.goal == spec.goal, "objective of the task", self._task.objective, rule)
         splits = splits_of(self._task, spec.purpose) if splits is None else splits
         held_out = delivered(splits.held_out, self.device, spec.method_control.execution.data_on)
-        self._splits = replace(splits, held_out=held_out)  # there once, not at every evaluation
+        self._splits = replace(splits, held_out=held_out)  # moved once, not at every evaluation
         self._control = fitted_control(spec, len(splits.train))
         self.loop = self._build_loop()
         self._times = EpochTimes()
@@ -79,7 +79,7 @@ class Worker:
 
     @property
     def figures(self) -> Figures | None:
-        """The figures after the last epoch, on the validation samples; None where no epoch has been judged on them."""
+        """The figures after the last epoch, on the validation samples; None if no epoch was evaluated on them."""
         return None if self.last is None else figures_of([self.last], self.spec.goal)
 
     @property
@@ -88,17 +88,17 @@ class Worker:
         return self.loop.sampler.epoch >= self.spec.recipe.epochs
 
     def resume(self) -> int:
-        """Goes on from the newest checkpoint that is whole, or begins where there is none; the log says which.
+        """Resumes from the newest intact checkpoint, or starts if there is none; returns the number of epochs done.
 
-        It first sets a damaged log aside, and fences off a process that still writes the log. Where all checkpoints are
-        damaged, the run begins anew, and its log is kept as REPLACED. Returns the epochs done.
+        It first sets a damaged log aside, and fences off a process that still writes the log. If all checkpoints are
+        damaged, the run starts over, and its log is kept as REPLACED. The new log says what happened.
 
         Raises:
             CheckpointError: the checkpoint belongs to a run with other settings, or another version has written it.
         """
         earlier, latest = self.log.take_over()
         for torn in self.folder.glob(".*.pt.*.partial"):
-            torn.unlink()  # of a process that was lost while it wrote
+            torn.unlink()  # left by a process that was lost while it wrote
         notes, num_kept = [], None
         for path in (self.folder / CHECKPOINT, self.folder / PREVIOUS):
             if num_kept is None and path.exists():
@@ -106,15 +106,15 @@ class Worker:
                 notes += [damage] if damage else []
         if num_kept is None:
             if notes:
-                self._drop_loop()  # first: what it holds would count as the memory of the next one
+                self._drop_loop()  # first: its memory would count as the next one's
                 self.loop = self._build_loop()
             if keep_replaced(self.folder / EVENTS):
                 notes.append(f"no checkpoint can be read, and what was recorded is in {REPLACED}")
             self.log.open()
             self.log.append(start_record(self.spec, self._control, self.device, self.loop.memory))
-        (self.folder / ERROR).unlink(missing_ok=True)  # of a failure that an interruption is about to stand for
+        (self.folder / ERROR).unlink(missing_ok=True)  # an interruption is about to be recorded in its place
         for place, record in earlier:
-            if place >= (num_kept or 1):  # cut off with what came after the checkpoint
+            if place >= (num_kept or 1):  # cut off with the records after the checkpoint
                 self.log.append(record)
         epoch = self.loop.sampler.epoch
         if latest is not None:
@@ -123,13 +123,13 @@ class Worker:
         return epoch
 
     def train_epoch(self) -> Epoch:
-        """Trains one epoch, judges it on the validation samples (not on test samples), and returns the record.
+        """Trains one epoch, evaluates it on the validation samples (never on test samples), and returns its record.
 
         Raises:
-            NonFiniteLossError: the training loss is not a number, or the loss on validation samples and a part of the
-                model are not; the log says so.
+            NonFiniteLossError: the training loss or the metric is not finite, or the validation loss and a value in
+                the model are not; the log says so.
             torch.OutOfMemoryError, MemoryError: not even one sample fits; likewise.
-            TakenOverError: another process goes on with the run.
+            TakenOverError: another process has taken over the run.
         """
         plan, began = self.loop.plan, time.thread_time()
         with self._failing():
@@ -163,10 +163,10 @@ class Worker:
         return record
 
     def finish(self) -> dict[str, float]:
-        """Judges the finished run (for a final run: reads the test set, once), ends the log, returns the results.
+        """Evaluates the finished run (a final run once on the test set), ends the log, and returns the results.
 
         Raises:
-            NonFiniteLossError: the loss on the test samples and a part of the model are not numbers.
+            NonFiniteLossError: the metric is not finite, or the loss on the test samples and a value in the model.
         """
         last = self.last
         if last is None:
@@ -177,7 +177,7 @@ class Worker:
                 judged = self._judge()
             metrics, loss = judged.metrics, judged.loss
         (memory := self.loop.memory).refresh_peaks()
-        # Of a run on validation samples as its trials are judged; of a final run as the paper has it.
+        # For runs on validation samples the time that trials are judged by; for final runs the mean, as in the paper.
         seconds = (last.typical_seconds if self.spec.purpose is Purpose.SEARCH else None) or self._times.mean
         results = {
             **metrics,
@@ -196,36 +196,36 @@ class Worker:
         return results
 
     def stop(self) -> None:
-        """Ends the log of a run that is cut short on purpose; from another thread too, while it trains."""
+        """Ends the log of a run that is stopped on purpose; may be called from another thread during training."""
         self.log.append(End(status="stopped"))
 
     def fail(self, error: Exception) -> None:
-        """Ends the log of a run that `error` has ended, and leaves the traceback beside it."""
+        """Ends the log of a run that failed with `error`, and writes the traceback beside it."""
         if lines := users_lines(error):
-            error.add_note(lines)  # it travels to the driver, the traceback does not
+            error.add_note(lines)  # notes reach the driver, the traceback does not
         if self.log.is_open and not self.log.ended:
             write_traceback(self.folder, error)
         self.log.append(failed(error))
 
     def close(self) -> None:
-        """Lets go of model, data and memory, and closes the log; raises DiskFullError where that found no room."""
+        """Frees model, data and memory, and closes the log; raises DiskFullError if there is no room for it."""
         del self._splits
         try:
             self._drop_loop()
-        finally:  # after an error of the device it raises again, and the log must end up whole all the same
+        finally:  # after a device error it raises again, and the log must be whole all the same
             self.log.close()
 
     def checkpoint(self) -> None:
-        """Writes the checkpoint that `resume` goes on from, and keeps the one before.
+        """Writes the checkpoint that `resume` restores, and keeps the previous one.
 
-        Nothing once the log has ended: `stop`, from another thread, may have ended it before the epoch was recorded.
+        Does nothing once the log has ended: `stop`, from another thread, may have ended it before the epoch was logged.
 
         Raises:
-            DiskFullError: there is no room; the checkpoint before stays.
-            TakenOverError: another process goes on with the run; likewise.
+            DiskFullError: there is no room; the previous checkpoint stays.
+            TakenOverError: another process has taken over the run; likewise.
         """
-        # On the disk: a checkpoint must never count records that a power cut can take. An end that is written from here
-        # on is none of them.
+        # On the disk: a checkpoint must never count records that a power cut can lose. It does not count an end record
+        # that is written from here on.
         if (records := self.log.synced()) is None:
             return
         num_records, checksum = records
@@ -243,9 +243,9 @@ class Worker:
             save_checkpoint(path, state, previous=previous, confirm=self.log.confirm)
 
     def _restore(self, path: Path) -> tuple[int | None, str]:
-        """Goes on from the checkpoint at `path`; the event log is cut back to it, and the best weights are its own.
+        """Restores the checkpoint at `path`: cuts the event log back to it, and rewrites the best weights from it.
 
-        Returns the number of records kept; or None, and in what way the checkpoint is damaged or not one of this log.
+        Returns the number of records kept; or None, and why the checkpoint is damaged or does not belong to this log.
 
         Raises:
             CheckpointError: the checkpoint belongs to another run, or another version has written it.
@@ -254,17 +254,17 @@ class Worker:
         try:
             state = load_checkpoint(path)
         except OtherFormatError:
-            raise  # nothing is damaged, and nothing may be begun in its place
+            raise  # it is not damaged, so the run must not start over
         except CheckpointError as error:
             return None, str(error)
         if not self._is_own(state["spec"]):
             raise CheckpointError(f"checkpoint {path} belongs to a run with other settings: resume that one instead")
         try:
             self.loop.load_state_dict(state["loop"])
-            # Cuts the log back, so last: a state that does not fit must not cost what was recorded.
+            # Last, because it cuts the log back: a state that does not fit must not lose records.
             self.log.open(keep=state["num_records"], checksum=state["log_checksum"])
         except (LogError, RuntimeError, ValueError, KeyError) as error:
-            if cause_of(error) != "bug":  # no room on the disk or the device: the checkpoint is whole
+            if cause_of(error) != "bug":  # no room on the disk or the device: the checkpoint is intact
                 raise
             return None, f"checkpoint {path} does not fit its run: {error}"
         self._times.load_state_dict(state["epoch_times"])
@@ -273,7 +273,7 @@ class Worker:
         return state["num_records"], ""
 
     def _is_own(self, spec: str) -> bool:
-        """Returns whether a checkpoint's spec is this run's; one written before a field was added has its default."""
+        """Returns whether a checkpoint's spec equals this run's; fields that are missing in it have their defaults."""
         try:
             return decode(RunSpec, json.loads(spec)) == self.spec
         except ValueError:  # a field that this version does not know
@@ -291,9 +291,9 @@ class Worker:
         )
 
     def _drop_loop(self) -> None:
-        """Gives the memory of model, optimizer and captured steps back."""
+        """Frees the memory of model, optimizer and captured steps."""
         if not hasattr(self, "loop"):
-            return  # a second one could not be built
+            return  # building its successor failed
         loop, memory = self.loop, self.loop.memory
         del self.loop
         try:
@@ -304,19 +304,19 @@ class Worker:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Puts on record what the code inside raises, an exit of the user's too."""
+        """Logs any error that the code inside raises, also a `sys.exit` in the user's code."""
         try:
             with refusing_exits():
                 yield
         except (DiskFullError, TakenOverError):
-            raise  # there is no room for an end either, or it is not this process's to write
+            raise  # no room for an end record either, or the log belongs to another process
         except Exception as error:
             self.fail(error)
             raise
 
     def _judge(self) -> Evaluation:
         judged = self.loop.evaluate(self._splits.held_out, self._task.metrics, is_last=self.finished)
-        # An overflow may have reached the moving averages of a norm. The loss alone may be the task's own affair.
+        # An overflow may have reached a norm's running statistics. A non-finite loss alone may be intended by the task.
         state = (*self.loop.model.parameters(), *self.loop.model.buffers())
         if not math.isfinite(judged.loss) and not all(tensor.isfinite().all() for tensor in state):
             raise NonFiniteLossError(

@@ -1,4 +1,4 @@
-"""The thresholds that a search looks for, as numbers: what its table, pictures and importance have in common."""
+"""The searched thresholds as numeric dimensions, for a search's table, plots and parameter importance."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Dimension:
     name: str
     value: Callable[[ControlConfig], float]
     form: str
-    """Format specification, for people."""
+    """Format specification for display."""
     log: bool = False
-    """Whether it lives on a logarithmic scale."""
+    """Whether its scale is logarithmic."""
     asked_as: str = ""
-    """Its name in `triaccel_ray.search_spaces.thresholds.OPTIONAL`; empty where it is always searched."""
+    """Its name in `triaccel_ray.search_spaces.thresholds.OPTIONAL`; empty if it is always searched."""
 
     def text(self, value: float) -> str:
-        """Returns the value for people."""
+        """Returns the value formatted for display."""
         return format(value, self.form)
 
     def position(self, control: ControlConfig) -> float:
-        """Returns the place on the dimension's own scale; NaN where it has none, as zero on a logarithmic one."""
+        """Returns the threshold's position on this scale; NaN if it has none, such as zero on a logarithmic scale."""
         value = self.value(control)
         if self.log:
             value = math.log10(value) if value > 0.0 else math.nan
@@ -49,5 +49,5 @@ _DIMENSIONS: Final = (
 
 
 def dimensions(optional: Sequence[str] = ()) -> list[Dimension]:
-    """Returns what is always searched, then what was asked for besides."""
+    """Returns the dimensions that are always searched, then those that are named in `optional`."""
     return [each for each in _DIMENSIONS if not each.asked_as or each.asked_as in optional]

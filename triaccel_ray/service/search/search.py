@@ -1,4 +1,4 @@
-"""A search for thresholds: baselines and probe, then Ray Tune over the space, then the best beside the baselines."""
+"""A search for thresholds: baselines and a probe, then Ray Tune trials, then the best trial against the baselines."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ JOURNAL = "trials.jsonl"
 REPEATS = "repeats"
 FOUND = "found.json"
 PROBE_EPOCHS = 10
-"""The probe trains for half of the run's epochs, for this many at most: variances fall over time."""
+"""The probe trains for half of the run's epochs, but at most for this many: variances fall over time."""
 REPEATED_BELOW_S = 60.0
-"""Runs that train for less are repeated before they are compared: what else a machine does differs as much."""
+"""Runs that train for less are repeated before they are compared: other load on the machine varies as much."""
 NUM_REPEATS = 3
 MIN_HEADROOM_BYTES = 64 * 2**20
-"""Below this the noise of a resident set would decide about batch sizes."""
+"""With less, noise in the resident set would determine batch sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What baselines and probe found out, on which the trials rely."""
+    """Results of the baselines and the probe that the trials depend on."""
 
     objective: Objective
     calibration: Calibration | None
     headroom_bytes: int | None
-    """Memory on top of an idle process that trials may take; None where the user gave a budget."""
+    """Memory that trials may take above that of the idle process; None if the user gave a budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,23 +70,23 @@ class SearchRecord:
     baselines: Mapping[str, RunRecord] = field(default_factory=dict)
     trials: tuple[RunRecord, ...] = ()
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """Name of a trial whose log or spec cannot be read -> what is wrong with it."""
+    """Name of a trial whose log or spec cannot be read -> the error message."""
     repeats: Mapping[str, Sequence[RunRecord]] = field(default_factory=dict)
-    """Name of the best trial or of a baseline -> the same run again, several times."""
+    """Name of the best trial or of a baseline -> its repeats."""
 
     @property
     def objective(self) -> Objective:
-        """What trials are judged by; without the condition on the metric before the AMP baseline has finished."""
+        """The objective of the trials; until the baselines have finished, without the constraint on the metric."""
         without = Objective(name=self.spec.objective, goal=self.spec.base.goal)
         return without if self.prepared is None else self.prepared.objective
 
 
 def prepare(spec: SearchSpec, place: StoragePath, *, num_gpus: float, shared: SharedSplits | None = None) -> Prepared:
-    """Returns what the trials need to know, from the baselines FP32 and AMP and the probe; runs those not yet run.
+    """Runs the FP32 and AMP baselines and the probe unless they have finished; returns what the trials need of them.
 
     Raises:
         RunFailedError: a baseline failed; the message says how.
-        Exception: what a baseline that could not be set up, or found no room on the disk, has raised.
+        Exception: the error of a baseline that could not be set up, or found no room on the disk.
     """
     path, baselines, base = place.folder / PREPARED, place / BASELINES, spec.base
     if path.exists():
@@ -96,7 +96,7 @@ def prepare(spec: SearchSpec, place: StoragePath, *, num_gpus: float, shared: Sh
         epochs = min(-(-base.recipe.epochs // 2), PROBE_EPOCHS)
         specs["probe"] = replace(base, method="probe", recipe=replace(base.recipe, epochs=epochs))
     missing = {name: each for name, each in specs.items() if not is_finished(read_if_begun(baselines.folder / name))}
-    # In one process, as trials are: a new one holds less memory.
+    # In one reused process, like the trials: a new process holds less memory.
     for error in run_all(missing, baselines, num_gpus=num_gpus, shared=shared, reuse_actors=True).values():
         raise error
     runs = {name: read_run(baselines.folder / name) for name in specs}
@@ -127,16 +127,16 @@ def tune_trials(
     shared: SharedSplits | None = None,
     claim: Claim | None = None,
 ) -> None:
-    """Runs the trials, with samples from `shared`; with `resume`, those that have not ended.
+    """Runs the trials; with `resume`, those that have not ended or that failed through a bug.
 
-    With a `claim` on the search's own log, nothing is begun or noted once another process goes on with the search. A
-    bug is no end. Scheduler and sampler learn from the trials' logs what the search knew when it was broken off.
+    With a `claim` on the search's own log, nothing is begun or journaled once another process has taken over the
+    search. A resumed search restores scheduler and sampler from the trials' logs. Samples come from `shared`, if given.
 
     Raises:
-        StoreError: the trials' logs could not be taken from the store.
-        DiskFullError: a trial found no room for its files; the others were stopped.
-        TakenOverError: another process goes on with the search, or with one of its trials; likewise.
-        KeyboardInterrupt: the user broke the trials off; they have ended their logs.
+        StoreError: the trials' logs could not be fetched from the store.
+        DiskFullError: the disk was full for one trial; the others were stopped.
+        TakenOverError: another process has taken over the search, or one of its trials; likewise.
+        KeyboardInterrupt: the user interrupted the trials; they have ended their logs.
     """
     trials = place / TRIALS
     base = replace(spec.base, method="triaccel", memory_headroom_bytes=prepared.headroom_bytes)
@@ -172,10 +172,10 @@ def tune_trials(
 
 
 def read_search(folder: Path) -> SearchRecord:
-    """Returns the search in `folder`, as far as it has come.
+    """Returns the current state of the search in `folder`.
 
     Raises:
-        LogError: there is none, or files that all of it depends on are damaged.
+        LogError: the folder holds no search, or files other than those of single trials are damaged.
     """
     if not (folder / SEARCH).exists():
         raise LogError(f"folder {folder} holds no search ({SEARCH} is missing)")
@@ -201,9 +201,9 @@ def read_search(folder: Path) -> SearchRecord:
 
 
 def ranked(record: SearchRecord) -> list[tuple[float, RunRecord]]:
-    """Returns the trials with figures, best first, with what the search maximised.
+    """Returns the trials that have figures, best first, each with its objective value.
 
-    Finished trials come before stopped ones: a figure after three epochs is none to choose by.
+    Finished trials come before stopped ones, whose figures may be those of three epochs.
     """
     judge = record.objective
     valued = [(judge.value(run.epochs[-1].epoch, figures), run) for run in record.trials if (figures := run.figures)]
@@ -216,9 +216,9 @@ def best_trial(record: SearchRecord) -> RunRecord | None:
 
 
 def contenders(record: SearchRecord) -> dict[str, RunRecord]:
-    """Returns the best trial, first and where there is one, and the baselines that finished, by name.
+    """Returns the best trial, if any, and then the baselines that finished, by name.
 
-    Of a run and its repeats it is the best one: what else a machine does lengthens steps, and never shortens them.
+    Of a run and its repeats, the best one counts: other load on the machine lengthens steps, and never shortens them.
     """
     best = best_trial(record)
     found = {} if best is None else {best.name: best}
@@ -228,20 +228,20 @@ def contenders(record: SearchRecord) -> dict[str, RunRecord]:
 
 
 def best_repeats(record: SearchRecord) -> dict[str, RunRecord]:
-    """Returns the best of the finished repeats of each run that was repeated, by the run's name."""
+    """Returns the best finished repeat of each repeated run, by the run's name."""
     finished = {name: [run for run in again if is_finished(run)] for name, again in record.repeats.items()}
     return {name: max(again, key=partial(_value, record)) for name, again in finished.items() if again}
 
 
 def _value(record: SearchRecord, run: RunRecord) -> float:
-    """Returns what the search maximised, of a finished run."""
+    """Returns the objective value of a finished run; minus infinity without figures."""
     return -math.inf if (figures := run.figures) is None else record.objective.value(run.epochs[-1].epoch, figures)
 
 
 def to_be_repeated(record: SearchRecord) -> dict[str, RunSpec]:
-    """Returns the best trial and the baselines by turns, by the names of their repeats, as far as these are missing.
+    """Returns the repeats that are still missing, by name: the best trial and the baselines, in turn.
 
-    The baselines are timed before all trials, and what else a machine does meanwhile decides between short runs.
+    The baselines are timed before all trials, so other load on the machine can decide between short runs.
     """
     runs = contenders(record) if best_trial(record) else {}
     if any(sum(epoch.seconds for epoch in run.epochs) > REPEATED_BELOW_S for run in runs.values()):
@@ -252,7 +252,7 @@ def to_be_repeated(record: SearchRecord) -> dict[str, RunSpec]:
 
 
 def found_in(record: SearchRecord) -> TunedThresholds | None:
-    """Returns the best thresholds of a search; None while no trial that ran to its end is within the margin."""
+    """Returns the best thresholds of a search; None while no finished trial is within the margin."""
     best, compared = best_trial(record), contenders(record)
     if best is None or "amp" not in compared or record.prepared is None:
         return None
@@ -281,16 +281,16 @@ def found_in(record: SearchRecord) -> TunedThresholds | None:
 
 def _result(run: RunRecord) -> Result:
     figures = run.figures
-    assert figures is not None  # of a finished run on validation samples
+    assert figures is not None  # since it is a finished run on validation samples
     return Result(
         metric=figures.metric, seconds_per_epoch=figures.seconds, peak_gb=figures.peak_gb, score=figures.score
     )
 
 
 def _headroom_bytes(base: RunSpec, run: RunRecord) -> int:
-    """Returns the room that the ladder's largest batch takes, by what the start took in `run`.
+    """Returns the memory that the ladder's largest batch needs, scaled up from the starting batch size in `run`.
 
-    Not the whole device: on a large one no threshold would ever be met. Within it rho chooses among all rungs.
+    With the whole of a large device, usage would never reach a rho threshold. Within this, rho chooses among all rungs.
     """
     idle_bytes = int(run.end.results["idle_gb"] * 1e9) if run.end else 0
     taken, batch = run.epochs[-1].peak_bytes - idle_bytes, base.control.batch
@@ -298,7 +298,7 @@ def _headroom_bytes(base: RunSpec, run: RunRecord) -> int:
 
 
 class _Pruner(ASHAScheduler):
-    """Successive halving that stops a trial out of reach of the AMP baseline, however few came as far before it."""
+    """ASHA that also stops every trial out of reach of the AMP baseline, even if few trials have come as far."""
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         action: str = super().on_trial_result(tune_controller, trial, result)
@@ -306,11 +306,11 @@ class _Pruner(ASHAScheduler):
 
 
 def pruner(epochs: int) -> ASHAScheduler:
-    """Returns the scheduler of trials of that many epochs."""
+    """Returns the scheduler that prunes trials of `epochs` epochs."""
     grace = grace_epochs(epochs)
     return _Pruner("epoch", "objective", "max", max_t=epochs, grace_period=grace, reduction_factor=3)
 
 
 def is_finished(run: RunRecord | None) -> TypeGuard[RunRecord]:
-    """Returns whether there is a run, and it has come to its end."""
+    """Returns whether there is a run and it has finished."""
     return run is not None and run.status == "finished"

@@ -1,4 +1,4 @@
-"""What a search is asked to do, as a value."""
+"""The specification of a search."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from triaccel_ray.service.runs.spec import RunSpec
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpec:
-    """One search, as asked for."""
+    """Settings of one search."""
 
     base: RunSpec
-    """Everything that the trials have in common."""
+    """Settings shared by all trials."""
     space: Literal["thresholds", "thresholds-absolute"] = "thresholds"
     """Search space: scaled to the variances of a short probe, or absolute."""
     optional: tuple[Literal["alpha", "tau_curv", "t_ctrl", "batch_steps"], ...] = knob((), option="also")
@@ -26,8 +26,8 @@ class SearchSpec:
     """What to optimize among trials within the margin of AMP. metric is what the task is judged by, such as accuracy.
     pareto draws trials for metric, time and memory at once, and ranks them by score."""
     margin: float = knob(1.0, "[0, 100]")
-    """What a trial may lose against AMP on validation samples: percentage points of accuracy, percent of other metrics.
-    """
+    """How far a trial may fall behind AMP on validation samples: percentage points of accuracy, percent of other
+    metrics."""
     seed: int = knob(0, "[0, 2147483647]")
     """Seed of the sampler and of every run."""
 

@@ -1,4 +1,4 @@
-"""What a search tries, trial by trial, on the disk before the trial begins: nothing else is needed to go on with it."""
+"""The sampler of a search: it journals each sample before the trial begins, which is all that resuming needs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from triaccel_ray.service.runs.trial import ENDED, FINISHED, NAME
 
 
 class JournaledSearch(Searcher):
-    """Suggests what Optuna samples; a search that begins again gets what it was given before, then new samples.
+    """Suggests samples drawn by Optuna; a resumed search first gets its journaled samples again, then new ones.
 
-    A sampler of its own for every trial: what is drawn depends on seed, number and known results alone, not on what
+    Each trial has its own sampler, so its sample depends only on seed, trial number and known results, and not on what
     the process has drawn before.
     """
 
@@ -41,17 +41,17 @@ class JournaledSearch(Searcher):
         claim: Claim | None = None,
         noted: Callable[[], object] = lambda: None,
     ) -> None:
-        """Reads the journal, if there is one, and cuts off a last line that was not written to its end.
+        """Reads the journal, if there is one, and cuts off an incomplete last line.
 
         Args:
             space: dimensions as for Ray Tune.
-            journal: the file.
-            maximised: metric -> whether it is maximised; of the others less is better.
+            journal: path of the journal.
+            maximised: metric -> True to maximize it, False to minimize it.
             first: the sample to begin with.
             num_startup: trials before samples depend on results.
-            seed: of all samplers.
-            claim: on the search's log; nothing is suggested or noted once another process has taken it over.
-            noted: called when a sample is in the journal.
+            seed: base of the seeds of all samplers.
+            claim: claim on the search's log; nothing is suggested or journaled once another process has taken it over.
+            noted: called after each new sample is journaled.
 
         Raises:
             LogError: the journal is damaged.
@@ -74,7 +74,7 @@ class JournaledSearch(Searcher):
         """Returns the next trial's sample, with its name.
 
         Raises:
-            TakenOverError: another process goes on with the search.
+            TakenOverError: another process has taken over the search.
         """
         if self._claim is not None:
             self._claim.require()
@@ -92,15 +92,15 @@ class JournaledSearch(Searcher):
         return {**trial.params, NAME: name, ENDED: name in self._ended}
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        """Learns how a trial stands: should it be pruned, the sampler goes by that."""
+        """Reports a trial's intermediate result to Optuna, which uses it for sampling if the trial is pruned."""
         _, trial = self._trials[trial_id]
         step = result["epoch"]
-        # A trial that was lost tells again what it told before.
+        # A trial that was lost reports its earlier results again.
         if len(self._metrics) == 1 and step not in self._study.trials[trial.number].intermediate_values:
             trial.report(result[self._metrics[0]], step=step)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Learns how a trial ended, and notes it unless the trial is to be done again."""
+        """Tells Optuna how a trial ended, and journals it unless the trial is to be retried."""
         name, trial = self._trials[trial_id]
         if error or not result or result.get("unfinished"):
             self._study.tell(trial, state=TrialState.FAIL)
@@ -117,7 +117,7 @@ class JournaledSearch(Searcher):
         """Does nothing: the journal is complete at any time."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """Does nothing: the journal was read when this was made."""
+        """Does nothing: the constructor has read the journal."""
 
     def _note(self, line: Mapping[str, Any]) -> None:
         if self._claim is not None:
@@ -130,7 +130,7 @@ class JournaledSearch(Searcher):
 
 @contextlib.contextmanager
 def quiet_optuna() -> Iterator[None]:
-    """Optuna tells warnings alone meanwhile, not every study and trial."""
+    """Limits Optuna's messages to warnings; by default it reports every study and trial."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
@@ -140,21 +140,21 @@ def quiet_optuna() -> Iterator[None]:
 
 
 def trial_name(number: int) -> str:
-    """Returns the name of a search's trial, from 0."""
+    """Returns the name of a search's trial; numbers count from 0."""
     return f"trial-{number:03d}"
 
 
 def ended_trials(journal: Path) -> frozenset[str]:
-    """Returns the names of the trials that ended by themselves or by the scheduler; none of a damaged journal."""
-    with contextlib.suppress(LogError, OSError):  # of which others tell
+    """Returns the names of the trials that ended by themselves or were pruned; empty if the journal is damaged."""
+    with contextlib.suppress(LogError, OSError):  # reported elsewhere
         return _read(journal)[1]
     return frozenset()
 
 
 def _read(journal: Path) -> tuple[list[Mapping[str, Any]], frozenset[str]]:
-    """Returns what was suggested, in order, and the names of the trials that ended and were not broken off.
+    """Returns the samples in order, and the names of the trials that ended and were not interrupted.
 
-    A last line that is not written to its end is left out.
+    An incomplete last line is left out.
 
     Raises:
         LogError: the journal is damaged.
