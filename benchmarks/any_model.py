@@ -9,8 +9,8 @@
     lean             bare, with weights="split" and step_in_backward
     lean-8bit        lean, with optimizer_state="8bit"
 
-Each runs in its own process, since memory is the process's by NVML. With `--prewarm` all compile concurrently first, so
-that measurements start from a warm cache. Data are noise with a weak signal; a tenth of the labels is random. All
+Each runs in its own process, because NVML reports memory per process. With `--prewarm` all compile concurrently first,
+so that measurements start from a warm cache. Data are noise with a weak signal; a tenth of the labels is random. All
 methods see the same batches in the same order, so that their losses can be compared.
 Models of timm, torchvision and transformers are left out if these packages are not installed.
 """

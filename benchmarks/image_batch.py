@@ -47,7 +47,7 @@ class Setup:
         }
 
     def gathered(self, dtype: torch.dtype, indices: Tensor) -> Tensor:
-        """Returns the batch as it is usually written: random offsets, one advanced-index gather, normalisation."""
+        """Returns the batch as it is usually written: random offsets, one advanced-index gather, normalization."""
         num, (scale, shift) = len(indices), self.constants
         padded = F.pad(self.images[indices], (PADDING,) * 4)
         offsets = torch.randint(0, 2 * PADDING + 1, (2, num, 1), device="cuda")

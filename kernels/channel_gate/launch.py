@@ -74,7 +74,7 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, gate = ctx.saved_tensors
         dy = dy.contiguous(memory_format=torch.channels_last)
-        return dy, None, _sums(dy, x, gate.dtype, 1.0) if ctx.needs_input_grad[2] else None  # `_Pool` gates dy
+        return dy, None, _sums(dy, x, gate.dtype, 1.0) if ctx.needs_input_grad[2] else None  # `_Pool` applies the gate
 
 
 def _sums(x: Tensor, factor: Tensor | None, dtype: torch.dtype, share: float) -> Tensor:

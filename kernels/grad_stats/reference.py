@@ -1,4 +1,4 @@
-"""Gradient statistics in plain PyTorch, fp64: the specification of the kernels, and the CPU's implementation."""
+"""Gradient statistics in plain PyTorch, fp64: the specification of the kernels, also used on CPUs."""
 
 from __future__ import annotations
 

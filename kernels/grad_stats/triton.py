@@ -134,7 +134,7 @@ def _reduce(
     address, dtype: tl.constexpr, length, full, mean_to, squares_to, largest_to, found_so_far,
     CHUNK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Writes a chunk's mean, squared deviations and largest magnitude's bits, and a 1 if that is not finite."""
+    """Writes a chunk's mean, squared deviations and largest magnitude's bits; sets `found_so_far` if not finite."""
     if full:
         values = load_fp32(address, dtype, tl.arange(0, CHUNK), length, True, 16)
         bits = values.to(tl.int32, bitcast=True) & MAGNITUDE_MASK

@@ -1,4 +1,4 @@
-"""Image batches in plain PyTorch: the specification of the kernel, and the CPU's implementation."""
+"""Image batches in plain PyTorch: the specification of the kernel, also used on CPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
-"""2^32 over the golden ratio: the distance between the words drawn from one counter."""
+"""2^32 over the golden ratio: the distance between the hash inputs of the words drawn from one counter."""
 
 
 def image_batch(

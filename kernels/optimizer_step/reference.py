@@ -1,4 +1,4 @@
-"""Optimizer steps in plain PyTorch, tensor by tensor: the specification of the kernels, and the CPU's code."""
+"""Optimizer steps in plain PyTorch, tensor by tensor: the specification of the kernels, also used on CPUs."""
 
 from __future__ import annotations
 
